@@ -1,0 +1,268 @@
+"""The vocabulary of semkv: small frozen values that pass between its parts.
+
+    segment      a part of a prompt: `TextSegment` or `MediaSegment`
+    chunk text   the text a tier matches on (`Request.chunk_text`)
+    entry        one observed request in the catalog: namespace, segments, embeddings, response, times, tags
+    donor        the entry chosen to stand in for (parts of) a new request
+    tier         a matching level: exact text, semantic text, embedding; fusion and response beside them
+    level        a storage place: GPU, host memory, disk, shared store (never called a tier)
+    plan         which leading segments come from the donor, and the canonical prompt that follows
+    KV chunk     the KV blocks of an entry's canonical prompt, found by vLLM's own block hashes
+    block/extent a block is vLLM's unit; an extent is one file that holds a run of blocks
+    fusion state what the vision encoder and projector put out for one media item
+    namespace    tenant + model fingerprint
+
+Invariant: no store holds a value under a key it was not computed from. A semantic hit substitutes input
+segments; everything below the canonical prompt is an exact cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Vector = npt.NDArray[np.float32]
+
+
+class Role(StrEnum):
+    """What a text segment is for. Segments stand in prompt order: system, media, context, question."""
+
+    SYSTEM = "system"
+    CONTEXT = "context"
+    QUESTION = "question"
+
+
+class Status(StrEnum):
+    """What a tier did with a request. ``skip``: not reached, disabled, or no input for it."""
+
+    HIT = "hit"
+    MISS = "miss"
+    SKIP = "skip"
+
+
+class Exactness(StrEnum):
+    """How close the canonical prompt is to the request, best first."""
+
+    EXACT = "exact"  # byte-equal
+    NORMALISED = "normalised"  # equal after Unicode, case and white-space folding
+    APPROXIMATE = "approximate"  # similar by an embedding
+
+
+class CacheMode(StrEnum):
+    """``off``: no lookup. ``dry-run``: look up and report, send the request unchanged. ``live``: substitute."""
+
+    OFF = "off"
+    DRY_RUN = "dry-run"
+    LIVE = "live"
+
+
+class MatchPolicy(StrEnum):
+    """``all``: text and media must both match. ``any``: the best single layer decides (for measurement only)."""
+
+    ALL = "all"
+    ANY = "any"
+
+
+class Scope(StrEnum):
+    """Whether the text tiers match within the same media only, or across media."""
+
+    MEDIA = "media"
+    ANY = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class TextSegment:
+    """A run of text in a prompt."""
+
+    text: str
+    role: Role = Role.QUESTION
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSegment:
+    """An image in a prompt.
+
+    Attributes:
+        media_id: lowercase hex SHA-256 of the encoded file's bytes; the exact identity of the item.
+        source: a readable file with those bytes, or None where only the media store has them.
+        name: the data set's name for it (GQA's ``imageId``), for logs and for hooks that look under image roots.
+    """
+
+    media_id: str
+    source: Path | None = None
+    name: str = ""
+
+
+Segment = TextSegment | MediaSegment
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Who may share with whom: everything is partitioned by this before any search.
+
+    Attributes:
+        tenant: an opaque tenant id; empty for a single-tenant deployment.
+        model: the digest of everything that shapes an answer's state (`keys.model_fingerprint`).
+    """
+
+    tenant: str = ""
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingLayer:
+    """One layer of the embedding tier, as ``NAME:DIM[:THRESHOLD]`` on the command line.
+
+    A hook returns one float32 vector of ``dim`` numbers under ``name``; two are similar when their cosine is at
+    least ``threshold``. The layers ``prompt`` (text) and ``vision`` (image) have a meaning in the plan; any other
+    layer counts as evidence about the text.
+    """
+
+    name: str
+    dim: int
+    threshold: float = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the tiers see it.
+
+    Attributes:
+        request_id: unique within a run; appears in logs only, never in a key.
+        namespace: tenant and model.
+        segments: the whole prompt, in prompt order: system, media, context, question.
+        chunk_text: the text the semantic tiers match on; the question unless the caller chooses otherwise.
+        tags: labels for invalidation and reports.
+    """
+
+    request_id: str
+    namespace: Namespace
+    segments: tuple[Segment, ...]
+    chunk_text: str = ""
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.chunk_text:
+            object.__setattr__(self, "chunk_text", self.question)
+
+    @property
+    def media(self) -> tuple[MediaSegment, ...]:
+        return tuple(s for s in self.segments if isinstance(s, MediaSegment))
+
+    @property
+    def question(self) -> str:
+        """The text of the last question segment, or an empty string."""
+        texts = [s.text for s in self.segments if isinstance(s, TextSegment) and s.role is Role.QUESTION]
+        return texts[-1] if texts else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Why a donor was chosen.
+
+    Attributes:
+        tier: ``exact_text``, ``semantic_text`` or ``embedding:<layer>``: the status key that says ``hit``.
+        entry_id: the donor.
+        score: cosine in [-1, 1] of what decided; 1.0 for an exact or normalised match.
+        exactness: of the weakest substituted segment.
+    """
+
+    tier: str
+    entry_id: str
+    score: float
+    exactness: Exactness
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The canonical prompt, and where it came from.
+
+    Attributes:
+        segments: the canonical prompt: what the engine is asked. Equal to the request's own when nothing is
+            substituted.
+        substituted: how many leading segments come from the donor (0: none).
+        match: the donor and why, or None.
+        full: whether every segment comes from the donor (the donor's own answer would do).
+    """
+
+    segments: tuple[Segment, ...]
+    substituted: int = 0
+    match: Match | None = None
+
+    @property
+    def full(self) -> bool:
+        return self.match is not None and self.substituted == len(self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseReport:
+    """What the lookup found. ``statuses`` has a key per tier, in the order of the lookup.
+
+    Attributes:
+        request: the request as it came.
+        plan: what to send to the engine.
+        statuses: ``exact_text``, ``embedding:<layer>`` per layer, ``semantic_text``; the runner adds ``kv_cache`` and
+            ``fusion`` when the engine has answered.
+        embeddings: the vectors computed on the way, by layer, each normalised to length 1.
+        lookup_s: seconds spent in the lookup, encoders included.
+        donor_response: what the donor answered, for comparison; never returned by the KV tiers.
+    """
+
+    request: Request
+    plan: Plan
+    statuses: Mapping[str, Status]
+    embeddings: Mapping[str, Vector] = field(default_factory=dict)
+    lookup_s: float = 0.0
+    donor_response: str | None = None
+
+    @property
+    def hit(self) -> bool:
+        return self.plan.match is not None
+
+    @property
+    def provenance(self) -> str:
+        """``text:exact``, ``text:normalised``, ``text:semantic`` or ``embedding:<layer>``; empty on a miss.
+
+        ``/media`` or ``/context`` is appended when only a leading part of the prompt was substituted.
+        """
+        match = self.plan.match
+        if match is None:
+            return ""
+        names = {"exact_text": f"text:{match.exactness}", "semantic_text": "text:semantic"}
+        name = names.get(match.tier, match.tier)
+        if self.plan.full:
+            return name
+        last = self.plan.segments[self.plan.substituted - 1]
+        return f"{name}/{'media' if isinstance(last, MediaSegment) else last.role}"
+
+    def with_status(self, **statuses: Status) -> ReuseReport:
+        """The same report with more tiers' statuses, such as the engine's ``kv_cache`` and ``fusion``."""
+        return replace(self, statuses={**self.statuses, **statuses})
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One observed request as the catalog keeps it.
+
+    ``segments`` is the canonical prompt that was really computed, so ``response`` belongs to exactly these segments.
+    Times are seconds since the epoch.
+    """
+
+    entry_id: str
+    namespace: Namespace
+    segments: tuple[Segment, ...]
+    chunk_text: str
+    response: str
+    embeddings: Mapping[str, Vector] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    created: float = 0.0
+    last_hit: float = 0.0
+    hits: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
