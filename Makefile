@@ -1,0 +1,60 @@
+# make demo    answer a few hundred picture questions twice, the second time from the cache
+# make test    run the tests
+# make check   lint and type-check
+# make bench   identity and long-context benchmarks on this machine
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check bench clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# CUDA vLLM where an NVIDIA driver answers, vLLM's CPU build elsewhere; DEVICE=cpu or DEVICE=gpu overrides.
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
+STAMP := $(VENV)/.installed-$(DEVICE)
+EXTRAS := $(DEVICE),encoders,datasets,dev
+
+ifeq ($(DEVICE),cpu)
+OVERRIDES := --overrides overrides-cpu.txt
+# CPU torch: from pip's find-links where the machine has them, else from where uv knows it to be.
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS := $(PIP_FIND_LINKS)
+else
+export UV_TORCH_BACKEND := cpu
+endif
+endif
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+$(STAMP): pyproject.toml constraints-$(DEVICE).txt overrides-cpu.txt src/semkv_torchvision_shim.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "semkv needs Python 3.11 or newer; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	command -v $(UV) >/dev/null || $(BIN)/python -m pip install --quiet uv
+	$(UV) pip install --quiet --python $(BIN)/python $(OVERRIDES) --constraint constraints-$(DEVICE).txt \
+		--reinstall-package semkv --editable '.[$(EXTRAS)]'
+ifeq ($(DEVICE),cpu)
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps torchvision==0.28.0
+endif
+	touch $@
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/semkv demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python bench/identity.py --shape minigqa-vlm --samples 500 --out bench/results/identity-$(DEVICE).json
+	$(BIN)/python bench/long_context.py --out bench/results/long-context-$(DEVICE).json
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
