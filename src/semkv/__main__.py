@@ -1,0 +1,5 @@
+"""``python -m semkv``."""
+
+from semkv.cli import main
+
+main()

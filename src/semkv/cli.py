@@ -1,0 +1,228 @@
+"""The command line: ``semkv run`` and ``semkv demo``.
+
+Nothing heavy is imported before a command needs it: ``semkv --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from semkv import __version__
+from semkv.errors import SemkvError
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,  # rich help costs 0.6 s of imports
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="A hierarchical semantic cache on top of vLLM.",
+)
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+_EXAMPLES = """\b
+Examples:
+  semkv run
+      the bundled model on its own questions, on CPU or GPU
+  semkv run --baseline --max-samples 128
+      the same, compared with vLLM's prefix cache alone
+  semkv run --preset qwen3-vl-2b --dataset-root /data/gqa --cache-mode dry-run
+      look up and report, send every request unchanged
+  semkv run --model facebook/opt-125m --dataset prompts.jsonl --chunk-source full
+      prompts of your own
+  semkv run --embedding-layer prompt:384:0.9 --embedding-hook prompt
+      one layer of the embedding tier, with a threshold of its own
+"""
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"semkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog=_EXAMPLES)
+def run(
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="minigqa (default), opt-125m, qwen3-vl-2b, internvl3.5-2b or qwen2.5-vl-7b: fills in whatever is not "
+            "given here."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A checkpoint's directory, or a hub id.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub id.")] = None,
+    trust_remote_code: Annotated[
+        bool | None,
+        typer.Option("--trust-remote-code/--no-trust-remote-code", help="Run model code that the checkpoint brings."),
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer, in tokens.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="vllm (default), or scripted: no model, for trying settings."),
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Partitions every cache; tenants share nothing.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="minigqa, gqa, jsonl, or a .jsonl file.")] = None,
+    dataset_root: Annotated[
+        Path | None,
+        typer.Option(help="Folder (or .jsonl file) with the data; for GQA also GQA_ROOT."),
+    ] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Such as val_balanced_instructions.")] = None,
+    dataset_repo: Annotated[str | None, typer.Option(help="Hub id of GQA (lmms-lab/GQA).")] = None,
+    split: Annotated[str | None, typer.Option(help="train, val, testdev ...")] = None,
+    max_samples: Annotated[int | None, typer.Option(help="At most so many samples.")] = None,
+    shuffle_seed: Annotated[int | None, typer.Option(help="Shuffle with this seed before cutting.")] = None,
+    chunk_source: Annotated[
+        str | None,
+        typer.Option(help="What the tiers match on: question (default), semantic, group, combined, full."),
+    ] = None,
+    chunk_window: Annotated[int | None, typer.Option(help="Match on the first N characters only (0: all).")] = None,
+    similarity_threshold: Annotated[float | None, typer.Option(help="Least cosine of the semantic text tier.")] = None,
+    embedding_layer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:DIM[:THRESHOLD]",
+            help="A layer of the embedding tier, such as prompt:384:0.8; may be repeated.",
+        ),
+    ] = None,
+    embedding_hook: Annotated[
+        str | None,
+        typer.Option(help="none, prompt, vision, prompt_vision, or package.module:Factory."),
+    ] = None,
+    vision_encoder: Annotated[str | None, typer.Option(help="Tower behind the vision layer: id or directory.")] = None,
+    index_encoder: Annotated[
+        str | None, typer.Option(help="Sentence encoder of the text tiers: id or directory.")
+    ] = None,
+    match: Annotated[
+        str | None,
+        typer.Option(help="all (default): text and image must match. any: one layer decides."),
+    ] = None,
+    scope: Annotated[
+        str | None,
+        typer.Option(help="media (default): text matches on the same image only. any."),
+    ] = None,
+    disable_semantic_cache: Annotated[
+        bool,
+        typer.Option("--disable-semantic-cache", help="Without the semantic text tier."),
+    ] = False,
+    disable_exact_cache: Annotated[
+        bool, typer.Option("--disable-exact-cache", help="Without the exact text tier.")
+    ] = False,
+    cache_mode: Annotated[
+        str | None,
+        typer.Option(help="live (default), dry-run: look up but send requests unchanged, off: nothing of ours."),
+    ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Where the cache lives (SEMKV_CACHE_DIR or ~/.cache/semkv).")
+    ] = None,
+    enable_fusion_cache: Annotated[
+        bool | None,
+        typer.Option("--enable-fusion-cache/--disable-fusion-cache", help="Keep the vision encoder's outputs."),
+    ] = None,
+    fusion_cache_dir: Annotated[Path | None, typer.Option(help="Keep them elsewhere than under --cache-dir.")] = None,
+    max_cached_blocks: Annotated[
+        int | None, typer.Option(help="Bound on stored KV blocks (0: by bytes alone).")
+    ] = None,
+    purge: Annotated[
+        bool,
+        typer.Option("--purge", help="Empty the cache first; touches nothing semkv did not write."),
+    ] = False,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where drawn and unpacked data goes (~/.cache/semkv-data).")
+    ] = None,
+    baseline: Annotated[
+        bool,
+        typer.Option("--baseline", help="Run the samples with vLLM's prefix cache alone first."),
+    ] = False,
+    samples_out: Annotated[Path | None, typer.Option(help="Write a JSON object a sample to this file.")] = None,
+    summary_out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line a sample.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="vLLM's own log, too.")] = False,
+) -> None:
+    """Answer a data set through the cache: a line a sample, then what was saved and at what accuracy."""
+    from semkv.experiments.execute import execute
+    from semkv.experiments.settings import RunFlags, resolve
+
+    flags = RunFlags(
+        preset=preset,
+        model=model,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        max_model_len=max_model_len,
+        max_tokens=max_tokens,
+        engine=engine,
+        tenant=tenant,
+        dataset=dataset,
+        dataset_root=dataset_root,
+        dataset_config=dataset_config,
+        dataset_repo=dataset_repo,
+        split=split,
+        max_samples=max_samples,
+        shuffle_seed=shuffle_seed,
+        chunk_source=chunk_source,
+        chunk_window=chunk_window,
+        similarity_threshold=similarity_threshold,
+        embedding_layers=tuple(embedding_layer) if embedding_layer else None,
+        embedding_hook=embedding_hook,
+        vision_encoder=vision_encoder,
+        index_encoder=index_encoder,
+        match=match,
+        scope=scope,
+        disable_semantic_cache=disable_semantic_cache,
+        disable_exact_cache=disable_exact_cache,
+        cache_mode=cache_mode,
+        cache_dir=cache_dir,
+        fusion_cache=enable_fusion_cache,
+        fusion_cache_dir=fusion_cache_dir,
+        max_cached_blocks=max_cached_blocks,
+        purge=purge,
+        data_dir=data_dir,
+        baseline=baseline,
+        samples_out=samples_out,
+        summary_out=summary_out,
+    )
+    summary = execute(resolve(flags), quiet=quiet, verbose=verbose)
+    if summary.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def demo(
+    directory: Annotated[Path, typer.Option("--dir", help="Where everything goes.")] = Path("runs/demo"),
+    samples: Annotated[int, typer.Option(min=1, help="How many questions.")] = 256,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="vLLM's own log, too.")] = False,
+) -> None:
+    """Answer drawn visual questions twice, in two processes on one cache, and compare.
+
+    The first pass starts with an empty cache, the second finds on disk what the first one left.
+    """
+    from semkv.experiments.demo import run_demo
+
+    run_demo(directory, samples=samples, verbose=verbose)
+
+
+def main() -> NoReturn:
+    """The ``semkv`` command: errors that semkv raises on purpose are one line on stderr and exit code 2."""
+    try:
+        app(prog_name="semkv", standalone_mode=True)
+    except SemkvError as e:
+        typer.echo(f"semkv: {e}", err=True)
+        sys.exit(EXIT_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(0)

@@ -1,0 +1,58 @@
+"""What the scheduler half tells the worker half of the KV connector, once a step. No vLLM, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from semkv.stores.container import Bytes
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """Blocks to put into the engine's cache before the forward pass.
+
+    Attributes:
+        request_id: for logs.
+        block_ids: where they go.
+        block_hashes: which they are, one per block id.
+        rows: their bytes, checked already, uint8 ``[n, row_bytes]``; None when the worker must read them. Travels
+            within a process only.
+    """
+
+    request_id: str
+    block_ids: list[int]
+    block_hashes: list[bytes]
+    rows: Bytes | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (LoadPlan, (self.request_id, self.block_ids, self.block_hashes))
+
+
+@dataclass(slots=True)
+class CapturePlan:
+    """Full blocks to copy out after the forward pass. ``position``: index in the prompt of the first."""
+
+    block_ids: list[int]
+    block_hashes: list[bytes]
+    position: int
+
+
+@dataclass(slots=True)
+class KVStep:
+    """One step's work.
+
+    Attributes:
+        namespace: digest of the model and its settings; the worker adds its rank and layout.
+        step: counts up.
+        epoch: counts the load failures the scheduler knows of. After a failed load a worker captures nothing until
+            the scheduler's epoch has moved on, since what was computed meanwhile may rest on the missing blocks.
+        loads: before the forward pass.
+        captures: after it.
+    """
+
+    namespace: str = ""
+    step: int = 0
+    epoch: int = 0
+    loads: list[LoadPlan] = field(default_factory=list)
+    captures: list[CapturePlan] = field(default_factory=list)

@@ -1,0 +1,345 @@
+"""The scheduler half of the KV connector: which blocks to load, which to capture. No vLLM, no torch.
+
+Everything here runs in the engine core's scheduler thread. vLLM's objects are taken as they come (``Any``): the
+attributes used are the same from 0.26 to 0.33.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from semkv.connectors.counters import Counters
+from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan
+from semkv.connectors.outcome import REPORT_KEY, wants_skip
+from semkv.connectors.settings import KVSettings
+from semkv.errors import CorruptValue
+from semkv.keys import digest
+from semkv.stores.blocks import KVChunk, KVLayout, KVStore
+from semkv.stores.container import Bytes
+from semkv.stores.extents import ExtentStore
+
+log = logging.getLogger("semkv.connectors")
+
+_OFFERED_SECONDS = 30.0  # after this a captured block that is still not stored is captured again
+_OFFERED_MOST = 1 << 17
+_PROMISES_WITH_ROWS = 4  # vLLM asks for the head of its queue, so few promises are open at a time
+_REMEMBERED = 256
+
+
+def rank_namespace(namespace: str, rank: int) -> str:
+    """The namespace of one rank's blocks."""
+    return digest("rank", namespace, str(rank))
+
+
+@dataclass(slots=True)
+class _Promise:
+    """The blocks ``hashes``, from block ``start`` of the prompt on, can be loaded."""
+
+    start: int
+    hashes: list[bytes]
+    rows: Bytes | None
+
+    def covers(self, start: int, hashes: list[bytes]) -> bool:
+        """Whether it still answers the question; that nothing was stored is asked again."""
+        n = len(self.hashes)
+        return bool(n) and self.start == start and self.hashes == hashes[:n]
+
+
+@dataclass(slots=True)
+class _Track:
+    """An admitted request. ``checked``: leading blocks that need no more capturing."""
+
+    request: Any
+    skip: bool
+    block_ids: list[int] = field(default_factory=list)
+    checked: int = 0
+    loaded_tokens: int = 0
+    load_failed: bool = False
+
+
+class KVScheduler:
+    """See the module. ``namespace`` is asked for once, when the first request comes."""
+
+    def __init__(
+        self,
+        settings: KVSettings,
+        extents: ExtentStore,
+        namespace: Callable[[], str],
+        *,
+        engine: str,
+        world_size: int,
+        block_size: int,
+        speculative: bool = False,
+    ) -> None:
+        self.settings, self.counters = settings, Counters()
+        self.block_size = block_size
+        self._extents, self._make_namespace = extents, namespace
+        self._engine, self._world_size = engine, world_size
+        self._capture_decode = settings.capture_decode and not speculative
+        if settings.capture_decode and speculative:
+            log.warning("semkv: capture_decode has no effect with speculative decoding")
+        self._namespace = ""
+        self._stores: list[KVStore] = []
+        self._tracks: dict[str, _Track] = {}
+        self._promises: OrderedDict[str, _Promise] = OrderedDict()
+        self._injected: dict[str, KVChunk] = {}
+        self._offered: OrderedDict[bytes, float] = OrderedDict()
+        self._recent: OrderedDict[str, list[bytes]] = OrderedDict()
+        self._loads: list[LoadPlan] = []
+        self._step = self._epoch = 0
+        self._last_load_step = self._confirmed_step = 0
+
+    # ------------------------------------------------------------------ stores
+
+    @property
+    def namespace(self) -> str:
+        if not self._namespace:
+            self._namespace = self._make_namespace()
+        return self._namespace
+
+    def stores(self) -> list[KVStore]:
+        """One store per rank, in order; empty until every worker has said how its blocks look."""
+        if not self._stores and self._extents.on:
+            layouts = self._extents.layouts(self._engine)
+            if all(rank in layouts for rank in range(self._world_size)):
+                try:
+                    self._stores = [
+                        KVStore(
+                            self._extents,
+                            rank_namespace(self.namespace, rank),
+                            KVLayout.parse(json.loads(layouts[rank])),
+                        )
+                        for rank in range(self._world_size)
+                    ]
+                except (CorruptValue, ValueError) as error:
+                    log.warning("semkv: a worker's layout cannot be read (%s)", error)
+        return self._stores
+
+    # ------------------------------------------------------------------ matching
+
+    def matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
+        """Tokens that can be loaded beyond the computed ones: whole blocks, at least one token left to compute."""
+        if num_computed_tokens % self.block_size or not self._may_load(request):
+            return 0
+        start = num_computed_tokens // self.block_size
+        end = (request.num_tokens - 1) // self.block_size
+        hashes = [bytes(h) for h in request.block_hashes[start:end]]
+        if not hashes:
+            return 0
+        promise = self._promises.get(request.request_id)
+        if promise is None or not promise.covers(start, hashes):
+            promise = self._promise(request.request_id, start, hashes)
+            self._promises[request.request_id] = promise
+            self._forget_rows()
+        return len(promise.hashes) * self.block_size
+
+    def _may_load(self, request: Any) -> bool:
+        if getattr(request, "skip_reading_prefix_cache", False) or self._skips(request):
+            return False
+        return bool(self.stores())
+
+    @staticmethod
+    def _skips(request: Any) -> bool:
+        # A LoRA adapter is in vLLM's block hashes by name only, and a name may come to mean other weights.
+        return request.lora_request is not None or wants_skip(request.kv_transfer_params)
+
+    def _promise(self, request_id: str, start: int, hashes: list[bytes]) -> _Promise:
+        injected = self._injected.get(request_id)
+        if injected is not None and injected.position <= start:
+            skip = start - injected.position
+            mine = list(injected.block_hashes[skip : skip + len(hashes)])
+            if mine and mine == hashes[: len(mine)]:
+                return _Promise(start, mine, injected.rows()[skip : skip + len(mine)])
+        stores = self.stores()
+        count = min(store.lookup(hashes) for store in stores)
+        for h in hashes[:count]:  # on disk by now; should it turn out damaged, it may be captured again
+            self._offered.pop(h, None)
+        if not count or self.settings.verify != "promise":
+            return _Promise(start, hashes[:count], None)
+        rows: Bytes | None = None
+        for store in stores:
+            rows = store.read_rows(hashes[:count])
+            count = min(count, len(rows))
+        # The rows of several ranks are read again by the workers, which are other processes anyway.
+        return _Promise(start, hashes[:count], rows[:count] if rows is not None and len(stores) == 1 else None)
+
+    def _forget_rows(self) -> None:
+        for request_id in list(self._promises)[:-_PROMISES_WITH_ROWS]:
+            del self._promises[request_id]
+
+    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """A request was admitted with its blocks; ``num_external_tokens`` of its tokens are to be loaded."""
+        request_id = request.request_id
+        track = self._tracks.get(request_id)
+        if track is None:
+            track = self._tracks[request_id] = _Track(request, self._skips(request))
+        track.block_ids, track.checked = list(block_ids), 0
+        promise = self._promises.pop(request_id, None)
+        self._injected.pop(request_id, None)
+        if num_external_tokens <= 0:
+            return
+        count = num_external_tokens // self.block_size
+        if promise is None or count > len(promise.hashes):
+            raise RuntimeError(f"semkv: {num_external_tokens} tokens of {request_id} were never promised")
+        plan = LoadPlan(
+            request_id,
+            track.block_ids[promise.start : promise.start + count],
+            promise.hashes[:count],
+            None if promise.rows is None else promise.rows[:count],
+        )
+        self._loads.append(plan)
+        track.loaded_tokens = max(track.loaded_tokens, num_external_tokens)
+        self.counters.add("loads")
+        self.counters.add("loaded_tokens", num_external_tokens)
+
+    # ------------------------------------------------------------------ the step
+
+    def build_step(self, scheduler_output: Any) -> KVStep:
+        """Everything for the workers' next step; resets what was collected since the last."""
+        self._step += 1
+        loads, self._loads = self._loads, []
+        if loads:
+            self._last_load_step = self._step
+        step = KVStep(self.namespace if self.stores() else "", self._step, self._epoch, loads)
+        self._update_block_ids(scheduler_output)
+        # With several ranks one rank's failed load spoils what all of them compute: wait for their reports.
+        if self.stores() and (self._world_size == 1 or self._last_load_step <= self._confirmed_step):
+            self._expire_offers()
+            for request_id, complete in self._complete_blocks(scheduler_output):
+                step.captures += self._plan_captures(self._tracks[request_id], complete)
+        return step
+
+    def _update_block_ids(self, scheduler_output: Any) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            if (track := self._tracks.get(new.req_id)) is not None:
+                track.block_ids = list(new.block_ids[0])
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            track = self._tracks.get(request_id)
+            if track is None or block_ids is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                track.block_ids, track.checked = list(block_ids[0]), 0
+            else:
+                track.block_ids.extend(block_ids[0])
+
+    def _complete_blocks(self, scheduler_output: Any) -> list[tuple[str, int]]:
+        """Per scheduled request, how many leading blocks will be full and captured after this step."""
+        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        complete = []
+        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            track = self._tracks.get(request_id)
+            if track is None or track.skip or request_id not in computed:
+                continue
+            # A block's hash exists once all of its tokens are known, so a hash plus a scheduled token is a full block.
+            tokens = computed[request_id] + scheduled
+            if not self._capture_decode:
+                tokens = min(tokens, track.request.num_prompt_tokens)
+            blocks = min(tokens // self.block_size, len(track.request.block_hashes), len(track.block_ids))
+            if blocks > track.checked:
+                complete.append((request_id, blocks))
+        return complete
+
+    def _plan_captures(self, track: _Track, complete: int) -> list[CapturePlan]:
+        positions = range(track.checked, complete)
+        hashes = [bytes(h) for h in track.request.block_hashes[track.checked : complete]]
+        ask = [i for i, h in enumerate(hashes) if h not in self._offered]
+        missing = set(ask)
+        for store in self.stores() if self._world_size == 1 else []:
+            missing -= {i for i, there in zip(ask, store.stored([hashes[i] for i in ask]), strict=True) if there}
+        track.checked = complete
+        chosen = sorted(missing)
+        now, most = time.monotonic(), self.settings.max_extent_blocks
+        self._offered.update((hashes[i], now) for i in chosen)
+        plans = []
+        for first in range(0, len(chosen), most):
+            part = chosen[first : first + most]
+            ids = [track.block_ids[positions[i]] for i in part]
+            plans.append(CapturePlan(ids, [hashes[i] for i in part], positions[part[0]]))
+        return plans
+
+    def _expire_offers(self) -> None:
+        limit = time.monotonic() - _OFFERED_SECONDS
+        while self._offered and (len(self._offered) > _OFFERED_MOST or next(iter(self._offered.values())) < limit):
+            self._offered.popitem(last=False)
+
+    # ------------------------------------------------------------------ what comes back
+
+    def confirm(self, step: int) -> None:
+        """All workers have finished step ``step``."""
+        self._confirmed_step = max(self._confirmed_step, step)
+
+    def load_failed(self, block_ids: set[int]) -> None:
+        """Workers could not load these blocks; vLLM recomputes them."""
+        self._epoch += 1
+        self._offered.clear()  # what was to be captured meanwhile was not
+        for track in self._tracks.values():
+            track.checked = 0
+            if not block_ids.isdisjoint(track.block_ids):
+                track.load_failed = True
+        self.counters.add("failed_loads")
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """Forget a request, and say what was done for it."""
+        request_id = request.request_id
+        track = self._tracks.pop(request_id, None)
+        self._promises.pop(request_id, None)
+        self._injected.pop(request_id, None)
+        self._recent[request_id] = [bytes(h) for h in request.block_hashes]
+        if len(self._recent) > _REMEMBERED:
+            self._recent.popitem(last=False)
+        if track is None or not self.settings.report:
+            return None
+        return {REPORT_KEY: {"loaded_tokens": track.loaded_tokens, "load_failed": track.load_failed}}
+
+    def reset(self) -> None:
+        """Delete what is stored for this model, and store what follows apart from it.
+
+        vLLM asks for this when the weights may have changed; what is computed from now on must not be found under the
+        old weights' name, so it goes to a namespace of this process's own.
+        """
+        for store in self.stores():
+            store.purge()
+        self._namespace = digest("after reset", self.namespace, uuid.uuid4().hex)
+        self._stores = []
+        self._promises.clear()
+        self._offered.clear()
+
+    def take_counters(self) -> dict[str, int]:
+        self.counters.merge({f"scheduler_{k}": v for k, v in self._extents.counters.items()})
+        return self.counters.take()
+
+    # ------------------------------------------------------------------ the research interface
+
+    def block_hashes(self, request_id: str) -> list[bytes] | None:
+        """The block hashes of a request that runs or finished lately, by vLLM's id or the caller's."""
+        if (name := self.resolve(request_id, self._recent)) is not None:
+            return self._recent[name]
+        if (name := self.resolve(request_id, self._tracks)) is not None:
+            return [bytes(h) for h in self._tracks[name].request.block_hashes]
+        return None
+
+    @staticmethod
+    def resolve(request_id: str, names: Any) -> str | None:
+        """vLLM appends a random suffix to the caller's id; the newest match counts."""
+        if request_id in names:
+            return request_id
+        found = [n for n in names if n.rpartition("-")[0] == request_id]
+        return found[-1] if found else None
+
+    def inject(self, request_id: str, chunk: KVChunk) -> None:
+        """Offer a chunk's blocks to the request of this (vLLM) id when it is scheduled first."""
+        self._injected[request_id] = chunk
+        self._promises.pop(request_id, None)
+
+    def close(self) -> None:
+        self._extents.close()

@@ -1,0 +1,163 @@
+"""The namespace of a model in the stores: a digest of everything that shapes its KV blocks and encoder outputs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import uuid
+from pathlib import Path
+from typing import Any
+
+from semkv.keys import digest, weights_digest
+
+log = logging.getLogger("semkv.connectors")
+
+
+def model_facts(vllm_config: Any, cache_dir: Path) -> dict[str, object]:
+    """What both stores must tell apart, as JSON values.
+
+    Reads a local checkpoint in full the first time (`cached_weights_digest`).
+    """
+    import vllm
+    from vllm.platforms import current_platform
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
+    return {
+        "vllm": vllm.__version__,
+        "device": [current_platform.device_type, platform.machine(), _device_name(current_platform)],
+        "model": str(model.model),
+        "revision": str(model.revision),
+        "weights": weights_identity(vllm_config, cache_dir),
+        "config": digest(model.hf_config.to_json_string(use_diff=False)),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "speculative": None if speculative is None else [str(speculative.method), str(speculative.model)],
+        "media": _media_facts(model),
+    }
+
+
+def _device_name(current_platform: Any) -> str:
+    try:
+        return str(current_platform.get_device_name())
+    except (NotImplementedError, RuntimeError):
+        return ""
+
+
+def _media_facts(model: Any) -> dict[str, str]:
+    """The settings of vLLM's media processor that shape pixels, placeholders or the encoder's arithmetic."""
+    keys = (
+        "mm_processor_kwargs",
+        "media_io_kwargs",
+        "video_pruning_rate",
+        "mm_encoder_attn_backend",
+        "mm_encoder_attn_dtype",
+        "mm_encoder_tp_mode",
+        "interleave_mm_strings",
+    )
+    config = getattr(model, "multimodal_config", None)
+    return {key: repr(getattr(config, key, None)) for key in keys}
+
+
+def kv_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, object]:
+    """What only the KV blocks depend on. NONE_HASH is added once the engine has set it (`hash_facts`)."""
+    cache = vllm_config.cache_config
+    return {
+        "cache_dtype": str(cache.cache_dtype),
+        "block_size": cache.block_size,
+        "groups": [[type(g.kv_cache_spec).__name__, sorted(g.layer_names)] for g in kv_cache_config.kv_cache_groups],
+    }
+
+
+def hash_facts(vllm_config: Any) -> dict[str, object]:
+    """Algorithm and seed of vLLM's block hashes; available once the engine core is up."""
+    from vllm.v1.core import kv_cache_utils
+
+    none_hash = getattr(kv_cache_utils, "NONE_HASH", b"")
+    return {
+        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
+        "none_hash": bytes(none_hash).hex(),
+    }
+
+
+def namespace_digest(*facts: dict[str, object]) -> str:
+    return digest("namespace", *(json.dumps(f, sort_keys=True, default=str) for f in facts))
+
+
+def weights_identity(vllm_config: Any, cache_dir: Path) -> str:
+    """What tells a model's weights apart.
+
+    A local checkpoint by its bytes, dummy weights by configuration and seed, a hub model by its commit. A hub model
+    whose commit is unknown goes by its name alone, with a warning.
+    """
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    if "dummy" in load_format.lower():
+        return digest("dummy", model.hf_config.to_json_string(use_diff=False), str(model.seed))
+    path = Path(model.model)
+    if path.exists():
+        return cached_weights_digest(path, cache_dir / "weights")
+    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    if not commit:
+        log.warning("semkv: the revision of %s is unknown; pass --revision so that new weights are told apart", path)
+    return digest("hub", str(model.model), str(commit))
+
+
+def cached_weights_digest(model: Path, cache_dir: Path) -> str:
+    """`keys.weights_digest`, computed once per state of the files (their names, sizes and times in nanoseconds).
+
+    A file that cannot be written costs time at the next start and nothing else.
+    """
+    files = sorted(p for p in model.rglob("*") if p.is_file()) if model.is_dir() else [model]
+    state = [[str(p), (s := p.stat()).st_size, s.st_mtime_ns] for p in files]
+    note = cache_dir / (digest("path", str(model.resolve())) + ".json")
+    try:
+        known = json.loads(note.read_text())
+        if known["files"] == state:
+            return str(known["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not noted yet, or the note is damaged
+    if model.is_dir():
+        value = weights_digest(model)
+    else:
+        with model.open("rb") as f:
+            value = hashlib.file_digest(f, "sha256").hexdigest()
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        temporary = note.with_name(f"{note.name}.{uuid.uuid4().hex[:8]}.tmp")
+        temporary.write_text(json.dumps({"files": state, "digest": value}))
+        temporary.replace(note)
+    except OSError as error:
+        log.warning("semkv: cannot note the digest of %s (%s)", model, error)
+    return value
+
+
+def seed_block_hashes(vllm_config: Any) -> bool:
+    """Give block hashes a fixed seed where vLLM would draw one at random, and say whether that was needed.
+
+    Must run before the engine core sets its seed; `unseed_block_hashes` undoes the change of the environment.
+    Not done for xxhash, which relies on a secret seed.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    fixed = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and "xxhash" not in algorithm
+    if fixed or "PYTHONHASHSEED" in os.environ:
+        return False
+    if "xxhash" in algorithm:
+        log.warning(
+            "semkv: block hashes are seeded at random with %s, so nothing stored is found after a restart; "
+            "set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256_cbor",
+            algorithm,
+        )
+        return False
+    os.environ["PYTHONHASHSEED"] = "0"
+    return True
+
+
+def unseed_block_hashes() -> None:
+    os.environ.pop("PYTHONHASHSEED", None)

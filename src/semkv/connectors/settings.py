@@ -1,0 +1,122 @@
+"""Settings of the connectors, as they stand in ``kv_connector_extra_config`` and ``ec_connector_extra_config``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from semkv.errors import ConfigError
+from semkv.stores.extents import KV_MAX_BYTES, Bounds
+from semkv.stores.fusion import FUSION_MAX_BYTES
+
+CACHE_DIR_VARIABLE = "SEMKV_CACHE_DIR"
+VERIFY = ("promise", "load")
+
+
+def default_cache_dir() -> Path:
+    """``SEMKV_CACHE_DIR``, else ``~/.cache/semkv``."""
+    return Path(os.environ.get(CACHE_DIR_VARIABLE) or "~/.cache/semkv").expanduser()
+
+
+@dataclass(frozen=True, slots=True)
+class KVSettings:
+    """Settings of the KV connector.
+
+    Attributes:
+        cache_dir: the directory; KV blocks go under ``kv``.
+        max_bytes: bound on the bytes of all KV extents in the directory; 0 for none.
+        max_blocks: bound on the blocks of all KV extents in the directory (of every rank); 0 for none.
+        capture_decode: also keep the blocks of generated tokens.
+        verify: ``promise`` reads and checks a block before the scheduler counts on it, so that damage is a plain
+            miss; ``load`` checks when the worker reads, and what fails then is recomputed. With several ranks
+            ``promise`` reads every byte twice, the second time from the page cache.
+        queue_bytes: captured bytes that may wait for the disk; what comes on top is dropped and counted.
+        max_extent_blocks: blocks per file at most.
+        report: tell each request's outcome in its ``kv_transfer_params``, under ``semkv``.
+        recompute_on_failure: turn vLLM's ``kv_load_failure_policy`` to ``recompute`` for this engine: its default
+            ``fail`` ends a request whose load failed, which no cache should do.
+        stable_hashes: where vLLM (before 0.29) seeds its block hashes at random, seed them with ``PYTHONHASHSEED=0``
+            so that a restart finds what was stored. Only for the cryptographic hashes.
+    """
+
+    cache_dir: Path
+    max_bytes: int = KV_MAX_BYTES
+    max_blocks: int = 0
+    capture_decode: bool = False
+    verify: str = "promise"
+    queue_bytes: int = 2 << 30
+    max_extent_blocks: int = 256
+    report: bool = True
+    recompute_on_failure: bool = True
+    stable_hashes: bool = True
+
+    def __post_init__(self) -> None:
+        if self.verify not in VERIFY:
+            raise ConfigError("verify", self.verify, VERIFY)
+        for key in ("queue_bytes", "max_extent_blocks"):
+            if getattr(self, key) < 1:
+                raise ConfigError(key, getattr(self, key), "a positive number")
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.max_bytes, self.max_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class ECSettings:
+    """Settings of the encoder-cache connector.
+
+    Attributes:
+        cache_dir: the directory; fusion states go under ``fusion``.
+        fusion_dir: the fusion states' own directory instead; empty for ``cache_dir/fusion``.
+        max_bytes: bound on the bytes of all fusion states in the directory; 0 for none.
+        max_items: bound on their number; 0 for none.
+        queue_bytes: bytes that may wait for the disk; what comes on top is dropped and counted.
+        report: tell each request's outcome in its ``ec_transfer_params``, under ``semkv``.
+    """
+
+    cache_dir: Path
+    fusion_dir: str = ""
+    max_bytes: int = FUSION_MAX_BYTES
+    max_items: int = 0
+    queue_bytes: int = 512 << 20
+    report: bool = True
+
+    def __post_init__(self) -> None:
+        if self.queue_bytes < 1:
+            raise ConfigError("queue_bytes", self.queue_bytes, "a positive number")
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.max_bytes, self.max_items)
+
+    @property
+    def root(self) -> Path:
+        return Path(self.fusion_dir).expanduser() if self.fusion_dir else self.cache_dir / "fusion"
+
+
+_S = TypeVar("_S", KVSettings, ECSettings)
+
+
+def read_settings(kind: type[_S], extra: Mapping[str, Any] | None) -> _S:
+    """Make settings from a connector's extra config.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type or range.
+    """
+    known = {f.name: f for f in fields(kind)}
+    values: dict[str, Any] = {"cache_dir": default_cache_dir()}
+    for key, value in (extra or {}).items():
+        if key not in known:
+            raise ConfigError(f"{kind.__name__} key", key, known)
+        if key == "cache_dir":
+            if not isinstance(value, str | Path) or not str(value):
+                raise ConfigError(key, value, "a directory")
+            values[key] = Path(value).expanduser()
+            continue
+        wanted = type(known[key].default)
+        if type(value) is not wanted:
+            raise ConfigError(key, value, f"a value of type {wanted.__name__}")
+        values[key] = value
+    return kind(**values)

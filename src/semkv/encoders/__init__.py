@@ -1,0 +1,1 @@
+"""Encoders of text and images, and the hooks that fill the embedding layers."""

@@ -1,0 +1,124 @@
+"""A deterministic engine without a model, for tests, demos and dry configuration checks.
+
+It splits text into words, counts a fixed number of tokens for an image, keeps its own prefix cache of whole blocks
+and answers from a script or from a digest of the canonical prompt. Equal prompts always give equal answers, and
+unequal prompts unequal ones, so a wrong substitution shows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from semkv import keys
+from semkv.engines.base import EnginePrompt, EngineResult, media_bytes
+from semkv.types import MediaSegment, Segment, Status, TextSegment
+
+Answer = Callable[[tuple[Segment, ...]], str]
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers from ``answers`` (by question text), else ``answer``, else a digest of the prompt.
+
+    Attributes:
+        answers: question text to answer.
+        answer: called with the canonical segments when ``answers`` has none.
+        block_size: tokens per block of the simulated prefix cache.
+        image_tokens: tokens an image counts for.
+        token_s: seconds a computed prompt token costs.
+        check_media: read every image and check its bytes, as a real engine does.
+        store: block keys that "our KV store" holds; pass the same set to two engines to simulate a restart. None
+            for an engine without connectors.
+        name: part of the fingerprint.
+        accepts_images: False to stand for a text model.
+        prompts: every prompt it was given, in order.
+    """
+
+    answers: Mapping[str, str] = field(default_factory=dict)
+    answer: Answer | None = None
+    block_size: int = 4
+    image_tokens: int = 16
+    token_s: float = 0.0
+    check_media: bool = False
+    store: set[str] | None = None
+    name: str = "scripted"
+    accepts_images: bool = True
+    prompts: list[EnginePrompt] = field(default_factory=list)
+    closed: bool = False
+    _prefix: set[str] = field(default_factory=set)
+
+    def generate(self, prompt: EnginePrompt) -> EngineResult:
+        start = time.perf_counter()
+        self.prompts.append(prompt)
+        if self.check_media:
+            for media in (s for s in prompt.segments if isinstance(s, MediaSegment)):
+                media_bytes(media)
+        tokens = self._tokens(prompt)
+        blocks = self._blocks(prompt, tokens)
+        local = self._run_length(blocks, self._prefix)
+        stored = self._run_length(blocks, self.store) if self.store is not None else 0
+        loaded = max(0, stored - local) * self.block_size
+        cached = local * self.block_size + loaded
+        self._prefix.update(blocks)
+        if self.store is not None:
+            self.store.update(blocks)
+        if self.token_s:
+            time.sleep((len(tokens) - cached) * self.token_s)
+        text = self._text(prompt)
+        elapsed = time.perf_counter() - start
+        has_media = any(isinstance(s, MediaSegment) for s in prompt.segments)
+        full_blocks = len(blocks)
+        return EngineResult(
+            text=text,
+            token_ids=tuple(int(keys.digest(word)[:6], 16) for word in text.split()),
+            prompt_tokens=len(tokens),
+            cached_tokens=cached,
+            loaded_tokens=None if self.store is None else loaded,
+            kv=Status.SKIP if self.store is None or local == full_blocks else Status.HIT if loaded else Status.MISS,
+            fusion=Status.MISS if has_media and self.store is not None and not cached else Status.SKIP,
+            ttft_s=elapsed,
+            latency_s=elapsed,
+            finish_reason="stop",
+        )
+
+    def fingerprint(self) -> str:
+        return keys.model_fingerprint({"engine": "scripted", "name": self.name})
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _text(self, prompt: EnginePrompt) -> str:
+        questions = [s.text for s in prompt.segments if isinstance(s, TextSegment)]
+        if questions and questions[-1] in self.answers:
+            return self.answers[questions[-1]]
+        if self.answer is not None:
+            return self.answer(prompt.segments)
+        return keys.chain_keys(prompt.segments, normalised=False)[-1][:8] if prompt.segments else ""
+
+    def _tokens(self, prompt: EnginePrompt) -> list[str]:
+        tokens: list[str] = []
+        for segment in prompt.segments:
+            if isinstance(segment, MediaSegment):
+                tokens += [prompt.uuid(segment)] * self.image_tokens
+            else:
+                tokens += segment.text.split()
+        return tokens
+
+    def _blocks(self, prompt: EnginePrompt, tokens: list[str]) -> list[str]:
+        """Chained keys of the full blocks, the last token left to compute."""
+        parent, out = prompt.cache_salt or "", []
+        for start in range(0, (len(tokens) - 1) // self.block_size * self.block_size, self.block_size):
+            parent = keys.digest(parent, *tokens[start : start + self.block_size])
+            out.append(parent)
+        return out
+
+    @staticmethod
+    def _run_length(blocks: list[str], known: set[str]) -> int:
+        count = 0
+        for block in blocks:
+            if block not in known:
+                break
+            count += 1
+        return count

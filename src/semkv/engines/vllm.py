@@ -1,0 +1,413 @@
+"""Real vLLM in this process, on CUDA or on the CPU backend, whichever is installed.
+
+The engine runs inside the calling process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``, unless the variable is already set):
+a tiny model starts in seconds instead of half a minute, and the connectors' counters are at hand. vLLM reads its
+environment when it is imported, so `VllmEngine` sets what it needs first and must be made before other code imports
+vLLM.
+
+Prompts are rendered by vLLM's own chat path (`renderer.render_messages`, the same in 0.26 and 0.32), which knows each
+model's image placeholder, and go to `LLM.generate` with ``multi_modal_uuids`` and ``cache_salt``; `LLM.chat` has no
+way to pass a salt. A model without a chat template gets the plain text.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import logging
+import os
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from semkv import keys
+from semkv.engines.base import EnginePrompt, EngineResult, load_image, system_text, user_parts
+from semkv.errors import EngineError
+from semkv.types import MediaSegment, Status
+
+log = logging.getLogger("semkv.engines")
+
+_CPU_BLOCK = 32  # vLLM's CPU attention takes multiples of 32 tokens
+_START_ERRORS = (OSError, ValueError, RuntimeError, ImportError, AttributeError, KeyError, TypeError, AssertionError)
+
+
+@dataclass(frozen=True)
+class ConnectorOptions:
+    """What our connectors are told; written as ``kv_connector_extra_config`` and its encoder twin.
+
+    Attributes:
+        cache_dir: where extents live.
+        fusion_cache_dir: where encoder outputs live; None for under ``cache_dir``.
+        kv: attach the KV connector.
+        fusion: attach the encoder connector.
+        max_blocks: bound on stored KV blocks; 0 for none.
+        max_bytes: bound on each store's bytes; 0 for the connector's own default.
+    """
+
+    cache_dir: Path
+    fusion_cache_dir: Path | None = None
+    kv: bool = True
+    fusion: bool = False
+    max_blocks: int = 0
+    max_bytes: int = 0
+
+    def kv_config(self) -> dict[str, Any]:
+        return {"cache_dir": str(self.cache_dir), **self._bounds(), **_given("max_blocks", self.max_blocks)}
+
+    def fusion_config(self) -> dict[str, Any]:
+        own = {"fusion_dir": str(self.fusion_cache_dir)} if self.fusion_cache_dir else {}
+        return {"cache_dir": str(self.cache_dir), **own, **self._bounds()}
+
+    def _bounds(self) -> dict[str, Any]:
+        return _given("max_bytes", self.max_bytes)
+
+
+def _given(key: str, value: int) -> dict[str, Any]:
+    return {key: value} if value else {}
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """How to start vLLM.
+
+    Attributes:
+        model: a directory or a hub id.
+        revision: of a hub id; None takes what the hub calls main.
+        trust_remote_code: run model code from the checkpoint.
+        max_model_len: longest prompt plus answer, in tokens; None for the model's own.
+        max_images: most images in one prompt.
+        connectors: our connectors; None for vLLM's own caches alone.
+        dtype: ``auto`` or a torch dtype's name.
+        load_format: ``auto``, or ``dummy`` for random weights of the right shapes.
+        enforce_eager: no CUDA graphs or compilation; None for eager on CPU only.
+        block_size: tokens per KV block; None for 32 on CPU and vLLM's own choice elsewhere.
+        kv_cache_bytes: memory for KV blocks; None for 512 MiB on CPU and vLLM's own choice elsewhere.
+        gpu_memory_utilization: share of the GPU's memory to take; None for vLLM's own.
+        verbose: let vLLM log at its usual level.
+    """
+
+    model: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    max_model_len: int | None = None
+    max_images: int = 1
+    connectors: ConnectorOptions | None = None
+    dtype: str = "auto"
+    load_format: str = "auto"
+    enforce_eager: bool | None = None
+    block_size: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
+    verbose: bool = False
+    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class VllmEngine:
+    """An `Engine` over `vllm.LLM`. One prompt at a time; one engine at a time in a process.
+
+    Raises:
+        EngineError: vLLM is not installed, or the model cannot be found or loaded; the message names the model.
+    """
+
+    def __init__(self, options: VllmOptions) -> None:
+        _require_vllm()
+        _check_model(options)
+        _set_environment(verbose=options.verbose)
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        _stable_block_hashes()
+        self._options = options
+        self._cpu = bool(current_platform.is_cpu())
+        failure = ""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("default" if options.verbose else "ignore")
+                self._llm: Any = LLM(**_llm_arguments(options, cpu=self._cpu))
+        except _START_ERRORS as e:
+            failure = _first_line(e)
+            log.debug("vLLM could not start", exc_info=True)
+        if failure:  # raised out here: a half-made engine must not live on in the error's traceback
+            _tear_down()
+            raise EngineError(f"model {options.model!r} cannot be loaded: {failure}")
+        self._chat_template = _chat_template(self._llm)
+        self._block_size = int(self._llm.llm_engine.vllm_config.cache_config.block_size)
+        self._accepts_images = bool(self._llm.model_config.is_multimodal_model)
+        self._fingerprint: str | None = None
+
+    @property
+    def accepts_images(self) -> bool:
+        return self._accepts_images
+
+    def generate(self, prompt: EnginePrompt) -> EngineResult:
+        if self._llm is None:
+            raise EngineError("the engine is closed")
+        from vllm import SamplingParams
+
+        start = time.perf_counter()
+        rendered, tokenization = self._render(prompt)
+        params = SamplingParams(
+            max_tokens=prompt.max_tokens,
+            temperature=prompt.temperature,
+            seed=prompt.seed if prompt.temperature > 0 else None,
+        )
+        try:
+            (output,) = self._llm.generate([rendered], params, use_tqdm=False, tokenization_kwargs=tokenization)
+        except _prompt_errors() as e:
+            raise EngineError(f"vLLM failed on a prompt: {_first_line(e)}") from e
+        return self._result(output, time.perf_counter() - start)
+
+    def fingerprint(self) -> str:
+        if self._fingerprint is None:
+            self._fingerprint = keys.model_fingerprint(self._settings())
+        return self._fingerprint
+
+    def close(self) -> None:
+        if self._llm is None:
+            return
+        llm, self._llm = self._llm, None
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        _tear_down()
+
+    def _render(self, prompt: EnginePrompt) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The prompt as `LLM.generate` takes it, and how to tokenize it (a template writes its own BOS)."""
+        system, parts = system_text(prompt.segments), user_parts(prompt.segments)
+        media = [p for p in parts if isinstance(p, MediaSegment)]
+        if media and not self._accepts_images:
+            raise EngineError(f"model {self._options.model!r} takes no images")
+        if self._chat_template is None:
+            if media:
+                raise EngineError(f"model {self._options.model!r} has no chat template to place an image with")
+            text = "\n".join(p for p in [system, *parts] if isinstance(p, str) and p)
+            rendered, tokenization = {"prompt": text}, {}
+        else:
+            rendered, tokenization = self._render_chat(prompt, system, parts), {"add_special_tokens": False}
+        if prompt.cache_salt is not None:
+            rendered["cache_salt"] = prompt.cache_salt
+        return rendered, tokenization
+
+    def _render_chat(self, prompt: EnginePrompt, system: str, parts: list[MediaSegment | str]) -> dict[str, Any]:
+        from vllm.renderers import ChatParams
+
+        content = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image_pil", "image_pil": load_image(part), "uuid": prompt.uuid(part)}
+            for part in parts
+        ]
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": content})  # type: ignore[dict-item]
+        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
+        try:
+            _, rendered = self._llm.renderer.render_messages(messages, params)
+        except _prompt_errors() as e:
+            raise EngineError(f"the chat template of {self._options.model!r} refused a prompt: {_first_line(e)}") from e
+        return dict(rendered)
+
+    def _result(self, output: Any, latency: float) -> EngineResult:
+        completion, metrics = output.outputs[0], output.metrics
+        prompt_tokens, cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
+        loaded, kv, fusion = self._outcome(output, prompt_tokens, cached)
+        ttft = None
+        if metrics is not None and metrics.last_token_ts:
+            # From the call, rendering and image decoding included: all but the time between first and last token.
+            ttft = latency - (metrics.last_token_ts - metrics.first_token_ts)
+        return EngineResult(
+            text=completion.text,
+            token_ids=tuple(completion.token_ids),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached,
+            loaded_tokens=loaded,
+            kv=kv,
+            fusion=fusion,
+            ttft_s=ttft,
+            latency_s=latency,
+            finish_reason=str(completion.finish_reason or ""),
+        )
+
+    def _outcome(self, output: Any, prompt_tokens: int, cached: int) -> tuple[int | None, Status, Status]:
+        connectors = self._options.connectors
+        if connectors is None:
+            return None, Status.SKIP, Status.SKIP
+        from semkv.connectors.outcome import read_outcome
+
+        outcome = read_outcome(output)
+        loaded = (outcome.loaded_tokens or 0) if connectors.kv else None
+        usable = (prompt_tokens - 1) // self._block_size * self._block_size
+        kv = Status.HIT if loaded else Status.SKIP if loaded is None or cached >= usable else Status.MISS
+        fusion = Status.SKIP
+        if connectors.fusion and outcome.fusion_loaded:
+            fusion = Status.HIT
+        elif connectors.fusion and outcome.fusion_encoded:
+            fusion = Status.MISS
+        return loaded, kv, fusion
+
+    def _settings(self) -> dict[str, object]:
+        import vllm
+
+        config = self._llm.model_config
+        local = Path(self._options.model).is_dir()
+        return {
+            "engine": "vllm",
+            "version": vllm.__version__,
+            "device": "cpu" if self._cpu else "accelerator",
+            "id": "" if local else self._options.model,
+            "revision": "" if local else _hub_commit(self._options) or self._options.revision,
+            "weights": keys.weights_digest(self._options.model),
+            "load_format": self._options.load_format,
+            "dtype": str(config.dtype),
+            "quantization": config.quantization,
+            "chat_template": keys.digest("template", self._chat_template or ""),
+            "processor": self._options.mm_processor_kwargs,
+        }
+
+
+def _prompt_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a prompt: errors of its own tree (0.32), or plain ones (0.26)."""
+    from vllm import exceptions
+
+    own: tuple[type[Exception], ...] = (getattr(exceptions, "VLLMError", ValueError),)
+    return (*own, ValueError, TypeError, RuntimeError)
+
+
+def _tear_down() -> None:
+    """Let go of vLLM's process-wide state, so that another engine can start."""
+    from prometheus_client import REGISTRY
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    # vLLM forgets its own metrics when an engine starts, and ours not.
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith("semkv"):
+            REGISTRY.unregister(collector)
+
+
+def _require_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError("vLLM is not installed: install semkv[cpu], or semkv[gpu] on a machine with an NVIDIA GPU")
+
+
+def _set_environment(*, verbose: bool) -> None:
+    """What vLLM reads when it is imported. A variable that is already set wins."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # until vLLM sets up its own logging
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def _stable_block_hashes() -> None:
+    """Before 0.29 vLLM seeds its block hashes at random unless PYTHONHASHSEED is set: stored blocks were lost."""
+    from vllm.v1.core import kv_cache_utils
+
+    if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):
+        os.environ.setdefault("PYTHONHASHSEED", "0")
+
+
+def _llm_arguments(options: VllmOptions, *, cpu: bool) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": options.model,
+        "revision": options.revision,
+        "trust_remote_code": options.trust_remote_code,
+        "max_model_len": options.max_model_len,
+        "dtype": options.dtype,
+        "load_format": options.load_format,
+        "limit_mm_per_prompt": {"image": max(1, options.max_images)},
+        "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "disable_log_stats": False,
+        "seed": 0,
+        "use_tqdm_on_load": options.verbose,
+    }
+    block_size = options.block_size or (_CPU_BLOCK if cpu else None)
+    memory = options.kv_cache_bytes or ((1 << 29) if cpu else None)
+    optional = {
+        "block_size": block_size,
+        "kv_cache_memory_bytes": memory,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "mm_processor_kwargs": options.mm_processor_kwargs or None,
+    }
+    arguments.update({k: v for k, v in optional.items() if v is not None})
+    if options.connectors is not None:
+        arguments.update(_connector_arguments(options.connectors))
+    return arguments
+
+
+def _connector_arguments(connectors: ConnectorOptions) -> dict[str, Any]:
+    from vllm.config import ECTransferConfig, KVTransferConfig
+
+    from semkv.connectors import EC_CONNECTOR, KV_CONNECTOR, register
+
+    register()
+    arguments: dict[str, Any] = {}
+    if connectors.kv:
+        arguments["kv_transfer_config"] = KVTransferConfig(
+            kv_connector=KV_CONNECTOR,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=connectors.kv_config(),
+        )
+    if connectors.fusion:
+        arguments["ec_transfer_config"] = ECTransferConfig(
+            ec_connector=EC_CONNECTOR,
+            ec_role="ec_both",
+            ec_connector_extra_config=connectors.fusion_config(),
+        )
+    return arguments
+
+
+def _chat_template(llm: Any) -> str | None:
+    """The template vLLM would use, its own fallbacks for known families included."""
+    from vllm.renderers.hf import resolve_chat_template
+
+    template = resolve_chat_template(llm.get_tokenizer(), None, None, model_config=llm.model_config)
+    return None if template is None else str(template)
+
+
+def _check_model(options: VllmOptions) -> None:
+    """Find the checkpoint before vLLM spends half a minute on importing itself.
+
+    Raises:
+        EngineError: no such directory, or a hub id that is neither stored here nor reachable.
+    """
+    path = Path(options.model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise EngineError(f"model {options.model!r} is a directory without a config.json")
+        return
+    if path.exists() or options.model.startswith((".", "/", "~")) or options.model.count("/") > 1:
+        raise EngineError(f"model {options.model!r} is not a directory; give a checkpoint's directory or a hub id")
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(options.model, "config.json", revision=options.revision, etag_timeout=10)
+    except (OSError, ValueError) as e:
+        raise EngineError(
+            f"model {options.model!r} is neither in the local hub cache nor reachable ({_first_line(e)}); download it "
+            f"where there is a network (`hf download {options.model}`) and copy the cache here (HF_HOME), or give its "
+            "directory with --model"
+        ) from e
+
+
+def _hub_commit(options: VllmOptions) -> str | None:
+    """The commit a hub id resolved to, from the local hub cache's folder layout."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(options.model, "config.json", revision=options.revision)
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

@@ -1,0 +1,1 @@
+"""Data sets, the experiment runner, sweeps and reports."""

@@ -1,0 +1,114 @@
+"""Opening and emptying a cache directory.
+
+A directory belongs to semkv when one of the places where a store lives has a ``semkv.json``. A purge removes files
+that semkv writes, by their form, and nothing else: what a user put beside them stays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from semkv.config import CacheConfig
+from semkv.errors import StoreError
+
+MARKER = "semkv.json"
+FORMAT = 1
+_STORES = ("kv", "fusion")
+
+# What semkv writes into a cache directory, and into a directory of fusion states alone.
+_EXTENT_FILES = (MARKER, "index.sqlite", "index.sqlite-*", "extents/??/*", f"{MARKER}.*.tmp")
+_CACHE_FILES = (
+    MARKER,
+    "catalog.sqlite",
+    "catalog.sqlite-*",
+    "media/??/*",
+    *(f"{store}/{pattern}" for store in _STORES for pattern in _EXTENT_FILES),
+)
+
+
+def prepare(config: CacheConfig, *, purge: bool = False) -> None:
+    """Make the cache directory ready: empty it where asked, check its version, mark it as ours.
+
+    Raises:
+        StoreError: it is no directory, cannot be written, holds something else, or was written by another version.
+    """
+    roots = [(config.cache_dir, _CACHE_FILES)]
+    if config.fusion_cache_dir is not None:
+        roots.append((config.fusion_cache_dir, _EXTENT_FILES))
+    for root, patterns in roots:
+        if root.exists() and not root.is_dir():
+            raise StoreError(f"{root} is a file; a cache lives in a directory of its own")
+        if purge:
+            purge_directory(root, patterns)
+        _check(root)
+    _mark(config.cache_dir)
+
+
+def purge_directory(root: Path, patterns: tuple[str, ...] = _CACHE_FILES) -> int:
+    """Remove what semkv wrote below ``root``; an empty or missing directory is left as it is.
+
+    Returns:
+        How many files were removed.
+
+    Raises:
+        StoreError: the directory holds files and no sign that they are semkv's.
+    """
+    if not root.is_dir() or not any(root.iterdir()):
+        return 0
+    if not any(marker.is_file() for marker in _markers(root)):
+        raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
+    found = (file for pattern in patterns for file in root.glob(pattern) if file.is_file() or file.is_symlink())
+    files = {file for file in found if not any(p.is_symlink() for p in _parents(file, root))}
+    markers = set(_markers(root))
+    for file in sorted(files - markers) + sorted(files & markers):  # the sign goes last, so a purge can be repeated
+        file.unlink(missing_ok=True)
+    for folder in sorted({parent for file in files for parent in _parents(file, root)}, reverse=True):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    return len(files)
+
+
+def _parents(file: Path, root: Path) -> Iterator[Path]:
+    for parent in file.parents:
+        if parent == root:
+            return
+        yield parent
+
+
+def _markers(root: Path) -> list[Path]:
+    return [root / MARKER, *(root / store / MARKER for store in _STORES)]
+
+
+def _check(root: Path) -> None:
+    """Refuse a directory of another version, before an engine is started on it."""
+    for marker in _markers(root):
+        try:
+            found = json.loads(marker.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError):
+            found = None
+        version = found.get("format") if isinstance(found, dict) else None
+        if version != FORMAT:
+            raise StoreError(
+                f"{root} was written by another version of semkv (format {version}, this one reads {FORMAT}): "
+                "empty it with --purge or choose another --cache-dir"
+            )
+
+
+def _mark(root: Path) -> None:
+    marker = root / MARKER
+    if marker.exists():
+        return
+    foreign = root.is_dir() and any(root.iterdir()) and not any(m.is_file() for m in _markers(root))
+    if foreign:
+        raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        part = marker.with_name(f"{MARKER}.{root.stat().st_ino}.tmp")
+        part.write_text(json.dumps({"format": FORMAT, "kind": "cache"}), encoding="utf-8")
+        part.replace(marker)
+    except OSError as e:
+        raise StoreError(f"{root} cannot be written ({e.strerror or e})") from e

@@ -1,0 +1,158 @@
+"""What every data set yields."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from semkv.errors import ConfigError, DatasetError
+
+GQA_REPO = "lmms-lab/GQA"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image of a sample: its name in the data set and its file, or None where the file was not found."""
+
+    name: str
+    path: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt with its expected answer.
+
+    Attributes:
+        sample_id: unique within the data set.
+        question: the user's question.
+        answer: the expected answer, or None where there is none to check.
+        images: in prompt order.
+        system: system text; empty for none.
+        context: text before the question, such as a retrieved document; empty for none.
+        semantic_str: GQA's functional program of the question, ``select: car [..]->query: color [..]``.
+        groups: GQA's group names, global and local.
+        equivalent: ids of questions that ask the same.
+        entailed: ids of questions whose answer follows from this one's.
+        variant: how MiniGQA made this question from another (``repeat``, ``paraphrase`` ...); empty for an original.
+    """
+
+    sample_id: str
+    question: str
+    answer: str | None = None
+    images: tuple[ImageRef, ...] = ()
+    system: str = ""
+    context: str = ""
+    semantic_str: str = ""
+    groups: tuple[str, ...] = ()
+    equivalent: tuple[str, ...] = ()
+    entailed: tuple[str, ...] = ()
+    variant: str = ""
+
+    @property
+    def image_name(self) -> str:
+        """The first image's name, or the sample's id: what results are clustered by."""
+        return self.images[0].name if self.images else self.sample_id
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetOptions:
+    """Which part of a data set to load.
+
+    Attributes:
+        root: a folder or file with the data; None for the data set's default place.
+        config: a name such as ``val_balanced_instructions``; empty for ``<split>_balanced_instructions``.
+        split: ``train``, ``val``, ``testdev``; empty for the one that ``config`` names, else ``val``.
+        max_samples: at most so many; None for all.
+        shuffle_seed: shuffle with this seed first; None keeps the order of the files.
+        data_dir: where generated or unpacked data may be kept between runs.
+        repo: hub id of the Hugging Face layout.
+    """
+
+    data_dir: Path
+    root: Path | None = None
+    config: str = ""
+    split: str = ""
+    max_samples: int | None = None
+    shuffle_seed: int | None = None
+    repo: str = GQA_REPO
+
+    def __post_init__(self) -> None:
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ConfigError("--max-samples", self.max_samples, "a positive number")
+
+
+class Loader(Protocol):
+    """Loads the samples that the options select."""
+
+    def __call__(self, options: DatasetOptions) -> list[Sample]: ...
+
+
+def select(rows: list[_T], options: DatasetOptions) -> list[_T]:
+    """Shuffle by ``shuffle_seed`` and cut to ``max_samples``.
+
+    Loaders call it on raw rows, so that only what is used gets its images unpacked.
+    """
+    rows = list(rows)
+    if options.shuffle_seed is not None:
+        random.Random(options.shuffle_seed).shuffle(rows)  # noqa: S311 (an order, no secret)
+    return rows if options.max_samples is None else rows[: options.max_samples]
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file.
+
+    Raises:
+        DatasetError: it cannot be read or parsed; the message names file and line.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as e:
+        raise DatasetError(f"{path}, line {e.lineno}: {e.msg}") from e
+    except (OSError, UnicodeDecodeError) as e:
+        raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield (line number, object) for every non-empty line.
+
+    Raises:
+        DatasetError: a line is not a JSON object; the message names file and line.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as e:
+                    raise DatasetError(f"{path}, line {number}: not valid JSON ({e.msg})") from e
+                if not isinstance(row, dict):
+                    raise DatasetError(f"{path}, line {number}: expected an object, found {type(row).__name__}")
+                yield number, row
+    except UnicodeDecodeError as e:
+        raise DatasetError(f"{path}: not UTF-8 text ({e.reason} at byte {e.start})") from e
+    except OSError as e:
+        raise DatasetError(f"{path}: {e.strerror or e}") from e
+
+
+def text_field(row: Mapping[str, Any], key: str, where: str, *, required: bool = False) -> str:
+    """A string field, numbers taken as text; empty where it is absent.
+
+    Raises:
+        DatasetError: it is required and absent or empty, or it is neither text nor a number.
+    """
+    value = row.get(key)
+    if value is None or value == "":
+        if required:
+            raise DatasetError(f"{where}: no {key!r}")
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DatasetError(f"{where}: {key!r} must be text, found {type(value).__name__}")
+    return str(value)

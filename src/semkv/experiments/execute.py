@@ -1,0 +1,82 @@
+"""Puts a run together: data, cache, engines, console. What ``semkv run`` calls."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from semkv.engines.base import Engine
+from semkv.experiments.cachedir import prepare
+from semkv.experiments.datasets import Sample, load_samples
+from semkv.experiments.metrics import Summary
+from semkv.experiments.report import console_listener, print_summary, write_summary
+from semkv.experiments.runner import EngineFactory, run
+from semkv.experiments.settings import RunSettings
+from semkv.types import CacheMode
+
+if TYPE_CHECKING:
+    from semkv.cache import SemanticCache
+
+
+def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False) -> Summary:
+    """Run, print and write what the settings ask for.
+
+    Raises:
+        SemkvError: a setting, a file or the engine is at fault; nothing was lost.
+    """
+    from rich.console import Console
+
+    samples = load_samples(settings.dataset, settings.data)
+    if settings.cache.mode is not CacheMode.OFF:
+        prepare(settings.cache, purge=settings.purge)
+    console = Console(file=sys.stdout)
+    with console_listener(console, settings, quiet=quiet) as listener:
+        _, summary = run(settings, samples, engine_factory(samples_images(samples), verbose), make_cache, listener)
+    print_summary(console, summary, settings)
+    if settings.summary_out is not None:
+        write_summary(settings.summary_out, settings, summary)
+    return summary
+
+
+def samples_images(samples: list[Sample]) -> int:
+    """The most images in one sample."""
+    return max((len(s.images) for s in samples), default=0)
+
+
+def engine_factory(max_images: int, verbose: bool = False) -> EngineFactory:
+    """Makes engines of the kind that the settings name."""
+
+    def make(settings: RunSettings, attach: bool) -> Engine:
+        if settings.engine == "scripted":
+            from semkv.engines.scripted import ScriptedEngine
+
+            return ScriptedEngine(name=settings.model)
+        from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
+
+        cache = settings.cache
+        connectors = ConnectorOptions(
+            cache_dir=cache.cache_dir,
+            fusion_cache_dir=cache.fusion_cache_dir,
+            fusion=cache.fusion,
+            max_blocks=cache.max_cached_blocks,
+        )
+        return VllmEngine(
+            VllmOptions(
+                model=settings.model,
+                revision=settings.revision,
+                trust_remote_code=settings.trust_remote_code,
+                max_model_len=settings.max_model_len,
+                max_images=max_images,
+                connectors=connectors if attach else None,
+                verbose=verbose,
+            )
+        )
+
+    return make
+
+
+def make_cache(settings: RunSettings) -> SemanticCache:
+    """The semantic cache of a run."""
+    from semkv.cache import SemanticCache
+
+    return SemanticCache(settings.cache)

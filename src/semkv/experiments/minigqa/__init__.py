@@ -1,0 +1,1 @@
+"""MiniGQA: drawn scenes and questions about them, in the layout and schema of GQA."""

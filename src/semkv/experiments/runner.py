@@ -1,0 +1,297 @@
+"""A run: the same samples cold and cached, one record a sample.
+
+A cold pass, when asked for, goes first, on an engine of its own with vLLM's prefix cache alone, which is closed before
+the cached pass starts. The cached pass asks the tiers, sends the canonical prompt, and tells the cache what came back.
+
+- ``live`` sends the canonical prompt.
+- ``dry-run`` looks up and records, but sends each request unchanged; exact caches (KV blocks, encoder outputs) stay
+  on, since they cannot change an answer.
+- ``off`` uses nothing of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from semkv.engines.base import Engine, EnginePrompt, EngineResult, MediaError
+from semkv.errors import DatasetError, EngineError
+from semkv.experiments.datasets import Sample
+from semkv.experiments.metrics import Cold, SampleRecord, Summary, answers_match, summarise
+from semkv.experiments.requests import RequestBuilder
+from semkv.experiments.settings import RunSettings
+from semkv.types import CacheMode, Namespace, Plan, Request, ReuseReport, Status
+
+_GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
+
+
+class Cache(Protocol):
+    """The part of `semkv.cache.SemanticCache` that a run uses."""
+
+    def try_reuse(self, request: Request) -> ReuseReport: ...
+
+    def add_observation(
+        self, report: ReuseReport, response: str, *, tags: Sequence[str] = ..., metadata: Mapping[str, Any] = ...
+    ) -> Any: ...
+
+
+class Listener(Protocol):
+    """Told how a run goes; draws progress, prints lines, writes files."""
+
+    def stage(self, name: str, total: int) -> None: ...
+
+    def cold(self, sample: Sample, cold: Cold) -> None: ...
+
+    def record(self, record: SampleRecord) -> None: ...
+
+    def failed(self, sample: Sample, error: Exception) -> None: ...
+
+
+class Silent:
+    """A `Listener` that does nothing."""
+
+    def stage(self, name: str, total: int) -> None:
+        pass
+
+    def cold(self, sample: Sample, cold: Cold) -> None:
+        pass
+
+    def record(self, record: SampleRecord) -> None:
+        pass
+
+    def failed(self, sample: Sample, error: Exception) -> None:
+        pass
+
+
+@dataclass
+class Progress:
+    """What a run has so far; complete at any moment, so an interrupt loses nothing."""
+
+    records: list[SampleRecord] = field(default_factory=list)
+    cold: dict[str, Cold] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def count(self, fault: str) -> None:
+        self.faults[fault] = self.faults.get(fault, 0) + 1
+
+    def failed(self, error: EngineError, done: int) -> None:
+        """Count a sample the engine failed on; give up where none has succeeded yet."""
+        self.count("failed samples")
+        if not done and self.faults["failed samples"] >= _GIVE_UP_AFTER:
+            raise error
+
+
+def run_cold(
+    samples: Sequence[Sample],
+    engine: Engine,
+    builder: RequestBuilder,
+    settings: RunSettings,
+    listener: Listener,
+    progress: Progress,
+) -> None:
+    """Answer every sample with the engine's own prefix cache alone, adding to ``progress.cold``."""
+    listener.stage("cold", len(samples))
+    for sample in samples:
+        request = builder.build(sample)
+        try:
+            result = engine.generate(_prompt(request.segments, settings))
+        except EngineError as e:
+            listener.failed(sample, e)
+            progress.failed(e, len(progress.cold))
+            continue
+        cold = Cold(
+            image=sample.image_name,
+            text=result.text,
+            match=_match(result.text, sample),
+            latency_s=result.latency_s,
+            ttft_s=result.ttft_s,
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=result.cached_tokens,
+            token_ids=result.token_ids,
+        )
+        progress.cold[sample.sample_id] = cold
+        listener.cold(sample, cold)
+
+
+def run_cached(
+    samples: Sequence[Sample],
+    engine: Engine,
+    cache: Cache | None,
+    builder: RequestBuilder,
+    settings: RunSettings,
+    listener: Listener,
+    progress: Progress,
+) -> None:
+    """Answer every sample through the cache, adding to ``progress`` as it goes."""
+    listener.stage("cached", len(samples))
+    for sample in samples:
+        request = builder.build(sample)
+        try:
+            record = _answer(sample, request, engine, cache, settings, progress)
+        except EngineError as e:
+            listener.failed(sample, e)
+            progress.failed(e, len(progress.records))
+            continue
+        progress.records.append(record)
+        listener.record(record)
+
+
+def _answer(
+    sample: Sample,
+    request: Request,
+    engine: Engine,
+    cache: Cache | None,
+    settings: RunSettings,
+    progress: Progress,
+) -> SampleRecord:
+    report = cache.try_reuse(request) if cache is not None else ReuseReport(request, Plan(request.segments), {})
+    live = settings.cache.mode is CacheMode.LIVE
+    sent = report.plan.segments if live else request.segments
+    try:
+        result = engine.generate(_prompt(sent, settings))
+    except MediaError:
+        if sent == request.segments:
+            raise
+        # The donor's image is gone: a fault inside the cache, so the request goes out as it came.
+        progress.count("donor image lost")
+        report = replace(report, plan=Plan(request.segments), statuses=_as_misses(report))
+        result = engine.generate(_prompt(request.segments, settings))
+    if cache is not None:
+        computed = report if live else replace(report, plan=replace(report.plan, segments=request.segments))
+        cache.add_observation(computed, result.text, metadata={"finish_reason": result.finish_reason})
+    report = report.with_status(kv_cache=result.kv, fusion=result.fusion)
+    return _record(sample, report, result, applied=live and report.hit, cold=progress.cold.get(sample.sample_id))
+
+
+def _as_misses(report: ReuseReport) -> dict[str, Status]:
+    return {tier: Status.MISS if status is Status.HIT else status for tier, status in report.statuses.items()}
+
+
+def _record(
+    sample: Sample, report: ReuseReport, result: EngineResult, *, applied: bool, cold: Cold | None
+) -> SampleRecord:
+    match = report.plan.match
+    return SampleRecord(
+        sample_id=sample.sample_id,
+        image=sample.image_name,
+        question=sample.question,
+        text=result.text,
+        answer=sample.answer,
+        match=_match(result.text, sample),
+        provenance=report.provenance,
+        exactness=str(match.exactness) if match else "",
+        applied=applied,
+        score=match.score if match else None,
+        donor=match.entry_id if match else "",
+        donor_answer=report.donor_response if report.plan.full else None,
+        statuses=dict(report.statuses),
+        latency_s=report.lookup_s + result.latency_s,
+        lookup_s=report.lookup_s,
+        ttft_s=None if result.ttft_s is None else report.lookup_s + result.ttft_s,
+        prompt_tokens=result.prompt_tokens,
+        cached_tokens=result.cached_tokens,
+        loaded_tokens=result.loaded_tokens,
+        prefix_tokens=result.prefix_tokens,
+        finish_reason=result.finish_reason,
+        token_ids=result.token_ids,
+        variant=sample.variant,
+        cold=cold,
+    )
+
+
+def _prompt(segments: tuple[Any, ...], settings: RunSettings) -> EnginePrompt:
+    return EnginePrompt(segments, tenant=settings.tenant, max_tokens=settings.max_tokens)
+
+
+def _match(text: str, sample: Sample) -> bool | None:
+    return None if sample.answer is None else answers_match(text, sample.answer)
+
+
+def check_images(samples: Sequence[Sample]) -> None:
+    """Stop before the first answer where images are missing.
+
+    Raises:
+        DatasetError: how many are missing, and where to put them.
+    """
+    missing = sorted({image.name for s in samples for image in s.images if image.path is None})
+    if missing:
+        raise DatasetError(
+            f"{len(missing)} images have no file (the first is {missing[0]!r}): put them under the data set's images/ "
+            "folder, or name the folder in GQA_IMAGE_ROOT"
+        )
+
+
+def make_builder(samples: Sequence[Sample], engine: Engine, settings: RunSettings) -> RequestBuilder:
+    """The builder of requests for this engine: its namespace, and images only where it takes them."""
+    if engine.accepts_images:
+        check_images(samples)
+    return RequestBuilder(
+        namespace=Namespace(settings.tenant, engine.fingerprint()),
+        chunk_source=settings.chunk_source,
+        chunk_window=settings.chunk_window,
+        instruction=settings.instruction,
+        images=engine.accepts_images,
+    )
+
+
+EngineFactory = Callable[[RunSettings, bool], Engine]
+"""Makes an engine; the flag says whether our connectors are attached."""
+
+
+def run(
+    settings: RunSettings,
+    samples: Sequence[Sample],
+    make_engine: EngineFactory,
+    make_cache: Callable[[RunSettings], Any],
+    listener: Listener,
+) -> tuple[list[SampleRecord], Summary]:
+    """Run both passes and sum up. An interrupt (Ctrl-C) ends the pass; what was answered is kept and summed up.
+
+    Raises:
+        SemkvError: a setting, a file or the engine is at fault.
+    """
+    progress = Progress()
+    cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
+    try:
+        if settings.baseline:
+            listener.stage("start", 0)
+            engine = make_engine(settings, False)
+            try:
+                builder = make_builder(samples, engine, settings)
+                run_cold(samples, engine, builder, settings, listener, progress)
+            finally:
+                engine.close()
+        listener.stage("start", 0)
+        engine = make_engine(settings, cache is not None)
+        try:
+            builder = make_builder(samples, engine, settings)
+            run_cached(samples, engine, cache, builder, settings, listener, progress)
+        finally:
+            engine.close()
+    except KeyboardInterrupt:
+        progress.interrupted = True
+    finally:
+        if cache is not None:
+            cache.close()
+    summary = summarise(
+        progress.records,
+        list(progress.cold.values()),
+        bytes_on_disk=bytes_on_disk(settings),
+        interrupted=progress.interrupted,
+        faults=progress.faults,
+    )
+    return progress.records, summary
+
+
+def bytes_on_disk(settings: RunSettings) -> int:
+    """Bytes of all files below the cache folders."""
+    folders = {settings.cache.cache_dir, settings.cache.fusion_cache_dir} - {None}
+    files = {f.resolve() for folder in folders if folder is not None for f in _files(folder)}
+    return sum(f.stat().st_size for f in files if f.is_file())
+
+
+def _files(folder: Path) -> list[Path]:
+    return [f for f in folder.rglob("*") if f.is_file()] if folder.is_dir() else []

@@ -1,0 +1,1 @@
+"""What is kept between requests: catalog, media, KV blocks, fusion states."""

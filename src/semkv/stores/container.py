@@ -1,0 +1,183 @@
+"""The file under a KV extent and a fusion state: one safetensors file, checked block by block.
+
+A file holds one tensor ``blocks`` of bytes, one row per block: ``[n_blocks, row_bytes]``, or ``[n_blocks, n_layers,
+block_bytes]`` where the layers are alike (the bytes are the same). The header's metadata carries one JSON document
+under the key ``semkv``: see `ExtentHeader`. Nothing is pickled.
+
+Layout of a safetensors file: https://github.com/huggingface/safetensors#format (8 bytes little-endian header length,
+JSON header, then the tensors' bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from semkv.errors import CorruptValue
+
+FORMAT_VERSION = 1
+"""Version of the files; a directory of another version is refused when it is opened."""
+
+Bytes = npt.NDArray[np.uint8]
+
+_TENSOR = "blocks"
+_MAX_HEADER = 64 << 20  # an honest header is some hundred bytes a block
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentHeader:
+    """What a file says of itself.
+
+    Attributes:
+        version: `FORMAT_VERSION` of the writer.
+        kind: ``kv`` or ``fusion``.
+        extent: the file's own id, so that two exchanged files are noticed.
+        namespace: digest of the model, its settings and the rank that wrote it.
+        layout: a JSON value that describes a row (layer names, shapes, dtypes).
+        hashes: lowercase hex of the key of each row.
+        checksums: lowercase hex of xxh3_128 over each row.
+        position: index of the first row's block in its prompt.
+    """
+
+    version: int
+    kind: str
+    extent: str
+    namespace: str
+    layout: Any
+    hashes: tuple[str, ...]
+    checksums: tuple[str, ...]
+    position: int = 0
+
+
+def checksum(row: Bytes) -> str:
+    """xxh3_128 of one row of bytes, as hex: about 20 GB/s on one core, where the disk gives 2 to 7."""
+    return xxhash.xxh3_128_hexdigest(row.data)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make a rename in ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_extent(path: Path, header: ExtentHeader, rows: Bytes, shape: tuple[int, ...] | None = None) -> int:
+    """Write a file so that it is there in full or not at all, and return its size in bytes.
+
+    Temporary name, fsync, rename, fsync of the directory.
+
+    Args:
+        path: the final name; its parent exists.
+        header: checksums filled in.
+        rows: uint8 ``[n_blocks, row_bytes]``, C-contiguous.
+        shape: how the tensor is declared, with as many bytes as ``rows``.
+
+    Raises:
+        OSError: the disk is full or read-only; the temporary file is gone.
+    """
+    document = {
+        "__metadata__": {"semkv": json.dumps(asdict(header))},
+        _TENSOR: {"dtype": "U8", "shape": list(shape or rows.shape), "data_offsets": [0, rows.nbytes]},
+    }
+    head = json.dumps(document).encode()
+    head += b" " * (-len(head) % 8)
+    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as f:
+            f.write(struct.pack("<Q", len(head)) + head)
+            f.write(rows.data.cast("B"))
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(path)
+        fsync_directory(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return 8 + len(head) + rows.nbytes
+
+
+@dataclass(slots=True)
+class ExtentFile:
+    """An open file whose header has been read. Use as a context manager."""
+
+    header: ExtentHeader
+    row_bytes: int
+    _fd: int
+    _data: int
+
+    @classmethod
+    def open(cls, path: Path) -> ExtentFile:
+        """Open a file and check that it is whole.
+
+        Raises:
+            CorruptValue: not a file of ours, of another version, or cut short.
+            FileNotFoundError: it was evicted.
+            OSError: it cannot be read.
+        """
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            header, begin, end, data = _parse(fd, path)
+            if header.version != FORMAT_VERSION:
+                raise CorruptValue(f"{path.name}: format {header.version}, expected {FORMAT_VERSION}")
+            n = len(header.hashes)
+            size = end - begin
+            if n == 0 or len(header.checksums) != n or size % n or os.fstat(fd).st_size != data + end:
+                raise CorruptValue(f"{path.name}: length does not fit its header")
+            return cls(header, size // n, fd, data + begin)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def __enter__(self) -> ExtentFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._fd)
+
+    def read_rows(self, start: int, out: Bytes) -> None:
+        """Fill ``out`` (uint8 ``[n, row_bytes]``, C-contiguous) with rows from ``start`` on, and check each.
+
+        Raises:
+            CorruptValue: a row is missing or differs from its checksum.
+        """
+        n = len(out)
+        if start < 0 or start + n > len(self.header.hashes) or out.shape[1] != self.row_bytes:
+            raise CorruptValue("rows outside the extent")
+        view, done = out.data.cast("B"), 0
+        while done < len(view):
+            got = os.preadv(self._fd, [view[done:]], self._data + start * self.row_bytes + done)
+            if got <= 0:
+                raise CorruptValue("file ends early")
+            done += got
+        for i in range(n):
+            if checksum(out[i]) != self.header.checksums[start + i]:
+                raise CorruptValue(f"checksum of row {start + i}")
+
+
+def _parse(fd: int, path: Path) -> tuple[ExtentHeader, int, int, int]:
+    """Header, the tensor's begin and end within the data section, and where that section starts."""
+    prefix = os.pread(fd, 8, 0)
+    if len(prefix) != 8:
+        raise CorruptValue(f"{path.name}: empty")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > _MAX_HEADER:
+        raise CorruptValue(f"{path.name}: header of {length} bytes")
+    try:
+        document = json.loads(os.pread(fd, length, 8))
+        fields = json.loads(document["__metadata__"]["semkv"])
+        fields["hashes"], fields["checksums"] = tuple(fields["hashes"]), tuple(fields["checksums"])
+        header = ExtentHeader(**fields)
+        begin, end = document[_TENSOR]["data_offsets"]
+        return header, int(begin), int(end), 8 + length
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptValue(f"{path.name}: {error}") from error

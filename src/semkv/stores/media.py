@@ -1,0 +1,137 @@
+"""The bytes of images, under the digest of their content.
+
+A donor's image must still be there when it stands in for another one, so recorded prompts leave their images here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from semkv.errors import StoreError
+from semkv.keys import media_id as digest_of
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class MediaStore:
+    """Content-addressed files below one directory, bounded in bytes; the least recently used go first.
+
+    Files are written under a temporary name and renamed, so a reader sees a whole file or none. Several processes may
+    share a directory. Paths come from digests alone.
+
+    Args:
+        root: the directory; made when missing.
+        max_bytes: bound on what is stored; a single larger item is not stored.
+
+    Raises:
+        StoreError: the directory cannot be made.
+    """
+
+    def __init__(self, root: Path, *, max_bytes: int = 4 << 30) -> None:
+        self.root, self.max_bytes = root, max_bytes
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._bytes = sum(file.stat().st_size for file in self._files())
+        except OSError as error:
+            raise StoreError(f"media store {root}: {error.strerror or error}") from error
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored, as far as this process knows."""
+        return self._bytes
+
+    def _files(self) -> Iterator[Path]:
+        return (file for file in self.root.glob("??/*") if _DIGEST.fullmatch(file.name))
+
+    def _where(self, media_id: str) -> Path:
+        if not _DIGEST.fullmatch(media_id):
+            raise ValueError("a media id is a lowercase hex SHA-256")
+        return self.root / media_id[:2] / media_id
+
+    def put(self, data: bytes) -> str:
+        """Store bytes and return their id.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        media_id = digest_of(data)
+        target = self._where(media_id)
+        if target.exists() or len(data) > self.max_bytes:
+            return media_id
+        target.parent.mkdir(exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".new-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(temporary).replace(target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self._bytes += len(data)
+            if self._bytes > self.max_bytes:
+                self._evict(keep=target)
+        return media_id
+
+    def put_file(self, file: Path) -> str:
+        """Store a file's bytes and return their id.
+
+        Raises:
+            OSError: the file cannot be read, or its copy not written.
+        """
+        return self.put(file.read_bytes())
+
+    def path(self, media_id: str) -> Path | None:
+        """The stored file, unverified, or None."""
+        file = self._where(media_id)
+        return file if file.exists() else None
+
+    def get(self, media_id: str) -> bytes | None:
+        """The stored bytes, or None where they are missing or no longer what their name says.
+
+        A file that fails its digest is deleted.
+        """
+        file = self._where(media_id)
+        try:
+            data = file.read_bytes()
+        except OSError:
+            return None
+        if digest_of(data) != media_id:
+            self.delete(media_id)
+            return None
+        os.utime(file)
+        return data
+
+    def delete(self, media_id: str) -> None:
+        """Forget an item; nothing happens where it is not stored."""
+        file = self._where(media_id)
+        try:
+            size = file.stat().st_size
+            file.unlink()
+        except OSError:
+            return
+        with self._lock:
+            self._bytes = max(0, self._bytes - size)
+
+    def _evict(self, keep: Path) -> None:
+        """Bring the directory down to nine tenths of the bound; what other processes wrote is counted anew."""
+        found = []
+        for file in self._files():
+            try:
+                status = file.stat()
+            except FileNotFoundError:
+                continue
+            found.append((status.st_mtime, status.st_size, file))
+        self._bytes = sum(size for _, size, _ in found)
+        for _, size, file in sorted(found, key=lambda row: row[0]):
+            if self._bytes <= self.max_bytes * 9 // 10:
+                return
+            if file != keep:
+                file.unlink(missing_ok=True)
+                self._bytes -= size

@@ -1,0 +1,1 @@
+"""The matching levels: each offers donors for a request, best first."""

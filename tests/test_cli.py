@@ -1,0 +1,203 @@
+"""The command line, as a user meets it: in a process of its own where that matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from semkv import __version__
+from semkv.cli import app
+
+FLAGS = (
+    "--preset --model --dataset --dataset-root --dataset-config --split --max-samples --shuffle-seed --chunk-source "
+    "--chunk-window --similarity-threshold --embedding-layer --embedding-hook --vision-encoder --index-encoder "
+    "--disable-semantic-cache --disable-exact-cache --enable-fusion-cache --disable-fusion-cache --max-cached-blocks "
+    "--cache-dir --fusion-cache-dir --cache-mode --match --scope --tenant --max-tokens --baseline --purge "
+    "--samples-out --summary-out --trust-remote-code --quiet --verbose"
+)
+
+
+def semkv(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "semkv", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "COLUMNS": "160", **environment},
+    )
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    questions = ["What is the capital of France?", "what is the  capital of FRANCE?", "Who wrote Faust?"]
+    rows = [{"id": f"{i}", "question": q, "answer": "x"} for i, q in enumerate(questions)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def run_arguments(tmp_path: Path, prompts: Path) -> list[str]:
+    return [
+        "run", "--preset", "opt-125m", "--engine", "scripted", "--dataset", str(prompts),
+        "--cache-dir", str(tmp_path / "cache"), "--disable-semantic-cache",
+    ]  # fmt: skip
+
+
+def test_help_is_quick_and_lists_every_flag() -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        out = semkv("--help")
+        times.append(time.perf_counter() - start)
+        assert out.returncode == 0
+    assert min(times) < 0.5
+    text = CliRunner().invoke(app, ["run", "--help"], terminal_width=200).output
+    assert [flag for flag in FLAGS.split() if flag not in text] == []
+    assert "Examples:" in text
+    assert semkv("--version").stdout == f"semkv {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--preset", "gpt-9"], "--preset: 'gpt-9' is not allowed; expected one of internvl3.5-2b, minigqa, opt-125m"),
+        (["--dataset", "coco"], "expected one of a file that ends in .jsonl, gqa, jsonl, minigqa"),
+        (
+            ["--similarity-threshold", "1.5"],
+            "--similarity-threshold: 1.5 is not allowed; expected a number from 0 to 1",
+        ),
+        (["--embedding-layer", "prompt:384:2"], "expected a threshold from 0 to 1"),
+        (["--cache-mode", "maybe"], "expected one of dry-run, live, off"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], expected: str) -> None:
+    out = semkv("run", *arguments)
+    assert out.returncode == 2
+    assert out.stdout == ""
+    assert len(out.stderr.splitlines()) == 1
+    assert out.stderr.startswith("semkv: ")
+    assert expected in out.stderr
+
+
+def test_a_bad_line_of_a_data_set_is_named(tmp_path: Path, prompts: Path) -> None:
+    with prompts.open("a", encoding="utf-8") as file:
+        file.write("\n{broken\n")
+    out = semkv(*run_arguments(tmp_path, prompts))
+    assert out.returncode == 2
+    assert f"{prompts}, line 4: not valid JSON" in out.stderr
+    assert "Traceback" not in out.stderr
+
+
+def test_a_run_prints_and_writes(tmp_path: Path, prompts: Path) -> None:
+    files = ["--samples-out", tmp_path / "s.jsonl", "--summary-out", tmp_path / "s.json"]
+    out = semkv(*run_arguments(tmp_path, prompts), "--baseline", *files)
+    assert out.returncode == 0, out.stderr
+    lines = [line for line in out.stdout.splitlines() if line.startswith("[")]
+    assert [re.sub(r"latency=\d+\.\d{3}s", "latency=T", line) for line in lines] == [
+        "[0] miss | latency=T | answer match=False | exact_text=miss, semantic_text=skip, kv_cache=skip, fusion=skip",
+        "[1] hit (text:normalised) | latency=T | answer match=False | "
+        "exact_text=hit, semantic_text=skip, kv_cache=skip, fusion=skip",
+        "[2] miss | latency=T | answer match=False | exact_text=miss, semantic_text=skip, kv_cache=skip, fusion=skip",
+    ]
+    assert "saved beyond it" in out.stdout
+    rows = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["provenance"] for row in rows] == ["", "text:normalised", ""]
+    summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
+    assert summary["summary"]["hits"] == 1
+    assert summary["settings"]["dataset"] == str(prompts)
+
+
+def test_a_second_process_finds_what_the_first_one_left(tmp_path: Path, prompts: Path) -> None:
+    def hits(*extra: str) -> list[str]:
+        out = semkv(*run_arguments(tmp_path, prompts), *extra)
+        assert out.returncode == 0, out.stderr
+        return re.findall(r"\] (hit \(.*?\)|miss) ", out.stdout)
+
+    normalised = "hit (text:normalised)"
+    assert hits() == ["miss", normalised, "miss"]
+    assert hits("--quiet") == []
+    assert hits() == ["hit (text:exact)", normalised, "hit (text:exact)"]
+    assert hits("--tenant", "other") == ["miss", normalised, "miss"]
+    assert hits("--cache-mode", "off") == ["miss", "miss", "miss"]
+    assert hits("--purge") == ["miss", normalised, "miss"]
+
+
+def test_a_cache_of_another_version_is_refused(tmp_path: Path, prompts: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "semkv.json").write_text('{"format": 99}', encoding="utf-8")
+    out = semkv(*run_arguments(tmp_path, prompts))
+    assert out.returncode == 2
+    assert "was written by another version of semkv (format 99, this one reads 1)" in out.stderr
+    assert semkv(*run_arguments(tmp_path, prompts), "--purge").returncode == 0
+
+
+def test_a_foreign_directory_is_neither_used_nor_purged(tmp_path: Path, prompts: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "thesis.txt").write_text("mine", encoding="utf-8")
+    for extra in ([], ["--purge"]):
+        out = semkv(*run_arguments(tmp_path, prompts), *extra)
+        assert out.returncode == 2
+        assert "semkv" in out.stderr
+    assert (tmp_path / "cache" / "thesis.txt").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("/no/such/model", "model '/no/such/model' is not a directory"),
+        ("nobody/no-such-model", "copy the cache here (HF_HOME), or give its directory with --model"),
+    ],
+)
+def test_a_model_that_is_not_there(tmp_path: Path, prompts: Path, model: str, expected: str) -> None:
+    arguments = ["run", "--model", model, "--dataset", prompts, "--cache-dir", tmp_path / "cache"]
+    out = semkv(*arguments, "--disable-semantic-cache", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"))
+    assert out.returncode == 2
+    assert model in out.stderr
+    assert expected in out.stderr
+    assert "Traceback" not in out.stderr
+
+
+def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
+    path = tmp_path / "many.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"question {i}"}) for i in range(200_000)), encoding="utf-8")
+    samples = tmp_path / "s.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "semkv", *run_arguments(tmp_path, path), "--samples-out", str(samples), "--quiet"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not samples.exists() or samples.stat().st_size < 10_000):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted" in out
+    done = len(samples.read_text(encoding="utf-8").splitlines())
+    assert f"{done} samples answered so far" in out
+    assert "Traceback" not in err
+
+
+def test_flags_not_given_stay_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from semkv.experiments import execute as module
+    from semkv.experiments.metrics import summarise
+
+    seen: list[Any] = []
+
+    def execute(settings: Any, **_: Any) -> Any:
+        seen.append(settings)
+        return summarise([])
+
+    monkeypatch.setattr(module, "execute", execute)
+    for arguments in ([], ["--disable-fusion-cache"], ["--preset", "opt-125m", "--enable-fusion-cache"]):
+        assert CliRunner().invoke(app, ["run", *arguments]).exit_code == 0
+    assert [s.cache.fusion for s in seen] == [True, False, True]

@@ -1,0 +1,615 @@
+"""The connectors inside a real vLLM (CPU backend), and their halves by themselves."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny_models
+from semkv.connectors import namespace, register
+from semkv.connectors.adapter import KVAdapter
+from semkv.connectors.kv_plan import LoadPlan
+from semkv.connectors.kv_scheduler import KVScheduler, rank_namespace
+from semkv.connectors.outcome import ConnectorOutcome, read_outcome
+from semkv.connectors.settings import ECSettings, KVSettings, read_settings
+from semkv.connectors.writer import BackgroundWriter
+from semkv.errors import ConfigError
+from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+from semkv.stores.extents import Bounds, ExtentStore
+
+BLOCK = 32
+SKIP = {"kv_transfer_params": {"semkv": {"skip": True}}}
+
+
+class Engine:
+    """A tiny in-process vLLM with or without the connectors."""
+
+    def __init__(
+        self, model: Path, cache_dir: Path | None = None, kv: dict[str, Any] | None = None, **args: Any
+    ) -> None:
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+        pytest.importorskip("vllm")
+        from vllm import LLM
+        from vllm.config import ECTransferConfig, KVTransferConfig
+
+        self.family = model.name
+        self.cache_dir = cache_dir
+        media = {} if self.family == "opt" else {"limit_mm_per_prompt": {"image": 1, "video": 0}}
+        if cache_dir is not None:
+            extra = {"cache_dir": str(cache_dir)}
+            args["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="SemKVConnector", kv_role="kv_both", kv_connector_extra_config=extra | (kv or {})
+            )
+            if media:
+                args["ec_transfer_config"] = ECTransferConfig(
+                    ec_connector="SemECConnector", ec_role="ec_both", ec_connector_extra_config=extra
+                )
+        self.llm = LLM(
+            str(model), max_model_len=1024, enforce_eager=True, dtype="bfloat16", block_size=BLOCK,
+            kv_cache_memory_bytes=1 << 28, disable_log_stats=True, **media, **args,
+        )  # fmt: skip
+
+    def prompt(self, text: str = "", picture: int = 0, salt: str | None = None) -> dict[str, Any]:
+        # Some 100 tokens after the picture, whatever the tokenizer's luck.
+        prompt: dict[str, Any] = {"prompt": tiny_models.PROMPTS[self.family] + text + " is there a dog 0123456789" * 7}
+        if self.family != "opt":
+            prompt["multi_modal_data"] = {"image": tiny_models.picture(picture)}
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        return prompt
+
+    def run(self, *prompts: dict[str, Any], extra: dict[str, Any] | None = None, tokens: int = 8) -> list[Any]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, extra_args=extra)
+        return list(self.llm.generate(list(prompts), params, use_tqdm=False))
+
+    def one(self, prompt: dict[str, Any], extra: dict[str, Any] | None = None) -> tuple[list[int], ConnectorOutcome]:
+        (output,) = self.run(prompt, extra=extra)
+        return answer(output), read_outcome(output)
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def kv(self) -> KVScheduler:
+        half = self.core.scheduler.connector.scheduler_half
+        assert isinstance(half, KVScheduler)
+        return half
+
+    def store(self) -> KVStore:
+        return self.kv.stores()[0]
+
+    def flush(self) -> None:
+        from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        assert get_kv_transfer_group().worker_half.flush(60)
+        if has_ec_transfer():
+            assert get_ec_transfer().worker_half.flush(60)
+
+    def forget(self) -> None:
+        """Empty vLLM's own caches, so that only the stores remain."""
+        self.flush()
+        assert self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def extents(self) -> set[Path]:
+        assert self.cache_dir is not None
+        return set((self.cache_dir / "kv" / "extents").glob("*/*"))
+
+    def close(self) -> None:
+        from vllm.distributed.ec_transfer import ensure_ec_transfer_shutdown
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+        self.llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        ensure_ec_transfer_shutdown()
+        del self.llm
+        gc.collect()
+
+
+def answer(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def full_blocks(output: Any) -> int:
+    """Tokens that can be loaded: whole blocks, one token left to compute."""
+    return int((len(output.prompt_token_ids) - 1) // BLOCK * BLOCK)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = tiny_models.make(family, root / family)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="class")
+def engine(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """One LLaVA for most tests; prompts are longer than a step, so every prefill is chunked."""
+    e = Engine(models("llava"), tmp_path_factory.mktemp("cache"), max_num_batched_tokens=128, max_num_seqs=8)
+    yield e
+    e.close()
+
+
+# ---------------------------------------------------------------------- one module engine
+
+
+@pytest.mark.engine
+class TestEngine:
+    def test_loaded_answers_equal_computed_ones(self, engine: Engine) -> None:
+        prompt = engine.prompt("first", picture=1)
+        (cold,) = engine.run(prompt)
+        assert len(cold.prompt_token_ids) > 128
+        assert read_outcome(cold) == ConnectorOutcome(0, False, 0, 1, 0)
+        engine.forget()
+        (warm,) = engine.run(prompt)
+        loaded = full_blocks(cold)
+        assert read_outcome(warm) == ConnectorOutcome(loaded, False, 0, 0, loaded)
+        assert answer(warm) == answer(cold)
+        # A control that can fail: the model does look at its prompt and its picture.
+        assert answer(engine.run(engine.prompt("first", picture=2))[0]) != answer(cold)
+        assert answer(engine.run(engine.prompt("other", picture=1))[0]) != answer(cold)
+
+    def test_encoder_output_is_loaded_when_the_kv_is_not(self, engine: Engine) -> None:
+        prompt = engine.prompt("encoder", picture=3)
+        cold, _ = engine.one(prompt)
+        engine.forget()
+        again, outcome = engine.one(prompt, extra=SKIP)
+        assert outcome == ConnectorOutcome(0, False, 1, 0, 0)
+        assert again == cold
+        engine.forget()
+        both = SKIP | {"ec_transfer_params": {"semkv": {"skip": True}}}
+        again, outcome = engine.one(prompt, extra=both)
+        assert outcome == ConnectorOutcome(0, False, 0, 1, 0)
+        assert again == cold
+
+    def test_skip_neither_loads_nor_captures(self, engine: Engine) -> None:
+        prompt = engine.prompt("skip", picture=4)
+        engine.one(prompt, extra=SKIP)
+        engine.forget()
+        assert engine.one(prompt)[1].loaded_tokens == 0
+        engine.forget()
+        assert engine.one(prompt, extra=SKIP)[1].loaded_tokens == 0
+
+    def test_salts_share_nothing(self, engine: Engine) -> None:
+        a, b = (engine.prompt("salted", picture=5, salt=s) for s in "ab")
+        cold, _ = engine.one(a)
+        engine.forget()
+        other, outcome = engine.one(b)
+        assert (outcome.loaded_tokens, outcome.fusion_loaded, outcome.fusion_encoded) == (0, 0, 1)
+        assert other == cold
+        engine.forget()
+        assert engine.one(engine.prompt("salted", picture=5))[1].loaded_tokens == 0
+        engine.forget()
+        again, outcome = engine.one(a)
+        assert outcome.loaded_tokens
+        assert again == cold
+        engine.forget()
+        assert engine.one(a, extra=SKIP)[1].fusion_loaded == 1
+
+    def test_prefix_of_another_question_and_only_new_blocks(self, engine: Engine) -> None:
+        first, second = engine.prompt("one", picture=6), engine.prompt("two", picture=6)
+        (cold,) = engine.run(first)
+        engine.flush()
+        before = engine.store().stats()
+        n = len(cold.prompt_token_ids) // BLOCK
+        expected = answer(engine.run(second, extra=SKIP)[0])
+        engine.forget()
+        tokens, outcome = engine.one(second)
+        assert outcome.loaded_tokens == 64  # the picture: 1 + 64 tokens, of which two whole blocks
+        assert outcome.fusion_loaded == 1  # its last token lies beyond them
+        assert tokens == expected
+        engine.flush()
+        assert engine.store().stats().blocks == before.blocks + n - 2
+        engine.one(second)
+        engine.flush()
+        assert engine.store().stats().blocks == before.blocks + n - 2
+
+    def test_blocks_of_the_engines_own_prefix_cache_are_stored_too(self, engine: Engine) -> None:
+        first, second = engine.prompt("hot", picture=7), engine.prompt("tub", picture=7)
+        engine.one(first, extra=SKIP)  # computed, not captured
+        _, outcome = engine.one(second)
+        assert outcome.cached_tokens == 64
+        engine.forget()
+        (output,) = engine.run(second)
+        assert read_outcome(output).loaded_tokens == full_blocks(output)
+
+    def test_batch_in_chunks(self, engine: Engine) -> None:
+        prompts = [engine.prompt(f"batch {'x' * 30 * i}", picture=10 + i % 3) for i in range(6)]
+        cold = [answer(o) for o in engine.run(*prompts, extra=SKIP)]
+        engine.forget()
+        captured = engine.run(*prompts)
+        assert [answer(o) for o in captured] == cold
+        engine.forget()
+        loaded = engine.run(*prompts)
+        assert [answer(o) for o in loaded] == cold
+        for output in loaded:
+            outcome = read_outcome(output)
+            assert outcome.load_failed is False
+            assert outcome.cached_tokens == full_blocks(output)
+        assert sum(read_outcome(o).loaded_tokens or 0 for o in loaded) >= full_blocks(loaded[0]) * 3
+
+    @pytest.mark.parametrize("damage", ["flip", "truncate", "layout", "swap", "gone"])
+    def test_damage_is_a_miss_with_the_same_answer(self, engine: Engine, damage: str) -> None:
+        before, prompt = engine.extents(), engine.prompt(f"damage {damage}", picture=20)
+        (cold,) = engine.run(prompt)
+        engine.forget()
+        new = sorted(engine.extents() - before, key=lambda p: p.stat().st_mtime_ns)
+        file, raw = new[-1], new[-1].read_bytes()
+        if damage == "flip":
+            file.write_bytes(raw[:-5000] + bytes([raw[-5000] ^ 4]) + raw[-4999:])
+        elif damage == "truncate":
+            file.write_bytes(raw[:-1])
+        elif damage == "layout":
+            file.write_bytes(raw.replace(b'\\"block_size\\": 32', b'\\"block_size\\": 16'))
+            assert file.read_bytes() != raw
+        elif damage == "swap":
+            other = next(p for p in sorted(before) if p != file)
+            file.write_bytes(other.read_bytes())
+        else:
+            file.unlink()
+        counters = engine.store().stats().counters
+        tokens, outcome = engine.one(prompt)
+        assert tokens == answer(cold)
+        assert outcome.load_failed is False
+        assert outcome.loaded_tokens is not None
+        assert outcome.loaded_tokens < full_blocks(cold)
+        name = "missing" if damage == "gone" else "corrupt"
+        assert engine.store().stats().counters[name] == counters.get(name, 0) + 1
+        assert not file.exists()
+        engine.forget()
+        tokens, outcome = engine.one(prompt)  # stored again meanwhile
+        assert (tokens, outcome.loaded_tokens) == (answer(cold), full_blocks(cold))
+
+    def test_damaged_fusion_state_is_encoded_again(self, engine: Engine) -> None:
+        assert engine.cache_dir is not None
+        prompt, root = engine.prompt("fusion", picture=21), engine.cache_dir / "fusion" / "extents"
+        before = set(root.glob("*/*"))
+        cold, _ = engine.one(prompt)
+        engine.forget()
+        (file,) = set(root.glob("*/*")) - before
+        raw = file.read_bytes()
+        file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        tokens, outcome = engine.one(prompt, extra=SKIP)
+        assert (tokens, outcome.fusion_loaded, outcome.fusion_encoded) == (cold, 0, 1)
+
+    def test_capture_and_inject_by_hand(self, engine: Engine) -> None:
+        from vllm import SamplingParams
+
+        adapter, prompt = KVAdapter(engine.llm), engine.prompt("by hand", picture=22)
+        (cold,) = engine.run(prompt, extra=SKIP)
+        chunk = adapter.capture(cold.request_id)
+        assert chunk is not None
+        assert chunk.num_tokens == len(cold.prompt_token_ids) // BLOCK * BLOCK
+        assert len(chunk.block_ids or ()) == len(chunk.block_hashes)
+        assert chunk.typed(chunk.layout.layers[0].name).shape[1:] == chunk.layout.layers[0].shape
+        assert adapter.capture("nobody") is None
+
+        engine.forget()
+        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        llm_engine = engine.llm.llm_engine
+        for name, text in (("mine", "by hand"), ("other", "by foot")):
+            llm_engine.add_request(name, engine.prompt(text, picture=22), params)
+        assert adapter.inject("mine", chunk)
+        assert not adapter.inject("other", chunk)
+        assert "differ" in adapter.can_inject("other", chunk).reason
+        assert not adapter.inject("unknown", chunk)
+        done = {}
+        while llm_engine.has_unfinished_requests():
+            done |= {o.request_id: o for o in llm_engine.step() if o.finished}
+        assert answer(done["mine"]) == answer(cold)
+        assert read_outcome(done["mine"]).loaded_tokens == full_blocks(cold)
+
+    def test_reset_of_the_connector_forgets_everything(self, engine: Engine) -> None:
+        prompt = engine.prompt("reset", picture=23)
+        cold, _ = engine.one(prompt)
+        engine.flush()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        engine.llm.llm_engine.reset_encoder_cache()
+        again, outcome = engine.one(prompt)
+        assert (again, outcome.loaded_tokens) == (cold, 0)
+        engine.forget()
+        again, outcome = engine.one(prompt)
+        assert again == cold
+        assert outcome.loaded_tokens
+
+
+# ---------------------------------------------------------------------- other engines
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["llava", "qwen3-vl", "qwen2.5-vl", "internvl"])
+def test_identity_by_family(models: Any, family: str, tmp_path: Path) -> None:
+    plain = Engine(models(family))
+    prompts = [plain.prompt(text, picture=i) for i, text in enumerate(["car", "tree", "dog"])]
+    cold = [answer(plain.run(p)[0]) for p in prompts]
+    assert len({tuple(c) for c in cold}) == 3
+    plain.close()
+
+    first = Engine(models(family), tmp_path)
+    for prompt, expected in zip(prompts, cold, strict=True):
+        tokens, outcome = first.one(prompt)
+        assert tokens == expected
+        assert (outcome.loaded_tokens, outcome.fusion_encoded) == (0, 1)
+    first.forget()
+    for prompt, expected in zip(prompts, cold, strict=True):
+        (output,) = first.run(prompt)
+        assert answer(output) == expected
+        assert read_outcome(output).loaded_tokens == full_blocks(output) >= 64
+    first.forget()
+    for prompt, expected in zip(prompts, cold, strict=True):
+        tokens, outcome = first.one(prompt, extra=SKIP)
+        assert tokens == expected
+        assert (outcome.loaded_tokens, outcome.fusion_loaded, outcome.fusion_encoded) == (0, 1, 0)
+    first.close()
+
+    restarted = Engine(models(family), tmp_path)
+    for prompt, expected in zip(prompts, cold, strict=True):
+        (output,) = restarted.run(prompt)
+        assert answer(output) == expected
+        assert read_outcome(output).loaded_tokens == full_blocks(output)
+    restarted.close()
+
+
+@pytest.mark.engine
+def test_preemption_decode_capture_failed_loads_and_bounds(models: Any, tmp_path: Path) -> None:
+    """A cache too small for its requests, a store too small for its blocks, and loads that fail in the worker."""
+    plain = Engine(models("llava"))
+    prompts = [plain.prompt(f"small {i}", picture=30 + i) for i in range(4)]
+    expected = [answer(plain.run(p, tokens=64)[0]) for p in prompts]
+    plain.close()
+
+    settings = {"capture_decode": True, "verify": "load", "max_blocks": 60}
+    small = Engine(models("llava"), tmp_path, settings, num_gpu_blocks_override=24, max_num_seqs=4)
+    try:
+        outputs = small.run(*prompts, tokens=64)
+        assert [answer(o) for o in outputs] == expected
+        small.forget()
+        (output,) = small.run(prompts[0], tokens=64)
+        assert answer(output) == expected[0]
+        assert read_outcome(output).loaded_tokens == full_blocks(output)
+
+        adapter = KVAdapter(small.llm)
+        chunk = adapter.capture(output.request_id)
+        assert chunk is not None
+        assert chunk.num_tokens > len(output.prompt_token_ids) // BLOCK * BLOCK  # generated tokens too
+        small.flush()
+        assert small.store().lookup(chunk.block_hashes) == len(chunk.block_hashes)
+
+        small.forget()
+        for file in small.extents():
+            raw = file.read_bytes()
+            file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        (output,) = small.run(prompts[0], tokens=64)
+        assert read_outcome(output).load_failed is True
+        assert answer(output) == expected[0]
+        small.forget()
+        (output,) = small.run(prompts[0], tokens=64)  # what failed was computed and stored again
+        assert answer(output) == expected[0]
+        assert read_outcome(output).loaded_tokens
+
+        for i in range(14):
+            small.run(small.prompt(f"fill {i}", picture=50 + i), tokens=2)
+        small.flush()
+        assert small.store()._extents.totals()[1] <= 60
+        assert small.kv._extents.totals()[1] == sum(
+            len(json.loads(_metadata(f)["semkv"])["hashes"]) for f in small.extents()
+        )
+    finally:
+        small.close()
+
+
+def _metadata(path: Path) -> Any:
+    from safetensors import safe_open
+
+    with safe_open(path, "np") as file:
+        return file.metadata()
+
+
+# ---------------------------------------------------------------------- the halves alone
+
+LAYOUT = KVLayout((LayerLayout("a", "bfloat16", (1, 2), (2, 1), 4),), BLOCK)
+
+
+def request(name: str, n_tokens: int, **fields: Any) -> SimpleNamespace:
+    base = {
+        "request_id": name,
+        "num_tokens": n_tokens,
+        "num_prompt_tokens": n_tokens,
+        "block_hashes": [f"{name[0]}{i}".encode() for i in range(n_tokens // BLOCK)],
+        "kv_transfer_params": None,
+        "lora_request": None,
+        "skip_reading_prefix_cache": False,
+    }
+    return SimpleNamespace(**(base | fields))
+
+
+def scheduled(new: list[tuple[str, list[int], int, int]] = (), cached: list[tuple[str, Any, int, int]] = (), resumed: tuple[str, ...] = ()) -> Any:  # fmt: skip # noqa: E501
+    """Requests as (name, block ids, computed tokens, scheduled tokens)."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=r, block_ids=(b,), num_computed_tokens=c) for r, b, c, _ in new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[r for r, *_ in cached],
+            new_block_ids=[None if b is None else (b,) for _, b, *_ in cached],
+            num_computed_tokens=[c for _, _, c, _ in cached],
+            resumed_req_ids=set(resumed),
+        ),
+        num_scheduled_tokens={r: s for r, _, _, s in [*new, *cached]},
+    )
+
+
+def half(path: Path, ranks: int = 1, **settings: Any) -> KVScheduler:
+    ext = ExtentStore(path / "kv", "kv", Bounds())
+    for rank in range(ranks):
+        ext.put_layout("engine", rank, json.dumps(LAYOUT.document()))
+    return KVScheduler(
+        KVSettings(path, **settings), ext, lambda: "ns", engine="engine", world_size=ranks, block_size=BLOCK
+    )
+
+
+def put(path: Path, rank: int, hashes: list[bytes]) -> None:
+    store = KVStore.open(path / "kv", rank_namespace("ns", rank), LAYOUT)
+    store.save_rows(hashes, np.full((len(hashes), 4), rank + 1, np.uint8))
+    store.close()
+
+
+def test_one_token_is_left_and_asking_twice_changes_nothing(tmp_path: Path) -> None:
+    kv, r = half(tmp_path), request("a", 96)
+    put(tmp_path, 0, r.block_hashes)
+    assert [kv.matched_tokens(r, 0) for _ in range(3)] == [64, 64, 64]
+    assert kv.matched_tokens(r, 32) == 32
+    assert kv.matched_tokens(r, 64) == 0
+    assert kv.matched_tokens(request("a", 97), 0) == 96
+    assert kv.matched_tokens(request("b", 97), 0) == 0
+    for fields in (
+        {"lora_request": object()},
+        {"skip_reading_prefix_cache": True},
+        {"kv_transfer_params": {"semkv": {"skip": True}}},
+    ):
+        assert kv.matched_tokens(request("a", 97, **fields), 0) == 0
+
+
+def test_blocks_missing_in_one_rank_are_not_promised(tmp_path: Path) -> None:
+    kv, r = half(tmp_path, ranks=2), request("a", 200)
+    put(tmp_path, 0, r.block_hashes)
+    assert kv.matched_tokens(r, 0) == 0
+    put(tmp_path, 1, r.block_hashes[:2])
+    assert kv.matched_tokens(r, 0) == 64
+
+
+def test_several_ranks_capture_only_when_every_load_is_confirmed(tmp_path: Path) -> None:
+    kv, r = half(tmp_path, ranks=2), request("a", 160)
+    for rank in (0, 1):
+        put(tmp_path, rank, r.block_hashes[:2])
+    assert kv.matched_tokens(r, 0) == 64
+    kv.allocated(r, [1, 2, 3, 4, 5], 64)
+    step = kv.build_step(scheduled(new=[("a", [1, 2, 3, 4, 5], 64, 32)]))
+    assert [p.block_ids for p in step.loads] == [[1, 2]]
+    assert step.loads[0].rows is None
+    assert not step.captures
+    again = kv.build_step(scheduled(cached=[("a", None, 96, 32)]))
+    assert not again.captures
+    kv.confirm(step.step)
+    last = kv.build_step(scheduled(cached=[("a", None, 128, 32)]))
+    assert [c.block_ids for c in last.captures] == [[1, 2, 3, 4, 5]]
+
+
+def test_chunks_preemption_and_failed_loads(tmp_path: Path) -> None:
+    kv, r = half(tmp_path, max_extent_blocks=2), request("a", 200)
+    kv.allocated(r, [1, 2], 0)
+    assert not kv.build_step(scheduled(new=[("a", [1, 2], 0, 20)])).captures
+    step = kv.build_step(scheduled(cached=[("a", [3], 20, 76)]))
+    assert [(c.block_ids, c.position) for c in step.captures] == [([1, 2], 0), ([3], 2)]
+    assert not kv.build_step(scheduled(cached=[("a", None, 96, 3)])).captures
+    # Preempted and resumed on other blocks: what is on its way to the disk is not captured again.
+    step = kv.build_step(scheduled(cached=[("a", [7, 8, 9, 10], 0, 128)], resumed=("a",)))
+    assert [(c.block_ids, c.position) for c in step.captures] == [([10], 3)]
+    # A failed load spoils what was captured meanwhile; the epoch tells the worker.
+    kv.load_failed({9})
+    step = kv.build_step(scheduled(cached=[("a", [11, 12], 128, 72)]))
+    assert step.epoch == 1
+    assert [b for c in step.captures for b in c.block_ids] == [7, 8, 9, 10, 11, 12]
+    assert kv.finished(r) == {"semkv": {"loaded_tokens": 0, "load_failed": True}}
+
+
+def test_generated_tokens_only_when_asked(tmp_path: Path) -> None:
+    for decode in (False, True):
+        kv, r = half(tmp_path, capture_decode=decode), request("a", 64)
+        kv.allocated(r, [1, 2], 0)
+        kv.build_step(scheduled(new=[("a", [1, 2], 0, 64)]))
+        r.block_hashes.append(b"generated")
+        step = kv.build_step(scheduled(cached=[("a", [3], 95, 1)]))
+        assert [c.block_ids for c in step.captures] == ([[3]] if decode else [])
+
+
+def test_rows_stay_in_their_process() -> None:
+    plan = LoadPlan("r", [1], [b"h"], np.zeros((1, 4), np.uint8))
+    assert pickle.loads(pickle.dumps(plan)) == LoadPlan("r", [1], [b"h"], None)
+
+
+def test_settings_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEMKV_CACHE_DIR", str(tmp_path))
+    assert read_settings(KVSettings, None).cache_dir == tmp_path
+    assert read_settings(KVSettings, {"cache_dir": "/x", "max_blocks": 5}).bounds().max_blocks == 5
+    assert read_settings(ECSettings, {}).root == tmp_path / "fusion"
+    with pytest.raises(ConfigError, match=r"max_block'.*max_blocks"):
+        read_settings(KVSettings, {"max_block": 5})
+    for wrong in (
+        {"max_blocks": "5"},
+        {"capture_decode": 1},
+        {"verify": "never"},
+        {"queue_bytes": 0},
+        {"cache_dir": 3},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            read_settings(KVSettings, wrong)
+    with pytest.raises(ConfigError, match="max_bytes"):
+        read_settings(KVSettings, {"max_bytes": -1}).bounds()
+
+
+def test_writer_bounds_what_waits() -> None:
+    import threading
+
+    writer, gate, done = BackgroundWriter("test", 100), threading.Event(), []
+    assert writer.submit(gate.wait, 60)
+    assert writer.submit(lambda: done.append(1), 40)
+    assert not writer.submit(lambda: done.append(2), 1)
+    assert not writer.flush(0.05)
+    gate.set()
+    assert writer.flush(10)
+    assert writer.submit(lambda: done.append(3), 1000)  # alone, anything may wait
+    writer.close()
+    assert done == [1, 3]
+
+
+def test_weights_are_read_once_and_changes_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tmp_path / "model", []
+    model.mkdir()
+    (model / "w.safetensors").write_bytes(b"1")
+    real = namespace.weights_digest
+    monkeypatch.setattr(namespace, "weights_digest", lambda p: calls.append(p) or real(p))
+    first = namespace.cached_weights_digest(model, tmp_path / "notes")
+    assert namespace.cached_weights_digest(model, tmp_path / "notes") == first
+    assert len(calls) == 1
+    (model / "w.safetensors").write_bytes(b"2")
+    os.utime(model / "w.safetensors", ns=(1, 1))
+    assert namespace.cached_weights_digest(model, tmp_path / "notes") != first
+
+
+def test_outcome_of_an_engine_without_connectors() -> None:
+    assert read_outcome(SimpleNamespace(num_cached_tokens=3)) == ConnectorOutcome(cached_tokens=3)
+    odd = SimpleNamespace(kv_transfer_params={"semkv": [1]}, ec_transfer_params="x")
+    assert read_outcome(odd) == ConnectorOutcome()
+
+
+def test_registration_is_idempotent_and_lazy(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("vllm")
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with caplog.at_level(logging.WARNING):
+        register()
+        register()
+    from semkv.connectors.ec import SemECConnector
+    from semkv.connectors.kv import SemKVConnector
+
+    assert KVConnectorFactory._registry["SemKVConnector"]() is SemKVConnector
+    assert ECConnectorFactory._registry["SemECConnector"]() is SemECConnector

@@ -1,0 +1,273 @@
+"""Data sets: what is read, in which order, and how bad input is reported."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from semkv import keys
+from semkv.errors import ConfigError, DatasetError
+from semkv.experiments.datasets import DatasetOptions, ImageRef, Sample, load_samples
+from semkv.experiments.datasets.gqa import find_image, resolve_config
+from semkv.experiments.requests import ChunkSource, RequestBuilder, chunk_text
+from semkv.types import MediaSegment, Namespace, Role, TextSegment
+
+
+@pytest.fixture(autouse=True)
+def _no_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GQA_ROOT", "GQA_IMAGE_ROOT", "SEMANTIC_CACHE_IMAGE_ROOT", "LLAVA_IMAGE_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def options(tmp_path: Path, **values: Any) -> DatasetOptions:
+    return DatasetOptions(data_dir=tmp_path / "data", **values)
+
+
+def jpeg(color: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), color).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def write_lines(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n", encoding="utf-8")
+    return path
+
+
+QUESTIONS = {
+    "05515938": {
+        "imageId": "2405722",
+        "question": "What is this bird called?",
+        "answer": "parrot",
+        "fullAnswer": "This is a parrot.",
+        "semanticStr": "select: bird (329774)->query: name [0]",
+        "groups": {"global": "bird", "local": "03s-bird"},
+        "equivalent": ["05515938", "05515939"],
+        "entailed": ["05515940"],
+    },
+    "05515940": {"imageId": "2405723", "question": "Is it red?", "answer": "no", "groups": {"global": None}},
+}
+
+
+@pytest.fixture
+def gqa_root(tmp_path: Path) -> Path:
+    root = tmp_path / "gqa"
+    (root / "images").mkdir(parents=True)
+    (root / "val_balanced_questions.json").write_text(json.dumps(QUESTIONS), encoding="utf-8")
+    (root / "images" / "2405722.jpg").write_bytes(jpeg("red"))
+    return root
+
+
+# --- jsonl
+
+
+def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.jpg").write_bytes(jpeg("blue"))
+    row = {"id": 7, "system": "s", "context": "c", "images": ["pictures/a.jpg"], "question": "q?", "answer": 4}
+    path = write_lines(tmp_path / "prompts.jsonl", row, "", {"question": "alone"})
+    first, second = load_samples("jsonl", options(tmp_path, root=path))
+    image = ImageRef("a", tmp_path / "pictures" / "a.jpg")
+    assert first == Sample("7", "q?", "4", (image,), "s", "c")
+    assert second == Sample("00000003", "alone")
+    assert load_samples(str(path), options(tmp_path)) == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not valid JSON"),
+        ("[1]", "line 2: expected an object, found list"),
+        ({"answer": "x"}, "line 2: no 'question'"),
+        ({"question": ["x"]}, "line 2: 'question' must be text"),
+        ({"question": "x", "images": [3]}, "line 2: 'images' must be a path"),
+        ({"question": "x", "images": "gone.png"}, "line 2: no image"),
+        ({"question": "x", "prompt": "y"}, "line 2: unknown field 'prompt'"),
+        ({"question": "x", "id": "1"}, "line 2: id '1' was used in line 1"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None:
+    path = write_lines(tmp_path / "bad.jsonl", {"id": 1, "question": "fine"}, line)
+    with pytest.raises(DatasetError) as caught:
+        load_samples("jsonl", options(tmp_path, root=path))
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"none\.jsonl: No such file"):
+        load_samples(str(tmp_path / "none.jsonl"), options(tmp_path))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xff"}\n')
+    with pytest.raises(DatasetError, match="not UTF-8"):
+        load_samples(str(tmp_path / "latin.jsonl"), options(tmp_path))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DatasetError, match="no samples"):
+        load_samples(str(tmp_path / "empty.jsonl"), options(tmp_path))
+    with pytest.raises(ConfigError, match="--dataset-root"):
+        load_samples("jsonl", options(tmp_path))
+    with pytest.raises(ConfigError, match="gqa, jsonl, minigqa"):
+        load_samples("coco", options(tmp_path))
+
+
+# --- order and size
+
+
+def test_shuffling_is_repeatable_and_cutting_comes_last(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "many.jsonl", *({"id": str(i), "question": f"q{i}"} for i in range(50)))
+    plain = [s.sample_id for s in load_samples(str(path), options(tmp_path))]
+    one, again = (load_samples(str(path), options(tmp_path, shuffle_seed=1, max_samples=9)) for _ in range(2))
+    other = load_samples(str(path), options(tmp_path, shuffle_seed=2, max_samples=9))
+    assert plain == [str(i) for i in range(50)]
+    assert len(one) == 9
+    assert one == again
+    assert one != other
+    assert {s.sample_id for s in one} != set(plain[:9])
+
+
+# --- GQA
+
+
+def test_official_gqa(gqa_root: Path, tmp_path: Path) -> None:
+    bird, red = load_samples("gqa", options(tmp_path, root=gqa_root))
+    assert bird == Sample(
+        sample_id="05515938",
+        question="What is this bird called?",
+        answer="parrot",
+        images=(ImageRef("2405722", gqa_root / "images" / "2405722.jpg"),),
+        semantic_str="select: bird (329774)->query: name [0]",
+        groups=("bird", "03s-bird"),
+        equivalent=("05515938", "05515939"),
+        entailed=("05515940",),
+    )
+    assert red.images == (ImageRef("2405723", None),)
+    assert red.groups == ()
+
+
+def test_gqa_root_and_image_root_from_the_environment(
+    gqa_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "2405723.png").write_bytes(jpeg("red"))
+    monkeypatch.setenv("GQA_ROOT", str(gqa_root))
+    monkeypatch.setenv("GQA_IMAGE_ROOT", str(tmp_path / "pictures"))
+    samples = load_samples("gqa", options(tmp_path))
+    assert samples[1].images[0].path == tmp_path / "pictures" / "2405723.png"
+
+
+def test_an_image_name_is_never_a_path(gqa_root: Path) -> None:
+    (gqa_root / "secret.jpg").write_bytes(b"x")
+    assert find_image("secret", [gqa_root]) is not None
+    for name in ("../secret", "images/../secret", "", ".secret", "a" * 200):
+        assert find_image(name, [gqa_root / "images"]) is None
+
+
+def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"testdev_balanced_questions\.json .* testdev_balanced_instructions"):
+        load_samples("gqa", options(tmp_path, root=gqa_root, split="testdev"))
+    with pytest.raises(ConfigError, match="<split>_balanced_instructions"):
+        load_samples("gqa", options(tmp_path, root=gqa_root, config="val_some"))
+    (gqa_root / "val_all_questions.json").write_text('{\n"1": {"question": }}', encoding="utf-8")
+    with pytest.raises(DatasetError, match=r"val_all_questions\.json, line 2"):
+        load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
+    (gqa_root / "val_all_questions.json").write_text('{"17": {"imageId": "1"}}', encoding="utf-8")
+    with pytest.raises(DatasetError, match="question 17: no 'question'"):
+        load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
+
+
+def test_config_and_split_fill_each_other_in(tmp_path: Path) -> None:
+    assert resolve_config(options(tmp_path)) == ("val_balanced_instructions", "val")
+    assert resolve_config(options(tmp_path, split="testdev")) == ("testdev_balanced_instructions", "testdev")
+    assert resolve_config(options(tmp_path, config="train_all_instructions")) == ("train_all_instructions", "train")
+
+
+def test_the_hugging_face_layout(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    root = tmp_path / "hf"
+    rows = [
+        {"id": "1", "imageId": "n1", "question": "Is it red?", "answer": "yes", "semanticStr": "s",
+         "groups": {"global": "color", "local": None}, "equivalent": "['1', '2']", "entailed": ""},
+        {"id": "2", "imageId": "n2", "question": "Is it blue?", "answer": "no", "semanticStr": "t",
+         "groups": {"global": "color", "local": "l"}, "equivalent": None, "entailed": None},
+    ]  # fmt: skip
+    pictures = [{"id": "n1", "image": {"bytes": jpeg("red"), "path": None}}, {"id": "../n2", "image": None}]
+    for folder, table in (("val_balanced_instructions", rows), ("val_balanced_images", pictures)):
+        (root / folder).mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(table), root / folder / "val-00000-of-00001.parquet")
+    first, second = load_samples("gqa", options(tmp_path, root=root))
+    path = first.images[0].path
+    assert path is not None
+    assert path.read_bytes() == jpeg("red")
+    assert first.equivalent == ("1", "2")
+    assert first.groups == ("color",)
+    assert second.images == (ImageRef("n2", None),)
+
+    (root / "val_balanced_instructions" / "val-00000-of-00001.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DatasetError, match=r"val-00000-of-00001\.parquet: not a readable parquet file"):
+        load_samples("gqa", options(tmp_path, root=root))
+
+
+# --- MiniGQA
+
+
+def test_minigqa_is_drawn_once_and_the_same_each_time(tmp_path: Path) -> None:
+    here, there = (load_samples("minigqa", DatasetOptions(tmp_path / d, max_samples=64)) for d in "ab")
+    assert len(here) == 64
+    assert [(s.sample_id, s.question, s.answer, s.variant) for s in here] == [
+        (s.sample_id, s.question, s.answer, s.variant) for s in there
+    ]
+    for one, other in zip(here, there, strict=True):
+        mine, theirs = one.images[0].path, other.images[0].path
+        assert mine is not None
+        assert theirs is not None
+        assert mine.read_bytes() == theirs.read_bytes()
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "a").rglob("*")}
+    load_samples("minigqa", DatasetOptions(tmp_path / "a", max_samples=64))
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "a").rglob("*")}
+    assert not list((tmp_path / "a").glob(".minigqa-*"))
+
+
+# --- requests
+
+
+def test_chunk_sources() -> None:
+    sample = Sample("1", "Q?", semantic_str="select: x", groups=("g", "l"), system="S", context="C")
+    texts = {source: chunk_text(sample, source) for source in ChunkSource}
+    assert texts == {
+        ChunkSource.QUESTION: "Q?",
+        ChunkSource.SEMANTIC: "select: x",
+        ChunkSource.GROUP: "g l",
+        ChunkSource.COMBINED: "Q? | select: x | g l",
+        ChunkSource.FULL: "S\nC\nQ?",
+    }
+    assert chunk_text(sample, ChunkSource.SEMANTIC, 6) == "select"
+    assert chunk_text(Sample("1", "Q?"), ChunkSource.GROUP) == "Q?"
+
+
+def test_a_request_has_its_segments_in_prompt_order(gqa_root: Path, tmp_path: Path) -> None:
+    (bird,) = load_samples("gqa", options(tmp_path, root=gqa_root, max_samples=1))
+    builder = RequestBuilder(Namespace("t", "m"), instruction="One word.")
+    sample = Sample("1", "Q?", images=bird.images, system="S", context="C")
+    request = builder.build(sample)
+    path = gqa_root / "images" / "2405722.jpg"
+    assert request.segments == (
+        TextSegment("S", Role.SYSTEM),
+        MediaSegment(keys.media_id(path.read_bytes()), path, "2405722"),
+        TextSegment("C", Role.CONTEXT),
+        TextSegment("Q?\nOne word.", Role.QUESTION),
+    )
+    assert request.chunk_text == "Q?"
+    builder.images = False
+    assert builder.build(sample).media == ()
+
+
+def test_a_missing_image_is_named(tmp_path: Path) -> None:
+    builder = RequestBuilder(Namespace())
+    with pytest.raises(DatasetError, match=r"no file for image 'n7'.*GQA_IMAGE_ROOT"):
+        builder.build(Sample("1", "Q?", images=(ImageRef("n7", None),)))

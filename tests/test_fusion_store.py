@@ -1,0 +1,114 @@
+"""The fusion store: encoder outputs by key, checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from semkv.errors import CorruptValue
+from semkv.stores.extents import Bounds
+from semkv.tiers.fusion import FusionProvider, FusionState, FusionStore
+
+
+def state(key: str = "picture", tokens: int = 6, seed: int = 0) -> FusionState:
+    values = np.random.default_rng(seed).standard_normal((tokens, 8), dtype=np.float32)
+    return FusionState.from_array(key, values)
+
+
+def files(path: Path) -> list[Path]:
+    return sorted((path / "extents").glob("*/*"))
+
+
+def test_round_trip_and_no_second_copy(tmp_path: Path) -> None:
+    store = FusionStore.open(tmp_path, "ns")
+    assert store.save(state())
+    assert not store.save(state())
+    got = store.load("picture")
+    assert got is not None
+    assert np.array_equal(got.to_array(), state().to_array())
+    assert (got.shape, got.dtype) == ((6, 8), "float32")
+    assert "picture" in store
+    assert "another" not in store
+    assert store.load("another") is None
+    assert FusionStore.open(tmp_path, "other model").load("picture") is None
+
+
+def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
+    bits = np.array([0x3F80, 0xC000, 0x7F80], np.uint16)  # 1, -2, infinity
+    store = FusionStore.open(tmp_path, "ns")
+    store.save(FusionState("k", bits.view(np.uint8), (3,), "bfloat16"))
+    got = store.load("k")
+    assert got is not None
+    assert np.array_equal(got.data.view(np.uint16), bits)
+    assert got.to_array().tolist() == [1.0, -2.0, np.inf]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "garbage", "gone", "swapped"])
+def test_damage_is_a_counted_miss(tmp_path: Path, damage: str) -> None:
+    store = FusionStore.open(tmp_path, "ns")
+    store.save(state("a", seed=1))
+    (file,) = files(tmp_path)
+    raw = file.read_bytes()
+    if damage == "swapped":
+        store.save(state("b", seed=2))
+        other = next(f for f in files(tmp_path) if f != file)
+        file.write_bytes(other.read_bytes())
+    elif damage == "gone":
+        file.unlink()
+    else:
+        content = {"flip": raw[:-1] + bytes([raw[-1] ^ 1]), "cut": raw[:-9], "garbage": b"x" * 500}
+        file.write_bytes(content[damage])
+    assert store.load("a") is None
+    counters = store.stats().counters
+    assert counters["missing" if damage == "gone" else "corrupt"] == 1
+    assert "a" not in store
+    assert store.save(state("a", seed=1))
+    got = store.load("a")
+    assert got is not None
+    assert np.array_equal(got.to_array(), state("a", seed=1).to_array())
+
+
+def test_bound_on_items(tmp_path: Path) -> None:
+    store = FusionStore.open(tmp_path, "ns", Bounds(max_bytes=0, max_blocks=3))
+    for i in range(5):
+        store.save(state(str(i), seed=i))
+    assert [str(i) in store for i in range(5)] == [False, False, True, True, True]
+
+
+def test_a_state_must_fit_its_shape() -> None:
+    with pytest.raises(CorruptValue):
+        FusionState("k", np.zeros(7, np.uint8), (2, 2), "bfloat16")
+    with pytest.raises(CorruptValue):
+        FusionState("k", np.zeros(4, np.uint8), (2,), "pickle")
+
+
+class DictProvider:
+    """An engine whose encoder cache is a dict."""
+
+    def __init__(self) -> None:
+        self.cache: dict[str, FusionState] = {}
+
+    def capture(self, request: str) -> FusionState | None:
+        return self.cache.get(request)
+
+    def inject(self, request: str, given: FusionState) -> bool:
+        if given.key != request:
+            return False
+        self.cache[request] = given
+        return True
+
+
+def test_a_provider_of_ones_own(tmp_path: Path) -> None:
+    first, second, store = DictProvider(), DictProvider(), FusionStore.open(tmp_path, "ns")
+    assert isinstance(first, FusionProvider)
+    first.cache["p"] = state("p")
+    captured = first.capture("p")
+    assert captured is not None
+    store.save(captured)
+    loaded = store.load("p")
+    assert loaded is not None
+    assert second.inject("p", loaded)
+    assert not second.inject("q", loaded)
+    assert np.array_equal(second.cache["p"].to_array(), first.cache["p"].to_array())

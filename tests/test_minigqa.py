@@ -1,0 +1,479 @@
+"""MiniGQA: the same bytes for the same seed, GQA's schema, and answers worked out again from the scene graphs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from PIL import Image, ImageChops
+
+from semkv.errors import ConfigError
+from semkv.experiments.minigqa.answers import restate
+from semkv.experiments.minigqa.documents import VARIANTS, generate_documents
+from semkv.experiments.minigqa.draw import draw
+from semkv.experiments.minigqa.generate import generate
+from semkv.experiments.minigqa.knobs import Knobs, Order
+from semkv.experiments.minigqa.program import references
+from semkv.experiments.minigqa.questions import KINDS, WEIGHTS, ask, ask_any
+from semkv.experiments.minigqa.records import TYPES
+from semkv.experiments.minigqa.scene import COLORS, MARGIN, SIZES, WIDTH, make_scene, recolor, relation_holds
+from semkv.experiments.minigqa.surfaces import SURFACES, wordings
+
+Record = dict[str, Any]
+
+
+class Written:
+    """A generated split, read back the plain way."""
+
+    def __init__(self, folder: Path, split: str = "val") -> None:
+        self.folder = folder
+        self.questions: dict[str, Record] = json.loads((folder / f"{split}_balanced_questions.json").read_text())
+        self.graphs: dict[str, Record] = json.loads((folder / f"{split}_sceneGraphs.json").read_text())
+        self.provenance: Record = json.loads((folder / "provenance.json").read_text())[split]
+
+    def variant(self, question_id: str) -> str:
+        return str(self.provenance["questions"][question_id]["variant"])
+
+    def source(self, question_id: str) -> Record:
+        return self.questions[self.provenance["questions"][question_id]["of"]]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(generate(tmp_path_factory.mktemp("minigqa"), Knobs(images=60), seed=5))
+
+
+def all_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
+    knobs = Knobs(images=4)
+    first = all_bytes(generate(tmp_path / "a", knobs, seed=3))
+    assert first == all_bytes(generate(tmp_path / "b", knobs, seed=3))
+    generate(tmp_path / "a", knobs, seed=3)
+    assert first == all_bytes(tmp_path / "a")
+    assert len(first) > 4
+
+
+def test_splits_and_seeds_share_no_ids_and_no_pictures(tmp_path: Path) -> None:
+    knobs = Knobs(images=3)
+    for split in ("train", "val", "testdev"):
+        generate(tmp_path / "all", knobs, seed=1, split=split)
+    generate(tmp_path / "other", knobs, seed=2)
+    splits = [Written(tmp_path / "all", s) for s in ("train", "val", "testdev")] + [Written(tmp_path / "other")]
+    ids = [i for w in splits for i in (*w.questions, *w.graphs)]
+    assert len(ids) == len(set(ids))
+    pictures = [p.read_bytes() for f in ("all", "other") for p in (tmp_path / f / "images").iterdir()]
+    assert len(pictures) == len(set(pictures)) == sum(len(w.graphs) for w in splits)
+
+
+def test_records_have_gqas_keys_and_types(data: Written) -> None:
+    for question_id, record in data.questions.items():
+        assert question_id.isdigit()
+        assert list(record) == [
+            "semantic",
+            "entailed",
+            "equivalent",
+            "question",
+            "imageId",
+            "isBalanced",
+            "groups",
+            "answer",
+            "semanticStr",
+            "annotations",
+            "types",
+            "fullAnswer",
+        ]
+        assert all(isinstance(record[k], str) for k in ("question", "imageId", "answer", "semanticStr", "fullAnswer"))
+        assert record["isBalanced"] is True
+        assert set(record["groups"]) == {"global", "local"}
+        assert record["groups"]["global"] is None or isinstance(record["groups"]["global"], str)
+        assert set(record["types"]) == {"structural", "semantic", "detailed"}
+        assert record["types"]["structural"] in {"verify", "query", "choose", "logical", "compare"}
+        assert record["types"]["semantic"] in {"attr", "obj", "rel", "global", "cat"}
+        assert set(record["annotations"]) == {"question", "answer", "fullAnswer"}
+        assert re.fullmatch(r"[a-z]+", record["answer"])
+        assert "{" not in record["question"] + record["fullAnswer"]
+        for number, step in enumerate(record["semantic"]):
+            assert list(step) == ["operation", "dependencies", "argument"]
+            assert all(isinstance(d, int) and 0 <= d < number for d in step["dependencies"])
+        for other in record["entailed"] + record["equivalent"]:
+            assert data.questions[other]["imageId"] == record["imageId"]
+    assert {r["types"]["structural"] for r in data.questions.values()} == {t[0] for t in TYPES.values()}
+    assert {r["types"]["semantic"] for r in data.questions.values()} == {t[1] for t in TYPES.values()}
+
+
+def test_scene_graphs_have_gqas_keys_and_fit_their_pictures(data: Written) -> None:
+    for image_id, graph in data.graphs.items():
+        with Image.open(data.folder / "images" / f"{image_id}.jpg") as image:
+            assert image.size == (graph["width"], graph["height"])
+        assert isinstance(graph["location"], str)
+        for thing in graph["objects"].values():
+            assert set(thing) == {"name", "x", "y", "w", "h", "attributes", "relations"}
+            assert all(isinstance(thing[k], int) for k in ("x", "y", "w", "h"))
+            assert thing["x"] >= 0
+            assert thing["x"] + thing["w"] <= graph["width"]
+            assert all(r["object"] in graph["objects"] for r in thing["relations"])
+    assert {r["imageId"] for r in data.questions.values()} == set(data.graphs)
+
+
+# A second way to the answers: run the record's program on the scene graph. Shares no code with the generator.
+
+ATTRIBUTES = {"color": set(COLORS), "size": set(SIZES)}
+
+
+def attribute(thing: Record, name: str) -> str:
+    if name == "name":
+        return str(thing["name"])
+    return str(next(a for a in thing["attributes"] if a in ATTRIBUTES[name]))
+
+
+def position(thing: Record, graph: Record, axis: str) -> str:
+    if axis == "hposition":
+        return "left" if thing["x"] + thing["w"] / 2 < graph["width"] / 2 else "right"
+    return "top" if thing["y"] + thing["h"] / 2 < graph["height"] / 2 else "bottom"
+
+
+def related(graph: Record, subject: str, relation: str, target: str) -> bool:
+    return {"name": relation, "object": target} in graph["objects"][subject]["relations"]
+
+
+def execute(record: Record, graph: Record) -> str:
+    """The answer of a record's program on its scene graph. Asserts that every named object is the only one."""
+    things: dict[str, Record] = graph["objects"]
+    results: list[Any] = []
+
+    def only(index: int) -> str:
+        found = results[index]
+        assert len(found) == 1, f"{record['question']}: {found}"
+        return str(found[0])
+
+    for step in record["semantic"]:
+        operation, argument, deps = step["operation"], step["argument"], step["dependencies"]
+        task, _, what = operation.partition(" ")
+        if operation == "select" and argument == "scene":
+            results.append(None)
+        elif operation == "select":
+            noun = argument.split(" (")[0]
+            results.append([i for i, t in things.items() if noun in ("object", t["name"])])
+        elif task == "filter":
+            results.append([i for i in results[deps[0]] if attribute(things[i], what) == argument])
+        elif operation == "relate":
+            noun, relation, _ = argument.split(",")
+            target = only(deps[0])
+            results.append(
+                [i for i, t in things.items() if noun in ("_", t["name"]) and related(graph, i, relation, target)]
+            )
+        elif operation == "exist":
+            results.append("yes" if results[deps[0]] else "no")
+        elif operation in ("and", "or"):
+            truths = [results[d] == "yes" for d in deps]
+            results.append("yes" if (all(truths) if operation == "and" else any(truths)) else "no")
+        elif task in ("same", "different"):
+            first, second = (attribute(things[only(d)], "name" if what == "shape" else what) for d in deps)
+            results.append("yes" if (first == second) == (task == "same") else "no")
+        elif operation in ("choose larger", "choose smaller"):
+            size = "large" if what == "larger" else "small"
+            fitting = [only(d) for d in deps if attribute(things[only(d)], "size") == size]
+            assert len(fitting) == 1
+            results.append(things[fitting[0]]["name"])
+        elif what == "rel":
+            subject, target = (only(d) for d in deps)
+            relations = [r for r in argument.split(",")[1].split("|") if related(graph, subject, r, target)]
+            if task == "verify":
+                results.append("yes" if relations else "no")
+            else:
+                assert len(relations) == 1
+                results.append(relations[0].removeprefix("to the ").removesuffix(" of"))
+        else:
+            name = what if task != "query" else argument
+            if name == "location":
+                value = graph["location"]
+            elif name.endswith("position"):
+                value = position(things[only(deps[0])], graph, name)
+            else:
+                value = attribute(things[only(deps[0])], name)
+            if task == "verify":
+                value = "yes" if value == argument else "no"
+            elif task == "choose":
+                assert value in argument.split("|")
+            results.append(value)
+    return str(results[-1])
+
+
+def test_answers_follow_from_the_scene_graph(data: Written) -> None:
+    seen: Counter[str] = Counter()
+    for record in data.questions.values():
+        assert execute(record, data.graphs[record["imageId"]]) == record["answer"], record["question"]
+        seen[record["semantic"][-1]["operation"]] += 1
+    assert len(seen) >= 20
+    assert min(seen[o] for o in ("query", "exist", "verify rel", "choose rel", "and", "or", "same color")) >= 10
+
+
+def test_the_executor_notices_a_wrong_answer(data: Written) -> None:
+    record = next(r for r in data.questions.values() if r["types"]["detailed"] == "relVerify")
+    graph = json.loads(json.dumps(data.graphs[record["imageId"]]))
+    flipped = {"to the left of": "to the right of", "above": "below"}
+    flipped |= {v: k for k, v in flipped.items()}
+    for thing in graph["objects"].values():
+        for relation in thing["relations"]:
+            relation["name"] = flipped[relation["name"]]
+    assert execute(record, graph) != record["answer"]
+
+
+def test_equivalent_questions_share_program_and_answer(data: Written) -> None:
+    lengths: Counter[int] = Counter()
+    for question_id, record in data.questions.items():
+        assert question_id in record["equivalent"]
+        lengths[len(record["equivalent"])] += 1
+        for other in record["equivalent"]:
+            assert data.questions[other]["answer"] == record["answer"]
+            assert data.questions[other]["semanticStr"] == record["semanticStr"]
+            assert question_id in data.questions[other]["equivalent"]
+    assert lengths[2] > 50
+
+
+def test_annotations_point_at_the_words_that_name_the_object(data: Written) -> None:
+    checked = 0
+    for question_id, record in data.questions.items():
+        objects = data.graphs[record["imageId"]]["objects"]
+        texts = {"fullAnswer": record["fullAnswer"], "answer": record["answer"]}
+        if data.variant(question_id) not in ("case", "whitespace"):
+            texts["question"] = record["question"]
+        for field, text in texts.items():
+            for span, object_id in record["annotations"][field].items():
+                start, _, end = span.partition(":")
+                words = re.sub(r"[?.,]", "", text).split(" ")[int(start) : int(end or int(start) + 1)]
+                assert words[-1].rstrip("s") in (objects[object_id]["name"].rstrip("s"), "object", "crosse")
+                assert set(words[:-1]) <= set(objects[object_id]["attributes"])
+                checked += 1
+    assert checked > 1000
+
+
+def fold(text: str) -> str:
+    return re.sub(r"[\s?]+", " ", text).strip().casefold()
+
+
+def test_variants_are_what_provenance_says(data: Written) -> None:
+    differing = negatives = 0
+    for question_id, record in data.questions.items():
+        variant = data.variant(question_id)
+        if variant == "original":
+            continue
+        source = data.source(question_id)
+        assert source["imageId"] == record["imageId"]
+        if variant == "negative":
+            negatives += 1
+            differing += source["answer"] != record["answer"]
+            assert record["types"] == source["types"]
+            assert fold(record["question"]) != fold(source["question"])
+            continue
+        assert record["answer"] == source["answer"]
+        assert record["semanticStr"] == source["semanticStr"]
+        same_bytes, same_words = (
+            record["question"] == source["question"],
+            fold(record["question"]) == fold(source["question"]),
+        )
+        assert (same_bytes, same_words) == {
+            "repeat": (True, True),
+            "case": (False, True),
+            "whitespace": (False, True),
+            "paraphrase": (False, False),
+        }[variant]
+        if variant == "case":
+            assert record["question"].casefold() == source["question"].casefold()
+        if variant == "whitespace":
+            assert re.sub(r"\s", "", record["question"]) == re.sub(r"\s", "", source["question"])
+    assert negatives > 100
+    assert differing / negatives > 0.7
+
+
+def test_rates_are_near_the_knobs(data: Written) -> None:
+    knobs = Knobs(images=60)
+    base = {i for i, image in data.provenance["images"].items() if image["variant"] == "original"}
+    assert len(base) == 60
+    on_base = [q for q, r in data.questions.items() if r["imageId"] in base]
+    assert abs(len(on_base) / 60 - knobs.questions_per_image) < 3
+    shares = Counter(data.variant(q) for q in on_base)
+    for name in ("repeat", "case", "whitespace", "paraphrase", "negative"):
+        assert shares[name] / len(on_base) == pytest.approx(getattr(knobs, name), abs=0.025)
+    derived = Counter(image["variant"] for image in data.provenance["images"].values())
+    for name in ("reencoded", "resized", "brightness", "shifted", "lookalike"):
+        assert derived[name] == round(60 * getattr(knobs, name))
+
+
+def test_yes_and_no_are_balanced(data: Written) -> None:
+    answers = Counter(r["answer"] for r in data.questions.values())
+    binary = answers["yes"] + answers["no"]
+    assert binary > 500
+    assert answers["yes"] / binary == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_is_asked_with_balanced_answers(kind: str) -> None:
+    rng = Random(kind)
+    answers: Counter[str] = Counter()
+    for _ in range(3000):
+        program = ask(make_scene(rng), rng, kind)
+        if program is not None:
+            assert program.kind == kind
+            assert len(set(wordings(program))) == len(SURFACES[kind])
+            answers[program.answer] += 1
+    assert sum(answers.values()) > 600
+    assert max(answers.values()) < 1.35 * sum(answers.values()) / len(answers)
+
+
+def test_lookalikes_change_one_objects_colour_and_nothing_else(data: Written) -> None:
+    lookalikes = {i: v["derivedFrom"] for i, v in data.provenance["images"].items() if v["variant"] == "lookalike"}
+    assert len(lookalikes) == 15
+    answers: Counter[bool] = Counter()
+    for image_id, base_id in lookalikes.items():
+        mine, base = data.graphs[image_id]["objects"], data.graphs[base_id]["objects"]
+        pairs = list(zip(mine.values(), base.values(), strict=True))
+        assert sum(a["attributes"] != b["attributes"] for a, b in pairs) == 1
+        for a, b in pairs:
+            assert [a[k] for k in ("name", "x", "y", "w", "h")] == [b[k] for k in ("name", "x", "y", "w", "h")]
+            assert a["attributes"][1] == b["attributes"][1]
+        for question_id, record in data.questions.items():
+            if record["imageId"] == image_id:
+                assert record["question"] == data.source(question_id)["question"]
+                answers[record["answer"] == data.source(question_id)["answer"]] += 1
+    assert answers[True] > 20
+    assert answers[False] > 15
+
+
+def test_a_recoloured_picture_differs_only_where_the_object_stands() -> None:
+    rng = Random(2)
+    for _ in range(10):
+        scene = make_scene(rng)
+        other = recolor(scene, rng)
+        changed = next(t for t, u in zip(scene.things, other.things, strict=True) if t != u)
+        box = ImageChops.difference(draw(scene), draw(other)).getbbox()
+        assert box is not None
+        reach = changed.radius * 1.15 + 2
+        assert box[0] >= changed.x - reach
+        assert box[1] >= changed.y - reach
+        assert box[2] <= changed.x + reach
+        assert box[3] <= changed.y + reach
+
+
+def test_near_duplicates_show_the_same_scene_in_other_bytes(data: Written) -> None:
+    for image_id, image in data.provenance["images"].items():
+        if image["variant"] in ("original", "lookalike"):
+            continue
+        mine, base = (data.folder / "images" / f"{i}.jpg" for i in (image_id, image["derivedFrom"]))
+        assert mine.read_bytes() != base.read_bytes()
+        with Image.open(mine) as a, Image.open(base) as b:
+            difference = ImageChops.difference(a.resize(b.size), b).convert("L").resize((1, 1), Image.Resampling.BOX)
+            assert 0 <= difference.getpixel((0, 0)) < 20
+        for question_id, record in data.questions.items():
+            if record["imageId"] == image_id:
+                assert record["answer"] == data.source(question_id)["answer"]
+
+
+def test_what_returns_comes_after_what_it_was_made_from(tmp_path: Path) -> None:
+    for order in Order:
+        written = Written(generate(tmp_path / order, Knobs(images=8, order=order), seed=1))
+        place = {q: i for i, q in enumerate(written.questions)}
+        for question_id, made in written.provenance["questions"].items():
+            assert made["of"] is None or place[made["of"]] < place[question_id]
+        images = [r["imageId"] for r in written.questions.values()]
+        changes = sum(a != b for a, b in pairwise(images))
+        assert (changes == len(written.graphs) - 1) == (order is Order.GROUPED)
+
+
+def test_knobs_out_of_range_are_refused(tmp_path: Path) -> None:
+    for bad in ({"images": 0}, {"repeat": 1.2}, {"repeat": 0.5, "negative": 0.5}, {"questions_per_image": 0}):
+        with pytest.raises(ConfigError):
+            Knobs(**bad)
+    with pytest.raises(ConfigError, match="split"):
+        generate(tmp_path, Knobs(images=1), split="test")
+
+
+def test_gqas_own_rates_have_few_repeats(tmp_path: Path) -> None:
+    written = Written(generate(tmp_path, Knobs.gqa(images=30)))
+    pairs = Counter((r["imageId"], r["question"]) for r in written.questions.values())
+    assert len(written.graphs) == 30
+    assert sum(n - 1 for n in pairs.values()) / len(written.questions) < 0.005
+
+
+def test_phrases_name_one_object_and_relations_are_clear() -> None:
+    rng = Random(7)
+    for _ in range(300):
+        scene = make_scene(rng)
+        assert len({(t.shape, t.color) for t in scene.things}) == len(scene.things)
+        for i, thing in enumerate(scene.things):
+            assert all(sum(ref.fits(t) for t in scene.things) == 1 for ref in references(scene, i))
+            assert thing.radius <= thing.x <= WIDTH - thing.radius
+            for j in range(i):
+                clear = abs(thing.x - scene.things[j].x) >= MARGIN
+                assert (relation_holds(scene, i, "to the left of", j) is not None) == clear
+
+
+def test_restating_a_question_in_its_own_scene_changes_nothing() -> None:
+    rng = Random(11)
+    for _ in range(300):
+        scene = make_scene(rng)
+        for _ in range(10):
+            program = ask_any(scene, rng, WEIGHTS)
+            assert restate(scene, program) == program
+
+
+def test_a_question_with_no_fair_answer_elsewhere_is_dropped() -> None:
+    rng = Random(13)
+    scene = make_scene(rng)
+    program = None
+    while program is None or program.a is None:
+        program = ask(scene, rng, "query_size")
+    gone = replace(scene, things=tuple(t for i, t in enumerate(scene.things) if i != program.a.index))
+    assert restate(gone, program) is None
+
+
+def rows_of(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_documents_return_as_their_variants_say(tmp_path: Path) -> None:
+    path = generate_documents(tmp_path / "d.jsonl", documents=6, seed=4, words=400)
+    assert path.read_bytes() == generate_documents(tmp_path / "e.jsonl", documents=6, seed=4, words=400).read_bytes()
+    rows = rows_of(path)
+    assert len(rows) == 6 * len(VARIANTS)
+    for number in range(6):
+        mine = [r for r in rows if r["document"] == number]
+        assert mine[0]["variant"] == "original"
+        by = {r["variant"]: r for r in mine}
+        assert set(by) == set(VARIANTS)
+        original = by["original"]["context"]
+        assert 380 <= len(original.split()) <= 460
+        assert by["whitespace"]["context"] != original
+        assert by["whitespace"]["context"].split() == original.split()
+        assert by["case"]["context"] != original
+        assert by["case"]["context"].casefold() == original.casefold()
+        lines = zip(by["edited"]["context"].split("\n"), original.split("\n"), strict=True)
+        assert sum(a != b for a, b in lines) == 1
+        assert by["other"]["context"].split("\n")[:2] != original.split("\n")[:2]
+        assert len({r["question"] for r in mine}) == len(mine)
+        for row in mine:
+            entry = re.search(r"entry (\d+)", row["question"])
+            assert entry is not None
+            line = next(x for x in row["context"].split("\n") if re.match(rf"\s*entry {entry[1]}:", x, re.IGNORECASE))
+            assert row["answer"].casefold() in " ".join(line.split()).casefold()
+            if row["asksEdit"]:
+                assert row["answer"] not in next(x for x in original.split("\n") if x.startswith(f"Entry {entry[1]}:"))
+    assert sum(r["asksEdit"] for r in rows) == 3
+
+
+def test_importing_the_generator_needs_no_heavy_library() -> None:
+    code = "import sys, semkv.experiments.minigqa.generate, semkv.experiments.minigqa.documents; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "vllm", "transformers", "faiss", "datasets", "pyarrow"} & set(loaded)

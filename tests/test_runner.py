@@ -1,0 +1,507 @@
+"""A run, with a scripted engine: what is sent, what is recorded, and what the figures say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+
+from semkv import keys
+from semkv.engines import EnginePrompt, EngineResult, MediaError
+from semkv.engines.base import load_image, system_text, user_parts
+from semkv.engines.scripted import ScriptedEngine
+from semkv.errors import DatasetError, EngineError, StoreError
+from semkv.experiments import metrics
+from semkv.experiments.cachedir import prepare, purge_directory
+from semkv.experiments.datasets import ImageRef, Sample
+from semkv.experiments.metrics import Cold, SampleRecord, Summary
+from semkv.experiments.report import console_listener, print_summary, sample_line, size
+from semkv.experiments.runner import Silent, run
+from semkv.experiments.settings import RunFlags, RunSettings, resolve
+from semkv.types import (
+    CacheMode,
+    Exactness,
+    Match,
+    MediaSegment,
+    Plan,
+    Request,
+    ReuseReport,
+    Role,
+    Segment,
+    Status,
+    TextSegment,
+)
+
+
+@dataclass
+class NormalisingCache:
+    """The exact text tier alone, in memory: enough to drive a run."""
+
+    mode: CacheMode = CacheMode.LIVE
+    entries: dict[str, tuple[tuple[Segment, ...], str]] = field(default_factory=dict)
+    observed: list[tuple[ReuseReport, str]] = field(default_factory=list)
+    closed: bool = False
+
+    def try_reuse(self, request: Request) -> ReuseReport:
+        found = self.entries.get(keys.chain_keys(request.segments, normalised=True)[-1])
+        if found is None:
+            return ReuseReport(request, Plan(request.segments), {"exact_text": Status.MISS}, lookup_s=0.001)
+        segments, response = found
+        exactness = Exactness.EXACT if segments == request.segments else Exactness.NORMALISED
+        plan = Plan(segments, len(segments), Match("exact_text", "entry", 1.0, exactness))
+        return ReuseReport(request, plan, {"exact_text": Status.HIT}, lookup_s=0.001, donor_response=response)
+
+    def add_observation(
+        self, report: ReuseReport, response: str, *, tags: Sequence[str] = (), metadata: Mapping[str, Any] | None = None
+    ) -> None:
+        self.observed.append((report, response))
+        key = keys.chain_keys(report.plan.segments, normalised=True)[-1]
+        self.entries.setdefault(key, (report.plan.segments, response))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def settings(tmp_path: Path, **flags: Any) -> RunSettings:
+    flags = {"preset": "opt-125m", "engine": "scripted", "cache_dir": tmp_path / "cache", **flags}
+    return resolve(RunFlags(**flags))
+
+
+def go(
+    samples: Sequence[Sample],
+    chosen: RunSettings,
+    engine: ScriptedEngine | None = None,
+    cold: ScriptedEngine | None = None,
+    cache: NormalisingCache | None = None,
+    listener: Any = None,
+) -> tuple[list[SampleRecord], Summary]:
+    engine = engine or ScriptedEngine(store=set())
+    return run(
+        chosen,
+        samples,
+        lambda _, attach: engine if attach or cold is None else cold,
+        lambda s: cache if cache is not None else NormalisingCache(s.cache.mode),
+        listener or Silent(),
+    )
+
+
+CAR = Sample("1", "What color is the car?", "red")
+CAR_AGAIN = Sample("2", "what  color is the CAR?", "red")
+SKY = Sample("3", "What is in the sky above us?", "bird")
+ANSWERS = {"What color is the car?": "Red.", "what  color is the CAR?": "blue", "What is in the sky above us?": "plane"}
+
+
+def test_a_live_run_sends_the_donors_prompt(tmp_path: Path) -> None:
+    engine = ScriptedEngine(ANSWERS, store=set(), block_size=2)
+    records, summary = go([CAR, CAR_AGAIN, SKY], settings(tmp_path), engine)
+    assert [p.segments[0] for p in engine.prompts] == [
+        TextSegment("What color is the car?"),
+        TextSegment("What color is the car?"),
+        TextSegment("What is in the sky above us?"),
+    ]
+    assert [r.provenance for r in records] == ["", "text:normalised", ""]
+    assert [r.match for r in records] == [True, True, False]
+    assert [r.applied for r in records] == [False, True, False]
+    assert (summary.samples, summary.hits) == (3, 1)
+    assert summary.accuracy_on_hits.value == 1.0
+    assert summary.accuracy_on_misses.value == 0.5
+    assert engine.closed
+
+
+def test_a_dry_run_reports_but_sends_the_request_unchanged(tmp_path: Path) -> None:
+    engine, cache = ScriptedEngine(ANSWERS, store=set()), NormalisingCache()
+    records, summary = go([CAR, CAR_AGAIN], settings(tmp_path, cache_mode="dry-run"), engine, cache=cache)
+    assert engine.prompts[1].segments == (TextSegment("what  color is the CAR?"),)
+    assert records[1].hit
+    assert not records[1].applied
+    # What is recorded belongs to what was computed: the request's own text.
+    report, response = cache.observed[1]
+    assert (report.plan.segments, response) == ((TextSegment("what  color is the CAR?"),), "blue")
+    assert summary.donor_agreement.value == 0.0
+
+
+def test_off_uses_nothing_of_ours(tmp_path: Path) -> None:
+    engine = ScriptedEngine(ANSWERS)
+    attached = []
+    records, _ = run(
+        settings(tmp_path, cache_mode="off"),
+        [CAR, CAR_AGAIN],
+        lambda _, attach: attached.append(attach) or engine,  # type: ignore[func-returns-value]
+        lambda _: pytest.fail("no cache is made"),
+        Silent(),
+    )
+    assert attached == [False]
+    assert not any(r.hit for r in records)
+    assert records[0].statuses == {"kv_cache": Status.SKIP, "fusion": Status.SKIP}
+
+
+def test_the_cold_pass_goes_first_on_an_engine_of_its_own(tmp_path: Path) -> None:
+    cold, engine = ScriptedEngine(ANSWERS, block_size=2), ScriptedEngine(ANSWERS, store=set(), block_size=2)
+    records, summary = go([CAR, CAR_AGAIN], settings(tmp_path, baseline=True), engine, cold)
+    assert cold.closed
+    assert [p.segments[0] for p in cold.prompts][1] == TextSegment("what  color is the CAR?")
+    assert records[1].cold is not None
+    assert records[1].cold.text == "blue"
+    compared = summary.against_cold
+    assert compared is not None
+    assert (compared.n, compared.gained_hits, compared.wrong_hits) == (1, 1, 0)
+    assert compared.agreement.value == 0.0
+    assert compared.cold_accuracy_on_hits.value == 0.0
+    assert compared.identical_tokens.n == 1  # the miss; the normalised hit is not a byte-equal prompt
+    # The cold run computed 2 x 5 tokens, the cached run 5 + 1.
+    assert summary.tokens.baseline_computed == 10
+    assert summary.tokens.computed == 6
+    assert summary.tokens.beyond == 4
+
+
+def test_what_is_on_disk_is_loaded_after_a_restart(tmp_path: Path) -> None:
+    store: set[str] = set()
+    chosen = settings(tmp_path)
+    first, _ = go([CAR], chosen, ScriptedEngine(ANSWERS, store=store, block_size=2))
+    second, summary = go([CAR, CAR], chosen, ScriptedEngine(ANSWERS, store=store, block_size=2))
+    assert first[0].statuses["kv_cache"] is Status.MISS
+    assert [r.statuses["kv_cache"] for r in second] == [Status.HIT, Status.SKIP]
+    assert [(r.loaded_tokens, r.prefix_tokens) for r in second] == [(4, 0), (0, 4)]
+    assert (summary.tokens.from_store, summary.tokens.from_prefix_cache, summary.tokens.computed) == (4, 4, 2)
+
+
+def picture(path: Path, color: str) -> Path:
+    Image.new("RGB", (4, 4), color).save(path)
+    return path
+
+
+def test_a_lost_donor_image_is_a_counted_miss(tmp_path: Path) -> None:
+    path = picture(tmp_path / "a.png", "red")
+    sample = Sample("1", "What is it?", images=(ImageRef("a", path),))
+
+    class LosesTheImage(NormalisingCache):
+        def try_reuse(self, request: Request) -> ReuseReport:
+            report = super().try_reuse(request)
+            if not report.hit:
+                return report
+            gone = tuple(replace(s, source=None) if isinstance(s, MediaSegment) else s for s in report.plan.segments)
+            return replace(report, plan=replace(report.plan, segments=gone))
+
+    cache = LosesTheImage()
+    engine = ScriptedEngine(store=set(), check_media=True)
+    records, summary = go([sample, replace(sample, sample_id="2")], settings(tmp_path), engine, cache=cache)
+    assert summary.faults == {"donor image lost": 1}
+    assert [r.hit for r in records] == [False, False]
+    assert records[1].statuses["exact_text"] is Status.MISS
+    assert records[0].text == records[1].text
+
+
+def test_missing_images_stop_a_run_before_it_starts(tmp_path: Path) -> None:
+    samples = [Sample(str(i), "q", images=(ImageRef(f"n{i}", None),)) for i in range(3)]
+    engine = ScriptedEngine()
+    with pytest.raises(DatasetError, match=r"3 images have no file \(the first is 'n0'\)"):
+        go(samples, settings(tmp_path), engine)
+    assert engine.closed
+    text_engine = ScriptedEngine(accepts_images=False)
+    records, _ = go(samples, settings(tmp_path), text_engine)
+    assert len(records) == 3
+
+
+@dataclass
+class Failing(ScriptedEngine):
+    """Fails on some questions, or is interrupted at one."""
+
+    fails: frozenset[str] = frozenset()
+    interrupt: str = ""
+
+    def generate(self, prompt: EnginePrompt) -> EngineResult:
+        question = prompt.segments[-1]
+        assert isinstance(question, TextSegment)
+        if question.text == self.interrupt:
+            raise KeyboardInterrupt
+        if question.text in self.fails:
+            raise EngineError("prompt too long")
+        return super().generate(prompt)
+
+
+def test_a_failing_sample_is_counted_and_the_run_goes_on(tmp_path: Path) -> None:
+    engine = Failing(ANSWERS, fails=frozenset({CAR_AGAIN.question}), store=set())
+    records, summary = go([CAR, CAR_AGAIN, SKY], settings(tmp_path, cache_mode="dry-run"), engine)
+    assert [r.sample_id for r in records] == ["1", "3"]
+    assert summary.faults == {"failed samples": 1}
+
+
+def test_an_engine_that_fails_on_everything_ends_the_run(tmp_path: Path) -> None:
+    engine = Failing(fails=frozenset({"q"}), store=set())
+    with pytest.raises(EngineError, match="prompt too long"):
+        go([Sample(str(i), "q") for i in range(9)], settings(tmp_path), engine)
+    assert engine.closed
+
+
+def test_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
+    cache = NormalisingCache()
+    engine = Failing(ANSWERS, interrupt=SKY.question, store=set())
+    chosen = settings(tmp_path, samples_out=tmp_path / "out" / "samples.jsonl")
+    with console_listener(Console(quiet=True), chosen, quiet=True) as listener:
+        records, summary = go([CAR, CAR_AGAIN, SKY, CAR], chosen, engine, cache=cache, listener=listener)
+    assert summary.interrupted
+    assert len(records) == summary.samples == 2
+    assert engine.closed
+    assert cache.closed
+    lines = (tmp_path / "out" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["sample_id"] for line in lines] == ["1", "2"]
+
+
+def test_an_interrupt_in_the_cold_pass_keeps_its_figures(tmp_path: Path) -> None:
+    cold = Failing(ANSWERS, interrupt=SKY.question)
+    _, summary = go([CAR, SKY], settings(tmp_path, baseline=True), cold=cold)
+    assert (summary.interrupted, summary.samples) == (True, 0)
+    assert summary.baseline_accuracy is not None
+    assert summary.baseline_accuracy.n == 1
+    console = Console(record=True, width=120, quiet=False, file=(tmp_path / "x").open("w"))
+    print_summary(console, summary, settings(tmp_path))
+    assert "0 samples answered so far" in console.export_text()
+
+
+# --- what a run prints and writes
+
+
+def record(**values: Any) -> SampleRecord:
+    base: dict[str, Any] = {
+        "sample_id": "05515938", "image": "a", "question": "q", "text": "red", "answer": "red", "match": True,
+        "provenance": "", "exactness": "", "applied": False, "score": None, "donor": "", "donor_answer": None,
+        "statuses": {}, "latency_s": 0.032, "lookup_s": 0.002, "ttft_s": 0.03, "prompt_tokens": 10,
+        "cached_tokens": 0, "loaded_tokens": 0, "prefix_tokens": 0,
+    }  # fmt: skip
+    return SampleRecord(**{**base, **values})
+
+
+def test_the_line_of_a_sample() -> None:
+    statuses = {
+        "exact_text": Status.MISS,
+        "embedding:vision": Status.HIT,
+        "embedding:prompt": Status.HIT,
+        "kv_cache": Status.HIT,
+        "fusion": Status.SKIP,
+    }
+    assert sample_line(record(provenance="embedding:prompt", statuses=statuses)) == (
+        "[05515938] hit (embedding:prompt) | latency=0.032s | answer match=True | exact_text=miss, "
+        "embedding:vision=hit, embedding:prompt=hit, kv_cache=hit, fusion=skip"
+    )
+    assert sample_line(record(match=None, statuses={"exact_text": Status.MISS})) == (
+        "[05515938] miss | latency=0.032s | exact_text=miss"
+    )
+
+
+def test_samples_and_settings_are_written(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, samples_out=tmp_path / "s.jsonl", baseline=True)
+    with console_listener(Console(quiet=True), chosen, quiet=False) as listener:
+        go([CAR, CAR_AGAIN], chosen, ScriptedEngine(ANSWERS, store=set()), ScriptedEngine(ANSWERS), listener=listener)
+    first, second = (json.loads(x) for x in (tmp_path / "s.jsonl").read_text(encoding="utf-8").splitlines())
+    assert first["hit"] is False
+    assert (second["hit"], second["provenance"], second["cold"]["text"]) == (True, "text:normalised", "blue")
+    header = json.loads((tmp_path / "s.jsonl.settings.json").read_text(encoding="utf-8"))
+    assert header["settings"]["model"] == "facebook/opt-125m"
+    assert header["settings"]["cache"]["mode"] == "live"
+
+
+def test_the_summary_says_what_was_saved_beyond_the_prefix_cache(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, baseline=True)
+    engine, cold = ScriptedEngine(ANSWERS, store=set(), block_size=2), ScriptedEngine(ANSWERS, block_size=2)
+    _, summary = go([CAR, CAR_AGAIN, SKY], chosen, engine, cold)
+    console = Console(record=True, width=120, file=(tmp_path / "x").open("w"))
+    print_summary(console, summary, chosen)
+    text = console.export_text()
+    assert "text:normalised" in text
+    assert "saved beyond it" in text
+    assert "4 tokens (23.5% of what it left to compute)" in text
+
+
+def test_sizes() -> None:
+    assert [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3.0 TiB"]
+
+
+# --- metrics
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "equal"),
+    [
+        ("Red.", "red", True),
+        (" yes ", "Yes", True),
+        ("t-shirt", "tshirt", True),
+        ("red car", "red", False),
+        ("", "x", False),
+    ],
+)
+def test_answers_match_as_in_lmms_eval(prediction: str, answer: str, equal: bool) -> None:
+    assert metrics.answers_match(prediction, answer) is equal
+
+
+def test_percentiles() -> None:
+    assert metrics.percentiles([None, None]) == metrics.Times(0, None, None)
+    times = metrics.percentiles([0.1, None, 0.2, 0.3])
+    assert times.n == 3
+    assert times.p50_s == pytest.approx(0.2)
+    assert times.p95_s == pytest.approx(0.29)
+
+
+def test_an_interval_widens_with_the_clusters() -> None:
+    outcomes = [(str(i // 20), (i // 20) % 2 == 0) for i in range(400)]  # whole images right or wrong
+    alone = [(str(i), right) for i, (_, right) in enumerate(outcomes)]
+    clustered, independent = metrics.share(outcomes), metrics.share(alone)
+    assert clustered.value == independent.value == 0.5
+    assert clustered.low is not None
+    assert clustered.high is not None
+    assert independent.low is not None
+    assert independent.high is not None
+    assert clustered.high - clustered.low > 3 * (independent.high - independent.low)
+    # Independent samples: 1.96 * sqrt(.25 / 400) = 0.049.
+    assert independent.high - 0.5 == pytest.approx(0.049, abs=0.006)
+    assert metrics.share(outcomes) == clustered
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=30))
+def test_an_interval_holds_its_value(outcomes: list[tuple[str, bool]]) -> None:
+    share = metrics.share(outcomes)
+    assert share.value == pytest.approx(sum(x for _, x in outcomes) / len(outcomes))
+    assert share.low is not None
+    assert share.high is not None
+    assert 0 <= share.low <= share.high <= 1
+
+
+def test_no_records_make_a_summary() -> None:
+    summary = metrics.summarise([])
+    assert (summary.samples, summary.hit_rate) == (0, 0.0)
+    assert summary.accuracy.value is None
+    json.dumps(summary.to_json())
+
+
+def test_beyond_counts_every_sample_and_may_be_negative() -> None:
+    def cold(computed: int) -> Cold:
+        return Cold("a", "red", True, 0.1, 0.1, 10, 10 - computed)
+
+    records = [record(cached_tokens=8, cold=cold(10)), record(cached_tokens=0, cold=cold(4))]
+    tokens = metrics.tokens(records)
+    assert (tokens.computed, tokens.baseline_computed, tokens.beyond) == (12, 14, 2)
+    assert metrics.tokens([record(cached_tokens=0, cold=cold(4))]).beyond == -6
+    assert metrics.tokens([record(), record(cold=cold(4))]).beyond is None
+
+
+def test_hits_against_cold() -> None:
+    def pair(text: str, cold_text: str, **values: Any) -> SampleRecord:
+        cold = Cold("a", cold_text, cold_text == "red", 0.064, 0.1, 10, 0, (1, 2))
+        return record(
+            text=text, match=text == "red", provenance="p", applied=True, cold=cold, token_ids=(1, 2), **values
+        )
+
+    records = [pair("red", "red"), pair("blue", "red"), pair("red", "blue"), pair("blue", "blue", exactness="exact")]
+    compared = metrics.against_cold(records)
+    assert compared is not None
+    assert (compared.n, compared.wrong_hits, compared.gained_hits) == (4, 1, 1)
+    assert compared.agreement.value == 0.5
+    assert (compared.identical_tokens.n, compared.identical_tokens.value) == (1, 1.0)
+    assert compared.speedup == pytest.approx(2.0)
+
+
+# --- engines
+
+
+def test_the_user_turn_keeps_prompt_order() -> None:
+    media = MediaSegment("0" * 64)
+    segments = (TextSegment("S", Role.SYSTEM), media, TextSegment("C", Role.CONTEXT), TextSegment("Q"))
+    assert system_text(segments) == "S"
+    assert user_parts(segments) == [media, "C\nQ"]
+
+
+def test_an_image_must_be_what_its_id_says(tmp_path: Path) -> None:
+    path = picture(tmp_path / "a.png", "red")
+    media = MediaSegment(keys.media_id(path.read_bytes()), path, "a")
+    assert load_image(media).size == (4, 4)
+    with pytest.raises(MediaError, match="no file is known for image a"):
+        load_image(replace(media, source=None))
+    picture(path, "blue")
+    with pytest.raises(MediaError, match="changed"):
+        load_image(media)
+    path.write_bytes(b"no image")
+    with pytest.raises(MediaError, match="not a readable image"):
+        load_image(MediaSegment(keys.media_id(b"no image"), path))
+    path.unlink()
+    with pytest.raises(MediaError, match="cannot be read"):
+        load_image(media)
+
+
+def test_tenants_share_nothing_in_the_scripted_engine() -> None:
+    engine = ScriptedEngine(block_size=2, store=set())
+    prompt = EnginePrompt((TextSegment("one two three four five"),))
+    assert prompt.cache_salt is None
+    results = [engine.generate(replace(prompt, tenant=t)) for t in ("", "a", "b", "a")]
+    assert [r.cached_tokens for r in results] == [0, 0, 0, 4]
+
+
+# --- cache directories
+
+
+def config(root: Path, **flags: Any) -> Any:
+    return resolve(RunFlags(preset="opt-125m", cache_dir=root, **flags)).cache
+
+
+def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> None:
+    root = tmp_path / "cache"
+    prepare(config(root))
+    ours = ["catalog.sqlite", "catalog.sqlite-wal", "media/ab/" + "ab" * 32, "kv/semkv.json", "kv/index.sqlite"]
+    ours += ["kv/extents/0a/0a11.safetensors", "fusion/semkv.json", "fusion/extents/0b/0b11.safetensors"]
+    theirs = ["notes.txt", "kv/notes.txt", "thesis/catalog.sqlite"]
+    for name in ours + theirs:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text('{"format": 1}' if name.endswith(".json") else "x", encoding="utf-8")
+    assert purge_directory(root) == len(ours) + 1
+    assert sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()) == sorted(theirs)
+
+
+def test_a_purge_refuses_a_directory_that_is_not_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "catalog.sqlite").write_text("mine", encoding="utf-8")
+    with pytest.raises(StoreError, match="is not a semkv cache"):
+        prepare(config(tmp_path), purge=True)
+    with pytest.raises(StoreError, match="holds files that are not semkv's"):
+        prepare(config(tmp_path))
+    assert (tmp_path / "catalog.sqlite").read_text(encoding="utf-8") == "mine"
+    assert purge_directory(tmp_path / "none") == 0
+    with pytest.raises(StoreError, match="is a file"):
+        prepare(config(tmp_path / "catalog.sqlite"))
+
+
+def test_a_purge_follows_no_link_out(tmp_path: Path) -> None:
+    root, outside = tmp_path / "cache", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x", encoding="utf-8")
+    prepare(config(root))
+    (root / "media").mkdir()
+    (root / "media" / "ab").symlink_to(outside, target_is_directory=True)
+    purge_directory(root)
+    assert (outside / "precious").exists()
+
+
+@pytest.mark.parametrize("where", ["semkv.json", "kv/semkv.json", "fusion/semkv.json"])
+@pytest.mark.parametrize("content", ['{"format": 99}', "not json", "[]"])
+def test_a_directory_of_another_version_is_refused_and_can_be_purged(tmp_path: Path, where: str, content: str) -> None:
+    root = tmp_path / "cache"
+    prepare(config(root))
+    (root / where).parent.mkdir(exist_ok=True)
+    (root / where).write_text(content, encoding="utf-8")
+    with pytest.raises(StoreError, match="another version"):
+        prepare(config(root))
+    prepare(config(root), purge=True)
+    assert json.loads((root / "semkv.json").read_text(encoding="utf-8"))["format"] == 1
+
+
+def test_a_fusion_directory_elsewhere_is_purged_too(tmp_path: Path) -> None:
+    root, fusion = tmp_path / "cache", tmp_path / "fusion"
+    (fusion / "extents" / "0b").mkdir(parents=True)
+    (fusion / "semkv.json").write_text('{"format": 1}', encoding="utf-8")
+    (fusion / "extents" / "0b" / "0b.safetensors").write_text("x", encoding="utf-8")
+    prepare(config(root, fusion_cache_dir=fusion), purge=True)
+    assert list(fusion.rglob("*")) == []

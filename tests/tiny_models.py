@@ -1,0 +1,256 @@
+"""Tiny checkpoints with random weights, made offline, for tests with a real vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SPECIAL = ["<s>", "</s>", "<pad>", "<unk>"]
+
+
+def tokenizer(directory: Path, extra: list[str], **special: str) -> Any:
+    """A byte-level BPE with a few merges: every text has tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL + extra, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    bpe.train_from_iterator(["what color is the car? is there a dog left of the tree?"] * 10, trainer)
+    result = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>", **special
+    )
+    result.save_pretrained(directory)
+    return result
+
+
+def llava(directory: Path) -> Path:
+    """LLaVA: CLIP tower on 64 pixels (64 image tokens), 4-layer Llama with 2 KV heads of 64."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import (
+        CLIPImageProcessor,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
+
+    tok = tokenizer(directory, ["<image>"])
+    image = tok.convert_tokens_to_ids("<image>")
+    LlavaProcessor(
+        image_processor=CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}),
+        tokenizer=tok,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",
+    ).save_pretrained(directory)
+    vision = CLIPVisionConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, image_size=64,
+        patch_size=8, projection_dim=64,
+    )  # fmt: skip
+    text = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=image, image_token_id=image,
+        vision_feature_select_strategy="default", vision_feature_layer=-2, image_seq_length=64,
+    )  # fmt: skip
+    _save(LlavaForConditionalGeneration, config, directory, torch.bfloat16)
+    file = directory / "model.safetensors"  # vLLM wants vision_tower.vision_model.*, transformers 5 saves without
+    tensors = {
+        k if "vision_model." in k else k.replace("vision_tower.", "vision_tower.vision_model."): v
+        for k, v in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return directory
+
+
+def opt(directory: Path) -> Path:
+    """OPT: text only, learned absolute positions."""
+    import torch
+    from transformers import OPTConfig, OPTForCausalLM
+
+    tokenizer(directory, [])
+    config = OPTConfig(
+        vocab_size=512, hidden_size=128, num_hidden_layers=3, ffn_dim=256, num_attention_heads=2,
+        max_position_embeddings=1024, word_embed_proj_dim=128, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    return _save(OPTForCausalLM, config, directory, torch.bfloat16)
+
+
+_QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
+
+
+def _qwen_ids(tok: Any) -> dict[str, int]:
+    names = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    return {key: tok.convert_tokens_to_ids(name) for key, name in names.items()}
+
+
+def qwen2_5_vl(directory: Path) -> Path:
+    """Qwen2.5-VL: window attention in the tower, M-RoPE in the language model."""
+    import torch
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    tok = tokenizer(directory, _QWEN_TOKENS)
+    pixels = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
+    Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=pixels), tokenizer=tok, video_processor=Qwen2VLVideoProcessor()
+    ).save_pretrained(directory)
+    text = {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": 0,
+        "eos_token_id": 1, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "patch_size": 14,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 256, "window_size": 112,
+        "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_qwen_ids(tok))
+    return _save(Qwen2_5_VLForConditionalGeneration, config, directory, torch.bfloat16)
+
+
+def qwen3_vl(directory: Path) -> Path:
+    """Qwen3-VL: deepstack (the encoder's output is wider than the model), interleaved M-RoPE."""
+    import torch
+    from transformers import (
+        Qwen2VLImageProcessor,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    tok = tokenizer(directory, _QWEN_TOKENS)
+    pixels = {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}
+    Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=pixels, patch_size=16),
+        tokenizer=tok,
+        video_processor=Qwen3VLVideoProcessor(),
+    ).save_pretrained(directory)
+    text = {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": 0,
+        "eos_token_id": 1, "pad_token_id": 2,
+        "rope_parameters": {
+            "rope_type": "default", "mrope_section": [12, 10, 10], "mrope_interleaved": True, "rope_theta": 1e4,
+        },
+    }  # fmt: skip
+    vision = {
+        "depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "patch_size": 16,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 256, "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [0, 1, 2],
+    }  # fmt: skip
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, **_qwen_ids(tok))
+    return _save(Qwen3VLForConditionalGeneration, config, directory, torch.bfloat16)
+
+
+def internvl(directory: Path) -> Path:
+    """InternVL in the layout of transformers: InternViT with pixel shuffle, Qwen2 language model."""
+    import torch
+    from transformers import (
+        GotOcr2ImageProcessor,
+        InternVLConfig,
+        InternVLForConditionalGeneration,
+        InternVLProcessor,
+        InternVLVideoProcessor,
+    )
+
+    tokens = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    tok = tokenizer(directory, [*tokens.values(), "<video>"], extra_special_tokens={**tokens, "video_token": "<video>"})
+    size = {"height": 64, "width": 64}
+    InternVLProcessor(
+        image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=False),
+        tokenizer=tok,
+        video_processor=InternVLVideoProcessor(size=size),
+        image_seq_length=16,
+    ).save_pretrained(directory)
+    text = {
+        "model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+        "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": [64, 64], "patch_size": [8, 8],
+    }  # fmt: skip
+    config = InternVLConfig(
+        text_config=text, vision_config=vision, image_token_id=tok.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=16, downsample_ratio=0.5,
+    )  # fmt: skip
+    return _save(InternVLForConditionalGeneration, config, directory, torch.bfloat16)
+
+
+def _save(kind: Any, config: Any, directory: Path, dtype: Any) -> Path:
+    """Random weights, large enough that attention tells positions and pictures apart."""
+    import torch
+
+    torch.manual_seed(0)
+    model = kind(config).to(dtype)
+    _spread(model)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _spread(model: Any) -> None:
+    """Scale the matrices up: the usual 0.02 makes a tiny model answer every prompt alike."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(4.0)
+
+
+def picture(seed: int = 0, size: int = 64) -> Any:
+    """A random RGB picture."""
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype=np.uint8))
+
+
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "llava": llava,
+    "qwen2.5-vl": qwen2_5_vl,
+    "qwen3-vl": qwen3_vl,
+    "internvl": internvl,
+    "opt": opt,
+}
+"""A checkpoint by family; each takes an empty directory and returns it filled."""
+
+_QWEN_PROMPT = "<|vision_start|><|image_pad|><|vision_end|>"
+PROMPTS = {
+    "llava": "<s><image>",
+    "qwen2.5-vl": _QWEN_PROMPT,
+    "qwen3-vl": _QWEN_PROMPT,
+    "internvl": "<IMG_CONTEXT>",
+    "opt": "<s>",
+}
+"""How a prompt with one picture begins, by family."""
+
+
+def make(family: str, directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    MAKERS[family](directory)
+    assert json.loads((directory / "config.json").read_text())["architectures"]
+    return directory
