@@ -54,8 +54,9 @@ class Engine:
                 args["ec_transfer_config"] = ECTransferConfig(
                     ec_connector="SemECConnector", ec_role="ec_both", ec_connector_extra_config=extra
                 )
+        args.setdefault("max_model_len", 1024)
         self.llm = LLM(
-            str(model), max_model_len=1024, enforce_eager=True, dtype="bfloat16", block_size=BLOCK,
+            str(model), enforce_eager=True, dtype="bfloat16", block_size=BLOCK,
             kv_cache_memory_bytes=1 << 28, disable_log_stats=True, **media, **args,
         )  # fmt: skip
 
@@ -374,16 +375,19 @@ def test_preemption_decode_capture_failed_loads_and_bounds(models: Any, tmp_path
     """A cache too small for its requests, a store too small for its blocks, and loads that fail in the worker."""
     plain = Engine(models("llava"))
     prompts = [plain.prompt(f"small {i}", picture=30 + i) for i in range(4)]
-    expected = [answer(plain.run(p, tokens=64)[0]) for p in prompts]
+    expected = [answer(plain.run(p, tokens=40)[0]) for p in prompts]
     plain.close()
 
-    settings = {"capture_decode": True, "verify": "load", "max_blocks": 60}
-    small = Engine(models("llava"), tmp_path, settings, num_gpu_blocks_override=24, max_num_seqs=4)
+    settings = {"capture_decode": True, "verify": "load", "max_blocks": 40}
+    small = Engine(models("llava"), tmp_path, settings, num_gpu_blocks_override=20, max_num_seqs=4, max_model_len=512)
+    preempted, real = [], small.core.scheduler._preempt_request
+    small.core.scheduler._preempt_request = lambda *a, **k: (preempted.append(a), real(*a, **k))[1]
     try:
-        outputs = small.run(*prompts, tokens=64)
+        outputs = small.run(*prompts, tokens=40)
         assert [answer(o) for o in outputs] == expected
+        assert preempted
         small.forget()
-        (output,) = small.run(prompts[0], tokens=64)
+        (output,) = small.run(prompts[0], tokens=40)
         assert answer(output) == expected[0]
         assert read_outcome(output).loaded_tokens == full_blocks(output)
 
@@ -398,18 +402,18 @@ def test_preemption_decode_capture_failed_loads_and_bounds(models: Any, tmp_path
         for file in small.extents():
             raw = file.read_bytes()
             file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-        (output,) = small.run(prompts[0], tokens=64)
+        (output,) = small.run(prompts[0], tokens=40)
         assert read_outcome(output).load_failed is True
         assert answer(output) == expected[0]
         small.forget()
-        (output,) = small.run(prompts[0], tokens=64)  # what failed was computed and stored again
+        (output,) = small.run(prompts[0], tokens=40)  # what failed was computed and stored again
         assert answer(output) == expected[0]
         assert read_outcome(output).loaded_tokens
 
-        for i in range(14):
+        for i in range(8):
             small.run(small.prompt(f"fill {i}", picture=50 + i), tokens=2)
         small.flush()
-        assert small.store()._extents.totals()[1] <= 60
+        assert small.store()._extents.totals()[1] <= 40
         assert small.kv._extents.totals()[1] == sum(
             len(json.loads(_metadata(f)["semkv"])["hashes"]) for f in small.extents()
         )

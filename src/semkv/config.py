@@ -72,6 +72,10 @@ class CacheConfig:
         image_roots: folders searched for ``<name>.jpg`` or ``.png`` when a media segment has no file of its own.
         max_cached_blocks: bound on stored KV blocks; 0 for no bound of this kind.
         max_entries: bound on catalog entries; the least recently used go first.
+        max_media_bytes: bound on stored images; the least recently used go first, and their entries serve only
+            requests that bring the same image.
+        context_edit_share: how many of a context's sentences may be reworded for it still to be similar, as a share;
+            one always may.
     """
 
     cache_dir: Path
@@ -90,6 +94,8 @@ class CacheConfig:
     image_roots: tuple[Path, ...] = field(default=())
     max_cached_blocks: int = 0
     max_entries: int = 100_000
+    max_media_bytes: int = 4 << 30
+    context_edit_share: float = 0.1
 
     def __post_init__(self) -> None:
         check_threshold("--similarity-threshold", self.similarity_threshold)
@@ -105,3 +111,7 @@ class CacheConfig:
             raise ConfigError("--max-cached-blocks", self.max_cached_blocks, "0 (no bound) or a positive number")
         if self.max_entries < 1:
             raise ConfigError("max_entries", self.max_entries, "a positive number")
+        if self.max_media_bytes < 1:
+            raise ConfigError("max_media_bytes", self.max_media_bytes, "a positive number of bytes")
+        if not 0.0 <= self.context_edit_share < 1.0:
+            raise ConfigError("context_edit_share", self.context_edit_share, "a share from 0 to below 1")

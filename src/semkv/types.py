@@ -213,6 +213,8 @@ class ReuseReport:
         embeddings: the vectors computed on the way, by layer, each normalised to length 1.
         lookup_s: seconds spent in the lookup, encoders included.
         donor_response: what the donor answered, for comparison; never returned by the KV tiers.
+        proposed: in dry-run the plan that live mode would follow, while ``plan`` keeps the request's own segments, 0
+            substituted, and the match; None otherwise.
     """
 
     request: Request
@@ -221,6 +223,7 @@ class ReuseReport:
     embeddings: Mapping[str, Vector] = field(default_factory=dict)
     lookup_s: float = 0.0
     donor_response: str | None = None
+    proposed: Plan | None = None
 
     @property
     def hit(self) -> bool:
@@ -230,6 +233,8 @@ class ReuseReport:
     def provenance(self) -> str:
         """``text:exact``, ``text:normalised``, ``text:semantic`` or ``embedding:<layer>``; empty on a miss.
 
+        ``text:approximate`` is the same text on other media, which ``--scope any`` allows.
+
         ``/media`` or ``/context`` is appended when only a leading part of the prompt was substituted.
         """
         match = self.plan.match
@@ -237,9 +242,10 @@ class ReuseReport:
             return ""
         names = {"exact_text": f"text:{match.exactness}", "semantic_text": "text:semantic"}
         name = names.get(match.tier, match.tier)
-        if self.plan.full:
+        plan = self.proposed or self.plan
+        if plan.full or not plan.substituted:
             return name
-        last = self.plan.segments[self.plan.substituted - 1]
+        last = plan.segments[plan.substituted - 1]
         return f"{name}/{'media' if isinstance(last, MediaSegment) else last.role}"
 
     def with_status(self, **statuses: Status) -> ReuseReport:

@@ -135,6 +135,10 @@ def main() -> int:
         if case["picture"] is not None:
             pictured += 1
             right += output.outputs[0].text.strip() == case["answer"]
+            if output.outputs[0].text.strip() != case["answer"]:
+                print(
+                    f"wrong ({case['kind']}): {case['question']!r} {output.outputs[0].text!r}, not {case['answer']!r}"
+                )
     print(f"{same_ids} of {len(made)} prompts equal training's token for token")
     print(f"{same_answers} of {len(made)} answers equal transformers' token for token")
     print(f"{right} of {pictured} questions about a picture answered rightly")

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import prompt
 
+from semkv.experiments.minigqa.documents import make_document
 from semkv.experiments.minigqa.draw import draw
 from semkv.experiments.minigqa.program import Program, references
 from semkv.experiments.minigqa.questions import KINDS, WEIGHTS, ask
@@ -43,12 +44,16 @@ _SPATIAL = {
     "position_verify": 5.0,
     "position_choose": 4.0,
     "compare_size": 4.0,
+    "same_color": 12.0,
+    "different_color": 10.0,
+    "same_size": 8.0,
+    "same_shape": 12.0,
     "query_color": 8.0,
     "query_shape": 7.0,
 }
 TRAINING_WEIGHTS = {**WEIGHTS, **_SPATIAL, "column": 7.0, "row": 7.0}
-"""Relations weigh more than in the data set: they are learned last. ``column`` and ``row`` ask where an object stands
-on a grid of 6 by 6; they exist in training only and teach the positions that relations compare."""
+"""Relations and comparisons weigh more than in the data set: they are learned last. ``column`` and ``row`` ask where an
+object stands on a grid of 6 by 6; they exist in training only and teach the positions that relations compare."""
 
 KIND_NAMES = (*KINDS, "column", "row")
 _KIND_IDS = {name: i for i, name in enumerate(KIND_NAMES)}
@@ -143,8 +148,17 @@ def _fill_row(chunk: Chunk, row: int, scene: Scene, rng: Random, bpe: Any, plain
 def _head(rng: Random, plain: bool) -> str:
     draw_ = 1.0 if plain else rng.random()
     system = rng.choice(prompt.SYSTEM_TEXTS) if draw_ < 0.2 else ""
-    context = rng.choice(prompt.CONTEXT_TEXTS) if 0.15 < draw_ < 0.3 else ""
+    context = _context(rng) if 0.15 < draw_ < 0.35 else ""
     return prompt.head(system=system, context=context)
+
+
+def _context(rng: Random) -> str:
+    """A line that says nothing about the picture: one of the fixed ones, or one to three lines of a document."""
+    if rng.random() < 0.3:
+        return rng.choice(prompt.CONTEXT_TEXTS)
+    lines = make_document(rng, 60).text.split("\n")
+    start = rng.randrange(len(lines))
+    return "\n".join(lines[start : start + rng.randrange(1, 4)])
 
 
 def _ask(scene: Scene, rng: Random, plain: bool) -> tuple[int, str, str]:

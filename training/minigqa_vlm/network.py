@@ -55,6 +55,13 @@ def build(seed: int = 0) -> Any:
     return LlavaForConditionalGeneration(config)
 
 
+def load(checkpoint: Path) -> Any:
+    """An exported checkpoint in float32, to train on."""
+    from transformers import LlavaForConditionalGeneration
+
+    return LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+
+
 def targets_of(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Labels and their columns, int64 ``[rows, TARGETS]``: every answer token of a row, then -1 where there are fewer.
 

@@ -99,6 +99,13 @@ def train_tokenizer(seed: int = 0) -> Any:
     return bpe
 
 
+def load_tokenizer(checkpoint: Path) -> Any:
+    """The `tokenizers.Tokenizer` of an exported checkpoint."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+
+
 def _corpus(rng: Random) -> Iterator[str]:
     yield from SYSTEM_TEXTS * 20
     yield from CONTEXT_TEXTS * 20

@@ -1,6 +1,7 @@
 """Trains minigqa-vlm, a LLaVA of 6.8 million parameters that answers questions about MiniGQA's pictures.
 
     PYTHONPATH=src python3 training/minigqa_vlm/train.py --out DIR --minutes 8.5
+    PYTHONPATH=src python3 training/minigqa_vlm/train.py --out DIR --start CHECKPOINT --rate 5e-4 --minutes 5
     PYTHONPATH=src python3 training/minigqa_vlm/train.py --out DIR --smoke        20 steps on a CPU
 
 ``--minutes`` is the time of the whole command. DIR gets the checkpoint and ``training_log.jsonl``.
@@ -287,22 +288,24 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--rows", type=int, default=128, help="pictures with packed questions in a step")
+    parser.add_argument("--rate", type=float, default=1e-3, help="the highest learning rate")
+    parser.add_argument("--start", type=Path, help="an exported checkpoint to train on, with its tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     started = time.monotonic()
-    plan = SMOKE if args.smoke else Plan(args.minutes, workers=args.workers, rows=args.rows)
+    plan = SMOKE if args.smoke else Plan(args.minutes, workers=args.workers, rows=args.rows, rate=args.rate)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args.out.mkdir(parents=True, exist_ok=True)
     log = Log(args.out / "training_log.jsonl")
 
-    bpe = prompt.train_tokenizer()
+    bpe = prompt.load_tokenizer(args.start) if args.start else prompt.train_tokenizer()
     workers, chunks = data.start_workers(bpe.to_str(), plan.workers, plan.chunk_images, args.seed)
     stop = threading.Event()
     try:
         device = torch.device("cuda" if torch.cuda.is_available() and not args.smoke else "cpu")
         torch.set_float32_matmul_precision("high")
-        model = network.build(args.seed).to(device).train()
+        model = (network.load(args.start) if args.start else network.build(args.seed)).to(device).train()
         pool = Pool(plan, device)
         feeder = threading.Thread(target=feed, args=(pool, chunks, stop), daemon=True)
         feeder.start()

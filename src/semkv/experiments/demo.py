@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semkv.errors import SemkvError
+from semkv.experiments.report import make_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,9 +31,7 @@ def run_demo(directory: Path, *, samples: int, verbose: bool = False, engine: st
     Raises:
         SemkvError: a pass failed; it has said why.
     """
-    from rich.console import Console
-
-    console = Console()
+    console = make_console()
     for name in _PASSES:
         cold = name == "cold"
         title = "an empty cache, after a run without semkv" if cold else "a new process: all comes from disk"

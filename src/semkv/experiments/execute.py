@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from semkv.engines.base import Engine
 from semkv.experiments.cachedir import prepare
 from semkv.experiments.datasets import Sample, load_samples
 from semkv.experiments.metrics import Summary
-from semkv.experiments.report import console_listener, print_summary, write_summary
+from semkv.experiments.report import console_listener, make_console, print_summary, write_summary
 from semkv.experiments.runner import EngineFactory, run
 from semkv.experiments.settings import RunSettings
 from semkv.types import CacheMode
@@ -24,12 +23,14 @@ def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False
     Raises:
         SemkvError: a setting, a file or the engine is at fault; nothing was lost.
     """
-    from rich.console import Console
+    if settings.engine == "vllm":
+        from semkv.engines.vllm import set_environment
 
+        set_environment(verbose=verbose)  # before the cache's encoders import torch
     samples = load_samples(settings.dataset, settings.data)
     if settings.cache.mode is not CacheMode.OFF:
         prepare(settings.cache, purge=settings.purge)
-    console = Console(file=sys.stdout)
+    console = make_console()
     with console_listener(console, settings, quiet=quiet) as listener:
         _, summary = run(settings, samples, engine_factory(samples_images(samples), verbose), make_cache, listener)
     print_summary(console, summary, settings)

@@ -33,6 +33,14 @@ def sample_line(record: SampleRecord) -> str:
     return " | ".join(parts)
 
 
+def make_console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 120))
+
+
 class ConsoleListener:
     """Draws progress on a console and writes records to a file as they come.
 

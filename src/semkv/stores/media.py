@@ -100,12 +100,12 @@ class MediaStore:
         file = self._where(media_id)
         try:
             data = file.read_bytes()
+            os.utime(file)  # recently used
         except OSError:
             return None
         if digest_of(data) != media_id:
             self.delete(media_id)
             return None
-        os.utime(file)
         return data
 
     def delete(self, media_id: str) -> None:

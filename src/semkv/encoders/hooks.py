@@ -1,0 +1,229 @@
+"""Embedding hooks: what fills the layers of the embedding tier.
+
+A hook takes a request and returns one vector per layer; a layer it leaves out is skipped. A hook of your own is given
+as ``package.module:Factory`` and called with the `CacheConfig`::
+
+    class Factory:
+        dims = {"prompt": 8}              # so that a wrong --embedding-layer fails at load
+        fingerprint = "my-encoder-v1"     # vectors of another fingerprint are never compared
+
+        def __init__(self, config): ...
+        def __call__(self, request): return {"prompt": vector}
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
+from semkv.encoders.text import TextEncoder
+from semkv.encoders.vision import VisionEncoder, build_vision_encoder
+from semkv.errors import ConfigError
+from semkv.keys import digest, media_id
+from semkv.types import MediaSegment, Request
+
+if TYPE_CHECKING:
+    from semkv.types import Vector
+
+logger = logging.getLogger("semkv")
+
+HOOKS = ("none", "prompt", "vision", "prompt_vision")
+_KEY = "--embedding-hook"
+_NAME = re.compile(r"[\w][\w.-]*")  # one path component: no separators, no leading dot
+_SUFFIXES = (".jpg", ".png", ".jpeg")
+
+
+class EmbeddingHook(Protocol):
+    """Fills the embedding layers. Called from any thread, before the engine sees the request.
+
+    Attributes:
+        dims: length of the vectors by layer, as far as known before the first call.
+        fingerprint: names what computes the vectors.
+    """
+
+    @property
+    def dims(self) -> Mapping[str, int]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __call__(self, request: Request) -> Mapping[str, Vector]:
+        """Vectors by layer, float32 of any length but zero: [dim], or for ``vision`` [n_media, dim] when a request
+        has several media items. A layer without input is left out."""
+        ...
+
+
+class NoHook:
+    """Fills nothing."""
+
+    dims: Mapping[str, int] = {}
+    fingerprint = "none"
+
+    def __call__(self, request: Request) -> Mapping[str, Vector]:
+        return {}
+
+
+class PromptHook:
+    """``prompt``: the sentence vector of the question, where it fits the encoder's window.
+
+    What stands before the question is not in the vector: the tier compares only requests that agree on it.
+    """
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder = encoder
+        self.dims = {"prompt": encoder.dim}
+        self.fingerprint = encoder.fingerprint
+
+    def __call__(self, request: Request) -> Mapping[str, Vector]:
+        text = request.question
+        if not text.strip() or not self._encoder.fits(text):
+            return {}
+        return {"prompt": self._encoder.encode([text])[0]}
+
+
+class VisionHook:
+    """``vision``: one vector per media item, from its file; left out when any file is missing.
+
+    Args:
+        encoder: the vision encoder.
+        roots: folders searched for ``<name>.jpg``, ``.png`` or ``.jpeg`` when a media segment has no file.
+        remembered: how many images' vectors to keep in memory.
+    """
+
+    def __init__(self, encoder: VisionEncoder, roots: Iterable[Path] = (), *, remembered: int = 256) -> None:
+        self._encoder, self._roots, self._remembered = encoder, tuple(roots), remembered
+        self._memory: OrderedDict[str, Vector] = OrderedDict()
+        self._lock = threading.Lock()
+        self.dims = {"vision": encoder.dim}
+        self.fingerprint = encoder.fingerprint
+
+    def __call__(self, request: Request) -> Mapping[str, Vector]:
+        vectors = []
+        for segment in request.media:
+            vector = self._vector(segment)
+            if vector is None:
+                return {}
+            vectors.append(vector)
+        if not vectors:
+            return {}
+        return {"vision": vectors[0] if len(vectors) == 1 else np.stack(vectors)}
+
+    def _vector(self, segment: MediaSegment) -> Vector | None:
+        with self._lock:
+            known = self._memory.get(segment.media_id)
+            if known is not None:
+                self._memory.move_to_end(segment.media_id)
+                return known
+        data = read_media(segment, self._roots)
+        if data is None:
+            return None
+        vector = self._encoder.encode(data)
+        with self._lock:
+            self._memory[segment.media_id] = vector
+            while len(self._memory) > self._remembered:
+                self._memory.popitem(last=False)
+        return vector
+
+
+class JoinedHook:
+    """Several hooks as one."""
+
+    def __init__(self, *hooks: EmbeddingHook) -> None:
+        self._hooks = hooks
+        self.dims = {layer: dim for hook in hooks for layer, dim in hook.dims.items()}
+        self.fingerprint = digest(*(hook.fingerprint for hook in hooks))[:16]
+
+    def __call__(self, request: Request) -> Mapping[str, Vector]:
+        return {layer: vector for hook in self._hooks for layer, vector in hook(request).items()}
+
+
+def image_roots(config: CacheConfig) -> tuple[Path, ...]:
+    """Folders searched for images: the configured ones, then those the environment names."""
+    named = (os.environ.get(name) for name in IMAGE_ROOT_VARIABLES)
+    return (*config.image_roots, *(Path(value) for value in named if value))
+
+
+def read_media(segment: MediaSegment, roots: Iterable[Path]) -> bytes | None:
+    """The bytes of a media item, or None where no file has exactly these.
+
+    The segment's own file is read, else ``<name>.jpg``, ``.png`` or ``.jpeg`` under the roots. A file whose digest is
+    not the segment's id is not this item, whatever its name.
+    """
+    files = [segment.source] if segment.source is not None else []
+    if _NAME.fullmatch(segment.name):
+        files += [root / f"{segment.name}{suffix}" for root in roots for suffix in _SUFFIXES]
+    for file in files:
+        try:
+            data = file.read_bytes()
+        except OSError:
+            continue
+        if media_id(data) == segment.media_id:
+            return data
+        logger.debug("an image file does not have the bytes of media item %s", segment.media_id)
+    return None
+
+
+def build_hook(config: CacheConfig, text_encoder: TextEncoder) -> EmbeddingHook:
+    """The hook that ``config.embedding_hook`` names.
+
+    Raises:
+        ConfigError: no such hook, or a dotted path that cannot be imported or called.
+    """
+    name = config.embedding_hook
+    if ":" in name:
+        return _custom(name, config)
+    if name not in HOOKS:
+        raise ConfigError(_KEY, name, f"one of {', '.join(HOOKS)}, or package.module:Factory")
+    if name == "none":
+        return NoHook()
+    hooks: list[EmbeddingHook] = []
+    if name != "vision":
+        hooks.append(PromptHook(text_encoder))
+    if name != "prompt":
+        hooks.append(VisionHook(build_vision_encoder(config.vision_encoder), image_roots(config)))
+    return hooks[0] if len(hooks) == 1 else JoinedHook(*hooks)
+
+
+def _custom(path: str, config: CacheConfig) -> EmbeddingHook:
+    module_name, _, factory_name = path.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), factory_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            _KEY, path, f"package.module:Factory that can be imported ({module_name}: {error})"
+        ) from error
+    try:
+        hook = factory(config)
+    except TypeError as error:
+        raise ConfigError(_KEY, path, f"a factory that takes the CacheConfig ({error})") from error
+    if not callable(hook):
+        raise ConfigError(_KEY, path, "a factory that returns a callable hook")
+    return declared(hook, path)
+
+
+def declared(hook: Any, name: str) -> EmbeddingHook:
+    """A hook that says its ``dims`` and ``fingerprint``, around one that may not; ``name`` stands for the latter."""
+    whole = hasattr(hook, "dims") and hasattr(hook, "fingerprint")
+    return cast("EmbeddingHook", hook if whole else _Bare(hook, name))
+
+
+class _Bare:
+    """A user's callable that does not declare ``dims`` or ``fingerprint``."""
+
+    def __init__(self, hook: Any, path: str) -> None:
+        self._hook = hook
+        self.dims: Mapping[str, int] = dict(getattr(hook, "dims", {}))
+        self.fingerprint = str(getattr(hook, "fingerprint", path))
+
+    def __call__(self, request: Request) -> Mapping[str, Vector]:
+        return cast("Mapping[str, Vector]", self._hook(request))

@@ -1,0 +1,220 @@
+"""Images to vectors."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from semkv.encoders.text import few_threads, load_sentence_transformer, offline
+from semkv.errors import ConfigError
+from semkv.keys import digest, weights_digest
+
+if TYPE_CHECKING:
+    from semkv.types import Vector
+
+CLIP = "clip-ViT-B-32"
+_KEY = "--vision-encoder"
+
+
+class VisionEncoder(Protocol):
+    """What the vision hook needs: the bytes of an image file to one unit vector, float32 [dim]."""
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, data: bytes) -> Vector: ...
+
+
+def open_image(data: bytes) -> Any:
+    """A PIL image in RGB.
+
+    Raises:
+        OSError: the bytes are not an image that Pillow reads.
+    """
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        return image.convert("RGB")
+
+
+def _unit(vector: Vector) -> Vector:
+    length = float(np.linalg.norm(vector))
+    if not np.isfinite(length) or length == 0.0:
+        raise ValueError("an image without features")
+    return (vector / length).astype(np.float32)
+
+
+class ClipEncoder:
+    """The image half of a CLIP model packed for sentence-transformers, such as ``clip-ViT-B-32`` (512 numbers).
+
+    Args:
+        model: directory or hub id.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = load_sentence_transformer(_KEY, model)
+        self._lock = threading.Lock()
+        self.fingerprint = digest("clip", weights_digest(model))[:16]
+        self.dim = len(self._run(np.zeros((32, 32, 3), dtype=np.uint8)))
+
+    def _run(self, pixels: Any) -> Vector:
+        from PIL import Image
+
+        image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+        with self._lock, few_threads():
+            return np.asarray(self._model.encode([image], show_progress_bar=False)[0], dtype=np.float32)
+
+    def encode(self, data: bytes) -> Vector:
+        return _unit(self._run(open_image(data)))
+
+
+class TowerEncoder:
+    """The vision tower of a local LLaVA checkpoint, read without its language model.
+
+    The patch features of one layer are averaged over the cells of a ``grid`` x ``grid`` raster, the raster's mean is
+    taken off, and the cells are joined: what is where stays visible, so that two scenes which differ in one object's
+    colour lie further apart than two encodings of one scene.
+
+    Args:
+        directory: a checkpoint with ``config.json`` (``vision_config`` of type ``clip_vision_model``), safetensors
+            weights under ``vision_tower.`` and an image processor.
+        grid: cells a side; ``dim`` is ``grid**2 * hidden_size``.
+        layer: which hidden state, as in transformers: -2 is the one before the last.
+
+    Raises:
+        ConfigError: the directory is not such a checkpoint, or the grid is finer than its patches.
+    """
+
+    def __init__(self, directory: Path, *, grid: int = 4, layer: int = -2) -> None:
+        from transformers import AutoImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+        config = _vision_config(directory)
+        self._side = int(config["image_size"]) // int(config["patch_size"])
+        if not 1 <= grid <= self._side:
+            raise ConfigError("grid", grid, f"1 to {self._side}, the patches a side of {directory}")
+        self._grid, self._layer = grid, layer
+        try:
+            self._processor = AutoImageProcessor.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(_KEY, str(directory), "a directory with an image processor") from error
+        weights, found = _tower_weights(directory)
+        model = CLIPVisionModel(CLIPVisionConfig(**config)).eval()
+        wanted = {name.removeprefix("vision_model."): name for name in model.state_dict()}
+        missing = [name for name in wanted if name not in weights and not name.endswith("position_ids")]
+        if missing:
+            raise ConfigError(
+                _KEY, str(directory), f"a checkpoint with the whole vision tower ({missing[0]} is missing)"
+            )
+        model.load_state_dict({wanted[k]: v.float() for k, v in weights.items() if k in wanted}, strict=False)
+        self._model = model
+        self._lock = threading.Lock()
+        self.dim = grid * grid * int(config["hidden_size"])
+        settings = json.dumps([config, self._processor.to_dict(), grid, layer], sort_keys=True, default=str)
+        self.fingerprint = digest("tower", found, settings)[:16]
+
+    def patches(self, data: bytes) -> Any:
+        """Patch features, float32 tensor [side, side, hidden]."""
+        import torch
+
+        pixels = self._processor(images=open_image(data), return_tensors="pt")["pixel_values"]
+        with self._lock, torch.inference_mode(), few_threads():
+            states = self._model(pixel_values=pixels, output_hidden_states=True).hidden_states[self._layer]
+        return states[0, 1:].reshape(self._side, self._side, -1)
+
+    def encode(self, data: bytes) -> Vector:
+        import torch
+
+        features = self.patches(data).permute(2, 0, 1)[None]
+        cells = torch.nn.functional.adaptive_avg_pool2d(features, self._grid)[0].flatten(1).T  # [grid**2, hidden]
+        if self._grid > 1:
+            cells = cells - cells.mean(dim=0, keepdim=True)
+        return _unit(cells.flatten().numpy())
+
+
+def _vision_config(directory: Path) -> dict[str, Any]:
+    allowed = "a directory with a config.json whose vision_config is of type clip_vision_model"
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))["vision_config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(_KEY, str(directory), allowed) from error
+    if not isinstance(config, dict) or config.get("model_type") != "clip_vision_model":
+        raise ConfigError(_KEY, str(directory), allowed)
+    return {k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")}
+
+
+def _tower_weights(directory: Path) -> tuple[dict[str, Any], str]:
+    """The tower's tensors by their bare names, and a digest of them. Other tensors are not read."""
+    from safetensors import safe_open
+
+    weights: dict[str, Any] = {}
+    found = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                bare = name.removeprefix("model.")
+                if bare.startswith("vision_tower."):
+                    bare = bare.removeprefix("vision_tower.").removeprefix("vision_model.")
+                    weights[bare] = tensors.get_tensor(name)
+                    found.update(bare.encode() + b"\0" + weights[bare].float().numpy().tobytes())
+    if not weights:
+        raise ConfigError(_KEY, str(directory), "a directory with safetensors weights under vision_tower.")
+    return weights, found.hexdigest()
+
+
+def build_vision_encoder(name: str) -> VisionEncoder:
+    """The encoder behind the ``vision`` hook.
+
+    Args:
+        name: a directory (a LLaVA checkpoint, or a model in sentence-transformers' form), a hub id, or empty for
+            ``clip-ViT-B-32``, which is taken only where its weights are already on this machine.
+
+    Raises:
+        ConfigError: there is no such model, or it would have to be downloaded and may not be.
+    """
+    directory = Path(name)
+    if name and directory.is_dir():
+        if (directory / "modules.json").is_file():
+            return ClipEncoder(name)
+        return TowerEncoder(directory)
+    wanted = name or CLIP
+    for repository in _repositories(wanted):
+        local = _local_snapshot(repository)
+        if local is not None:
+            return ClipEncoder(local)
+    if not name or offline():
+        raise ConfigError(
+            _KEY,
+            name,
+            f"a directory with a vision tower, or a model that is on this machine ({wanted} is not: "
+            f"hf download sentence-transformers/{CLIP} fetches it)",
+        )
+    return ClipEncoder(name)
+
+
+def _repositories(name: str) -> Iterator[str]:
+    if "/" not in name:
+        yield f"sentence-transformers/{name}"
+    else:
+        yield name
+
+
+def _local_snapshot(repository: str) -> str | None:
+    """The folder of a whole snapshot in the Hugging Face cache, or None; nothing is downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(repository, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
+    return str(folder) if (folder / "modules.json").is_file() else None

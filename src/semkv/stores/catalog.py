@@ -1,0 +1,376 @@
+"""The catalog: every recorded prompt with its answer, keys, vectors and tags, in one SQLite file.
+
+The vector indexes are built from it at start and are never the only copy. Several processes may share a file: SQLite's
+write-ahead log lets readers go on while one of them writes, and `Catalog.changed` says when another has written.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from semkv.errors import CorruptValue, StoreError
+from semkv.keys import namespace_key
+from semkv.stores.catalog_rows import MediaRow, Record, Removed, VectorRow, dump_segments, load_segments, pack
+from semkv.types import Entry, MediaSegment, Namespace
+
+FORMAT = 1
+_APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
+_BATCH = 500  # below SQLite's bound on parameters of one statement
+
+_SCHEMA = """
+CREATE TABLE entries (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, entry_id TEXT NOT NULL UNIQUE,
+  tenant TEXT NOT NULL, model TEXT NOT NULL, space TEXT NOT NULL,
+  segments TEXT NOT NULL, chunk_text TEXT NOT NULL, response TEXT NOT NULL, metadata TEXT NOT NULL,
+  frame TEXT NOT NULL, loose_frame TEXT NOT NULL, run TEXT NOT NULL, media TEXT NOT NULL,
+  created REAL NOT NULL, last_hit REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL);
+CREATE INDEX entries_used ON entries (used);
+CREATE INDEX entries_space ON entries (space);
+CREATE TABLE entry_keys (
+  key TEXT NOT NULL, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
+  PRIMARY KEY (key, entry)) WITHOUT ROWID;
+CREATE INDEX entry_keys_entry ON entry_keys (entry);
+CREATE TABLE vectors (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
+  layer TEXT NOT NULL, vector BLOB NOT NULL, UNIQUE (entry, layer));
+CREATE TABLE media_vectors (
+  space TEXT NOT NULL, layer TEXT NOT NULL, media TEXT NOT NULL, vector BLOB NOT NULL,
+  PRIMARY KEY (space, layer, media));
+CREATE TABLE entry_media (
+  entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE, position INTEGER NOT NULL, space TEXT NOT NULL,
+  media TEXT NOT NULL, PRIMARY KEY (entry, position)) WITHOUT ROWID;
+CREATE INDEX entry_media_media ON entry_media (media, space);
+CREATE TABLE tags (
+  tag TEXT NOT NULL, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
+  PRIMARY KEY (tag, entry)) WITHOUT ROWID;
+CREATE INDEX tags_entry ON tags (entry);
+CREATE TABLE contexts (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE);
+CREATE TABLE sentences (
+  hash INTEGER NOT NULL, context INTEGER NOT NULL REFERENCES contexts ON DELETE CASCADE,
+  PRIMARY KEY (hash, context)) WITHOUT ROWID;
+CREATE INDEX sentences_context ON sentences (context);
+"""
+
+
+class Catalog:
+    """Entries in one SQLite file, bounded in number; the least recently used go first.
+
+    One connection behind one lock: any thread may call any method. Every method but `close` may raise `sqlite3.Error`
+    (locked, full disk, damaged file); callers count it and treat it as a miss.
+
+    Args:
+        path: the file; made when missing, as is its folder.
+        max_entries: bound on entries; when passed, the least recently used hundredth goes.
+        timeout_s: how long a write waits for another process's write.
+
+    Raises:
+        StoreError: the file cannot be opened, is not a catalog, or was written by another format version.
+    """
+
+    def __init__(self, path: Path, *, max_entries: int = 100_000, timeout_s: float = 2.0) -> None:
+        self.path, self.max_entries = path, max_entries
+        self._lock = threading.RLock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"catalog {path}: {error}") from error
+        try:
+            self._prepare()
+            self._version = self._data_version()
+        except (sqlite3.Error, StoreError) as error:
+            self._db.close()
+            raise StoreError(f"catalog {path}: {error}") from error
+
+    def _prepare(self) -> None:
+        self._db.execute("PRAGMA foreign_keys=ON")
+        with self._write():
+            version = self._number("PRAGMA user_version")
+            application = self._number("PRAGMA application_id")
+            tables = self._number("SELECT COUNT(*) FROM sqlite_master")
+            if not tables and not version and not application:
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA application_id={_APPLICATION}")
+                self._db.execute(f"PRAGMA user_version={FORMAT}")
+            elif application != _APPLICATION:
+                raise StoreError("not a semkv catalog; choose another cache directory")
+            elif version != FORMAT:
+                raise StoreError(
+                    f"written by format version {version}, this semkv reads version {FORMAT}; "
+                    "start once with --purge to empty the cache, or use another directory"
+                )
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+
+    def _number(self, statement: str, *values: object) -> int:
+        row = self._db.execute(statement, values).fetchone()
+        return int(row[0])
+
+    @contextmanager
+    def _write(self) -> Iterator[None]:
+        """A transaction that is undone on any exception."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # some errors have rolled back already
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def __len__(self) -> int:
+        with self._lock:
+            return self._number("SELECT COUNT(*) FROM entries")
+
+    def close(self) -> None:
+        """Close the file; later calls raise `sqlite3.ProgrammingError`."""
+        with self._lock:
+            self._db.close()
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def add(self, record: Record) -> tuple[bool, Removed]:
+        """Record an entry; one that is there already (by ``entry_id``) gets a hit, new tags and missing vectors.
+
+        Returns:
+            Whether it is new, and what went to keep the bound.
+        """
+        entry = record.entry
+        space = namespace_key(entry.namespace)
+        with self._write():
+            found = self._db.execute("SELECT id FROM entries WHERE entry_id=?", (entry.entry_id,)).fetchone()
+            if found:
+                self._touch(entry.entry_id, entry.created)
+                self._add_vectors(int(found[0]), space, record)
+                return False, Removed()
+            row = self._insert(record, space)
+            self._add_vectors(row, space, record)
+            for key, hashes in record.contexts.items():
+                self._db.execute("INSERT OR IGNORE INTO contexts (key) VALUES (?)", (key,))
+                context = self._number("SELECT id FROM contexts WHERE key=?", key)
+                self._db.executemany("INSERT OR IGNORE INTO sentences VALUES (?, ?)", [(h, context) for h in hashes])
+            return True, self._trim(keep=row)
+
+    def _insert(self, record: Record, space: str) -> int:
+        entry = record.entry
+        media = [s.media_id for s in entry.segments if isinstance(s, MediaSegment)]
+        cursor = self._db.execute(
+            "INSERT INTO entries (entry_id, tenant, model, space, segments, chunk_text, response, metadata, frame,"
+            " loose_frame, run, media, created, last_hit, used, hits) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            (
+                *(entry.entry_id, entry.namespace.tenant, entry.namespace.model, space),
+                *(dump_segments(entry.segments), entry.chunk_text, entry.response),
+                json.dumps(dict(entry.metadata), default=str),
+                *(record.frame, record.loose_frame, record.run, " ".join(media)),
+                *(entry.created, entry.last_hit, max(entry.created, entry.last_hit), entry.hits),
+            ),
+        )
+        row = int(cursor.lastrowid or 0)
+        self._db.executemany("INSERT OR IGNORE INTO entry_keys VALUES (?, ?)", [(k, row) for k in record.keys])
+        self._db.executemany(
+            "INSERT INTO entry_media VALUES (?, ?, ?, ?)", [(row, i, space, m) for i, m in enumerate(media)]
+        )
+        return row
+
+    def _add_vectors(self, row: int, space: str, record: Record) -> None:
+        self._db.executemany("INSERT OR IGNORE INTO tags VALUES (?, ?)", [(t, row) for t in record.entry.tags])
+        self._db.executemany(
+            "INSERT OR IGNORE INTO vectors (entry, layer, vector) VALUES (?, ?, ?)",
+            [(row, layer, pack(vector)) for layer, vector in record.vectors.items()],
+        )
+        self._db.executemany(
+            "INSERT OR IGNORE INTO media_vectors VALUES (?, ?, ?, ?)",
+            [(space, layer, media, pack(vector)) for (layer, media), vector in record.media_vectors.items()],
+        )
+
+    def touch(self, entry_id: str, now: float, tags: Iterable[str] = ()) -> bool:
+        """Count a hit on an entry at time ``now``, and add tags; False where it is no longer there."""
+        with self._write():
+            touched = self._touch(entry_id, now)
+            if touched:
+                self._db.executemany(
+                    "INSERT OR IGNORE INTO tags SELECT ?, id FROM entries WHERE entry_id=?",
+                    [(tag, entry_id) for tag in tags],
+                )
+            return touched
+
+    def _touch(self, entry_id: str, now: float) -> bool:
+        done = self._db.execute(
+            "UPDATE entries SET hits=hits+1, last_hit=?1, used=MAX(used, ?1) WHERE entry_id=?2", (now, entry_id)
+        )
+        return done.rowcount > 0
+
+    def _trim(self, keep: int) -> Removed:
+        excess = self._number("SELECT COUNT(*) FROM entries") - self.max_entries
+        if excess <= 0:
+            return Removed()
+        rows = self._db.execute(
+            "SELECT id FROM entries WHERE id<>? ORDER BY used, id LIMIT ?", (keep, max(excess, self.max_entries // 100))
+        )
+        return self._delete([int(r[0]) for r in rows.fetchall()])
+
+    def invalidate(
+        self,
+        *,
+        tag: str | None = None,
+        entry_id: str | None = None,
+        namespace: Namespace | None = None,
+        dry_run: bool = False,
+    ) -> Removed:
+        """Delete the entries that meet every criterion given, or with ``dry_run`` only name them.
+
+        Raises:
+            ValueError: no criterion was given.
+        """
+        tests: dict[str, str] = {}
+        if tag is not None:
+            tests["id IN (SELECT entry FROM tags WHERE tag=?)"] = tag
+        if entry_id is not None:
+            tests["entry_id=?"] = entry_id
+        if namespace is not None:
+            tests["space=?"] = namespace_key(namespace)
+        if not tests:
+            raise ValueError("invalidate needs a tag, an entry_id or a namespace")
+        statement = "SELECT id, entry_id FROM entries WHERE " + " AND ".join(tests)  # noqa: S608 (our own words)
+        if dry_run:
+            with self._lock:
+                return Removed(tuple(str(r[1]) for r in self._db.execute(statement, tuple(tests.values()))))
+        with self._write():
+            return self._delete([int(r[0]) for r in self._db.execute(statement, tuple(tests.values())).fetchall()])
+
+    def _delete(self, rows: Sequence[int]) -> Removed:
+        gone: list[str] = []
+        loose: set[str] = set()
+        for start in range(0, len(rows), _BATCH):
+            batch = rows[start : start + _BATCH]
+            marks = ",".join("?" * len(batch))
+            gone += [r[0] for r in self._db.execute(f"SELECT entry_id FROM entries WHERE id IN ({marks})", batch)]  # noqa: S608
+            media = self._db.execute(f"SELECT DISTINCT media, space FROM entry_media WHERE entry IN ({marks})", batch)  # noqa: S608
+            touched = media.fetchall()
+            keys = self._db.execute(
+                f"SELECT DISTINCT key FROM entry_keys JOIN contexts USING (key) WHERE entry IN ({marks})",  # noqa: S608
+                batch,
+            ).fetchall()
+            self._db.execute(f"DELETE FROM entries WHERE id IN ({marks})", batch)  # noqa: S608
+            self._db.executemany(
+                "DELETE FROM contexts WHERE key=?1 AND NOT EXISTS (SELECT 1 FROM entry_keys WHERE key=?1)", keys
+            )
+            self._db.executemany(
+                "DELETE FROM media_vectors WHERE media=?1 AND space=?2"
+                " AND NOT EXISTS (SELECT 1 FROM entry_media WHERE media=?1 AND space=?2)",
+                touched,
+            )
+            loose |= {row[0] for row in touched}
+        kept = {m for m in loose if self._db.execute("SELECT 1 FROM entry_media WHERE media=?", (m,)).fetchone()}
+        return Removed(tuple(gone), tuple(sorted(loose - kept)))
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def get(self, entry_id: str) -> Entry | None:
+        """One entry, without its embeddings, or None."""
+        return next(iter(self._entries("SELECT * FROM entries WHERE entry_id=?", entry_id)), None)
+
+    def find(self, key: str, limit: int = 4) -> list[Entry]:
+        """The entries registered under a key, oldest first, so that every request settles on the same donor."""
+        return self._entries(
+            "SELECT entries.* FROM entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?", key, limit
+        )
+
+    def has(self, key: str) -> bool:
+        """Whether any entry is registered under a key."""
+        with self._lock:
+            return self._db.execute("SELECT 1 FROM entry_keys WHERE key=? LIMIT 1", (key,)).fetchone() is not None
+
+    def _entries(self, statement: str, *values: object) -> list[Entry]:
+        with self._lock:
+            cursor = self._db.execute(statement, values)
+            names = [column[0] for column in cursor.description]
+            rows = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+            found = []
+            for row in rows:
+                tags = self._db.execute("SELECT tag FROM tags WHERE entry=? ORDER BY tag", (row["id"],)).fetchall()
+                try:
+                    found.append(self._entry(row, tuple(t[0] for t in tags)))
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    with self._write():
+                        self._delete([row["id"]])
+                    raise CorruptValue(f"entry {row['entry_id']}: {error}") from error
+            return found
+
+    def _entry(self, row: dict[str, Any], tags: tuple[str, ...]) -> Entry:
+        return Entry(
+            entry_id=row["entry_id"],
+            namespace=Namespace(row["tenant"], row["model"]),
+            segments=load_segments(row["segments"]),
+            chunk_text=row["chunk_text"],
+            response=row["response"],
+            tags=tags,
+            created=row["created"],
+            last_hit=row["last_hit"],
+            hits=row["hits"],
+            metadata=json.loads(row["metadata"]),
+        )
+
+    def vote(self, hashes: Iterable[int], limit: int = 4, postings: int = 64) -> list[str]:
+        """Keys of the contexts that share the most sentences, best first.
+
+        Args:
+            hashes: of the request's sentences.
+            limit: how many contexts to return.
+            postings: how many contexts one sentence may name, so that boilerplate costs no more than another.
+        """
+        votes: dict[int, int] = {}
+        with self._lock:
+            for value in hashes:
+                for row in self._db.execute("SELECT context FROM sentences WHERE hash=? LIMIT ?", (value, postings)):
+                    votes[row[0]] = votes.get(row[0], 0) + 1
+            best = sorted(votes, key=lambda c: (-votes[c], c))[:limit]
+            keys = [self._db.execute("SELECT key FROM contexts WHERE id=?", (c,)).fetchone() for c in best]
+        return [row[0] for row in keys if row]
+
+    # -- for the indexes ----------------------------------------------------------------------------------------
+
+    def _data_version(self) -> int:
+        return self._number("PRAGMA data_version")
+
+    def changed(self) -> bool:
+        """Whether another connection has written since the last call."""
+        with self._lock:
+            version, self._version = self._version, self._data_version()
+            return version != self._version
+
+    def vectors(self, layers: Sequence[str], after: int, limit: int) -> list[VectorRow]:
+        """The next vectors of entries under the given layer keys, in order of writing, numbered above ``after``."""
+        marks = ",".join("?" * len(layers))
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT vectors.id, entry_id, space, frame, loose_frame, layer, vector FROM vectors JOIN entries"  # noqa: S608
+                f" ON entries.id=entry WHERE vectors.id>? AND layer IN ({marks}) ORDER BY vectors.id LIMIT ?",
+                (after, *layers, limit),
+            ).fetchall()
+        return [VectorRow(*row) for row in rows]
+
+    def media_rows(self, after: int, limit: int) -> list[MediaRow]:
+        """The next entries with media items, in order of writing, numbered above ``after``."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT id, entry_id, space, run, media FROM entries WHERE id>? AND media<>'' ORDER BY id LIMIT ?",
+                (after, limit),
+            ).fetchall()
+        return [MediaRow(number, entry, space, run, tuple(media.split())) for number, entry, space, run, media in rows]
+
+    def media_vector(self, space: str, layer: str, media: str) -> bytes | None:
+        """The packed vector of one media item, or None."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT vector FROM media_vectors WHERE space=? AND layer=? AND media=?", (space, layer, media)
+            ).fetchone()
+        return None if row is None else bytes(row[0])

@@ -1,0 +1,112 @@
+"""What goes into the catalog and comes out of it, and the forms in which it is stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from semkv.errors import CorruptValue
+from semkv.types import Entry, MediaSegment, Role, Segment, TextSegment
+
+if TYPE_CHECKING:
+    from semkv.types import Vector
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An entry with everything by which it is found.
+
+    Attributes:
+        entry: what is kept.
+        keys: digests under which `Catalog.find` returns it.
+        frame: digest of all its segments but the question, or an empty string.
+        loose_frame: the same with every media item alike.
+        run: digest of its leading run up to the last media item with every media item alike, or an empty string.
+        contexts: key of a leading run that ends in a context -> hashes of that context's sentences (signed 64 bits).
+        vectors: layer key -> vector of this entry.
+        media_vectors: (layer key, media id) -> vector of one media item.
+    """
+
+    entry: Entry
+    keys: tuple[str, ...]
+    frame: str = ""
+    loose_frame: str = ""
+    run: str = ""
+    contexts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    vectors: Mapping[str, Vector] = field(default_factory=dict)
+    media_vectors: Mapping[tuple[str, str], Vector] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorRow:
+    """One entry's vector as an index wants it; ``number`` grows with every row ever written."""
+
+    number: int
+    entry_id: str
+    space: str
+    frame: str
+    loose_frame: str
+    layer: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRow:
+    """One entry's media items; ``number`` grows with every entry ever written."""
+
+    number: int
+    entry_id: str
+    space: str
+    run: str
+    media: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What a deletion took away: entries, and media items that no entry refers to any more."""
+
+    entry_ids: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
+
+
+def pack(vector: Vector) -> bytes:
+    """Little-endian float32, the form of every vector in the catalog."""
+    return vector.astype("<f4", copy=False).tobytes()
+
+
+def unpack(data: bytes, dim: int) -> Vector:
+    """The vector behind `pack`.
+
+    Raises:
+        CorruptValue: another length than ``dim``, or not finite.
+    """
+    if len(data) != 4 * dim:
+        raise CorruptValue(f"a vector of {len(data)} bytes where {dim} numbers belong")
+    vector = np.frombuffer(data, dtype="<f4").astype(np.float32)
+    if not np.isfinite(vector).all():
+        raise CorruptValue("a vector that is not finite")
+    return vector
+
+
+def dump_segments(segments: Iterable[Segment]) -> str:
+    """Segments as JSON; a media item keeps its id and name, never a path."""
+    rows = [
+        {"media": s.media_id, "name": s.name} if isinstance(s, MediaSegment) else {"role": s.role, "text": s.text}
+        for s in segments
+    ]
+    return json.dumps(rows, ensure_ascii=False)
+
+
+def _load_segment(row: dict[str, str]) -> Segment:
+    if "media" in row:
+        return MediaSegment(row["media"], None, row["name"])
+    return TextSegment(row["text"], Role(row["role"]))
+
+
+def load_segments(text: str) -> tuple[Segment, ...]:
+    """The segments behind `dump_segments`; raises what JSON and a missing field raise."""
+    return tuple(_load_segment(row) for row in json.loads(text))

@@ -1,0 +1,40 @@
+"""L0.5: the same text, after folding Unicode form, case and white space.
+
+The longest stored leading run wins. A run shorter than the prompt counts only when it holds a context: a shared system
+prompt or image alone is what vLLM's own prefix cache is for, and calling it a hit would make every second question
+about an image one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from semkv.stores.catalog import Catalog
+from semkv.tiers.base import Candidate
+from semkv.tiers.keying import Keyed
+from semkv.types import Scope
+
+STATUS = "exact_text"
+
+
+class ExactTextTier:
+    """Looks prompts up by chain keys. With ``--scope any`` media items are all alike, and the donor's come along."""
+
+    def __init__(self, catalog: Catalog, scope: Scope) -> None:
+        self._catalog, self._scope = catalog, scope
+
+    def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
+        """Donors, longest run first; among equals the byte-equal ones, then the oldest."""
+        if not keyed.segments:
+            return
+        folded = keyed.folded if self._scope is Scope.MEDIA else keyed.loose
+        found = ((len(keyed.segments), keyed.whole(keyed.exact, "exact"), keyed.whole(folded, "folded")),)
+        leads = (
+            (depth, keyed.lead(keyed.exact, "exact", depth), keyed.lead(folded, "folded", depth))
+            for depth in reversed(keyed.lead_depths())
+        )
+        for lookups in (found, leads):
+            for depth, *keys in lookups:
+                for key in keys:
+                    for donor in self._catalog.find(key):
+                        yield Candidate(donor, depth, STATUS, 1.0, (STATUS,))

@@ -1,0 +1,136 @@
+"""Every key by which the tiers find an entry, computed once for a prompt.
+
+    whole   all segments of a prompt: what the exact text tier asks for first
+    lead    a leading run that ends in a context, shorter than the prompt
+    frame   everything but the last question: requests that differ in their question alone share it
+    run     the leading run up to the last media item, with all media items alike: where an image may be substituted
+    media   the same run with its own media items
+
+Each key is a digest over the namespace too, so that tenants and models share nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from semkv.keys import chain_keys, digest, namespace_key, segment_key
+from semkv.types import Exactness, MediaSegment, Namespace, Role, Segment, TextSegment
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """A prompt with the chain keys of its leading runs.
+
+    Attributes:
+        space: `keys.namespace_key` of the namespace.
+        segments: the prompt.
+        exact, folded, loose: `keys.chain_keys`: exact characters; normalised; normalised with all media alike.
+        question, last_media, first_context: positions in ``segments``, or None.
+    """
+
+    space: str
+    segments: tuple[Segment, ...]
+    exact: Sequence[str]
+    folded: Sequence[str]
+    loose: Sequence[str]
+    question: int | None
+    last_media: int | None
+    first_context: int | None
+
+    @classmethod
+    def of(cls, namespace: Namespace, segments: tuple[Segment, ...]) -> Keyed:
+        media = [i for i, s in enumerate(segments) if isinstance(s, MediaSegment)]
+        contexts = [i for i, s in enumerate(segments) if is_context(s)]
+        questions = [i for i, s in enumerate(segments) if isinstance(s, TextSegment) and s.role is Role.QUESTION]
+        folded = chain_keys(segments, normalised=True)
+        return cls(
+            space=namespace_key(namespace),
+            segments=segments,
+            exact=chain_keys(segments, normalised=False),
+            folded=folded,
+            loose=chain_keys(segments, normalised=True, with_media=False) if media else folded,
+            question=questions[-1] if questions else None,
+            last_media=media[-1] if media else None,
+            first_context=contexts[0] if contexts else None,
+        )
+
+    def frame(self, *, with_media: bool = True) -> str:
+        """Digest of all segments but the last question, normalised; empty where there is no question."""
+        if self.question is None:
+            return ""
+        chain = self.folded if with_media else self.loose
+        before = chain[self.question - 1] if self.question else ""
+        after = [segment_key(s, normalised=True, with_media=with_media) for s in self.segments[self.question + 1 :]]
+        return digest("frame", self.space, before, *after)
+
+    def run(self) -> str:
+        """Digest of the leading run up to the last media item, media alike; empty where there is none."""
+        return "" if self.last_media is None else digest("run", self.space, self.loose[self.last_media])
+
+    def media_key(self) -> str:
+        """Digest of the same run with its own media items; empty where there is none."""
+        return "" if self.last_media is None else digest("media", self.space, self.folded[self.last_media])
+
+    def lead_depths(self) -> range:
+        """Lengths of the leading runs that hold a context and leave something over, shortest first."""
+        if self.first_context is None:
+            return range(0)
+        return range(self.first_context + 1, len(self.segments))
+
+    def whole(self, chain: Sequence[str], kind: str) -> str:
+        """The key of all segments under one of the chains; ``kind`` is ``exact`` or ``folded``."""
+        return digest("whole", self.space, kind, chain[-1])
+
+    def lead(self, chain: Sequence[str], kind: str, depth: int) -> str:
+        """The key of the first ``depth`` segments under one of the chains."""
+        return digest("lead", self.space, kind, chain[depth - 1])
+
+    def before_context(self, *, with_media: bool = True) -> str:
+        """Digest of what stands before the first context; similar contexts are sought among entries that share it."""
+        chain = self.folded if with_media else self.loose
+        first = self.first_context
+        return digest("before", self.space, chain[first - 1] if first else "")
+
+    def entry_keys(self) -> tuple[str, ...]:
+        """All keys under which an entry with this prompt is registered."""
+        keys = {
+            self.whole(self.exact, "exact"),
+            self.whole(self.folded, "folded"),
+            self.whole(self.loose, "folded"),
+            self.media_key(),
+        }
+        for depth in self.lead_depths():
+            keys |= {
+                self.lead(self.exact, "exact", depth),
+                self.lead(self.folded, "folded", depth),
+                self.lead(self.loose, "folded", depth),
+            }
+        return tuple(sorted(keys - {""}))
+
+
+def is_context(segment: Segment) -> bool:
+    """Whether a segment is a text with the role ``context``."""
+    return isinstance(segment, TextSegment) and segment.role is Role.CONTEXT
+
+
+def exactness_of(own: Sequence[Segment], donor: Sequence[Segment]) -> Exactness:
+    """How close a donor's segments are to the request's own, by the weakest pair.
+
+    A donor's media item that is not the request's own is approximate, whatever the texts are.
+    """
+    if len(own) != len(donor):
+        return Exactness.APPROXIMATE
+    weakest = Exactness.EXACT
+    for mine, theirs in zip(own, donor, strict=True):
+        if segment_key(mine, normalised=True) != segment_key(theirs, normalised=True):
+            return Exactness.APPROXIMATE
+        if isinstance(mine, TextSegment) and isinstance(theirs, TextSegment) and mine.text != theirs.text:
+            weakest = Exactness.NORMALISED
+    return weakest
+
+
+def with_media(segments: Sequence[Segment], media: Sequence[str]) -> tuple[Segment, ...]:
+    """The same segments with other media items, in order."""
+    left = iter(media)
+    return tuple(MediaSegment(next(left)) if isinstance(s, MediaSegment) else s for s in segments)

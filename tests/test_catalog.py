@@ -1,0 +1,224 @@
+"""The catalog: what is written comes back, bounds hold, faults are told apart."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from semkv.errors import CorruptValue, StoreError
+from semkv.keys import namespace_key
+from semkv.stores.catalog import FORMAT, Catalog
+from semkv.stores.catalog_rows import Record, pack, unpack
+from semkv.types import Entry, MediaSegment, Namespace, Role, TextSegment
+
+HERE, THERE = Namespace("here", "m"), Namespace("there", "m")
+
+
+def record(name: str, *, namespace: Namespace = HERE, media: str = "m" * 64, created: float = 1.0) -> Record:
+    entry = Entry(
+        entry_id=name,
+        namespace=namespace,
+        segments=(TextSegment("sys", Role.SYSTEM), MediaSegment(media, None, "n1"), TextSegment(f"q {name} é")),
+        chunk_text=f"q {name}",
+        response="yes",
+        tags=(f"tag-{name}", "all"),
+        created=created,
+        metadata={"row": 1},
+    )
+    return Record(
+        entry=entry,
+        keys=(f"key-{name}", "shared"),
+        frame="frame",
+        loose_frame="loose",
+        run="run",
+        contexts={"shared": [1, 2, 3], f"key-{name}": [3, 4]},
+        vectors={"text@1": np.ones(4, dtype=np.float32)},
+        media_vectors={("vision@1", media): np.full(2, 0.5, dtype=np.float32)},
+    )
+
+
+def test_an_entry_comes_back_as_it_went_in(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    new, removed = catalog.add(record("a"))
+    assert new
+    assert not removed.entry_ids
+    entry = record("a").entry
+    assert catalog.get("a") == replace(entry, tags=tuple(sorted(entry.tags)))
+    assert catalog.get("b") is None
+    assert [e.entry_id for e in catalog.find("shared")] == ["a"]
+    assert catalog.has("key-a")
+    assert not catalog.has("key-b")
+
+
+def test_it_survives_a_restart(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    catalog.add(record("a"))
+    catalog.close()
+    again = Catalog(tmp_path / "c.sqlite")
+    assert again.get("a") is not None
+    (row,) = again.vectors(["text@1"], 0, 10)
+    assert (row.entry_id, row.frame, row.loose_frame) == ("a", "frame", "loose")
+    assert unpack(row.data, 4).tolist() == [1, 1, 1, 1]
+    assert again.vectors(["text@2"], 0, 10) == []
+    assert again.vectors(["text@1"], row.number, 10) == []
+    (media,) = again.media_rows(0, 10)
+    assert media.media == ("m" * 64,)
+    packed = again.media_vector(namespace_key(HERE), "vision@1", "m" * 64)
+    assert packed is not None
+    assert unpack(packed, 2).tolist() == [0.5, 0.5]
+
+
+def test_a_repeat_is_a_hit_and_not_a_second_entry(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    catalog.add(record("a", created=1.0))
+    again = replace(record("a", created=5.0), vectors={"text@2": np.ones(2, dtype=np.float32)})
+    new, _ = catalog.add(again)
+    assert not new
+    assert len(catalog) == 1
+    entry = catalog.get("a")
+    assert entry is not None
+    assert (entry.created, entry.last_hit, entry.hits) == (1.0, 5.0, 1)
+    assert len(catalog.vectors(["text@1", "text@2"], 0, 10)) == 2
+    assert catalog.touch("a", 7.0, ["late"])
+    assert not catalog.touch("b", 7.0)
+    entry = catalog.get("a")
+    assert entry is not None
+    assert entry.hits == 2
+    assert "late" in entry.tags
+
+
+def test_the_bound_on_entries_holds_and_the_least_recently_used_go(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite", max_entries=3)
+    for i, name in enumerate("abc"):
+        catalog.add(record(name, created=float(i), media=name * 64))
+    catalog.touch("a", 10.0)
+    new, removed = catalog.add(record("d", created=11.0))
+    assert new
+    assert removed.entry_ids == ("b",)
+    assert removed.media == ("b" * 64,)
+    assert len(catalog) == 3
+    assert catalog.find("key-b") == []
+    assert catalog.media_vector(namespace_key(HERE), "vision@1", "b" * 64) is None
+
+
+def test_a_deletion_leaves_nothing_behind(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    catalog.add(record("a"))
+    catalog.add(record("b"))
+    assert catalog.invalidate(entry_id="a").media == ()  # b still has the image
+    assert catalog.vote([1, 2, 3]) == ["shared", "key-b"]
+    assert catalog.invalidate(entry_id="b").media == ("m" * 64,)
+    with sqlite3.connect(tmp_path / "c.sqlite") as db:
+        for table in (
+            "entries",
+            "entry_keys",
+            "vectors",
+            "media_vectors",
+            "entry_media",
+            "tags",
+            "contexts",
+            "sentences",
+        ):
+            assert db.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (0,), table
+
+
+def test_invalidation_by_tag_entry_and_namespace(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    for name in "abc":
+        catalog.add(record(name))
+    catalog.add(record("d", namespace=THERE))
+    assert set(catalog.invalidate(tag="all", dry_run=True).entry_ids) == set("abcd")
+    assert len(catalog) == 4
+    assert catalog.invalidate(tag="all", namespace=THERE).entry_ids == ("d",)
+    assert catalog.invalidate(tag="tag-b").entry_ids == ("b",)
+    assert catalog.invalidate(tag="no such tag").entry_ids == ()
+    assert set(catalog.invalidate(namespace=HERE).entry_ids) == set("ac")
+    with pytest.raises(ValueError, match="tag"):
+        catalog.invalidate()
+
+
+def test_one_namespaces_image_vector_outlives_the_others(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    catalog.add(record("a"))
+    catalog.add(record("b", namespace=THERE))
+    removed = catalog.invalidate(namespace=HERE)
+    assert removed.media == ()
+    assert catalog.media_vector(namespace_key(HERE), "vision@1", "m" * 64) is None
+    assert catalog.media_vector(namespace_key(THERE), "vision@1", "m" * 64) is not None
+
+
+def test_the_context_with_the_most_shared_sentences_comes_first(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    catalog.add(replace(record("a"), contexts={"x": [1, 2, 3], "y": [1, 2], "z": [1]}))
+    assert catalog.vote([1, 2, 3], limit=2) == ["x", "y"]
+    assert catalog.vote([9]) == []
+
+
+def test_another_format_version_is_refused_by_name(tmp_path: Path) -> None:
+    Catalog(tmp_path / "c.sqlite").close()
+    with sqlite3.connect(tmp_path / "c.sqlite") as db:
+        db.execute("PRAGMA user_version=7")
+    with pytest.raises(StoreError, match=rf"format version 7.*version {FORMAT}.*--purge"):
+        Catalog(tmp_path / "c.sqlite")
+
+
+def test_another_programs_database_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "c.sqlite") as db:
+        db.execute("CREATE TABLE entries (x)")
+    with pytest.raises(StoreError, match="not a semkv catalog"):
+        Catalog(tmp_path / "c.sqlite")
+    (tmp_path / "d.sqlite").write_bytes(b"no database at all, but some bytes " * 100)
+    with pytest.raises(StoreError, match=r"d\.sqlite"):
+        Catalog(tmp_path / "d.sqlite")
+
+
+def test_a_damaged_entry_is_deleted(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    catalog.add(record("a"))
+    with sqlite3.connect(tmp_path / "c.sqlite") as db:
+        db.execute("UPDATE entries SET segments='{'")
+    with pytest.raises(CorruptValue, match="entry a"):
+        catalog.get("a")
+    assert len(catalog) == 0
+
+
+def test_a_vector_of_another_length_or_not_finite_is_corrupt() -> None:
+    with pytest.raises(CorruptValue):
+        unpack(b"\0" * 12, 4)
+    with pytest.raises(CorruptValue):
+        unpack(pack(np.array([1, np.nan], dtype=np.float32)), 2)
+
+
+def test_two_processes_see_each_others_entries(tmp_path: Path) -> None:
+    one, two = Catalog(tmp_path / "c.sqlite"), Catalog(tmp_path / "c.sqlite")
+    assert not two.changed()
+    one.add(record("a"))
+    assert two.changed()
+    assert not two.changed()
+    assert two.get("a") is not None
+    assert not one.changed()
+
+
+def test_many_threads_may_write(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    threads = [Thread(target=lambda n=n: [catalog.add(record(f"{n}-{i}")) for i in range(10)]) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(catalog) == 40
+
+
+def test_a_locked_file_raises_what_the_cache_catches(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite", timeout_s=0.05)
+    other = sqlite3.connect(tmp_path / "c.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        catalog.add(record("a"))
+    other.execute("ROLLBACK")
+    assert catalog.add(record("a"))[0]
