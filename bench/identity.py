@@ -75,9 +75,8 @@ def make_tokenizer(directory: Path, tokens: list[str], **special: Any) -> Any:
     bpe.train_from_iterator(
         QUESTIONS, trainers.BpeTrainer(vocab_size=600, special_tokens=names, initial_alphabet=alphabet)
     )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>", **special
-    )
+    marks = dict(zip(("bos_token", "eos_token", "pad_token", "unk_token"), names, strict=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **marks, **special)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
     return tokenizer
@@ -115,8 +114,8 @@ def qwen3_vl_2b(directory: Path, layers: int | None) -> None:
         "deepstack_visual_indexes": [5, 11, 17],
     }  # fmt: skip
     config = Qwen3VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=True, architectures=["Qwen3VLForConditionalGeneration"],
-        dtype="bfloat16", **qwen_ids(tokenizer),
+        text_config=text, vision_config=vision, tie_word_embeddings=True,
+        architectures=["Qwen3VLForConditionalGeneration"], dtype="bfloat16", **qwen_ids(tokenizer),
     )  # fmt: skip
     config.save_pretrained(directory)
 
@@ -145,8 +144,8 @@ def qwen2_5_vl_7b(directory: Path, layers: int | None) -> None:
         "fullatt_block_indexes": [7, 15, 23, 31],
     }  # fmt: skip
     config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=False, architectures=["Qwen2_5_VLForConditionalGeneration"],
-        dtype="bfloat16", **qwen_ids(tokenizer),
+        text_config=text, vision_config=vision, tie_word_embeddings=False,
+        architectures=["Qwen2_5_VLForConditionalGeneration"], dtype="bfloat16", **qwen_ids(tokenizer),
     )  # fmt: skip
     config.save_pretrained(directory)
 
@@ -387,9 +386,11 @@ def verdict(passes: dict[str, list[dict[str, Any]]], exact: dict[str, Any], clos
     ]
     # Another shape may turn a near-tie: no worse than vLLM's own prefix cache does.
     allowed = close["hot vs cold"]["samples"] - close["hot vs cold"]["same_tokens"]
-    for name in ("loaded vs cold", "restarted vs cold"):
-        if name in close and close[name]["samples"] - close[name]["same_tokens"] > allowed:
-            wrong.append(f"{name}: {close[name]['same_tokens']} of {close[name]['samples']} with the same tokens")
+    wrong += [
+        f"{name}: {close[name]['same_tokens']} of {close[name]['samples']} with the same tokens"
+        for name in ("loaded vs cold", "restarted vs cold")
+        if name in close and close[name]["samples"] - close[name]["same_tokens"] > allowed
+    ]
     for name in ("loaded", "restarted", "sibling_loaded"):
         for i, r in enumerate(passes.get(name, [])):
             if not r["loaded_tokens"] or r["load_failed"]:
@@ -410,7 +411,8 @@ def run_engine(role: str, spec: dict[str, Any], work: Path) -> dict[str, Any]:
         **os.environ,
     }
     subprocess.run([sys.executable, __file__, "--child", json.dumps(spec)], env=environment, check=True)
-    return json.loads(out.read_text())
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
 
 
 def main() -> int:
@@ -443,7 +445,7 @@ def main() -> int:
         elif not Path(model).is_dir():
             from semkv.presets import PRESETS
 
-            model = PRESETS["minigqa" if not model else model].model
+            model = PRESETS[model or "minigqa"].model
         width, height = (int(n) for n in args.picture.split("x"))
         positions = json.loads((Path(model) / "config.json").read_text()).get("text_config", {})
         longest = min(args.max_model_len, positions.get("max_position_embeddings", args.max_model_len))

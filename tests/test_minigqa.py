@@ -459,14 +459,17 @@ def test_documents_return_as_their_variants_say(tmp_path: Path) -> None:
         assert by["whitespace"]["context"].split() == original.split()
         assert by["case"]["context"] != original
         assert by["case"]["context"].casefold() == original.casefold()
-        lines = zip(by["edited"]["context"].split("\n"), original.split("\n"), strict=True)
-        assert sum(a != b for a, b in lines) == 1
+        for variant in ("reworded", "edited"):
+            lines = zip(by[variant]["context"].split("\n"), original.split("\n"), strict=True)
+            assert sum(a != b for a, b in lines) == 1
+        digits = [re.findall(r"\d+", by[v]["context"]) for v in ("original", "reworded", "edited")]
+        assert digits[0] == digits[1] != digits[2]
         assert by["other"]["context"].split("\n")[:2] != original.split("\n")[:2]
         assert len({r["question"] for r in mine}) == len(mine)
         for row in mine:
             entry = re.search(r"entry (\d+)", row["question"])
             assert entry is not None
-            line = next(x for x in row["context"].split("\n") if re.match(rf"\s*entry {entry[1]}:", x, re.IGNORECASE))
+            line = next(x for x in row["context"].split("\n") if re.match(rf"\s*entry\s+{entry[1]}:", x, re.IGNORECASE))
             assert row["answer"].casefold() in " ".join(line.split()).casefold()
             if row["asksEdit"]:
                 assert row["answer"] not in next(x for x in original.split("\n") if x.startswith(f"Entry {entry[1]}:"))

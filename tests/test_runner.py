@@ -57,7 +57,10 @@ class NormalisingCache:
         segments, response = found
         exactness = Exactness.EXACT if segments == request.segments else Exactness.NORMALISED
         plan = Plan(segments, len(segments), Match("exact_text", "entry", 1.0, exactness))
-        return ReuseReport(request, plan, {"exact_text": Status.HIT}, lookup_s=0.001, donor_response=response)
+        proposed = None
+        if self.mode is CacheMode.DRY_RUN:
+            proposed, plan = plan, Plan(request.segments, 0, plan.match)
+        return ReuseReport(request, plan, {"exact_text": Status.HIT}, {}, 0.001, response, proposed)
 
     def add_observation(
         self, report: ReuseReport, response: str, *, tags: Sequence[str] = (), metadata: Mapping[str, Any] | None = None
@@ -117,7 +120,7 @@ def test_a_live_run_sends_the_donors_prompt(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_reports_but_sends_the_request_unchanged(tmp_path: Path) -> None:
-    engine, cache = ScriptedEngine(ANSWERS, store=set()), NormalisingCache()
+    engine, cache = ScriptedEngine(ANSWERS, store=set()), NormalisingCache(CacheMode.DRY_RUN)
     records, summary = go([CAR, CAR_AGAIN], settings(tmp_path, cache_mode="dry-run"), engine, cache=cache)
     assert engine.prompts[1].segments == (TextSegment("what  color is the CAR?"),)
     assert records[1].hit
@@ -458,7 +461,8 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
     for name in ours + theirs:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text('{"format": 1}' if name.endswith(".json") else "x", encoding="utf-8")
-    assert purge_directory(root) == len(ours) + 1
+    prepare(config(root), purge=True)
+    (root / "semkv.json").unlink()
     assert sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()) == sorted(theirs)
 
 

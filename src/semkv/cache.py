@@ -299,7 +299,7 @@ class SemanticCache:
             if match is not None:
                 exact = match.exactness is Exactness.EXACT and report.plan.full
                 there = self._catalog.touch(match.entry_id, now, all_tags if exact else ())
-                if report.plan.full:
+                if report.plan.full and not (exact and there and self._lacks_vectors(match.entry_id)):
                     self._tally.add("repeats")
                     return match.entry_id if there else None
             vectors = self._vectors_to_keep(report)
@@ -311,6 +311,12 @@ class SemanticCache:
             self._refresh()
             return record.entry.entry_id
         return None
+
+    def _lacks_vectors(self, entry_id: str) -> bool:
+        """Whether an entry is unknown to an index, as all are after a change of encoder."""
+        if self._semantic is not None and entry_id not in self._semantic:
+            return True
+        return bool(self._layers) and entry_id not in self._embedding
 
     def _layer_keys(self) -> dict[str, str]:
         """The catalog's name of every layer that this cache fills."""

@@ -37,13 +37,14 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
     roots = [(config.cache_dir, _CACHE_FILES)]
     if config.fusion_cache_dir is not None:
         roots.append((config.fusion_cache_dir, _EXTENT_FILES))
+    ours = _is_ours(config.cache_dir)
     for root, patterns in roots:
         if root.exists() and not root.is_dir():
             raise StoreError(f"{root} is a file; a cache lives in a directory of its own")
         if purge:
             purge_directory(root, patterns)
         _check(root)
-    _mark(config.cache_dir)
+    _mark(config.cache_dir, ours=ours)
 
 
 def purge_directory(root: Path, patterns: tuple[str, ...] = _CACHE_FILES) -> int:
@@ -57,7 +58,7 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = _CACHE_FILES) -> int
     """
     if not root.is_dir() or not any(root.iterdir()):
         return 0
-    if not any(marker.is_file() for marker in _markers(root)):
+    if not _is_ours(root):
         raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
     found = (file for pattern in patterns for file in root.glob(pattern) if file.is_file() or file.is_symlink())
     files = {file for file in found if not any(p.is_symlink() for p in _parents(file, root))}
@@ -65,7 +66,7 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = _CACHE_FILES) -> int
     for file in sorted(files - markers) + sorted(files & markers):  # the sign goes last, so a purge can be repeated
         file.unlink(missing_ok=True)
     for folder in sorted({parent for file in files for parent in _parents(file, root)}, reverse=True):
-        if folder.is_dir() and not any(folder.iterdir()):
+        if not any(folder.iterdir()):
             folder.rmdir()
     return len(files)
 
@@ -79,6 +80,10 @@ def _parents(file: Path, root: Path) -> Iterator[Path]:
 
 def _markers(root: Path) -> list[Path]:
     return [root / MARKER, *(root / store / MARKER for store in _STORES)]
+
+
+def _is_ours(root: Path) -> bool:
+    return any(marker.is_file() for marker in _markers(root))
 
 
 def _check(root: Path) -> None:
@@ -98,12 +103,11 @@ def _check(root: Path) -> None:
             )
 
 
-def _mark(root: Path) -> None:
+def _mark(root: Path, *, ours: bool) -> None:
     marker = root / MARKER
     if marker.exists():
         return
-    foreign = root.is_dir() and any(root.iterdir()) and not any(m.is_file() for m in _markers(root))
-    if foreign:
+    if not ours and root.is_dir() and any(root.iterdir()):
         raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -148,31 +148,26 @@ def _answer(
     progress: Progress,
 ) -> SampleRecord:
     report = cache.try_reuse(request) if cache is not None else ReuseReport(request, Plan(request.segments), {})
-    live = settings.cache.mode is CacheMode.LIVE
-    sent = report.plan.segments if live else request.segments
     try:
-        result = engine.generate(_prompt(sent, settings))
+        result = engine.generate(_prompt(report.plan.segments, settings))
     except MediaError:
-        if sent == request.segments:
+        if not report.plan.substituted:
             raise
         # The donor's image is gone: a fault inside the cache, so the request goes out as it came.
         progress.count("donor image lost")
         report = replace(report, plan=Plan(request.segments), statuses=_as_misses(report))
         result = engine.generate(_prompt(request.segments, settings))
     if cache is not None:
-        computed = report if live else replace(report, plan=replace(report.plan, segments=request.segments))
-        cache.add_observation(computed, result.text, metadata={"finish_reason": result.finish_reason})
+        cache.add_observation(report, result.text, metadata={"finish_reason": result.finish_reason})
     report = report.with_status(kv_cache=result.kv, fusion=result.fusion)
-    return _record(sample, report, result, applied=live and report.hit, cold=progress.cold.get(sample.sample_id))
+    return _record(sample, report, result, cold=progress.cold.get(sample.sample_id))
 
 
 def _as_misses(report: ReuseReport) -> dict[str, Status]:
     return {tier: Status.MISS if status is Status.HIT else status for tier, status in report.statuses.items()}
 
 
-def _record(
-    sample: Sample, report: ReuseReport, result: EngineResult, *, applied: bool, cold: Cold | None
-) -> SampleRecord:
+def _record(sample: Sample, report: ReuseReport, result: EngineResult, *, cold: Cold | None) -> SampleRecord:
     match = report.plan.match
     return SampleRecord(
         sample_id=sample.sample_id,
@@ -183,10 +178,10 @@ def _record(
         match=_match(result.text, sample),
         provenance=report.provenance,
         exactness=str(match.exactness) if match else "",
-        applied=applied,
+        applied=report.plan.substituted > 0,
         score=match.score if match else None,
         donor=match.entry_id if match else "",
-        donor_answer=report.donor_response if report.plan.full else None,
+        donor_answer=report.donor_response,
         statuses=dict(report.statuses),
         latency_s=report.lookup_s + result.latency_s,
         lookup_s=report.lookup_s,

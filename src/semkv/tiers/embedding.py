@@ -75,6 +75,10 @@ class EmbeddingTier:
         self._media_of: dict[str, tuple[str, ...]] = {}  # run item -> media ids
         self._lock = threading.RLock()
 
+    def __contains__(self, entry_id: str) -> bool:
+        """Whether every text layer has an entry's vector."""
+        return all(entry_id in index for index in self._text_indexes.values())
+
     # -- keeping the indexes ------------------------------------------------------------------------------------
 
     def load(self, rows: Iterable[VectorRow], media: Iterable[MediaRow]) -> None:

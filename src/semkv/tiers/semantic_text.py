@@ -37,8 +37,8 @@ class SemanticTextTier:
         self.layer = f"{STATUS}@{encoder.fingerprint}"
         self._index: VectorIndex = FlatIndex(encoder.dim)
 
-    def __len__(self) -> int:
-        return len(self._index)
+    def __contains__(self, entry_id: str) -> bool:
+        return entry_id in self._index
 
     def load(self, rows: Iterable[VectorRow]) -> None:
         """Index what the catalog holds; rows of other layers are ignored, damaged ones counted."""

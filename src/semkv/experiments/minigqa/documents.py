@@ -1,8 +1,8 @@
 """Plain-English documents of invented facts, and questions about them: the workload of a long context that returns.
 
 A document is a log of numbered entries about things that do not exist. It comes back later with other white space, in
-other case, and with one sentence edited, each time with another question, so a cache can reuse its context, and can
-also be caught answering from the text as it was before the edit.
+other case, with one sentence reworded, and with one fact edited, each time with another question. So a cache can reuse
+its context, and can also be caught answering from the text as it was before the edit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from random import Random
 
 from semkv.errors import ConfigError
 
-VARIANTS = ("original", "whitespace", "case", "edited", "other")
+VARIANTS = ("original", "whitespace", "case", "reworded", "edited", "other")
 """What a row's context is, in the order the rows of one document are written."""
 
 
@@ -282,6 +282,18 @@ def edit(document: Document, index: int, rng: Random) -> Document:
     return replace(document, entries=tuple(entries))
 
 
+_ASIDES = ("As before, ", "As expected, ", "Once again, ", "In addition, ")
+
+
+def reword(document: Document, rng: Random) -> Document:
+    """The document with one sentence of filler worded otherwise; every fact stays."""
+    entries = list(document.entries)
+    index = rng.randrange(len(entries))
+    filler = entries[index].filler
+    entries[index] = replace(entries[index], filler=rng.choice(_ASIDES) + filler[0].lower() + filler[1:])
+    return replace(document, entries=tuple(entries))
+
+
 def _count(rng: Random) -> str:
     return str(rng.randrange(12, 100))
 
@@ -303,10 +315,11 @@ def loosen(text: str, rng: Random) -> str:
 def generate_documents(out_jsonl: Path, *, documents: int, seed: int = 0, words: int = 1300) -> Path:
     """Writes the workload as JSON lines and returns the path; the same arguments write the same bytes.
 
-    Each of ``documents`` documents gives five rows, in the order of the requests but mixed with the others': the
-    original, then at any later time the same in other white space, in lower case and with one sentence edited, and an
-    unrelated document (``other``). Every row asks another question of its own context; every second edited row asks
-    about the edited sentence (``asksEdit``), so that its answer differs from what the original says.
+    Each of ``documents`` documents gives six rows, in the order of the requests but mixed with the others': the
+    original, then at any later time the same in other white space, in lower case, with one sentence of filler reworded
+    and with one fact edited, and an unrelated document (``other``). Every row asks another question of its own context;
+    every second edited row asks about the edited sentence (``asksEdit``), so that its answer differs from what the
+    original says.
 
     Fields: ``context``, ``question``, ``answer``, ``variant`` (one of `VARIANTS`), ``document`` (the number of the
     document it came from), ``asksEdit``. 1,300 words are about 2,000 tokens of minigqa-vlm's tokenizer.
@@ -335,10 +348,11 @@ def _rows(rng: Random, number: int, words: int) -> Iterator[dict[str, object]]:
     document, other = make_document(rng, words), make_document(rng, words)
     changed = rng.randrange(len(document.entries))
     edited = edit(document, changed, rng)
+    reworded = reword(document, rng)
     asks_edit = number % 2 == 0
     asked: set[str] = set()
     for variant in VARIANTS:
-        source = {"edited": edited, "other": other}.get(variant, document)
+        source = {"reworded": reworded, "edited": edited, "other": other}.get(variant, document)
         text = source.text
         if variant == "whitespace":
             text = loosen(text, rng)

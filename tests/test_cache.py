@@ -1,0 +1,737 @@
+"""`SemanticCache`: what may be substituted, by which tier, and what is recorded."""
+
+from __future__ import annotations
+
+import doctest
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import semkv.cache
+from cache_helpers import LAYERS, Bench, WrittenEncoder, WrittenHook, line, seen
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
+from semkv.errors import ConfigError, StoreError
+from semkv.keys import segment_key
+from semkv.tiers.decision import Decision
+from semkv.types import (
+    CacheMode,
+    EmbeddingLayer,
+    Entry,
+    Exactness,
+    Match,
+    MatchPolicy,
+    MediaSegment,
+    Namespace,
+    Request,
+    Role,
+    Scope,
+    TextSegment,
+)
+
+DOCUMENT = " ".join(f"Sentence number {n} says something about topic {n}." for n in range(30))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def build(**settings: Any) -> Bench:
+        return Bench(tmp_path, **settings)
+
+    return build
+
+
+def test_the_example_in_the_module_runs() -> None:
+    assert doctest.testmod(semkv.cache).failed == 0
+
+
+# -- the table: what may be substituted -------------------------------------------------------------------------------
+
+
+def test_same_media_same_text_is_exact(bench: Bench) -> None:
+    bench.ask("what color", "car", system="sys")
+    report = bench.ask("what color", "car", system="sys")
+    assert report.plan.full
+    assert report.plan.segments == report.request.segments
+    assert report.provenance == "text:exact"
+    assert report.donor_response == "sys | <car> | what color"
+    assert line(report) == "exact_text=hit, embedding:vision=skip, embedding:prompt=skip, semantic_text=skip"
+
+
+@pytest.mark.parametrize("text", ["What  COLOR", "what\tcolor\n", "ｗｈａｔ color"])
+def test_same_text_after_folding_is_normalised(bench: Bench, text: str) -> None:
+    bench.ask("what color", "car")
+    report = bench.ask(text, "car")
+    assert report.provenance == "text:normalised"
+    assert seen(report.plan.segments) == "<car> | what color"
+    assert report.plan.full
+
+
+def test_same_media_similar_text_substitutes_the_text(bench: Bench) -> None:
+    bench.ask("color", "car")
+    report = bench.ask("color~0.9", "car")
+    assert seen(report.plan.segments) == "<car> | color"
+    assert report.plan.full
+    match = report.plan.match
+    assert match is not None
+    assert match.tier == "embedding:prompt"
+    assert match.exactness is Exactness.APPROXIMATE
+    assert match.score == pytest.approx(0.9, abs=1e-3)
+    assert line(report) == "exact_text=miss, embedding:vision=hit, embedding:prompt=hit, semantic_text=skip"
+
+
+def test_similar_media_and_text_substitute_both(bench: Bench) -> None:
+    bench.ask("color", "car")
+    report = bench.ask("color~0.93", "car~0.95")
+    assert seen(report.plan.segments) == "<car> | color"
+    assert report.plan.full
+    assert report.provenance == "embedding:prompt"  # the weaker of the two decides
+    assert line(report) == "exact_text=miss, embedding:vision=hit, embedding:prompt=hit, semantic_text=skip"
+    (image,) = (s for s in report.plan.segments if isinstance(s, MediaSegment))
+    assert image.source is not None
+    assert image.source.read_bytes() == b"bytes of car"
+
+
+def test_similar_media_and_the_same_text_substitute_both(bench: Bench) -> None:
+    bench.ask("color", "car")
+    report = bench.ask("COLOR", "car~0.95")
+    assert seen(report.plan.segments) == "<car> | color"
+    assert report.provenance == "embedding:vision"
+
+
+def test_similar_media_alone_substitute_the_image_and_leave_the_question(bench: Bench) -> None:
+    bench.ask("color", "car")
+    report = bench.ask("shape", "car~0.95")
+    assert seen(report.plan.segments) == "<car> | shape"
+    assert report.plan.substituted == 1
+    assert not report.plan.full
+    assert report.donor_response is None
+    assert report.provenance == "embedding:vision/media"
+    assert line(report) == "exact_text=miss, embedding:vision=hit, embedding:prompt=miss, semantic_text=skip"
+
+
+def test_similar_text_on_other_media_is_no_reuse(bench: Bench) -> None:
+    bench.ask("color", "car")
+    for question in ("color", "color~0.95"):
+        report = bench.look(question, "house")
+        assert not report.hit
+        assert report.plan.segments == report.request.segments
+        assert line(report) == "exact_text=miss, embedding:vision=miss, embedding:prompt=miss, semantic_text=miss"
+
+
+def test_another_question_on_the_same_image_is_no_hit(bench: Bench) -> None:
+    bench.ask("color", "car", system="sys")
+    report = bench.ask("shape", "car", system="sys")
+    assert not report.hit
+    assert line(report) == "exact_text=miss, embedding:vision=miss, embedding:prompt=miss, semantic_text=miss"
+
+
+def test_a_context_with_other_white_space_is_the_donors_and_the_question_ones_own(bench: Bench) -> None:
+    bench.ask("one", context=DOCUMENT, system="sys")
+    loose = DOCUMENT.replace(" ", "  \n").upper()
+    report = bench.ask("two", context=loose, system="sys")
+    assert seen(report.plan.segments) == f"sys | {DOCUMENT} | two"
+    assert report.plan.substituted == 2
+    assert report.provenance == "text:normalised/context"
+    assert line(report).startswith("exact_text=hit, embedding:vision=skip, embedding:prompt=skip")
+
+
+def test_a_context_with_one_reworded_sentence_is_the_donors(bench: Bench) -> None:
+    document = DOCUMENT + " the last one."
+    bench.ask("one", context=document)
+    calls = len(bench.encoder.calls)
+    report = bench.ask("two", context=DOCUMENT + " the last one.~0.97")
+    assert seen(report.plan.segments) == f"{document} | two"
+    assert report.provenance == "text:semantic/context"
+    match = report.plan.match
+    assert match is not None
+    assert match.score == pytest.approx(0.97, abs=1e-3)
+    assert set(bench.encoder.calls[calls:]) <= {"the last one.", "the last one.~0.97", "two"}  # never the document
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d + " the last one.~0.90",  # below the threshold
+        lambda d: d,  # a sentence left out
+        lambda d: d + " the last one. And another.",  # a sentence put in
+        lambda d: d.replace("Sentence", "Clause") + " the last one.",  # every sentence changed
+    ],
+)
+def test_a_context_that_differs_more_is_not(bench: Bench, change: Callable[[str], str]) -> None:
+    bench.ask("one", context=DOCUMENT + " the last one.")
+    assert not bench.look("two", context=change(DOCUMENT)).hit
+
+
+def test_a_reworded_context_after_another_prompt_is_not(bench: Bench) -> None:
+    bench.ask("one", context=DOCUMENT + " the last one.", system="sys")
+    assert not bench.look("two", context=DOCUMENT + " the last one.~0.97", system="other").hit
+    assert bench.look("two", context=DOCUMENT + " the last one.~0.97", system="SYS").hit
+
+
+def test_several_contexts_match_as_far_as_they_go(bench: Bench) -> None:
+    first, second = DOCUMENT + " the last one.", DOCUMENT.replace("topic", "matter")
+    bench.ask("one", context=[first, second])
+    report = bench.look("two", context=[DOCUMENT + " the last one.~0.97", second.upper()])
+    assert report.plan.substituted == 2
+    report = bench.look("two", context=[DOCUMENT + " the last one.~0.97", "Something else."])
+    assert report.plan.substituted == 1
+    assert seen(report.plan.segments) == f"{first} | Something else. | two"
+
+
+def test_a_shared_system_prompt_or_image_is_no_context(bench: Bench) -> None:
+    bench.ask("one", system="a long system prompt")
+    assert not bench.look("two", system="a long system prompt").hit
+
+
+def test_text_alone_uses_the_prompt_layer_within_the_same_prompt(bench: Bench) -> None:
+    bench.ask("color", system="sys")
+    report = bench.look("color~0.9", system="SYS")
+    assert report.provenance == "embedding:prompt"
+    assert seen(report.plan.segments) == "sys | color"
+    assert line(report) == "exact_text=miss, embedding:vision=skip, embedding:prompt=hit, semantic_text=skip"
+    assert not bench.look("color~0.9", system="other").hit
+
+
+def test_the_semantic_text_tier_stands_without_layers(make: Make) -> None:
+    bench = make(embedding_layers=(), similarity_threshold=0.9)
+    bench.ask("color", "car")
+    report = bench.ask("color~0.95", "car")
+    assert report.provenance == "text:semantic"
+    assert seen(report.plan.segments) == "<car> | color"
+    assert line(report) == "exact_text=miss, semantic_text=hit"
+    assert not bench.look("color~0.85", "car").hit
+    assert not bench.look("color~0.95", "house").hit
+
+
+def test_the_text_before_an_image_must_match_for_it_to_be_substituted(bench: Bench) -> None:
+    bench.ask("color", "car", system="sys")
+    assert not bench.look("shape", "car~0.95", system="other").hit
+    report = bench.look("shape", "car~0.95", system="SYS")
+    assert seen(report.plan.segments) == "sys | <car> | shape"
+    assert report.plan.substituted == 2
+
+
+def test_ones_own_image_is_its_own_donor(bench: Bench) -> None:
+    bench.ask("color", "car")
+    bench.ask("shape", "car~0.85")  # too far: computed by itself
+    report = bench.look("size", "car~0.85")
+    assert not report.hit
+    assert bench.look("size", "car~0.95").provenance == "embedding:vision/media"
+
+
+def test_several_images_must_all_be_similar_in_order(bench: Bench) -> None:
+    bench.ask("differ", ["car", "house"])
+    report = bench.ask("differ~0.9", ["car~0.95", "house~0.96"])
+    assert seen(report.plan.segments) == "<car> | <house> | differ"
+    assert not bench.look("differ", ["house", "car"]).hit
+    assert not bench.look("differ", ["car", "tree"]).hit
+    assert not bench.look("differ", ["car~0.99", "house~0.85"]).hit  # the mean is similar, the second is not
+    assert not bench.look("differ", "car").hit
+    assert seen(bench.look("other", ["car", "house~0.95"]).plan.segments) == "<car> | <house> | other"
+
+
+def test_a_missing_image_file_is_a_skip(bench: Bench) -> None:
+    bench.ask("color", "car")
+    report = bench.look("color", "missing")
+    assert line(report) == "exact_text=miss, embedding:vision=skip, embedding:prompt=miss, semantic_text=miss"
+
+
+def test_every_text_layer_must_agree(make: Make) -> None:
+    bench = make(embedding_layers=(*LAYERS, EmbeddingLayer("other", 64, 0.9)), semantic=False)
+    bench.hook.other = "thing"
+    bench.ask("color", "car")
+    bench.hook.other = "thing~0.95"
+    report = bench.look("color~0.9", "car")
+    assert line(report).startswith("exact_text=miss, embedding:vision=hit, embedding:prompt=hit, embedding:other=hit")
+    bench.hook.other = "nothing of the kind"
+    assert not bench.look("color~0.9", "car").hit
+
+
+# -- switches ---------------------------------------------------------------------------------------------------------
+
+
+def test_match_any_takes_the_best_layer_whatever_the_others_say(make: Make) -> None:
+    bench = make(match=MatchPolicy.ANY)
+    bench.ask("color", "car")
+    report = bench.look("shape", "car~0.95")
+    assert seen(report.plan.segments) == "<car> | color"
+    assert report.provenance == "embedding:vision"
+    report = bench.look("color~0.9", "house")
+    assert seen(report.plan.segments) == "<car> | color"
+    assert report.provenance == "embedding:prompt"
+    assert line(report) == "exact_text=miss, embedding:vision=miss, embedding:prompt=hit, semantic_text=skip"
+    assert not bench.look("shape", "house").hit
+
+
+def test_scope_any_takes_all_images_as_one(make: Make) -> None:
+    bench = make(scope=Scope.ANY, embedding_layers=(), similarity_threshold=0.9)
+    bench.ask("color", "car")
+    report = bench.look("COLOR", "house")
+    assert seen(report.plan.segments) == "<car> | color"
+    match = report.plan.match
+    assert match is not None
+    assert match.tier == "exact_text"
+    assert match.exactness is Exactness.APPROXIMATE  # the image is another one
+    assert seen(bench.look("color~0.95", "house").plan.segments) == "<car> | color"
+
+
+def test_dry_run_reports_and_sends_the_request_as_it_came(make: Make) -> None:
+    bench = make()
+    bench.ask("color", "car")
+    bench.reopen(mode=CacheMode.DRY_RUN)
+    report = bench.ask("color~0.9", "car~0.95", response="own")
+    assert report.hit
+    assert report.plan.segments == report.request.segments
+    assert report.plan.substituted == 0
+    assert report.proposed is not None
+    assert seen(report.proposed.segments) == "<car> | color"
+    assert report.donor_response == "<car> | color"
+    assert report.provenance == "embedding:prompt"
+    assert bench.look("x", "car~0.96").provenance == "embedding:vision/media"
+    entry = bench.cache._catalog.get(bench.entry or "")
+    assert entry is not None
+    assert entry.response == "own"
+    assert seen(entry.segments) == "<car~0.95> | color~0.9"
+
+
+def test_off_looks_nothing_up_and_records_nothing(make: Make) -> None:
+    bench = make(mode=CacheMode.OFF)
+    report = bench.ask("color", "car")
+    assert bench.entry is None
+    assert not bench.ask("color", "car").hit
+    assert line(report) == "exact_text=skip, embedding:vision=skip, embedding:prompt=skip, semantic_text=skip"
+    assert bench.hook.calls == 0
+
+
+def test_each_tier_can_be_turned_off(make: Make) -> None:
+    bench = make(exact=False, semantic=False, embedding_layers=())
+    bench.ask("color", "car")
+    report = bench.ask("color", "car")
+    assert line(report) == "exact_text=skip, semantic_text=skip"
+    assert bench.cache.stats().entries == 1  # byte-equal: a hit on the entry, not a second one
+    assert bench.cache.stats().repeats == 1
+
+
+def test_the_hook_is_not_asked_after_an_exact_hit_nor_twice(bench: Bench) -> None:
+    bench.ask("color", "car")
+    assert bench.hook.calls == 1
+    bench.ask("color", "car")
+    assert bench.hook.calls == 1
+
+
+def test_vectors_may_be_given(bench: Bench) -> None:
+    bench.ask("color", "car")
+    request = bench.request("other", "house")
+    hook = bench.hook(bench.request("color~0.95", "car~0.95"))
+    calls = bench.hook.calls
+    report = bench.cache.try_reuse(request, embeddings=hook)
+    assert seen(report.plan.segments) == "<car> | color"
+    assert bench.hook.calls == calls
+    assert np.linalg.norm(report.embeddings["vision"]) == pytest.approx(1.0)
+
+
+def test_a_decider_may_refuse_an_approximate_match_and_no_other(tmp_path: Path) -> None:
+    asked = []
+
+    class Never:
+        def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
+            asked.append(match.tier)
+            return Decision(False, "never")
+
+    helper = Bench(tmp_path)
+    cache = SemanticCache(helper.cache.config, hook=helper.hook, text_encoder=helper.encoder, decider=Never())
+    helper.ask("color", "car")
+    report = cache.try_reuse(helper.request("color~0.99", "car"))
+    assert not report.hit
+    assert "embedding:prompt=miss, semantic_text=miss" in line(report)
+    assert asked == ["embedding:prompt", "semantic_text"]
+    assert cache.stats().refused == 2
+    assert cache.try_reuse(helper.request("COLOR", "car")).hit
+
+
+# -- who shares with whom ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"match": MatchPolicy.ANY}, {"scope": Scope.ANY}, {"embedding_layers": ()}, {"exact": False}]
+)
+def test_tenants_share_nothing(make: Make, options: dict[str, Any]) -> None:
+    bench = make(**options)
+    document = DOCUMENT + " the last one."
+    for context in ((), document):
+        bench.ask("color", "car", tenant="a", context=context)
+        for question in ("color", "COLOR", "color~0.99", "else"):
+            for image in ("car", "car~0.99"):
+                for other in (context, DOCUMENT + " the last one.~0.99") if context else ((),):
+                    assert not bench.look(question, image, tenant="b", context=other).hit
+        assert bench.look("color", "car", tenant="a", context=context).hit is (
+            options != {"exact": False} or bench.cache.stats().entries > 0
+        )
+
+
+def test_models_share_nothing(bench: Bench) -> None:
+    bench.ask("color", "car")
+    request = replace(bench.request("color", "car"), namespace=Namespace("", "another model"))
+    assert not bench.cache.try_reuse(request).hit
+
+
+# -- recording --------------------------------------------------------------------------------------------------------
+
+
+def test_the_canonical_prompt_is_what_is_recorded(bench: Bench) -> None:
+    bench.ask("color", "car")
+    bench.ask("shape", "car~0.95", response="round")
+    entry = bench.cache._catalog.get(bench.entry or "")
+    assert entry is not None
+    assert seen(entry.segments) == "<car> | shape"
+    assert entry.response == "round"
+    assert bench.cache.stats().entries == 2
+    report = bench.look("shape", "car")
+    assert report.provenance == "text:exact"
+    assert report.donor_response == "round"
+
+
+def test_an_approximate_hit_records_nothing_and_counts_on_the_donor(bench: Bench) -> None:
+    bench.ask("color", "car")
+    donor = bench.entry
+    for cosine in (0.95, 0.9, 0.85):
+        report = bench.ask(f"color~{cosine}", "car")
+        assert bench.entry == donor
+        assert report.plan.match is not None
+        assert report.plan.match.entry_id == donor
+    assert bench.cache.stats().entries == 1
+    entry = bench.cache._catalog.get(donor or "")
+    assert entry is not None
+    assert entry.hits == 3
+
+
+def test_likeness_does_not_drift(make: Make) -> None:
+    """A film: every frame is similar to the one before, and soon not to the first."""
+    bench = make(semantic=False)
+    angles = [0.0, 0.2, 0.4, 0.6, 0.8]
+    first, second = np.eye(64, dtype=np.float32)[:2]
+    donors = []
+    for i, angle in enumerate(angles):
+        vector = np.cos(angle) * first + np.sin(angle) * second
+        request = bench.request(f"q{i}", f"frame{i}")
+        report = bench.cache.try_reuse(request, embeddings={"vision": vector})
+        bench.cache.add_observation(report, "")
+        donors.append(seen(report.plan.segments[:1]))
+    assert donors == ["<frame0>", "<frame0>", "<frame0>", "<frame3>", "<frame3>"]
+
+
+def test_a_byte_equal_repeat_keeps_the_first_answer_and_takes_the_tags(bench: Bench) -> None:
+    bench.ask("color", "car", response="red")
+    report = bench.look("color", "car")
+    assert bench.cache.add_observation(report, "blue", tags=["later"]) == bench.entry
+    entry = bench.cache._catalog.get(bench.entry or "")
+    assert entry is not None
+    assert (entry.response, entry.hits, entry.tags) == ("red", 1, ("later",))
+    assert entry.last_hit >= entry.created > time.time() - 60
+
+
+def test_nothing_comes_back_after_an_invalidation_in_between(bench: Bench) -> None:
+    bench.ask("color", "car")
+    report = bench.look("color", "car")
+    assert bench.cache.invalidate(entry_id=bench.entry) == 1
+    assert bench.cache.add_observation(report, "red") is None
+    assert bench.cache.stats().entries == 0
+
+
+def test_invalidation_reaches_every_tier_and_the_image(bench: Bench) -> None:
+    report = bench.look("color", "car", context=DOCUMENT)
+    bench.cache.add_observation(report, "red", tags=["cars"])
+    assert bench.cache.invalidate(tag="cars", dry_run=True) == 1
+    assert bench.look("color", "car", context=DOCUMENT).hit
+    assert bench.cache.invalidate(tag="cars") == 1
+    for question, image in (("color", "car"), ("color~0.99", "car"), ("color", "car~0.99")):
+        assert not bench.look(question, image, context=DOCUMENT).hit
+    assert bench.cache.stats().media_bytes == 0
+    with pytest.raises(ValueError, match="tag"):
+        bench.cache.invalidate()
+
+
+def test_a_restart_gives_the_same_hits(bench: Bench) -> None:
+    document = DOCUMENT + " the last one."
+    bench.ask("color", "car", system="sys")
+    bench.ask("one", context=document)
+    asked = [
+        {"question": "COLOR", "image": "car", "system": "sys"},
+        {"question": "color~0.9", "image": "car", "system": "sys"},
+        {"question": "color~0.9", "image": "car~0.95", "system": "sys"},
+        {"question": "shape", "image": "car~0.95", "system": "sys"},
+        {"question": "two", "context": DOCUMENT + " the last one.~0.97"},
+        {"question": "color", "image": "house", "system": "sys"},
+    ]
+    before = [bench.look(**a) for a in asked]
+    bench.reopen()
+    after = [bench.look(**a) for a in asked]
+    assert [r.plan.match for r in after] == [r.plan.match for r in before]
+    assert [seen(r.plan.segments) for r in after] == [seen(r.plan.segments) for r in before]
+    assert [line(r) for r in after] == [line(r) for r in before]
+    assert [r.hit for r in after] == [True] * 5 + [False]
+
+
+def test_another_process_finds_what_this_one_recorded(bench: Bench) -> None:
+    other = SemanticCache(bench.cache.config, hook=WrittenHook(), text_encoder=WrittenEncoder())
+    bench.ask("color", "car")
+    assert other.try_reuse(bench.request("color~0.9", "car~0.95")).provenance == "embedding:prompt"
+    bench.cache.invalidate(entry_id=bench.entry)
+    assert not other.try_reuse(bench.request("color~0.9", "car~0.95")).hit
+    assert not other.try_reuse(bench.request("color~0.9", "car")).hit
+
+
+def test_vectors_of_another_encoder_are_not_compared(bench: Bench) -> None:
+    bench.ask("color", "car")
+    bench.hook.fingerprint = bench.encoder.fingerprint = "another"  # type: ignore[misc]
+    bench.reopen(exact=False)
+    assert not bench.look("color~0.99", "car~0.95").hit
+    bench.ask("color", "car")  # the same prompt again brings the new encoder's vectors
+    assert bench.look("color~0.99", "car").hit
+    assert bench.cache.stats().entries == 1
+
+
+def test_the_bound_on_entries_holds_in_every_tier(make: Make) -> None:
+    bench = make(max_entries=5)
+    for n in range(12):
+        bench.ask(f"question{n}", f"image{n}")
+        assert bench.cache.stats().entries <= 5
+    assert not bench.look("question0~0.99", "image0").hit
+    assert not bench.look("else", "image0~0.99").hit
+    assert bench.look("question11~0.99", "image11~0.99").hit
+    assert len(bench.cache._embedding._text_indexes["prompt"]) == 5
+    assert len(bench.cache._embedding._run_indexes[1]) == 5
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_beyond_the_window_never_matches_semantically(make: Make) -> None:
+    bench = make(embedding_layers=())
+    long = "word " * 21
+    bench.ask(long + "first", "car")
+    report = bench.look(long + "second", "car")
+    assert not report.hit
+    assert line(report) == "exact_text=miss, semantic_text=skip"
+    assert not bench.encoder.calls
+    assert bench.look(long + "FIRST", "car").provenance == "text:normalised"
+
+
+def test_a_sentence_beyond_the_window_is_not_compared(bench: Bench) -> None:
+    long = " " + "word " * 30
+    bench.ask("one", context=DOCUMENT + long + "~0.99.")
+    assert not bench.look("two", context=DOCUMENT + long + "~0.98.").hit
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["flip", "delete"])
+def test_a_donor_whose_image_is_gone_serves_only_those_who_bring_it(bench: Bench, damage: str) -> None:
+    bench.ask("color", "car")
+    image = bench.image("car")
+    file = bench.cache._media.path(image.media_id)
+    assert file is not None
+    if damage == "flip":
+        file.write_bytes(b"bytes of cat")
+    else:
+        file.unlink()
+    report = bench.look("color", "car~0.95")
+    assert not report.hit
+    assert report.plan.segments == report.request.segments
+    assert bench.cache.stats().faults["donor media lost"] >= 1
+    assert bench.look("color~0.9", "car").hit
+
+
+def test_a_file_with_other_bytes_is_not_stored_as_the_image(bench: Bench) -> None:
+    image = bench.image("car")
+    assert image.source is not None
+    image.source.write_bytes(b"something else")
+    request = Request("1", Namespace(), (image, TextSegment("color")))
+    bench.cache.add_observation(bench.cache.try_reuse(request), "red")
+    assert bench.cache._media.path(image.media_id) is None
+    assert bench.cache.stats().faults == {"media not found": 1}
+
+
+@pytest.mark.parametrize("part", ["hook", "encoder"])
+def test_an_encoder_that_fails_is_a_counted_miss(bench: Bench, part: str) -> None:
+    bench.ask("color", "car")
+    getattr(bench, part).error = RuntimeError("out of memory")
+    report = bench.look("else~0.9", "car")
+    assert not report.hit
+    assert "skip" not in line(report)
+    assert sum(bench.cache.stats().faults.values()) == 1
+    bench.cache.add_observation(report, "answer")
+    getattr(bench, part).error = None
+    assert bench.look("color", "car").hit
+
+
+def test_a_vector_that_is_not_finite_is_a_counted_miss(bench: Bench) -> None:
+    for bad in (np.full(64, np.nan), np.zeros(64)):
+        assert not bench.cache.try_reuse(bench.request("color"), embeddings={"prompt": bad.astype(np.float32)}).hit
+    assert bench.cache.stats().faults == {"hook": 2}
+
+
+def test_a_locked_catalog_is_a_counted_miss(bench: Bench) -> None:
+    bench.cache._catalog._db.execute("PRAGMA busy_timeout=20")
+    other = sqlite3.connect(bench.root / "cache" / "catalog.sqlite", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    report = bench.ask("color", "car")
+    assert not report.hit
+    assert bench.entry is None
+    other.execute("ROLLBACK")
+    assert bench.cache.stats().faults["record"] == 1
+    bench.ask("color", "car")
+    assert bench.look("color", "car").hit
+
+
+def test_a_broken_catalog_is_a_counted_miss(bench: Bench) -> None:
+    bench.ask("color", "car")
+    bench.cache._catalog._db.execute("DROP TABLE entry_keys")
+    report = bench.ask("color", "car")
+    assert not report.hit
+    assert report.statuses["exact_text"] == "miss"
+    assert bench.cache.stats().faults["exact_text"] == 1
+
+
+def test_a_closed_cache_is_a_counted_miss(bench: Bench) -> None:
+    bench.cache.close()
+    assert not bench.ask("color", "car").hit
+    assert bench.entry is None
+
+
+def test_a_text_that_is_no_unicode_is_a_counted_miss(bench: Bench) -> None:
+    report = bench.ask("color \ud800", "car")
+    assert not report.hit
+    assert bench.entry is None
+    assert bench.cache.stats().faults["request"] == 1
+
+
+def test_odd_prompts_do_no_harm(bench: Bench) -> None:
+    for _ in range(2):
+        bench.ask(None)
+        bench.ask(None, "car")
+        bench.ask("", "car")
+        bench.ask(None, context="Only a context.")
+    assert not bench.cache.stats().faults
+    assert bench.look(None, "car").provenance == "text:exact"
+    request = Request("1", Namespace("", "model"), (TextSegment("color"), bench.image("car")))  # text first
+    bench.cache.add_observation(bench.cache.try_reuse(request), "red")
+    similar = Request("2", Namespace("", "model"), (TextSegment("color~0.9"), bench.image("car")))
+    assert seen(bench.cache.try_reuse(similar).plan.segments) == "color | <car>"
+
+
+def test_settings_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    def build(layer: EmbeddingLayer) -> None:
+        config = CacheConfig(tmp_path, embedding_layers=(layer,), embedding_hook="prompt", semantic=False)
+        SemanticCache(config, hook=WrittenHook(), text_encoder=WrittenEncoder())
+
+    with pytest.raises(ConfigError, match=r"'prompt:512' is not allowed; expected prompt:64, the dimension that hook"):
+        build(EmbeddingLayer("prompt", 512))
+    with pytest.raises(ConfigError, match=r"'sound'.*a layer that hook"):
+        build(EmbeddingLayer("sound", 64))
+
+
+def test_a_hook_that_declares_nothing_is_held_to_the_dimension_at_first_use(tmp_path: Path) -> None:
+    config = CacheConfig(
+        tmp_path, embedding_layers=(EmbeddingLayer("prompt", 8),), embedding_hook="mine", semantic=False
+    )
+    cache = SemanticCache(config, hook=lambda request: {"prompt": np.ones(4)}, text_encoder=WrittenEncoder())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="prompt:4, the dimension that hook mine returns"):
+        cache.try_reuse(Request("1", Namespace(), (TextSegment("x"),)))
+
+
+def test_another_format_version_is_an_error_at_open(bench: Bench) -> None:
+    bench.cache._catalog._db.execute("PRAGMA user_version=99")
+    bench.cache.close()
+    with pytest.raises(StoreError, match=r"99.*--purge"):
+        bench.open()
+
+
+def test_many_threads_may_ask(bench: Bench) -> None:
+    def work(n: int) -> None:
+        for i in range(8):
+            report = bench.cache.try_reuse(bench_requests[n * 8 + i])
+            bench.cache.add_observation(report, "")
+
+    bench_requests = [bench.request(f"q{i % 5}", f"image{i % 3}") for i in range(32)]
+    threads = [Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stats = bench.cache.stats()
+    assert not stats.faults
+    assert stats.entries == len({(i % 5, i % 3) for i in range(32)})
+    assert stats.lookups == 32
+
+
+# -- a property of every plan -----------------------------------------------------------------------------------------
+
+_words = st.sampled_from(["color", "COLOR", "color~0.9", "shape", "shape~0.85", " shape ", "size"])
+_images = st.sampled_from([(), ("car",), ("car~0.95",), ("house",), ("car", "house"), ("car~0.95", "house~0.95")])
+_contexts = st.sampled_from(
+    [(), (DOCUMENT + " last.",), (DOCUMENT.upper() + " LAST.",), (DOCUMENT + " last.~0.97",), ("Short.", "Other.")]
+)
+_prompts = st.lists(st.tuples(_words, _images, _contexts, st.sampled_from(["", "sys", "SYS"])), min_size=2, max_size=12)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(prompts=_prompts, match=st.sampled_from(MatchPolicy), scope=st.sampled_from(Scope), exact=st.booleans())
+def test_a_plan_is_the_donors_leading_run_and_the_requests_own_rest(
+    tmp_path_factory: pytest.TempPathFactory,
+    prompts: list[tuple[str, tuple[str, ...], tuple[str, ...], str]],
+    match: MatchPolicy,
+    scope: Scope,
+    exact: bool,
+) -> None:
+    bench = Bench(tmp_path_factory.mktemp("plans"), match=match, scope=scope, exact=exact)
+    answers: dict[str, str] = {}
+    for question, images, contexts, system in prompts:
+        report = bench.look(question, images, context=contexts, system=system)
+        plan, own = report.plan, report.request.segments
+        assert (plan.match is None) == (plan.substituted == 0)
+        keys = [segment_key(s, normalised=False) for s in plan.segments]
+        if plan.match is None:
+            assert plan.segments == own
+        else:
+            donor = bench.cache._catalog.get(plan.match.entry_id)
+            assert donor is not None
+            run = plan.substituted
+            assert keys[:run] == [segment_key(s, normalised=False) for s in donor.segments[:run]]
+            rest = () if run == len(donor.segments) else own[run:]
+            assert plan.segments[run:] == rest
+            if plan.match.exactness is Exactness.EXACT:
+                assert plan.segments == own
+            if plan.full:
+                assert report.donor_response == answers["|".join(keys)]
+            for segment in plan.segments:
+                assert not isinstance(segment, MediaSegment) or (segment.source is not None and segment.source.exists())
+        answer = answers.setdefault("|".join(keys), f"answer {len(answers)}")
+        assert bench.cache.add_observation(report, answer) is not None
+    assert not bench.cache.stats().faults
+    bench.cache.close()
+
+
+def test_roles_are_part_of_a_prompt(bench: Bench) -> None:
+    first = Request("1", Namespace(), (TextSegment("x", Role.SYSTEM), TextSegment("color")))
+    second = Request("2", Namespace(), (TextSegment("x", Role.CONTEXT), TextSegment("color")))
+    bench.cache.add_observation(bench.cache.try_reuse(first), "red")
+    assert not bench.cache.try_reuse(second).hit
