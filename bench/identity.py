@@ -237,6 +237,9 @@ class Runner:
         from vllm.config import ECTransferConfig, KVTransferConfig
         from vllm.platforms import current_platform
 
+        from semkv.connectors import register
+
+        register()  # installed, vLLM finds the connectors by itself
         self.spec, connectors = spec, {}
         if spec["cache_dir"]:
             extra = {"cache_dir": spec["cache_dir"]}

@@ -1,7 +1,7 @@
 """Time to first token when a long document returns: with semkv, and with vLLM's prefix cache alone.
 
     python bench/long_context.py --out bench/results/long-context-cpu.json
-    python bench/long_context.py --model DIR --load-format dummy --documents 12 --out FILE
+    python bench/long_context.py --shape qwen2.5-vl-7b --documents 12 --out FILE
 
 Every document is asked about once as it is, then it returns with other white space, in other case and with one
 sentence edited, each time with another question; an unrelated document is the control. Two settings: the document
@@ -157,18 +157,30 @@ def main() -> None:
     parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--kv-cache-bytes", type=int)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shape", help="dummy weights in the shape of this model (see identity.py) instead of --model")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.shape:
+            from identity import SHAPES
 
+            options.model, options.load_format = folder, "dummy"
+            SHAPES[options.shape](Path(folder), None)
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Run every pass, write the file, print the tables."""
     started = time.time()
     rows, warm = read_rows(options.documents, options.words, 0), read_rows(2, options.words, 999)[:3]
     off, on = passes(options, rows, warm, cached=False), passes(options, rows, warm, cached=True)
     tables = {setting: table(off[setting], on[setting]) for setting in on}
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()} | {
-        "model": Path(options.model).name
+        "model": options.shape or Path(options.model).name
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     result = {"machine": machine(), "settings": settings, "seconds": round(time.time() - started, 1), "tables": tables}
-    options.out.write_text(json.dumps(result | {"raw": {"without": off, "with": on}}, indent=1) + "\n", encoding="utf-8")
+    result["raw"] = {"without": off, "with": on}
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for setting, lines in tables.items():
         print(setting)
         for line in lines:

@@ -602,13 +602,28 @@ def test_a_locked_catalog_is_a_counted_miss(bench: Bench) -> None:
     assert bench.look("color", "car").hit
 
 
-def test_a_broken_catalog_is_a_counted_miss(bench: Bench) -> None:
+def test_a_tier_that_breaks_leaves_the_others(bench: Bench) -> None:
     bench.ask("color", "car")
     bench.cache._catalog._db.execute("DROP TABLE entry_keys")
-    report = bench.ask("color", "car")
-    assert not report.hit
+    report = bench.look("color", "car")
     assert report.statuses["exact_text"] == "miss"
-    assert bench.cache.stats().faults["exact_text"] == 1
+    assert seen(report.plan.segments) == "<car> | color"
+    assert bench.cache.stats().faults == {"exact_text": 1, "embedding": 1}
+
+
+def test_a_damaged_catalog_is_a_counted_miss(bench: Bench) -> None:
+    for n in range(30):
+        bench.ask(f"question{n}", f"image{n}", context=DOCUMENT)
+    bench.cache.close()
+    file = bench.root / "cache" / "catalog.sqlite"
+    data = bytearray(file.read_bytes())
+    data[8192:] = b"\xff" * (len(data) - 8192)
+    file.write_bytes(data)
+    bench.open()
+    for n in range(3):
+        assert not bench.ask(f"question{n}", f"image{n}", context=DOCUMENT).hit
+        assert bench.entry is None
+    assert bench.cache.stats().faults
 
 
 def test_a_closed_cache_is_a_counted_miss(bench: Bench) -> None:
@@ -625,8 +640,9 @@ def test_a_text_that_is_no_unicode_is_a_counted_miss(bench: Bench) -> None:
 
 
 def test_odd_prompts_do_no_harm(bench: Bench) -> None:
+    empty = bench.request(None)
+    assert bench.cache.add_observation(bench.cache.try_reuse(empty), "") is None
     for _ in range(2):
-        bench.ask(None)
         bench.ask(None, "car")
         bench.ask("", "car")
         bench.ask(None, context="Only a context.")

@@ -167,6 +167,40 @@ def test_a_model_that_is_not_there(tmp_path: Path, prompts: Path, model: str, ex
     assert "Traceback" not in out.stderr
 
 
+HOOK = """
+import numpy as np
+
+class Declared:
+    dims, fingerprint = {"prompt": 8}, "h"
+    def __init__(self, config): ...
+    def __call__(self, request): return {"prompt": np.ones(8, np.float32)}
+
+class Undeclared(Declared):
+    dims = {}
+"""
+
+
+def test_a_hook_of_the_users_own_and_its_dimension(tmp_path: Path, prompts: Path) -> None:
+    (tmp_path / "my_hooks.py").write_text(HOOK, encoding="utf-8")
+
+    def run(hook: str, layer: str) -> subprocess.CompletedProcess[str]:
+        arguments = [*run_arguments(tmp_path, prompts), "--embedding-hook", f"my_hooks:{hook}"]
+        return semkv(*arguments, "--embedding-layer", layer, PYTHONPATH=str(tmp_path))
+
+    fits = run("Declared", "prompt:8:0.9")
+    assert fits.returncode == 0, fits.stderr
+    assert "embedding:prompt=" in fits.stdout
+    for hook in ("Declared", "Undeclared"):
+        wrong = run(hook, "prompt:9:0.9")
+        assert wrong.returncode == 2
+        assert "--embedding-layer" in wrong.stderr
+        assert "8" in wrong.stderr
+        assert "Traceback" not in wrong.stderr
+    unknown = run("Gone", "prompt:8")
+    assert unknown.returncode == 2
+    assert "--embedding-hook: 'my_hooks:Gone' is not allowed" in unknown.stderr
+
+
 def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
     path = tmp_path / "many.jsonl"
     path.write_text("\n".join(json.dumps({"question": f"question {i}"}) for i in range(200_000)), encoding="utf-8")

@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -419,6 +421,55 @@ def test_preemption_decode_capture_failed_loads_and_bounds(models: Any, tmp_path
         )
     finally:
         small.close()
+
+
+BY_NAME = """
+import json, sys, time
+sys.path.insert(0, sys.argv[2])
+import tiny_models
+
+def main():
+    from vllm import LLM, SamplingParams
+    llm = LLM(sys.argv[1], max_model_len=512, enforce_eager=True, dtype="bfloat16", block_size=32,
+              kv_cache_memory_bytes=1 << 28, limit_mm_per_prompt={"image": 1, "video": 0},
+              kv_transfer_config={"kv_connector": "SemKVConnector", "kv_role": "kv_both"},
+              ec_transfer_config={"ec_connector": "SemECConnector", "ec_role": "ec_both"})
+    prompt = {"prompt": "<s><image>" + " is there a dog" * 20, "multi_modal_data": {"image": tiny_models.picture()}}
+    seen = []
+    for skip in (False, False, True):
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True,
+                                extra_args={"kv_transfer_params": {"semkv": {"skip": skip}}})
+        out = llm.generate([prompt], params, use_tqdm=False)[0]
+        seen.append([list(out.outputs[0].token_ids), out.kv_transfer_params, out.ec_transfer_params])
+        time.sleep(2)  # the files are written in the background
+        llm.reset_prefix_cache()
+        llm.llm_engine.reset_encoder_cache()
+    print("RESULT" + json.dumps([hasattr(llm.llm_engine.engine_core, "engine_core"), seen]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.engine
+def test_by_name_alone_in_an_engine_process(models: Any, tmp_path: Path) -> None:
+    """As a server runs it: the engine core is another process, and vLLM finds the connectors by their entry point."""
+    script = tmp_path / "script.py"
+    script.write_text(BY_NAME)
+    environment = os.environ | {
+        "SEMKV_CACHE_DIR": str(tmp_path / "cache"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, str(script), str(models("llava")), str(Path(__file__).parent)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    in_process, (cold, warm, fused) = json.loads(done.stdout.rpartition("RESULT")[2])
+    assert not in_process
+    assert warm[0] == fused[0] == cold[0]
+    assert cold[1:] == [{"semkv": {"loaded_tokens": 0, "load_failed": False}}, {"semkv": {"loaded": 0, "encoded": 1}}]
+    assert warm[1]["semkv"]["loaded_tokens"] >= 96
+    assert fused[1:] == [{"semkv": {"loaded_tokens": 0, "load_failed": False}}, {"semkv": {"loaded": 1, "encoded": 0}}]
 
 
 def _metadata(path: Path) -> Any:

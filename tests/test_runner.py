@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
@@ -18,11 +16,9 @@ from semkv import keys
 from semkv.engines import EnginePrompt, EngineResult, MediaError
 from semkv.engines.base import load_image, system_text, user_parts
 from semkv.engines.scripted import ScriptedEngine
-from semkv.errors import DatasetError, EngineError, StoreError
-from semkv.experiments import metrics
-from semkv.experiments.cachedir import prepare, purge_directory
+from semkv.errors import DatasetError, EngineError
 from semkv.experiments.datasets import ImageRef, Sample
-from semkv.experiments.metrics import Cold, SampleRecord, Summary
+from semkv.experiments.metrics import SampleRecord, Summary
 from semkv.experiments.report import console_listener, print_summary, sample_line, size
 from semkv.experiments.runner import Silent, run
 from semkv.experiments.settings import RunFlags, RunSettings, resolve
@@ -327,89 +323,6 @@ def test_sizes() -> None:
     assert [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3.0 TiB"]
 
 
-# --- metrics
-
-
-@pytest.mark.parametrize(
-    ("prediction", "answer", "equal"),
-    [
-        ("Red.", "red", True),
-        (" yes ", "Yes", True),
-        ("t-shirt", "tshirt", True),
-        ("red car", "red", False),
-        ("", "x", False),
-    ],
-)
-def test_answers_match_as_in_lmms_eval(prediction: str, answer: str, equal: bool) -> None:
-    assert metrics.answers_match(prediction, answer) is equal
-
-
-def test_percentiles() -> None:
-    assert metrics.percentiles([None, None]) == metrics.Times(0, None, None)
-    times = metrics.percentiles([0.1, None, 0.2, 0.3])
-    assert times.n == 3
-    assert times.p50_s == pytest.approx(0.2)
-    assert times.p95_s == pytest.approx(0.29)
-
-
-def test_an_interval_widens_with_the_clusters() -> None:
-    outcomes = [(str(i // 20), (i // 20) % 2 == 0) for i in range(400)]  # whole images right or wrong
-    alone = [(str(i), right) for i, (_, right) in enumerate(outcomes)]
-    clustered, independent = metrics.share(outcomes), metrics.share(alone)
-    assert clustered.value == independent.value == 0.5
-    assert clustered.low is not None
-    assert clustered.high is not None
-    assert independent.low is not None
-    assert independent.high is not None
-    assert clustered.high - clustered.low > 3 * (independent.high - independent.low)
-    # Independent samples: 1.96 * sqrt(.25 / 400) = 0.049.
-    assert independent.high - 0.5 == pytest.approx(0.049, abs=0.006)
-    assert metrics.share(outcomes) == clustered
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=30))
-def test_an_interval_holds_its_value(outcomes: list[tuple[str, bool]]) -> None:
-    share = metrics.share(outcomes)
-    assert share.value == pytest.approx(sum(x for _, x in outcomes) / len(outcomes))
-    assert share.low is not None
-    assert share.high is not None
-    assert 0 <= share.low <= share.high <= 1
-
-
-def test_no_records_make_a_summary() -> None:
-    summary = metrics.summarise([])
-    assert (summary.samples, summary.hit_rate) == (0, 0.0)
-    assert summary.accuracy.value is None
-    json.dumps(summary.to_json())
-
-
-def test_beyond_counts_every_sample_and_may_be_negative() -> None:
-    def cold(computed: int) -> Cold:
-        return Cold("a", "red", True, 0.1, 0.1, 10, 10 - computed)
-
-    records = [record(cached_tokens=8, cold=cold(10)), record(cached_tokens=0, cold=cold(4))]
-    tokens = metrics.tokens(records)
-    assert (tokens.computed, tokens.baseline_computed, tokens.beyond) == (12, 14, 2)
-    assert metrics.tokens([record(cached_tokens=0, cold=cold(4))]).beyond == -6
-    assert metrics.tokens([record(), record(cold=cold(4))]).beyond is None
-
-
-def test_hits_against_cold() -> None:
-    def pair(text: str, cold_text: str, **values: Any) -> SampleRecord:
-        cold = Cold("a", cold_text, cold_text == "red", 0.064, 0.1, 10, 0, (1, 2))
-        return record(
-            text=text, match=text == "red", provenance="p", applied=True, cold=cold, token_ids=(1, 2), **values
-        )
-
-    records = [pair("red", "red"), pair("blue", "red"), pair("red", "blue"), pair("blue", "blue", exactness="exact")]
-    compared = metrics.against_cold(records)
-    assert compared is not None
-    assert (compared.n, compared.wrong_hits, compared.gained_hits) == (4, 1, 1)
-    assert compared.agreement.value == 0.5
-    assert (compared.identical_tokens.n, compared.identical_tokens.value) == (1, 1.0)
-    assert compared.speedup == pytest.approx(2.0)
-
-
 # --- engines
 
 
@@ -443,69 +356,3 @@ def test_tenants_share_nothing_in_the_scripted_engine() -> None:
     assert prompt.cache_salt is None
     results = [engine.generate(replace(prompt, tenant=t)) for t in ("", "a", "b", "a")]
     assert [r.cached_tokens for r in results] == [0, 0, 0, 4]
-
-
-# --- cache directories
-
-
-def config(root: Path, **flags: Any) -> Any:
-    return resolve(RunFlags(preset="opt-125m", cache_dir=root, **flags)).cache
-
-
-def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> None:
-    root = tmp_path / "cache"
-    prepare(config(root))
-    ours = ["catalog.sqlite", "catalog.sqlite-wal", "media/ab/" + "ab" * 32, "kv/semkv.json", "kv/index.sqlite"]
-    ours += ["kv/extents/0a/0a11.safetensors", "fusion/semkv.json", "fusion/extents/0b/0b11.safetensors"]
-    theirs = ["notes.txt", "kv/notes.txt", "thesis/catalog.sqlite"]
-    for name in ours + theirs:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text('{"format": 1}' if name.endswith(".json") else "x", encoding="utf-8")
-    prepare(config(root), purge=True)
-    (root / "semkv.json").unlink()
-    assert sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()) == sorted(theirs)
-
-
-def test_a_purge_refuses_a_directory_that_is_not_a_cache(tmp_path: Path) -> None:
-    (tmp_path / "catalog.sqlite").write_text("mine", encoding="utf-8")
-    with pytest.raises(StoreError, match="is not a semkv cache"):
-        prepare(config(tmp_path), purge=True)
-    with pytest.raises(StoreError, match="holds files that are not semkv's"):
-        prepare(config(tmp_path))
-    assert (tmp_path / "catalog.sqlite").read_text(encoding="utf-8") == "mine"
-    assert purge_directory(tmp_path / "none") == 0
-    with pytest.raises(StoreError, match="is a file"):
-        prepare(config(tmp_path / "catalog.sqlite"))
-
-
-def test_a_purge_follows_no_link_out(tmp_path: Path) -> None:
-    root, outside = tmp_path / "cache", tmp_path / "outside"
-    outside.mkdir()
-    (outside / "precious").write_text("x", encoding="utf-8")
-    prepare(config(root))
-    (root / "media").mkdir()
-    (root / "media" / "ab").symlink_to(outside, target_is_directory=True)
-    purge_directory(root)
-    assert (outside / "precious").exists()
-
-
-@pytest.mark.parametrize("where", ["semkv.json", "kv/semkv.json", "fusion/semkv.json"])
-@pytest.mark.parametrize("content", ['{"format": 99}', "not json", "[]"])
-def test_a_directory_of_another_version_is_refused_and_can_be_purged(tmp_path: Path, where: str, content: str) -> None:
-    root = tmp_path / "cache"
-    prepare(config(root))
-    (root / where).parent.mkdir(exist_ok=True)
-    (root / where).write_text(content, encoding="utf-8")
-    with pytest.raises(StoreError, match="another version"):
-        prepare(config(root))
-    prepare(config(root), purge=True)
-    assert json.loads((root / "semkv.json").read_text(encoding="utf-8"))["format"] == 1
-
-
-def test_a_fusion_directory_elsewhere_is_purged_too(tmp_path: Path) -> None:
-    root, fusion = tmp_path / "cache", tmp_path / "fusion"
-    (fusion / "extents" / "0b").mkdir(parents=True)
-    (fusion / "semkv.json").write_text('{"format": 1}', encoding="utf-8")
-    (fusion / "extents" / "0b" / "0b.safetensors").write_text("x", encoding="utf-8")
-    prepare(config(root, fusion_cache_dir=fusion), purge=True)
-    assert list(fusion.rglob("*")) == []

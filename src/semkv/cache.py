@@ -38,6 +38,7 @@ from semkv.tiers.base import Boundary, Candidate, GuardedEncoder, PartError, Tal
 from semkv.tiers.decision import Decider, FixedThreshold
 from semkv.tiers.embedding import VISION, EmbeddingTier, status_of
 from semkv.tiers.exact_text import ExactTextTier
+from semkv.tiers.guards import no_veto, veto
 from semkv.tiers.keying import Keyed
 from semkv.tiers.plan import Planner
 from semkv.tiers.record import make_record
@@ -45,7 +46,7 @@ from semkv.tiers.semantic_text import SemanticTextTier
 from semkv.tiers.similar_context import SimilarContext
 from semkv.tiers.stats import CacheStats, stats_of
 from semkv.tiers.vectors import check_layers, clean
-from semkv.types import CacheMode, Entry, Exactness, Namespace, Plan, Request, ReuseReport, Status
+from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport, Status
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -105,7 +106,8 @@ class SemanticCache:
         self._catalog = Catalog(config.cache_dir / "catalog.sqlite", max_entries=config.max_entries)
         self._media = MediaStore(config.cache_dir / "media", max_bytes=config.max_media_bytes)
         self._roots = image_roots(config)
-        self._planner = Planner(self._media, decider or FixedThreshold.of(config), self._tally)
+        guard = veto if config.guards and config.match is MatchPolicy.ALL else no_veto
+        self._planner = Planner(self._media, decider or FixedThreshold.of(config), guard, self._tally)
         self._exact = ExactTextTier(self._catalog, config.scope) if config.exact else None
         self._embedding = EmbeddingTier(self._catalog, self._layers, config.match, self._hook.fingerprint, self._tally)
         self._semantic: SemanticTextTier | None = None
@@ -114,7 +116,7 @@ class SemanticCache:
             least = config.similarity_threshold
             self._semantic = SemanticTextTier(self._catalog, self._encoder, config.scope, least, self._tally)
             self._contexts = SimilarContext(
-                self._catalog, self._encoder, config.scope, least, config.context_edit_share
+                self._catalog, self._encoder, config.scope, least, config.context_edit_share, guard
             )
         self._seen_vectors = self._seen_media = 0
         self._refreshing = threading.Lock()
@@ -162,7 +164,7 @@ class SemanticCache:
         names = [_EXACT, *(status_of(layer.name) for layer in self.config.embedding_layers), _SEMANTIC]
         statuses = dict.fromkeys(names, Status.SKIP)
         own = Plan(request.segments)
-        if self.config.mode is CacheMode.OFF:
+        if self.config.mode is CacheMode.OFF or not request.segments:
             return ReuseReport(request, own, statuses)
         plan: Plan | None = None
         donor: Entry | None = None
@@ -205,7 +207,7 @@ class SemanticCache:
         return None, None
 
     def _ask_exact(self, lookup: _Lookup) -> tuple[Plan | None, Entry | None]:
-        if self._exact is None or not lookup.keyed.segments:
+        if self._exact is None:
             return None, None
         lookup.statuses[_EXACT] = Status.MISS
         with self._boundary(_EXACT):
@@ -290,7 +292,7 @@ class SemanticCache:
         Returns:
             The id of the entry that now stands for the prompt; None where nothing was recorded (mode off, or a fault).
         """
-        if self.config.mode is CacheMode.OFF:
+        if self.config.mode is CacheMode.OFF or not report.request.segments:
             return None
         all_tags = tuple(dict.fromkeys((*report.request.tags, *tags)))
         match = report.plan.match if report.plan.substituted else None

@@ -120,6 +120,9 @@ def run(
         bool,
         typer.Option("--disable-semantic-cache", help="Without the semantic text tier."),
     ] = False,
+    disable_guards: Annotated[
+        bool, typer.Option("--disable-guards", help="Let the score alone decide, whatever words changed.")
+    ] = False,
     disable_exact_cache: Annotated[
         bool, typer.Option("--disable-exact-cache", help="Without the exact text tier.")
     ] = False,
@@ -184,6 +187,7 @@ def run(
         match=match,
         scope=scope,
         disable_semantic_cache=disable_semantic_cache,
+        disable_guards=disable_guards,
         disable_exact_cache=disable_exact_cache,
         cache_mode=cache_mode,
         cache_dir=cache_dir,

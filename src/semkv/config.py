@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from semkv.errors import ConfigError
-from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, Scope
+from semkv.types import DEFAULT_LAYER_THRESHOLD, CacheMode, EmbeddingLayer, MatchPolicy, Scope
 
 IMAGE_ROOT_VARIABLES = ("SEMANTIC_CACHE_IMAGE_ROOT", "GQA_IMAGE_ROOT", "LLAVA_IMAGE_ROOT")
 
@@ -41,7 +41,7 @@ def parse_embedding_layer(spec: str, key: str = "--embedding-layer") -> Embeddin
         raise ConfigError(key, spec, form)
     try:
         dim = int(parts[1])
-        threshold = float(parts[2]) if len(parts) == 3 else EmbeddingLayer.__dataclass_fields__["threshold"].default
+        threshold = float(parts[2]) if len(parts) == 3 else DEFAULT_LAYER_THRESHOLD
     except ValueError:
         raise ConfigError(key, spec, form) from None
     if dim < 1:
@@ -64,6 +64,8 @@ class CacheConfig:
         exact: the exact text tier (L0.5).
         semantic: the semantic text tier (L1).
         fusion: the fusion tier (L1.5).
+        guards: words may veto an approximate match: a changed number, negation, direction, color or word order (see
+            `semkv.tiers.guards`). ``--match any`` goes without them.
         similarity_threshold: least cosine of the semantic text tier.
         embedding_layers: layers of the embedding tier (L2); empty turns it off.
         embedding_hook: none, prompt, vision, prompt_vision, or ``package.module:Factory``.
@@ -86,7 +88,8 @@ class CacheConfig:
     exact: bool = True
     semantic: bool = True
     fusion: bool = False
-    similarity_threshold: float = 0.95
+    guards: bool = True
+    similarity_threshold: float = 0.92
     embedding_layers: tuple[EmbeddingLayer, ...] = ()
     embedding_hook: str = "none"
     index_encoder: str = "all-MiniLM-L6-v2"

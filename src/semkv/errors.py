@@ -46,5 +46,5 @@ class StoreError(SemkvError):
     """A store cannot be opened."""
 
 
-class CorruptValue(StoreError):
+class CorruptValue(StoreError):  # noqa: N818
     """A stored value failed its checksum, shape, dtype or version test."""

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     Vector = npt.NDArray[np.float32]
 
 
+DEFAULT_LAYER_THRESHOLD = 0.85
+
+
 class Role(StrEnum):
     """What a text segment is for. Segments stand in prompt order: system, media, context, question."""
 
@@ -127,7 +130,7 @@ class EmbeddingLayer:
 
     name: str
     dim: int
-    threshold: float = 0.85
+    threshold: float = DEFAULT_LAYER_THRESHOLD
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class ECWorker:
         import torch
 
         key = step.saves.get(identifier)
-        if key is None or not self._saves:
+        if key is None or not self._saves or not self._extents.writable:
             return
         tensor = encoder_cache[identifier].detach()
         data = tensor.contiguous().view(-1).view(torch.uint8).to("cpu", copy=True).numpy()

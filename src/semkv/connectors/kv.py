@@ -2,6 +2,10 @@
 
 Newer optional methods are always defined; older vLLM never calls them. Loads and captures happen before and after the
 forward pass, never in the per-layer hooks, so CUDA graphs need nothing special.
+
+Left alone: requests with a LoRA adapter (vLLM's block hashes know adapters by name only); models with several KV cache
+groups, where the connector stays idle. `SupportsHMA` is not claimed, so vLLM turns its hybrid KV cache manager off and
+sliding-window layers keep all of their blocks.
 """
 
 from __future__ import annotations

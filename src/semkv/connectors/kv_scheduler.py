@@ -29,7 +29,7 @@ log = logging.getLogger("semkv.connectors")
 
 _OFFERED_SECONDS = 30.0  # after this a captured block that is still not stored is captured again
 _OFFERED_MOST = 1 << 17
-_PROMISES_WITH_ROWS = 4  # vLLM asks for the head of its queue, so few promises are open at a time
+_OPEN_PROMISES = 2  # vLLM asks for the head of its queue, so few promises are open at a time
 _REMEMBERED = 256
 
 
@@ -137,7 +137,7 @@ class KVScheduler:
         if promise is None or not promise.covers(start, hashes):
             promise = self._promise(request.request_id, start, hashes)
             self._promises[request.request_id] = promise
-            self._forget_rows()
+            self._forget_promises()
         return len(promise.hashes) * self.block_size
 
     def _may_load(self, request: Any) -> bool:
@@ -170,8 +170,8 @@ class KVScheduler:
         # The rows of several ranks are read again by the workers, which are other processes anyway.
         return _Promise(start, hashes[:count], rows[:count] if rows is not None and len(stores) == 1 else None)
 
-    def _forget_rows(self) -> None:
-        for request_id in list(self._promises)[:-_PROMISES_WITH_ROWS]:
+    def _forget_promises(self) -> None:
+        for request_id in list(self._promises)[:-_OPEN_PROMISES]:
             del self._promises[request_id]
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:

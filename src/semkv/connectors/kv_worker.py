@@ -57,7 +57,7 @@ class KVWorker:
 
     def capture(self, step: KVStep) -> None:
         """Copy the planned blocks out and queue them for the disk."""
-        if step.epoch <= self._poisoned_epoch:
+        if step.epoch <= self._poisoned_epoch or not self._extents.writable:
             return
         for plan in step.captures:
             rows = self.transfer.gather(plan.block_ids)

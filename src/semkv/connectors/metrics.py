@@ -51,12 +51,12 @@ def kv_stats(counts: dict[str, int]) -> SemKVStats | None:
 
 
 class SemKVPromMetrics(KVConnectorPromMetrics):
-    """``semkv:kv_<count>`` per engine."""
+    """``vllm:semkv_<count>`` per engine; vLLM takes metrics with its own prefix down with the engine."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {
-            name: self._counter_cls(name=f"semkv:kv_{name}", documentation=text, labelnames=labelnames)
+            name: self._counter_cls(name=f"vllm:semkv_{name}", documentation=text, labelnames=labelnames)
             for name, text in KV_COUNTERS.items()
         }
 

@@ -95,7 +95,7 @@ class TowerEncoder:
         ConfigError: the directory is not such a checkpoint, or the grid is finer than its patches.
     """
 
-    def __init__(self, directory: Path, *, grid: int = 4, layer: int = -2) -> None:
+    def __init__(self, directory: Path, *, grid: int = 6, layer: int = -2) -> None:
         from transformers import AutoImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
         config = _vision_config(directory)

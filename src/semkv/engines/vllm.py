@@ -24,6 +24,7 @@ from typing import Any
 
 from semkv import keys
 from semkv.engines.base import EnginePrompt, EngineResult, load_image, system_text, user_parts
+from semkv.engines.checkpoint import check_model, first_line, hub_commit
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Status
 
@@ -113,7 +114,7 @@ class VllmEngine:
 
     def __init__(self, options: VllmOptions) -> None:
         _require_vllm()
-        _check_model(options)
+        check_model(options.model, options.revision)
         set_environment(verbose=options.verbose)
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -127,7 +128,7 @@ class VllmEngine:
                 warnings.simplefilter("default" if options.verbose else "ignore")
                 self._llm: Any = LLM(**_llm_arguments(options, cpu=self._cpu))
         except _START_ERRORS as e:
-            failure = _first_line(e)
+            failure = first_line(e)
             log.debug("vLLM could not start", exc_info=True)
         if failure:  # raised out here: a half-made engine must not live on in the error's traceback
             _tear_down()
@@ -156,7 +157,7 @@ class VllmEngine:
         try:
             (output,) = self._llm.generate([rendered], params, use_tqdm=False, tokenization_kwargs=tokenization)
         except _prompt_errors() as e:
-            raise EngineError(f"vLLM failed on a prompt: {_first_line(e)}") from e
+            raise EngineError(f"vLLM failed on a prompt: {first_line(e)}") from e
         return self._result(output, time.perf_counter() - start)
 
     def fingerprint(self) -> str:
@@ -204,7 +205,7 @@ class VllmEngine:
         try:
             _, rendered = self._llm.renderer.render_messages(messages, params)
         except _prompt_errors() as e:
-            raise EngineError(f"the chat template of {self._options.model!r} refused a prompt: {_first_line(e)}") from e
+            raise EngineError(f"the chat template of {self._options.model!r} refused a prompt: {first_line(e)}") from e
         return dict(rendered)
 
     def _result(self, output: Any, latency: float) -> EngineResult:
@@ -255,7 +256,9 @@ class VllmEngine:
             "version": vllm.__version__,
             "device": "cpu" if self._cpu else "accelerator",
             "id": "" if local else self._options.model,
-            "revision": "" if local else _hub_commit(self._options) or self._options.revision,
+            "revision": ""
+            if local
+            else hub_commit(self._options.model, self._options.revision) or self._options.revision,
             "weights": keys.weights_digest(self._options.model),
             "load_format": self._options.load_format,
             "dtype": str(config.dtype),
@@ -376,43 +379,3 @@ def _chat_template(llm: Any) -> str | None:
 
     template = resolve_chat_template(llm.get_tokenizer(), None, None, model_config=llm.model_config)
     return None if template is None else str(template)
-
-
-def _check_model(options: VllmOptions) -> None:
-    """Find the checkpoint before vLLM spends half a minute on importing itself.
-
-    Raises:
-        EngineError: no such directory, or a hub id that is neither stored here nor reachable.
-    """
-    path = Path(options.model)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise EngineError(f"model {options.model!r} is a directory without a config.json")
-        return
-    if path.exists() or options.model.startswith((".", "/", "~")) or options.model.count("/") > 1:
-        raise EngineError(f"model {options.model!r} is not a directory; give a checkpoint's directory or a hub id")
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        return
-    from huggingface_hub import hf_hub_download
-
-    try:
-        hf_hub_download(options.model, "config.json", revision=options.revision, etag_timeout=10)
-    except (OSError, ValueError) as e:
-        raise EngineError(
-            f"model {options.model!r} is neither in the local hub cache nor reachable ({_first_line(e)}); download it "
-            f"where there is a network (`hf download {options.model}`) and copy the cache here (HF_HOME), or give its "
-            "directory with --model"
-        ) from e
-
-
-def _hub_commit(options: VllmOptions) -> str | None:
-    """The commit a hub id resolved to, from the local hub cache's folder layout."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(options.model, "config.json", revision=options.revision)
-    return Path(found).parent.name if isinstance(found, str) else None
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

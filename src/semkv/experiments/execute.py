@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from semkv.engines.base import Engine
@@ -23,6 +24,8 @@ def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False
     Raises:
         SemkvError: a setting, a file or the engine is at fault; nothing was lost.
     """
+    if not verbose:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; ours stays
     if settings.engine == "vllm":
         from semkv.engines.vllm import set_environment
 

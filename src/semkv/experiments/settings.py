@@ -53,6 +53,7 @@ class RunFlags:
     vision_encoder: str | None = None
     index_encoder: str | None = None
     disable_semantic_cache: bool = False
+    disable_guards: bool = False
     disable_exact_cache: bool = False
     fusion_cache: bool | None = None
     max_cached_blocks: int | None = None
@@ -174,6 +175,7 @@ def _cache(flags: RunFlags, preset: Preset, layers: tuple[EmbeddingLayer, ...], 
         mode=parse_choice("--cache-mode", flags.cache_mode or CacheMode.LIVE, CacheMode),
         match=parse_choice("--match", flags.match or MatchPolicy.ALL, MatchPolicy),
         scope=parse_choice("--scope", flags.scope or Scope.MEDIA, Scope),
+        guards=not flags.disable_guards,
         exact=not flags.disable_exact_cache,
         semantic=not flags.disable_semantic_cache,
         fusion=_or(flags.fusion_cache, preset.fusion),

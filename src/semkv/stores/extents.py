@@ -84,6 +84,11 @@ class ExtentStore:
         """Whether anything can be read; False after a fault that put the store out of use."""
         return self._index is not None
 
+    @property
+    def writable(self) -> bool:
+        """Whether anything is still written; False after the disk was full or turned out read-only."""
+        return self._writable
+
     def _open(self) -> None:
         if self.root.exists() and not self.root.is_dir():
             raise StoreError(f"{self.root} is not a directory")

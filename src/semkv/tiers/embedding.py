@@ -163,17 +163,17 @@ class EmbeddingTier:
             yield from self._media_only(namespace, keyed, run)
 
     def _runs(self, keyed: Keyed, vectors: Mapping[str, Vector]) -> list[_Run]:
-        """The media items within which a text may match: the request's own where they were computed before, else
-        similar ones. A request without media has one run without items."""
+        """The media items within which a text may match: the request's own, and where those are new also similar ones.
+        A request without media has one run without items."""
         own = _media_ids(keyed)
+        found = [_Run(own, 1.0)]
         if not own or self._catalog.has(keyed.media_key()):
-            return [_Run(own, 1.0)]
+            return found
         vector = vectors.get(VISION)
         index = self._run_indexes.get(len(own))
         if vector is None or self._vision is None or index is None:
-            return []
+            return found
         rows = np.atleast_2d(vector)
-        found = []
         for neighbour in index.search(keyed.run(), _joined(list(rows)), _NEIGHBOURS):
             with self._lock:
                 media = self._media_of.get(neighbour.item)

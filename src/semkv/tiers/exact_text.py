@@ -25,8 +25,6 @@ class ExactTextTier:
 
     def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
         """Donors, longest run first; among equals the byte-equal ones, then the oldest."""
-        if not keyed.segments:
-            return
         folded = keyed.folded if self._scope is Scope.MEDIA else keyed.loose
         found = ((len(keyed.segments), keyed.whole(keyed.exact, "exact"), keyed.whole(folded, "folded")),)
         leads = (

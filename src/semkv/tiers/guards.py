@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from semkv.keys import normalise
+
+Guard = Callable[[str, str], str | None]
+"""Takes two similar texts; says why they must not stand in for each other, or None."""
 
 _WORD = re.compile(r"\d+(?:[.,:/-]\d+)*%?|[^\W\d_]+(?:['’][^\W\d_]+)?")
 
@@ -74,9 +77,9 @@ ENGLISH = Lexicon(
         }
     ),
     function_words=frozenset(
-        "a an the is are was were be been do does did have has had of to it its this that these those there any some what "
-        "which who whom whose how where when why you see can could would will shall may might i me my we our us your "
-        "as with for by at from and or both either also than then so such please tell show give".split()
+        "a an the is are was were be been do does did have has had of to it its this that these those there any some "
+        "what which who whom whose how where when why you see can could would will shall may might i me my we our us "
+        "your as with for by at from and or both either also than then so such please tell show give".split()
     ),
 )
 
@@ -101,6 +104,10 @@ def veto(a: str, b: str, lexicon: Lexicon = ENGLISH) -> str | None:
         if _senses(first, group) != _senses(second, group):
             return name
     return "word order" if _reordered(first, second, lexicon) else None
+
+
+def no_veto(_a: str, _b: str) -> None:
+    """The guard that never objects: what ``--disable-guards`` and ``--match any`` use."""
 
 
 def _negations(text: list[str], lexicon: Lexicon) -> int:

@@ -24,7 +24,7 @@ class Keyed:
 
     Attributes:
         space: `keys.namespace_key` of the namespace.
-        segments: the prompt.
+        segments: the prompt, at least one.
         exact, folded, loose: `keys.chain_keys`: exact characters; normalised; normalised with all media alike.
         question, last_media, first_context: positions in ``segments``, or None.
     """

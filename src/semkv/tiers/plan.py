@@ -7,6 +7,7 @@ from dataclasses import replace
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Candidate, PartError, Tally
 from semkv.tiers.decision import Decider
+from semkv.tiers.guards import Guard
 from semkv.tiers.keying import exactness_of
 from semkv.types import Entry, Exactness, Match, MediaSegment, Plan, Request, Segment
 
@@ -14,8 +15,8 @@ from semkv.types import Entry, Exactness, Match, MediaSegment, Plan, Request, Se
 class Planner:
     """Checks a candidate and puts the prompt together: the donor's leading run, then the request's own rest."""
 
-    def __init__(self, media: MediaStore, decider: Decider, tally: Tally) -> None:
-        self._media, self._decider, self._tally = media, decider, tally
+    def __init__(self, media: MediaStore, decider: Decider, guard: Guard, tally: Tally) -> None:
+        self._media, self._decider, self._guard, self._tally = media, decider, guard, tally
 
     def plan(self, request: Request, candidate: Candidate) -> Plan | None:
         """The plan, or None where the decider refuses or a donor's image is gone (both counted)."""
@@ -24,8 +25,7 @@ class Planner:
         own = request.segments if whole else request.segments[:run]
         exactness = exactness_of(own, donor.segments[:run])
         match = Match(candidate.tier, donor.entry_id, candidate.score, exactness)
-        if exactness is Exactness.APPROXIMATE and not self._accepts(request, donor, match):
-            self._tally.add("refused")
+        if exactness is Exactness.APPROXIMATE and not self._accepts(request, donor, match, whole=whole):
             return None
         if exactness is Exactness.EXACT:
             leading: tuple[Segment, ...] | None = own
@@ -37,11 +37,18 @@ class Planner:
         rest = () if whole else request.segments[run:]
         return Plan((*leading, *rest), len(leading), match)
 
-    def _accepts(self, request: Request, donor: Entry, match: Match) -> bool:
+    def _accepts(self, request: Request, donor: Entry, match: Match, *, whole: bool) -> bool:
+        reason = self._guard(request.chunk_text, donor.chunk_text) if whole else None
+        if reason is not None:
+            self._tally.add(f"veto:{reason}")
+            return False
         try:
-            return self._decider.accept(request, donor, match).accept
+            accepted = self._decider.accept(request, donor, match).accept
         except Exception as error:  # a decider may be the user's own
             raise PartError(f"decider: {error!r}") from error
+        if not accepted:
+            self._tally.add("refused")
+        return accepted
 
     def _available(self, request: Request, run: tuple[Segment, ...]) -> tuple[Segment, ...] | None:
         """The run with a readable, verified file behind each media item that is not the request's own."""

@@ -40,7 +40,7 @@ def make_record(
     request, segments = report.request, report.plan.segments
     keyed = Keyed.of(request.namespace, segments)
     entry = Entry(
-        entry_id=digest("entry", keyed.space, keyed.exact[-1] if keyed.exact else "", request.chunk_text)[:32],
+        entry_id=digest("entry", keyed.space, keyed.exact[-1], request.chunk_text)[:32],
         namespace=request.namespace,
         segments=segments,
         chunk_text=request.chunk_text,
@@ -58,7 +58,7 @@ def make_record(
     }
     return Record(
         entry=entry,
-        keys=keyed.entry_keys() if segments else (),
+        keys=keyed.entry_keys(),
         frame=keyed.frame(),
         loose_frame=keyed.frame(with_media=False),
         run=keyed.run(),

@@ -21,6 +21,7 @@ from semkv.encoders.text import TextEncoder
 from semkv.keys import digest, normalise, segment_key
 from semkv.stores.catalog import Catalog
 from semkv.tiers.base import Candidate
+from semkv.tiers.guards import Guard
 from semkv.tiers.keying import Keyed, is_context
 from semkv.types import Entry, Scope, Segment, TextSegment
 
@@ -80,10 +81,13 @@ class SimilarContext:
         scope: ``any`` takes all images as one.
         threshold: least cosine of every changed sentence with the one it replaced.
         share: how many of a context's sentences may have changed; one always may.
+        guard: may veto a changed sentence, such as one with another number.
     """
 
-    def __init__(self, catalog: Catalog, encoder: TextEncoder, scope: Scope, threshold: float, share: float) -> None:
-        self._catalog, self._encoder = catalog, encoder
+    def __init__(
+        self, catalog: Catalog, encoder: TextEncoder, scope: Scope, threshold: float, share: float, guard: Guard
+    ) -> None:
+        self._catalog, self._encoder, self._guard = catalog, encoder, guard
         self._with_media, self._threshold, self._share = scope is Scope.MEDIA, threshold, share
 
     def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
@@ -129,11 +133,13 @@ class SimilarContext:
         return keys[0] == keys[1]
 
     def _changed(self, mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]] | None:
-        """The pairs that differ where sentences stand one to one; None for an insertion, a deletion, or too many."""
+        """The pairs that differ, sentence by sentence; None for an insertion, a deletion, too many, or a veto."""
         if len(mine) != len(theirs):
             return None
         pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a != b]
-        return pairs if len(pairs) <= max(1, int(self._share * len(mine))) else None
+        if len(pairs) > max(1, int(self._share * len(mine))) or any(self._guard(a, b) for a, b in pairs):
+            return None
+        return pairs
 
     def _least_cosine(self, pairs: Sequence[tuple[str, str]]) -> float | None:
         texts = [text for pair in pairs for text in pair]
