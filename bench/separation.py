@@ -1,8 +1,8 @@
 """How well the encoders tell what may stand in for a request from what may not; prints JSON.
 
-Images: cosines of a picture with a near-duplicate of it (encoded again, resized, brightened, shifted by a pixel), with a
-look-alike (the same scene, one object in another colour) and with other pictures. Questions: cosines of a question with
-its paraphrase, and with a hard negative (the same sentence with another argument). All from MiniGQA.
+Images: cosines of a picture with a near-duplicate of it (encoded again, resized, brightened, shifted by a pixel), with
+a look-alike (the same scene, one object in another colour) and with other pictures. Questions: cosines of a question
+with its paraphrase, and with a hard negative (the same sentence with another argument). All from MiniGQA.
 
     python bench/separation.py --images 150 --seed 3 > bench/results/separation.json
 """

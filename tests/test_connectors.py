@@ -464,7 +464,7 @@ def test_by_name_alone_in_an_engine_process(models: Any, tmp_path: Path) -> None
     command = [sys.executable, str(script), str(models("llava")), str(Path(__file__).parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    in_process, (cold, warm, fused) = json.loads(done.stdout.rpartition("RESULT")[2])
+    in_process, (cold, warm, fused) = json.loads(done.stdout.rpartition("RESULT")[2].splitlines()[0])
     assert not in_process
     assert warm[0] == fused[0] == cold[0]
     assert cold[1:] == [{"semkv": {"loaded_tokens": 0, "load_failed": False}}, {"semkv": {"loaded": 0, "encoded": 1}}]

@@ -22,6 +22,7 @@ from semkv.experiments.metrics import SampleRecord, Summary
 from semkv.experiments.report import console_listener, print_summary, sample_line, size
 from semkv.experiments.runner import Silent, run
 from semkv.experiments.settings import RunFlags, RunSettings, resolve
+from semkv.tiers.stats import CacheStats
 from semkv.types import (
     CacheMode,
     Exactness,
@@ -64,6 +65,9 @@ class NormalisingCache:
         self.observed.append((report, response))
         key = keys.chain_keys(report.plan.segments, normalised=True)[-1]
         self.entries.setdefault(key, (report.plan.segments, response))
+
+    def stats(self) -> CacheStats:
+        return CacheStats(refused=2, faults={"encoder": 1})
 
     def close(self) -> None:
         self.closed = True
@@ -192,7 +196,8 @@ def test_a_lost_donor_image_is_a_counted_miss(tmp_path: Path) -> None:
     cache = LosesTheImage()
     engine = ScriptedEngine(store=set(), check_media=True)
     records, summary = go([sample, replace(sample, sample_id="2")], settings(tmp_path), engine, cache=cache)
-    assert summary.faults == {"donor image lost": 1}
+    assert summary.faults == {"donor image lost": 1, "cache fault: encoder": 1}
+    assert summary.refused == 2
     assert [r.hit for r in records] == [False, False]
     assert records[1].statuses["exact_text"] is Status.MISS
     assert records[0].text == records[1].text
@@ -230,7 +235,7 @@ def test_a_failing_sample_is_counted_and_the_run_goes_on(tmp_path: Path) -> None
     engine = Failing(ANSWERS, fails=frozenset({CAR_AGAIN.question}), store=set())
     records, summary = go([CAR, CAR_AGAIN, SKY], settings(tmp_path, cache_mode="dry-run"), engine)
     assert [r.sample_id for r in records] == ["1", "3"]
-    assert summary.faults == {"failed samples": 1}
+    assert summary.faults["failed samples"] == 1
 
 
 def test_an_engine_that_fails_on_everything_ends_the_run(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class SemKVConnector(KVConnectorBase_V1):
             self._scheduler = self._make_scheduler(vllm_config, kv_cache_config, self._extents)
 
     def _make_scheduler(self, vllm_config: Any, kv_cache_config: Any, extents: ExtentStore) -> KVScheduler:
-        transfer, settings = vllm_config.kv_transfer_config, self._settings
+        transfer, settings, parallel = vllm_config.kv_transfer_config, self._settings, vllm_config.parallel_config
         if settings.recompute_on_failure:
             transfer.kv_load_failure_policy = "recompute"  # the scheduler reads it after this constructor
         if settings.stable_hashes:
@@ -91,7 +91,7 @@ class SemKVConnector(KVConnectorBase_V1):
             extents,
             lambda: ns.namespace_digest(*facts, ns.hash_facts(vllm_config)),
             engine=str(transfer.engine_id),
-            world_size=vllm_config.parallel_config.world_size,
+            world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             block_size=vllm_config.cache_config.block_size,
             speculative=vllm_config.speculative_config is not None,
         )

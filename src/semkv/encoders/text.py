@@ -76,6 +76,20 @@ def few_threads(most: int = _MOST_THREADS) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar for a load of a second."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def load_sentence_transformer(key: str, model: str) -> Any:
     """A `SentenceTransformer` on the CPU: the GPU's memory belongs to the engine.
 
@@ -87,7 +101,8 @@ def load_sentence_transformer(key: str, model: str) -> Any:
     from sentence_transformers import SentenceTransformer
 
     try:
-        return SentenceTransformer(model, device="cpu")
+        with _quiet():
+            return SentenceTransformer(model, device="cpu")
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(

@@ -196,6 +196,7 @@ class Summary:
     accuracy_on_misses: Share
     statuses: Mapping[str, Mapping[str, int]]
     donor_agreement: Share
+    refused: int = 0
     bytes_on_disk: int = 0
     baseline_latency: Times | None = None
     baseline_ttft: Times | None = None
@@ -340,6 +341,7 @@ def summarise(
     cold: Sequence[Cold] = (),
     *,
     bytes_on_disk: int = 0,
+    refused: int = 0,
     interrupted: bool = False,
     faults: Mapping[str, int] | None = None,
 ) -> Summary:
@@ -348,6 +350,7 @@ def summarise(
     Args:
         records: every sample that was answered, in order; may be empty.
         cold: every answer of the cold pass; more than the records have when the run was interrupted.
+        refused: approximate matches that were turned down after the search.
         bytes_on_disk: what the cache folders hold now.
         interrupted: whether the run was stopped before its last sample.
         faults: counted faults inside the cache, by name.
@@ -371,6 +374,7 @@ def summarise(
         donor_agreement=share(
             [(r.image, answers_match(r.text, r.donor_answer)) for r in hits if r.donor_answer is not None]
         ),
+        refused=refused,
         bytes_on_disk=bytes_on_disk,
         baseline_latency=percentiles(c.latency_s for c in cold) if cold else None,
         baseline_ttft=percentiles(c.ttft_s for c in cold) if cold else None,

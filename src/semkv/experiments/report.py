@@ -197,6 +197,7 @@ def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
     """The rows of `figure_table`: name and value."""
     rows = [
         ("hits", f"{summary.hits} of {summary.samples} ({summary.hit_rate:.1%})"),
+        ("similar, but refused", str(summary.refused)),
         ("lookup p50 / p95", times(summary.lookup)),
         *_token_rows(summary),
         ("accuracy", percent(summary.accuracy)),

@@ -11,9 +11,13 @@ the cached pass starts. The cached pass asks the tiers, sends the canonical prom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from semkv.engines.base import Engine, EnginePrompt, EngineResult, MediaError
@@ -22,6 +26,7 @@ from semkv.experiments.datasets import Sample
 from semkv.experiments.metrics import Cold, SampleRecord, Summary, answers_match, summarise
 from semkv.experiments.requests import RequestBuilder
 from semkv.experiments.settings import RunSettings
+from semkv.tiers.stats import CacheStats
 from semkv.types import CacheMode, Namespace, Plan, Request, ReuseReport, Status
 
 _GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
@@ -35,6 +40,10 @@ class Cache(Protocol):
     def add_observation(
         self, report: ReuseReport, response: str, *, tags: Sequence[str] = ..., metadata: Mapping[str, Any] = ...
     ) -> Any: ...
+
+    def stats(self) -> CacheStats: ...
+
+    def close(self) -> None: ...
 
 
 class Listener(Protocol):
@@ -84,6 +93,35 @@ class Progress:
             raise error
 
 
+class Stop:
+    """Whether the user asked to stop (Ctrl-C)."""
+
+    requested = False
+
+
+@contextmanager
+def stop_between_samples() -> Iterator[Stop]:
+    """The first Ctrl-C inside the block lets the sample at hand finish, so that records, file and engine agree; the
+    second one raises KeyboardInterrupt."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if stop.requested:
+        raise KeyboardInterrupt
+
+
 def run_cold(
     samples: Sequence[Sample],
     engine: Engine,
@@ -94,26 +132,29 @@ def run_cold(
 ) -> None:
     """Answer every sample with the engine's own prefix cache alone, adding to ``progress.cold``."""
     listener.stage("cold", len(samples))
-    for sample in samples:
-        request = builder.build(sample)
-        try:
-            result = engine.generate(_prompt(request.segments, settings))
-        except EngineError as e:
-            listener.failed(sample, e)
-            progress.failed(e, len(progress.cold))
-            continue
-        cold = Cold(
-            image=sample.image_name,
-            text=result.text,
-            match=_match(result.text, sample),
-            latency_s=result.latency_s,
-            ttft_s=result.ttft_s,
-            prompt_tokens=result.prompt_tokens,
-            cached_tokens=result.cached_tokens,
-            token_ids=result.token_ids,
-        )
-        progress.cold[sample.sample_id] = cold
-        listener.cold(sample, cold)
+    with stop_between_samples() as stop:
+        for sample in samples:
+            if stop.requested:
+                break
+            request = builder.build(sample)
+            try:
+                result = engine.generate(_prompt(request.segments, settings))
+            except EngineError as e:
+                listener.failed(sample, e)
+                progress.failed(e, len(progress.cold))
+                continue
+            cold = Cold(
+                image=sample.image_name,
+                text=result.text,
+                match=_match(result.text, sample),
+                latency_s=result.latency_s,
+                ttft_s=result.ttft_s,
+                prompt_tokens=result.prompt_tokens,
+                cached_tokens=result.cached_tokens,
+                token_ids=result.token_ids,
+            )
+            progress.cold[sample.sample_id] = cold
+            listener.cold(sample, cold)
 
 
 def run_cached(
@@ -127,16 +168,19 @@ def run_cached(
 ) -> None:
     """Answer every sample through the cache, adding to ``progress`` as it goes."""
     listener.stage("cached", len(samples))
-    for sample in samples:
-        request = builder.build(sample)
-        try:
-            record = _answer(sample, request, engine, cache, settings, progress)
-        except EngineError as e:
-            listener.failed(sample, e)
-            progress.failed(e, len(progress.records))
-            continue
-        progress.records.append(record)
-        listener.record(record)
+    with stop_between_samples() as stop:
+        for sample in samples:
+            if stop.requested:
+                break
+            request = builder.build(sample)
+            try:
+                record = _answer(sample, request, engine, cache, settings, progress)
+            except EngineError as e:
+                listener.failed(sample, e)
+                progress.failed(e, len(progress.records))
+                continue
+            progress.records.append(record)
+            listener.record(record)
 
 
 def _answer(
@@ -240,7 +284,7 @@ def run(
     settings: RunSettings,
     samples: Sequence[Sample],
     make_engine: EngineFactory,
-    make_cache: Callable[[RunSettings], Any],
+    make_cache: Callable[[RunSettings], Cache],
     listener: Listener,
 ) -> tuple[list[SampleRecord], Summary]:
     """Run both passes and sum up. An interrupt (Ctrl-C) ends the pass; what was answered is kept and summed up.
@@ -269,6 +313,7 @@ def run(
     except KeyboardInterrupt:
         progress.interrupted = True
     finally:
+        stats = cache.stats() if cache is not None else CacheStats()
         if cache is not None:
             cache.close()
     summary = summarise(
@@ -276,7 +321,8 @@ def run(
         list(progress.cold.values()),
         bytes_on_disk=bytes_on_disk(settings),
         interrupted=progress.interrupted,
-        faults=progress.faults,
+        refused=stats.refused,
+        faults={**progress.faults, **{f"cache fault: {kind}": n for kind, n in stats.faults.items()}},
     )
     return progress.records, summary
 

