@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints-$(DEVICE).txt overrides-cpu.txt src/semkv_t
 		{ echo "semkv needs Python 3.11 or newer; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	command -v $(UV) >/dev/null || $(BIN)/python -m pip install --quiet uv
-	$(UV) pip install --quiet --python $(BIN)/python $(OVERRIDES) --constraint constraints-$(DEVICE).txt \
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(OVERRIDES) --constraint constraints-$(DEVICE).txt \
 		--reinstall-package semkv --editable '.[$(EXTRAS)]'
 ifeq ($(DEVICE),cpu)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps torchvision==0.28.0

@@ -5,8 +5,7 @@
 
 With ``--model`` a checkpoint directory is used as it is. Without it, a checkpoint with the full layer, head and hidden
 sizes of the named model is written from its configuration alone, with a small tokenizer made on the spot and random
-weights: nothing is downloaded. The weights are drawn again after loading (`spread_weights`), since vLLM's dummy weights
-are so small that no answer would depend on the KV cache at all.
+weights (`draw_weights`): nothing is downloaded.
 
 Three engines run one after the other, each in a process of its own, always one prompt at a time and greedy:
 
@@ -193,29 +192,43 @@ SHAPES: dict[str, Callable[[Path, int | None], None]] = {
 }
 
 
-def spread_weights(model: Any) -> int:
-    """Give a dummy model a usual initialisation, in place: matrices uniform within 0.04 (standard deviation 0.023),
-    norms 1, biases as they are. Returns the parameters changed.
+def draw_weights(model: Any) -> None:
+    """A usual initialisation: matrices uniform within 0.04 (standard deviation 0.023), biases within 0.02, norms 1.
 
-    vLLM draws every tensor from the same seed, so tensors of one shape are equal, and norms are about zero. Here each
-    tensor has the seed of its name.
+    Every tensor has the seed of its name. vLLM's own dummy weights will not do: norms are about zero, tensors of one
+    shape are equal, and all is so small that no answer depends on the KV cache.
     """
     import zlib
 
     import torch
 
-    seen: set[int] = set()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.data_ptr() in seen:  # tied
-                continue
-            seen.add(parameter.data_ptr())
-            if parameter.ndim >= 2:
-                generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-                parameter.uniform_(-0.04, 0.04, generator=generator)
-            elif name.endswith("weight"):
+        for name, parameter in model.named_parameters():  # tied ones come once
+            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+            bound = 0.04 if parameter.ndim >= 2 else 0.02
+            if parameter.ndim >= 2 or name.endswith("bias"):
+                parameter.uniform_(-bound, bound, generator=generator)
+            else:
                 parameter.fill_(1.0)
-    return len(seen)
+
+
+LOAD_FORMAT = "dummy_drawn"  # our connectors tell weights of a format called dummy apart by configuration and seed
+
+
+def register_loader() -> None:
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    class DrawnLoader(BaseModelLoader):  # type: ignore[misc]
+        """Weights by `draw_weights`, before vLLM packs them for its kernels."""
+
+        def download_model(self, model_config: Any) -> None:
+            return
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            draw_weights(model)
+
+    register_model_loader(LOAD_FORMAT)(DrawnLoader)
 
 
 # ------------------------------------------------------------------ one engine
@@ -248,6 +261,7 @@ class Runner:
         from semkv.connectors import register
 
         register()  # installed, vLLM finds the connectors by itself
+        register_loader()
         self.spec, connectors = spec, {}
         if spec["cache_dir"]:
             extra = {"cache_dir": spec["cache_dir"]}
@@ -267,7 +281,7 @@ class Runner:
         )
         self.llm = LLM(
             spec["model"],
-            load_format="dummy" if spec["dummy"] else "auto",
+            load_format=LOAD_FORMAT if spec["dummy"] else "auto",
             dtype="bfloat16",
             max_model_len=spec["max_model_len"],
             enforce_eager=cpu or spec["eager"],
@@ -275,8 +289,6 @@ class Runner:
             **memory,
             **connectors,
         )
-        if spec["dummy"]:
-            self.llm.apply_model(spread_weights)
 
     def ask(self, sample: int, question: int, skip_kv: bool = False) -> dict[str, Any]:
         from vllm import SamplingParams
@@ -429,7 +441,7 @@ def run_engine(role: str, spec: dict[str, Any], work: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a checkpoint directory, or the name of a preset")
-    parser.add_argument("--shape", choices=["minigqa-vlm", *SHAPES], help="dummy weights in the shape of this model")
+    parser.add_argument("--shape", choices=["minigqa-vlm", *SHAPES], help="random weights in the shape of this model")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--max-model-len", type=int, default=8192)
@@ -474,7 +486,7 @@ def main() -> int:
     wrong = verdict(passes, exact, close)
     report = {
         "model": args.model or args.shape,
-        "weights": "dummy, spread" if dummy else "real",
+        "weights": "drawn" if dummy else "real",
         "layers": args.layers,
         **{key: engines["plain"][key] for key in ("vllm", "torch", "device")},
         "settings": {k: spec[k] for k in ("samples", "max_tokens", "max_model_len", "picture", "eager")},

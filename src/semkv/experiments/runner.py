@@ -321,7 +321,7 @@ def run(
         list(progress.cold.values()),
         bytes_on_disk=bytes_on_disk(settings),
         interrupted=progress.interrupted,
-        refused=stats.refused,
+        refused=stats.refused + sum(stats.vetoes.values()),
         faults={**progress.faults, **{f"cache fault: {kind}": n for kind, n in stats.faults.items()}},
     )
     return progress.records, summary

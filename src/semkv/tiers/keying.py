@@ -110,8 +110,8 @@ class Keyed:
 
 
 def is_context(segment: Segment) -> bool:
-    """Whether a segment is a text with the role ``context``."""
-    return isinstance(segment, TextSegment) and segment.role is Role.CONTEXT
+    """Whether a segment is a text with the role ``context`` that says anything."""
+    return isinstance(segment, TextSegment) and segment.role is Role.CONTEXT and bool(segment.text.strip())
 
 
 def exactness_of(own: Sequence[Segment], donor: Sequence[Segment]) -> Exactness:

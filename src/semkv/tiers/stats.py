@@ -19,6 +19,8 @@ class CacheStats:
         partial: hits that substituted only a leading part.
         recorded, repeats: new entries, and observations that counted as a hit on an entry.
         refused: approximate matches that the decider turned down.
+        vetoed: those that a guard turned down, by its reason.
+        vetoes: approximate matches that a guard turned down, by reason.
         faults: things that went wrong inside the cache and became misses, by kind.
         entries, media_bytes: what is stored.
     """
@@ -30,6 +32,8 @@ class CacheStats:
     recorded: int = 0
     repeats: int = 0
     refused: int = 0
+    vetoes: Mapping[str, int] = field(default_factory=dict)
+    vetoed: Mapping[str, int] = field(default_factory=dict)
     faults: Mapping[str, int] = field(default_factory=dict)
     entries: int = 0
     media_bytes: int = 0
@@ -37,16 +41,23 @@ class CacheStats:
 
 def stats_of(counts: Mapping[str, int], lookup_s: float, entries: int, media_bytes: int) -> CacheStats:
     """Sort a `Tally`'s counts into `CacheStats`."""
-    faults = {name.removeprefix("fault:"): n for name, n in counts.items() if name.startswith("fault:")}
+    faults = _named(counts, "fault:")
     return CacheStats(
         lookups=counts.get("lookups", 0),
         lookup_s=lookup_s,
-        hits={name.removeprefix("hit:"): n for name, n in counts.items() if name.startswith("hit:")},
+        hits=_named(counts, "hit:"),
         partial=counts.get("partial", 0),
         recorded=counts.get("recorded", 0),
         repeats=counts.get("repeats", 0),
         refused=counts.get("refused", 0),
+        vetoes=_named(counts, "veto:"),
+        vetoed={name.removeprefix("veto:"): n for name, n in counts.items() if name.startswith("veto:")},
         faults=faults | {name: counts[name] for name in _PLAIN_FAULTS if name in counts},
         entries=entries,
         media_bytes=media_bytes,
     )
+
+
+def _named(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+    """The counters under a prefix, by the rest of their name."""
+    return {name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix)}
