@@ -764,7 +764,7 @@ def test_a_guard_vetoes_a_similar_question_and_a_similar_sentence(make: Make) ->
     assert look("the tree to the left of the car").provenance == "embedding:prompt"
     assert not look("the tree right of the car").hit
     assert not look("the car left of the tree").hit
-    assert bench.cache.stats().vetoed == {"direction": 1, "word order": 1}
+    assert bench.cache.stats().vetoes == {"direction": 1, "word order": 1}
     bench = make(guards=True, similarity_threshold=0.0)
     bench.ask("one", context=DOCUMENT + " Take 5 grams.")
     assert not bench.look("two", context=DOCUMENT + " Take 50 grams.").hit

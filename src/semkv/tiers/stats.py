@@ -19,7 +19,6 @@ class CacheStats:
         partial: hits that substituted only a leading part.
         recorded, repeats: new entries, and observations that counted as a hit on an entry.
         refused: approximate matches that the decider turned down.
-        vetoed: those that a guard turned down, by its reason.
         vetoes: approximate matches that a guard turned down, by reason.
         faults: things that went wrong inside the cache and became misses, by kind.
         entries, media_bytes: what is stored.
@@ -33,7 +32,6 @@ class CacheStats:
     repeats: int = 0
     refused: int = 0
     vetoes: Mapping[str, int] = field(default_factory=dict)
-    vetoed: Mapping[str, int] = field(default_factory=dict)
     faults: Mapping[str, int] = field(default_factory=dict)
     entries: int = 0
     media_bytes: int = 0
@@ -51,7 +49,6 @@ def stats_of(counts: Mapping[str, int], lookup_s: float, entries: int, media_byt
         repeats=counts.get("repeats", 0),
         refused=counts.get("refused", 0),
         vetoes=_named(counts, "veto:"),
-        vetoed={name.removeprefix("veto:"): n for name, n in counts.items() if name.startswith("veto:")},
         faults=faults | {name: counts[name] for name in _PLAIN_FAULTS if name in counts},
         entries=entries,
         media_bytes=media_bytes,
