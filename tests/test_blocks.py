@@ -148,6 +148,8 @@ DAMAGE = {
     "other namespace": lambda p: _rewrite(p, namespace="x"),
     "other kind": lambda p: _rewrite(p, kind="fusion"),
     "other hashes": lambda p: _rewrite(p, hashes=[h.hex() for h in hashes(3, 50)]),
+    "not hex": lambda p: _rewrite(p, hashes=["zz"] * 3),
+    "not a number": lambda p: _rewrite(p, position="0"),
     "not a list": lambda p: _rewrite(p, hashes=7),
 }
 
@@ -184,6 +186,7 @@ def test_vanished_file_is_a_miss(tmp_path: Path) -> None:
     chunk = kv.save_rows(hashes(3), rows(3))
     files(tmp_path)[0].unlink()
     assert kv.load(str(chunk)) is None
+    assert kv.load("../../semkv.json") is None
     assert len(kv.read_rows(hashes(3))) == 0
     assert kv.stats().counters["missing"] == 1
     assert kv.lookup(hashes(3)) == 0

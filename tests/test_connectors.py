@@ -26,6 +26,7 @@ from semkv.connectors.outcome import ConnectorOutcome, read_outcome
 from semkv.connectors.settings import ECSettings, KVSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.errors import ConfigError
+from semkv.keys import digest
 from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
 from semkv.stores.extents import Bounds, ExtentStore
 
@@ -668,3 +669,47 @@ def test_registration_is_idempotent_and_lazy(caplog: pytest.LogCaptureFixture) -
 
     assert KVConnectorFactory._registry["SemKVConnector"]() is SemKVConnector
     assert ECConnectorFactory._registry["SemECConnector"]() is SemECConnector
+
+
+def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from semkv.connectors.ec import ECScheduler
+    from semkv.stores.fusion import FusionState, FusionStore
+
+    def media(name: str, salt: str | None, **fields: Any) -> SimpleNamespace:
+        position = SimpleNamespace(get_num_embeds=lambda: 2)
+        feature = SimpleNamespace(identifier="cat.jpg", modality="image", mm_position=position)
+        base = {"request_id": name, "cache_salt": salt, "mm_features": [feature], "lora_request": None}
+        return SimpleNamespace(**(base | {"ec_transfer_params": None} | fields))
+
+    store = FusionStore.open(tmp_path, "ns")
+    ec = ECScheduler(ECSettings(tmp_path), store, "ns")
+    mine, yours = media("1", "me"), media("2", "you")
+    ec.observe(mine)
+    assert not ec.has("cat.jpg")
+    ec.allocated(mine, 0)
+    (key,) = ec.build_step().saves.values()
+    store.save(FusionState.from_array(key, np.ones((2, 4), np.float32)))
+    assert ec.has("cat.jpg")
+    ec.observe(yours)  # while both run, the name says nothing about whose item it is
+    assert not ec.has("cat.jpg")
+    assert ec.finished(mine) == {"semkv": {"loaded": 0, "encoded": 1}}
+    assert not ec.has("cat.jpg")
+    ec.finished(yours)
+    for ignored in (
+        media("3", "me", lora_request=object()),
+        media("4", "me", ec_transfer_params={"semkv": {"skip": True}}),
+    ):
+        ec.observe(ignored)
+        assert not ec.has("cat.jpg")
+        ec.finished(ignored)
+    again = media("5", "me")
+    ec.observe(again)
+    assert ec.has("cat.jpg")
+    ec.allocated(again, 0)
+    assert list(ec.build_step().loads) == ["cat.jpg"]
+    assert ec.finished(again) == {"semkv": {"loaded": 1, "encoded": 0}}
+    store.save(FusionState.from_array(digest("ec", "cat.jpg", "odd"), np.ones((3, 4), np.float32)))
+    odd = media("6", "odd")
+    ec.observe(odd)
+    assert not ec.has("cat.jpg")  # three rows for two positions

@@ -45,7 +45,7 @@ def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
     assert got.to_array().tolist() == [1.0, -2.0, np.inf]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "garbage", "gone", "swapped"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "garbage", "gone", "swapped", "dtype", "shape"])
 def test_damage_is_a_counted_miss(tmp_path: Path, damage: str) -> None:
     store = FusionStore.open(tmp_path, "ns")
     store.save(state("a", seed=1))
@@ -58,7 +58,13 @@ def test_damage_is_a_counted_miss(tmp_path: Path, damage: str) -> None:
     elif damage == "gone":
         file.unlink()
     else:
-        content = {"flip": raw[:-1] + bytes([raw[-1] ^ 1]), "cut": raw[:-9], "garbage": b"x" * 500}
+        content = {
+            "dtype": raw.replace(b"float32", b"float31"),
+            "shape": raw.replace(b"[6, 8]", b"[9, 8]"),
+            "flip": raw[:-1] + bytes([raw[-1] ^ 1]),
+            "cut": raw[:-9],
+            "garbage": b"x" * 500,
+        }
         file.write_bytes(content[damage])
     assert store.load("a") is None
     counters = store.stats().counters

@@ -6,6 +6,8 @@ same item alike share it there while it lasts, as they do without this connector
 
 A promised item that then cannot be loaded ends the engine, so `has_cache_item` reads and checks the bytes, and they
 travel to the workers inside the step's metadata.
+
+vLLM tells an encoder-cache connector nothing of weights exchanged in a running engine: such an engine must not use it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class ECScheduler:
     def __init__(self, settings: ECSettings, store: FusionStore, namespace: str) -> None:
         self.settings, self.store, self.namespace, self.counters = settings, store, namespace, Counters()
         self._live: dict[str, _Live] = {}
-        self._promised: dict[str, FusionState] = {}
+        self._promised: dict[str, tuple[str, FusionState]] = {}  # by identifier: key and state
         self._step = SemECMetadata(namespace)
 
     def observe(self, request: Any) -> _Live:
@@ -80,26 +82,25 @@ class ECScheduler:
 
     def has(self, identifier: str) -> bool:
         """Whether the item can be loaded; if so its bytes are read, checked and kept for this step."""
-        if identifier in self._promised:
-            return True
+        promised = self._promised.pop(identifier, None)
         if (key := self._key(identifier)) is None:
             return False
-        state = self.store.load(key)
+        state = promised[1] if promised is not None and promised[0] == key else self.store.load(key)
         if state is None:
             return False
         rows = next(live.rows[identifier] for live in self._live.values() if identifier in live.rows)
         if len(state.shape) != 2 or state.shape[0] != rows:
             log.warning("semkv: an encoder output of shape %s does not fill %d positions", state.shape, rows)
             return False
-        self._promised[identifier] = state
+        self._promised[identifier] = key, state
         return True
 
     def allocated(self, request: Any, index: int) -> None:
         """An encoder-cache entry was set aside: for a promised item to be loaded, else for the encoder."""
         identifier = request.mm_features[index].identifier
         live = self.observe(request)
-        if (state := self._promised.get(identifier)) is not None:
-            self._step.loads[identifier] = state
+        if (promised := self._promised.get(identifier)) is not None:
+            self._step.loads[identifier] = promised[1]
             live.loaded += 1
             self.counters.add("loaded")
             return

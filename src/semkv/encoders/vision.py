@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 CLIP = "clip-ViT-B-32"
 _KEY = "--vision-encoder"
+_THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))  # the engine needs the rest
 
 
 class VisionEncoder(Protocol):
@@ -71,7 +73,7 @@ class ClipEncoder:
         from PIL import Image
 
         image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-        with self._lock, few_threads():
+        with self._lock, few_threads(_THREADS):
             return np.asarray(self._model.encode([image], show_progress_bar=False)[0], dtype=np.float32)
 
     def encode(self, data: bytes) -> Vector:
@@ -127,7 +129,7 @@ class TowerEncoder:
         import torch
 
         pixels = self._processor(images=open_image(data), return_tensors="pt")["pixel_values"]
-        with self._lock, torch.inference_mode(), few_threads():
+        with self._lock, torch.inference_mode(), few_threads(_THREADS):
             states = self._model(pixel_values=pixels, output_hidden_states=True).hidden_states[self._layer]
         return states[0, 1:].reshape(self._side, self._side, -1)
 

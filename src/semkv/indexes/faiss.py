@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,6 +47,23 @@ class VectorIndex(Protocol):
     def remove(self, items: Iterable[str]) -> None: ...
     def search(self, partition: str, vector: Vector, k: int = 1) -> list[Neighbour]: ...
     def score(self, item: str, vector: Vector) -> float | None: ...
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Search in the calling thread alone; the old number of threads comes back after.
+
+    Threads that wait for one another stand still when other work has the cores: one query over 10,000 vectors of 384
+    took 1.4 ms on one thread and 19 ms on two, on two cores at a load of five.
+    """
+    import faiss
+
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(before)
 
 
 @dataclass(slots=True)
@@ -131,7 +149,8 @@ class FlatIndex:
             part = self._partitions.get(partition)
             if part is None:
                 return []
-            scores, rows = part.index.search(vector.reshape(1, -1), min(k, len(part.items)))
+            with _one_thread():
+                scores, rows = part.index.search(vector.reshape(1, -1), min(k, len(part.items)))
             return [
                 Neighbour(part.items[row], min(1.0, float(score)))
                 for score, row in zip(scores[0], rows[0], strict=True)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from semkv.errors import CorruptValue
 from semkv.keys import digest
 from semkv.stores.container import Bytes
-from semkv.stores.extents import Bounds, ExtentStore
+from semkv.stores.extents import Bounds, ExtentStore, valid_id
 
 KVBounds = Bounds
 
@@ -211,8 +211,11 @@ class KVStore:
 
     def load(self, chunk_id: str) -> KVChunk | None:
         """Load one extent by its id; None when it is gone, damaged, or of another model or layout."""
-        header = self._extents.header(chunk_id)
-        if header is None or header.namespace != self.namespace or header.layout != self._document:
+        described = self._extents.describe(chunk_id) if valid_id(chunk_id) else None
+        if described is None:
+            return None
+        header, _ = described
+        if header.namespace != self.namespace or header.layout != self._document:
             return None
         hashes = [bytes.fromhex(h) for h in header.hashes]
         rows = self.read_rows(hashes)

@@ -177,7 +177,22 @@ def _parse(fd: int, path: Path) -> tuple[ExtentHeader, int, int, int]:
         fields = json.loads(document["__metadata__"]["semkv"])
         fields["hashes"], fields["checksums"] = tuple(fields["hashes"]), tuple(fields["checksums"])
         header = ExtentHeader(**fields)
+        _check_types(header)
         begin, end = document[_TENSOR]["data_offsets"]
         return header, int(begin), int(end), 8 + length
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptValue(f"{path.name}: {error}") from error
+
+
+def _check_types(header: ExtentHeader) -> None:
+    """A header is not covered by the checksums, so nothing in it is taken on trust.
+
+    Raises:
+        ValueError, TypeError: a field is not what it should be.
+    """
+    words = (header.kind, header.extent, header.namespace, *header.checksums)
+    numbers = (header.version, header.position)
+    if not all(isinstance(w, str) for w in words) or not all(type(n) is int for n in numbers):
+        raise TypeError("a field has the wrong type")
+    for h in header.hashes:
+        bytes.fromhex(h)

@@ -54,6 +54,11 @@ class Bounds:
                 raise ConfigError(key, getattr(self, key), "0 (no bound) or a positive number")
 
 
+def valid_id(extent: str) -> bool:
+    """Whether this is an id we could have drawn: nothing else becomes part of a path."""
+    return len(extent) == 32 and set(extent) <= set("0123456789abcdef")
+
+
 class ExtentStore:
     """Extents on disk. Safe to use from several threads; several processes may share a directory.
 
@@ -228,7 +233,8 @@ class ExtentStore:
             self.counters["missing"] += 1
         except CorruptValue as error:
             log.warning("semkv: dropped a damaged extent: %s", error)
-            self.counters["corrupt"] += 1
+            self.reject(first.extent)
+            return False
         except OSError as error:
             log.warning("semkv: cannot read %s: %s", path, error)
             self.counters["errors"] += 1
@@ -247,11 +253,11 @@ class ExtentStore:
         if list(header.hashes[first.row : first.row + len(mine)]) != mine:
             raise CorruptValue(f"{first.extent}: other blocks")
 
-    def header(self, extent: str) -> ExtentHeader | None:
-        """The header of an extent, or None when it is gone or damaged."""
+    def describe(self, extent: str) -> tuple[ExtentHeader, int] | None:
+        """The header of an extent and the bytes of one row; None when it is gone or damaged."""
         try:
             with ExtentFile.open(self._path(extent)) as file:
-                return file.header
+                return file.header, file.row_bytes
         except (CorruptValue, OSError):
             return None
 
@@ -355,6 +361,11 @@ class ExtentStore:
         with self._guard():
             if self._index is not None:
                 self._remove(self._index, extents)
+
+    def reject(self, extent: str) -> None:
+        """Count an extent as damaged and delete it."""
+        self.counters["corrupt"] += 1
+        self.drop([extent])
 
     def purge(self, namespace: str | None = None) -> int:
         """Delete all extents of a namespace, or of the directory; returns how many."""

@@ -85,19 +85,19 @@ class FusionStore:
         """Read and check a state; None when it is not stored or was damaged."""
         hashes = [self._hash(key)]
         refs = self._extents.find_prefix(self.namespace, hashes)
-        header = self._extents.header(refs[0].extent) if refs else None
-        if refs and header is None:
-            self._extents.read(self.namespace, None, hashes, refs, np.empty((1, 0), np.uint8))  # counts and drops
-        if header is None:
+        if not refs:
+            return None
+        header, row_bytes = self._extents.describe(refs[0].extent) or (None, 0)
+        row = np.empty((1, row_bytes), np.uint8)
+        layout: Any = None if header is None else header.layout
+        if self._extents.read(self.namespace, layout, hashes, refs, row) != 1:  # counts and deletes what is damaged
             return None
         try:
-            shape, dtype = tuple(int(n) for n in header.layout["shape"]), str(header.layout["dtype"])
-            row = np.empty((1, int(np.prod(shape)) * _ITEM_SIZE[dtype]), np.uint8)
-        except (KeyError, TypeError, ValueError):
-            row, shape, dtype = np.empty((1, 0), np.uint8), (), ""
-        if self._extents.read(self.namespace, header.layout, hashes, refs, row) != 1:
+            shape, dtype = layout["shape"], layout["dtype"]
+            return FusionState(key, row[0], tuple(int(n) for n in shape), str(dtype))
+        except (KeyError, TypeError, ValueError, CorruptValue):  # the header is not covered by the checksum
+            self._extents.reject(refs[0].extent)
             return None
-        return FusionState(key, row[0], shape, dtype)
 
     def save(self, state: FusionState) -> bool:
         """Store a state; False when it was there already, or the disk or the bounds did not allow it."""
