@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import platform
 import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,12 @@ def passes(options: Any, rows: list[dict[str, str]], warm: list[dict[str, str]],
 
 
 def one_process(options: Any, rows: list[dict[str, str]], warm: list[dict[str, str]], folder: Path | None) -> list[Any]:
+    """One engine in a process of its own, so that its memory is really gone before the next one starts."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(one_engine, options, rows, warm, folder).result()
+
+
+def one_engine(options: Any, rows: list[dict[str, str]], warm: list[dict[str, str]], folder: Path | None) -> list[Any]:
     connectors = ConnectorOptions(folder) if folder else None
     engine = VllmEngine(
         VllmOptions(
