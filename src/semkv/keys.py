@@ -14,6 +14,7 @@ from pathlib import Path
 from semkv.types import MediaSegment, Namespace, Segment
 
 _CHUNK = 1 << 20
+_NOT_WEIGHTS = frozenset({".md", ".jsonl", ".log"})
 
 
 def digest(*parts: str | bytes) -> str:
@@ -75,15 +76,15 @@ def media_uuid(tenant: str, media: str) -> str:
 def weights_digest(model: str | Path) -> str:
     """Digest of a local checkpoint's files, or of the id of a model that lives in a hub.
 
-    A directory is read in full (JSON, tokenizer and weight files, names and bytes), so two checkpoints with one name
-    and other weights never share state. Anything else is taken as a hub id, whose revision must be pinned by the
+    A directory is read in full (names and bytes of every file but model cards and logs), so two checkpoints with one
+    name and other weights never share state. Anything else is taken as a hub id, whose revision must be pinned by the
     caller.
     """
     root = Path(model)
     if not root.is_dir():
         return digest("hub", str(model))
     h = hashlib.sha256()
-    for file in sorted(p for p in root.rglob("*") if p.is_file() and not p.name.startswith(".")):
+    for file in sorted(p for p in root.rglob("*") if p.is_file() and p.suffix not in _NOT_WEIGHTS and p.name[0] != "."):
         h.update(file.relative_to(root).as_posix().encode() + b"\0")
         with file.open("rb") as f:
             while block := f.read(_CHUNK):
