@@ -128,7 +128,7 @@ class ExtentStore:
         if theirs != mine:
             raise StoreError(
                 f"{self.root} holds {theirs}, this version reads {mine}: "
-                "empty it with 'semkv purge' (--purge) or choose another cache directory"
+                "empty it with 'semkv run --purge' or choose another cache directory"
             )
 
     def _path(self, extent: str) -> Path:
