@@ -64,8 +64,8 @@ def few_threads(most: int) -> Iterator[None]:
     """Keep torch from spreading a small forward pass over a whole machine; the old number comes back after.
 
     Threads that wait for one another at every layer stand still when other work has the cores: one short sentence
-    through all-MiniLM-L6-v2 took 21 ms on one thread and 240 ms on two, on two cores at a load of five. Where vLLM's CPU
-    backend runs in the same process the number stays vLLM's: it allows no change after it has bound its threads.
+    through all-MiniLM-L6-v2 took 21 ms on one thread and 240 ms on two, on two cores at a load of five. Where vLLM's
+    CPU backend runs in the same process the number stays vLLM's: it allows no change after it has bound its threads.
     """
     import torch
 
