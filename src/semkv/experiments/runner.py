@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -122,6 +122,27 @@ def stop_between_samples() -> Iterator[Stop]:
         raise KeyboardInterrupt
 
 
+def _each(
+    stage: str,
+    samples: Sequence[Sample],
+    answer: Callable[[Sample], None],
+    done: Sized,
+    listener: Listener,
+    progress: Progress,
+) -> None:
+    """Hand every sample to ``answer``, count those the engine fails on, stop between samples when asked to."""
+    listener.stage(stage, len(samples))
+    with stop_between_samples() as stop:
+        for sample in samples:
+            if stop.requested:
+                break
+            try:
+                answer(sample)
+            except EngineError as e:
+                listener.failed(sample, e)
+                progress.failed(e, len(done))
+
+
 def run_cold(
     samples: Sequence[Sample],
     engine: Engine,
@@ -131,30 +152,23 @@ def run_cold(
     progress: Progress,
 ) -> None:
     """Answer every sample with the engine's own prefix cache alone, adding to ``progress.cold``."""
-    listener.stage("cold", len(samples))
-    with stop_between_samples() as stop:
-        for sample in samples:
-            if stop.requested:
-                break
-            request = builder.build(sample)
-            try:
-                result = engine.generate(_prompt(request.segments, settings))
-            except EngineError as e:
-                listener.failed(sample, e)
-                progress.failed(e, len(progress.cold))
-                continue
-            cold = Cold(
-                image=sample.image_name,
-                text=result.text,
-                match=_match(result.text, sample),
-                latency_s=result.latency_s,
-                ttft_s=result.ttft_s,
-                prompt_tokens=result.prompt_tokens,
-                cached_tokens=result.cached_tokens,
-                token_ids=result.token_ids,
-            )
-            progress.cold[sample.sample_id] = cold
-            listener.cold(sample, cold)
+
+    def answer(sample: Sample) -> None:
+        result = engine.generate(_prompt(builder.build(sample).segments, settings))
+        cold = Cold(
+            image=sample.image_name,
+            text=result.text,
+            match=_match(result.text, sample),
+            latency_s=result.latency_s,
+            ttft_s=result.ttft_s,
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=result.cached_tokens,
+            token_ids=result.token_ids,
+        )
+        progress.cold[sample.sample_id] = cold
+        listener.cold(sample, cold)
+
+    _each("cold", samples, answer, progress.cold, listener, progress)
 
 
 def run_cached(
@@ -167,20 +181,13 @@ def run_cached(
     progress: Progress,
 ) -> None:
     """Answer every sample through the cache, adding to ``progress`` as it goes."""
-    listener.stage("cached", len(samples))
-    with stop_between_samples() as stop:
-        for sample in samples:
-            if stop.requested:
-                break
-            request = builder.build(sample)
-            try:
-                record = _answer(sample, request, engine, cache, settings, progress)
-            except EngineError as e:
-                listener.failed(sample, e)
-                progress.failed(e, len(progress.records))
-                continue
-            progress.records.append(record)
-            listener.record(record)
+
+    def answer(sample: Sample) -> None:
+        record = _answer(sample, builder.build(sample), engine, cache, settings, progress)
+        progress.records.append(record)
+        listener.record(record)
+
+    _each("cached", samples, answer, progress.records, listener, progress)
 
 
 def _answer(
