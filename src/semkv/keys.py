@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from semkv.types import MediaSegment, Namespace, Segment
 
 _CHUNK = 1 << 20
+_SPACES = re.compile(r"(\s+)")
 _NOT_WEIGHTS = frozenset({".md", ".jsonl", ".log"})
 
 
@@ -32,9 +34,33 @@ def media_id(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+# Words whose case carries meaning: code, paths, flags, addresses, camelCase, quantities such as 5m and 5M.
+_LITERAL = re.compile(
+    r"[`\\{}<>=_|~^]|\w[(\[]|::|://|->|[a-z][A-Z]|\w{2}\.\w{2}|(?<!\S)(?:--?[A-Za-z]|\.{0,2}/\w)|\d[kKmMgGbBtT]\b"
+)
+# Text whose line ends and indents carry meaning.
+_BLOCK = re.compile(r"```|[{};:][ \t]*\n[ \t]+\S")
+
+
 def normalise(text: str) -> str:
-    """Fold what does not change a question's meaning: Unicode form (NFKC), case, runs of white space."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    """Fold what does not change a question's meaning: Unicode form, width, case, runs of white space.
+
+    Words that look like code, a path or an address keep their case, and a text that holds a block of code keeps its
+    lines: ``ls -l`` is not ``ls -L``.
+    """
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", "".join(_same_meaning(c) for c in text))
+    if not _LITERAL.search(text):
+        folded = text.casefold()
+    else:
+        folded = "".join(part if _LITERAL.search(part) else part.casefold() for part in _SPACES.split(text))
+    return folded.strip() if _BLOCK.search(text) else " ".join(folded.split())
+
+
+def _same_meaning(character: str) -> str:
+    """A full-width letter or a ligature as plain letters. Not NFKC as a whole, which makes ``22`` of ``2²``."""
+    kind = unicodedata.decomposition(character).partition(" ")[0]
+    return unicodedata.normalize("NFKC", character) if kind in ("<wide>", "<narrow>", "<compat>") else character
 
 
 def namespace_key(namespace: Namespace) -> str:

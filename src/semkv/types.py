@@ -73,6 +73,14 @@ class MatchPolicy(StrEnum):
     ANY = "any"
 
 
+class PolicyName(StrEnum):
+    """Who has the last word on an approximate match; see `semkv.tiers.policies`."""
+
+    FIXED = "fixed"
+    CALIBRATED = "calibrated"
+    BOUNDED = "bounded"
+
+
 class Scope(StrEnum):
     """Whether the text tiers match within the same media only, or across media."""
 
@@ -175,12 +183,30 @@ class Match:
         entry_id: the donor.
         score: cosine in [-1, 1] of what decided; 1.0 for an exact or normalised match.
         exactness: of the weakest substituted segment.
+        veto: what a guard objected and the policy overruled; empty where none did.
+        whole: whether the donor's whole prompt matched, so that its own answer would do.
     """
 
     tier: str
     entry_id: str
     score: float
     exactness: Exactness
+    veto: str = ""
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """The best approximate match that the policy refused. The engine's answer to the request then tells, at no cost,
+    whether it would have been right.
+
+    Attributes:
+        match: the match.
+        response: the donor's answer.
+    """
+
+    match: Match
+    response: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +244,8 @@ class ReuseReport:
         donor_response: what the donor answered, for comparison; never returned by the KV tiers.
         proposed: in dry-run the plan that live mode would follow, while ``plan`` keeps the request's own segments, 0
             substituted, and the match; None otherwise.
+        hit_id: names this hit for `SemanticCache.checked` and `SemanticCache.report_wrong`; empty on a miss.
+        near: the best approximate match that was refused, or None.
     """
 
     request: Request
@@ -227,6 +255,8 @@ class ReuseReport:
     lookup_s: float = 0.0
     donor_response: str | None = None
     proposed: Plan | None = None
+    hit_id: str = ""
+    near: Near | None = None
 
     @property
     def hit(self) -> bool:
@@ -250,6 +280,10 @@ class ReuseReport:
             return name
         last = plan.segments[plan.substituted - 1]
         return f"{name}/{'media' if isinstance(last, MediaSegment) else last.role}"
+
+    def unchanged(self) -> ReuseReport:
+        """The same lookup with nothing substituted: what a check runs, and records when it is answered."""
+        return replace(self, plan=Plan(self.request.segments), donor_response=None, proposed=None, hit_id="", near=None)
 
     def with_status(self, **statuses: Status) -> ReuseReport:
         """The same report with more tiers' statuses, such as the engine's ``kv_cache`` and ``fusion``."""

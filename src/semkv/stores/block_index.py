@@ -1,6 +1,8 @@
 """Which extent holds which block: one SQLite file per store directory, shared by every process that uses it.
 
-The index is never the only copy: it is built again from the headers of the extents when it is missing or damaged.
+The index is never the only copy: it is built again from the headers of the extents when it is missing or damaged. It is
+also where the processes agree: an extent's bytes are reserved, and what must go for them is chosen, in one transaction
+before the file is written, so that the bounds hold at every moment; and what a load is about to read is held.
 """
 
 from __future__ import annotations
@@ -8,25 +10,43 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from semkv.stores.eviction import ExtentUse
+from semkv.stores.bounds import Bounds
+from semkv.stores.eviction import ExtentUse, Ghosts, adapt, victims
 
+_VERSION = 2
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS extents(
+CREATE TABLE extents(
   extent TEXT PRIMARY KEY, namespace TEXT NOT NULL, blocks INTEGER NOT NULL, nbytes INTEGER NOT NULL,
-  position INTEGER NOT NULL, last_use REAL NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS blocks(
+  position INTEGER NOT NULL, created REAL NOT NULL, last_use REAL NOT NULL, frequent INTEGER NOT NULL,
+  committed INTEGER NOT NULL, first BLOB NOT NULL) WITHOUT ROWID;
+CREATE INDEX extents_by_creation ON extents(created);
+CREATE INDEX extents_by_use ON extents(frequent, last_use, position DESC);
+CREATE TABLE blocks(
   namespace TEXT NOT NULL, hash BLOB NOT NULL, extent TEXT NOT NULL, row INTEGER NOT NULL,
   PRIMARY KEY(namespace, hash)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS blocks_by_extent ON blocks(extent);
-CREATE TABLE IF NOT EXISTS layouts(
+CREATE INDEX blocks_by_extent ON blocks(extent);
+CREATE TABLE holds(
+  extent TEXT NOT NULL, holder TEXT NOT NULL, until REAL NOT NULL, PRIMARY KEY(extent, holder)) WITHOUT ROWID;
+CREATE INDEX holds_by_holder ON holds(holder);
+CREATE TABLE ghosts(
+  namespace TEXT NOT NULL, first BLOB NOT NULL, nbytes INTEGER NOT NULL, frequent INTEGER NOT NULL, gone REAL NOT NULL,
+  PRIMARY KEY(namespace, first)) WITHOUT ROWID;
+CREATE TABLE arc(target REAL NOT NULL);
+INSERT INTO arc VALUES(0);
+CREATE TABLE layouts(
   engine TEXT NOT NULL, rank INTEGER NOT NULL, layout TEXT NOT NULL, created REAL NOT NULL,
   PRIMARY KEY(engine, rank)) WITHOUT ROWID;
 """
+_INSERT = "INSERT OR REPLACE INTO extents VALUES(?,?,?,?,?,?,?,?,?,?)"
 _LAYOUT_SECONDS = 7 * 86_400.0
+
+PENDING_SECONDS = 600.0
+"""A reserved extent whose writer has said nothing for so long is given up: the writer died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +57,50 @@ class BlockRef:
     row: int
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room for one extent, and what had to go for it."""
+
+    granted: bool
+    evicted: tuple[ExtentUse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NewExtent:
+    """An extent that is about to be written; ``nbytes`` of the whole file, ``first`` its first block's hash."""
+
+    extent: str
+    namespace: str
+    blocks: int
+    nbytes: int
+    position: int
+    first: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FoundExtent:
+    """An extent whose file is there: ``hashes`` of its blocks, ``created`` in seconds since the epoch."""
+
+    new: NewExtent
+    hashes: tuple[bytes, ...]
+    created: float
+
+
 class BlockIndex:
     """The index of one directory. Safe to use from several threads and processes.
 
     Every method may raise `sqlite3.Error`: the disk is full, read-only, or the file was damaged meanwhile.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, found: Callable[[], Iterable[FoundExtent]]) -> None:
         """Open or create the file.
 
+        Args:
+            path: the file.
+            found: the extents that are there; asked when the index is created, whose first transaction takes them over.
+
         Raises:
-            sqlite3.DatabaseError: the file is damaged.
+            sqlite3.DatabaseError: the file is damaged, or of another version.
         """
         self._lock = threading.Lock()
         self._db = sqlite3.connect(path, timeout=10.0, check_same_thread=False, isolation_level=None)
@@ -56,93 +109,243 @@ class BlockIndex:
             self._db.execute("PRAGMA journal_mode=WAL")
             # A lost commit is a lost cache entry, and its file is swept; a corrupt index cannot come of it.
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.executescript(_SCHEMA)
+            self._create(found)
             self._db.execute("SELECT count(*) FROM extents").fetchone()
         except sqlite3.Error:
             self._db.close()
             raise
 
+    def _create(self, found: Callable[[], Iterable[FoundExtent]]) -> None:
+        with self._write() as db:  # one transaction: another process sees all of it or nothing
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version == _VERSION:
+                return
+            if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise sqlite3.DatabaseError(f"index of version {version}, this one is {_VERSION}")
+            for statement in _SCHEMA.split(";"):
+                db.execute(statement)
+            for extent in found():
+                if self._name(db, extent.new.namespace, extent.new.extent, extent.hashes):
+                    times = (extent.created, extent.created)
+                    db.execute(_INSERT, (*_key(extent.new), *times, False, True, extent.new.first))
+            db.execute(f"PRAGMA user_version={_VERSION}")
+
     def close(self) -> None:
         with self._lock:
             self._db.close()
 
-    def find(self, namespace: str, hashes: Sequence[bytes]) -> list[BlockRef | None]:
-        """Where each of ``hashes`` is, None for what is not stored."""
-        query = "SELECT extent, row FROM blocks WHERE namespace=? AND hash=?"
-        with self._lock:
-            rows = [self._db.execute(query, (namespace, h)).fetchone() for h in hashes]
-        return [None if r is None else BlockRef(*r) for r in rows]
-
-    def find_prefix(self, namespace: str, hashes: Sequence[bytes]) -> list[BlockRef]:
-        """Where the longest stored leading run of ``hashes`` is."""
-        query = "SELECT extent, row FROM blocks WHERE namespace=? AND hash=?"
-        refs: list[BlockRef] = []
-        with self._lock:
-            for h in hashes:
-                row = self._db.execute(query, (namespace, h)).fetchone()
-                if row is None:
-                    break
-                refs.append(BlockRef(*row))
-        return refs
-
-    def add(self, namespace: str, extent: str, hashes: Sequence[bytes], nbytes: int, position: int) -> int:
-        """Commit an extent and return how many of its blocks were new; with none new, nothing is kept."""
+    @contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        """One transaction that no other process writes beside."""
         with self._lock, self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            new = self._db.executemany(
-                "INSERT OR IGNORE INTO blocks VALUES(?,?,?,?)",
-                ((namespace, h, extent, row) for row, h in enumerate(hashes)),
-            ).rowcount
-            if new:
-                self._db.execute(
-                    "INSERT OR REPLACE INTO extents VALUES(?,?,?,?,?,?)",
-                    (extent, namespace, len(hashes), nbytes, position, time.time()),
-                )
-        return int(new)
+            yield self._db
+
+    # -- finding ------------------------------------------------------------------------------------------------
+
+    def find(self, namespace: str, hashes: Iterable[bytes]) -> Iterator[BlockRef | None]:
+        """Where each of ``hashes`` is, None for what is not stored; lazily, so that a caller may stop at a miss."""
+        query = "SELECT extent, row FROM blocks WHERE namespace=? AND hash=?"
+        for h in hashes:
+            with self._lock:
+                row = self._db.execute(query, (namespace, h)).fetchone()
+            yield None if row is None else BlockRef(*row)
+
+    def created(self, extent: str) -> float | None:
+        """When an extent was written, in seconds since the epoch; None where it is unknown."""
+        with self._lock:
+            row = self._db.execute("SELECT created FROM extents WHERE extent=? AND committed", (extent,)).fetchone()
+        return None if row is None else float(row[0])
+
+    def touch(self, extents: Iterable[str], *, again: bool = False) -> None:
+        """Note that these were used now; ``again``: a use of its own, after which an extent counts as frequent."""
+        rows = [(time.time(), again, e) for e in extents]
+        with self._write() as db:
+            db.executemany("UPDATE extents SET last_use=?, frequent=max(frequent, ?) WHERE extent=?", rows)
+
+    def hold(self, extents: Iterable[str], holder: str, seconds: float) -> set[str]:
+        """Keep extents from being evicted, by any process, until `release` or for so many seconds; they count as used.
+
+        Returns:
+            Those that were still there, and are now held.
+        """
+        now = time.time()
+        held = set()
+        with self._write() as db:
+            db.execute("DELETE FROM holds WHERE until<?", (now,))
+            for extent in extents:
+                if db.execute("UPDATE extents SET last_use=?, frequent=1 WHERE extent=?", (now, extent)).rowcount:
+                    db.execute("INSERT OR REPLACE INTO holds VALUES(?,?,?)", (extent, holder, now + seconds))
+                    held.add(extent)
+        return held
+
+    def release(self, holder: str) -> None:
+        """End what ``holder`` holds."""
+        with self._write() as db:
+            db.execute("DELETE FROM holds WHERE holder=?", (holder,))
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def reserve(self, new: NewExtent, bounds: Bounds, delete: Callable[[str], None]) -> Reservation:
+        """Make room for an extent and take it, in one step; `commit` or `remove` must follow.
+
+        Args:
+            new: what is about to be written.
+            bounds: of the directory.
+            delete: deletes the file of an extent that has to go, before anyone else may take the room.
+        """
+        now = time.time()
+        if (bounds.max_bytes and new.nbytes > bounds.max_bytes) or (
+            bounds.max_blocks and new.blocks > bounds.max_blocks
+        ):
+            return Reservation(False)
+        with self._write() as db:
+            target, returned = self._target(db, new, bounds)
+            _, blocks, nbytes = _totals(db)
+            over_bytes = nbytes + new.nbytes - bounds.max_bytes if bounds.max_bytes else 0
+            over_blocks = blocks + new.blocks - bounds.max_blocks if bounds.max_blocks else 0
+            gone: list[ExtentUse] = []
+            if over_bytes > 0 or over_blocks > 0:
+                kept = db.execute("SELECT coalesce(sum(nbytes),0) FROM extents WHERE NOT frequent").fetchone()[0]
+                recent, frequent = (_evictable(db, now, frequent=which) for which in (False, True))
+                for use in victims(recent, frequent, kept, target):
+                    gone.append(use)
+                    over_bytes, over_blocks = over_bytes - use.nbytes, over_blocks - use.blocks
+                    if over_bytes <= 0 and over_blocks <= 0:
+                        break
+                else:
+                    return Reservation(False)  # nothing was written: the rest is held by loads
+            _leave_ghosts(db, gone, bounds, now)
+            _delete(db, [use.extent for use in gone])
+            for use in gone:
+                delete(use.extent)
+            db.execute("UPDATE arc SET target=?", (target,))
+            db.execute(_INSERT, (*_key(new), now, now, returned, False, new.first))
+        return Reservation(True, tuple(gone))
+
+    @staticmethod
+    def _target(db: sqlite3.Connection, new: NewExtent, bounds: Bounds) -> tuple[float, bool]:
+        """What recent extents may keep now, and whether the new one is an old acquaintance."""
+        target = float(db.execute("SELECT target FROM arc").fetchone()[0])
+        key = (new.namespace, new.first)
+        ghost = db.execute("SELECT nbytes, frequent FROM ghosts WHERE namespace=? AND first=?", key).fetchone()
+        if ghost is None:
+            return target, False
+        db.execute("DELETE FROM ghosts WHERE namespace=? AND first=?", key)
+        return adapt(target, bounds.max_bytes, ghost[0], _ghost_bytes(db), frequent=bool(ghost[1])), True
+
+    def commit(self, new: NewExtent, hashes: Sequence[bytes]) -> int:
+        """Name the blocks of a reserved extent whose file is there now, and return how many were new.
+
+        With none new, or where the reservation was given up meanwhile, nothing is kept: the file must go.
+        """
+        with self._write() as db:
+            if not db.execute("SELECT 1 FROM extents WHERE extent=?", (new.extent,)).fetchone():
+                return 0
+            added = self._name(db, new.namespace, new.extent, hashes)
+            if added:
+                db.execute("UPDATE extents SET committed=1 WHERE extent=?", (new.extent,))
+            else:
+                _delete(db, [new.extent])
+        return added
+
+    @staticmethod
+    def _name(db: sqlite3.Connection, namespace: str, extent: str, hashes: Sequence[bytes]) -> int:
+        rows = ((namespace, h, extent, row) for row, h in enumerate(hashes))
+        return int(db.executemany("INSERT OR IGNORE INTO blocks VALUES(?,?,?,?)", rows).rowcount)
 
     def remove(self, extents: Iterable[str]) -> None:
-        ids = [(e,) for e in extents]
-        with self._lock, self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany("DELETE FROM blocks WHERE extent=?", ids)
-            self._db.executemany("DELETE FROM extents WHERE extent=?", ids)
+        with self._write() as db:
+            _delete(db, extents)
 
-    def touch(self, extents: Iterable[str]) -> None:
-        """Note that these were used now."""
-        now = time.time()
-        with self._lock, self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany("UPDATE extents SET last_use=? WHERE extent=?", [(now, e) for e in extents])
+    def expired(self, before: float) -> list[str]:
+        """Extents written before this moment, and those whose writer died."""
+        query = "SELECT extent FROM extents WHERE created<? OR (NOT committed AND created<?)"
+        with self._lock:
+            return [row[0] for row in self._db.execute(query, (before, time.time() - PENDING_SECONDS))]
+
+    # -- looking at it ------------------------------------------------------------------------------------------
 
     def totals(self, namespace: str | None = None) -> tuple[int, int, int]:
-        """Extents, blocks and bytes, of one namespace or of all."""
-        where, args = ("", ()) if namespace is None else (" WHERE namespace=?", (namespace,))
-        query = f"SELECT count(*), coalesce(sum(blocks),0), coalesce(sum(nbytes),0) FROM extents{where}"  # noqa: S608
+        """Extents, blocks and bytes, of one namespace or of all, reserved ones included."""
         with self._lock:
-            row = self._db.execute(query, args).fetchone()
-        return int(row[0]), int(row[1]), int(row[2])
+            return _totals(self._db, namespace)
 
-    def uses(self, namespace: str | None = None) -> list[ExtentUse]:
-        """What eviction may look at."""
+    def extents(self, namespace: str | None = None) -> list[str]:
+        """All extents of a namespace, or of the directory."""
         where, args = ("", ()) if namespace is None else (" WHERE namespace=?", (namespace,))
-        query = f"SELECT extent, nbytes, blocks, last_use, position FROM extents{where}"  # noqa: S608
         with self._lock:
-            return [ExtentUse(*row) for row in self._db.execute(query, args)]
+            return [row[0] for row in self._db.execute(f"SELECT extent FROM extents{where}", args)]  # noqa: S608
 
-    def has_extent(self, extent: str) -> bool:
+    def ages(self) -> dict[str, tuple[int, int, int, float, float]]:
+        """By namespace: extents, blocks, bytes, and when the oldest was written and the latest was used."""
+        query = (
+            "SELECT namespace, count(*), sum(blocks), sum(nbytes), min(created), max(last_use) FROM extents "
+            "WHERE committed GROUP BY namespace"
+        )
         with self._lock:
-            return self._db.execute("SELECT 1 FROM extents WHERE extent=?", (extent,)).fetchone() is not None
+            return {row[0]: tuple(row[1:]) for row in self._db.execute(query)}
+
+    # -- layouts ------------------------------------------------------------------------------------------------
 
     def put_layout(self, engine: str, rank: int, layout: str) -> None:
         """Tell the scheduler of the same engine how this worker's blocks look."""
         now = time.time()
-        with self._lock, self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("DELETE FROM layouts WHERE created<?", (now - _LAYOUT_SECONDS,))
-            self._db.execute("INSERT OR REPLACE INTO layouts VALUES(?,?,?,?)", (engine, rank, layout, now))
+        with self._write() as db:
+            db.execute("DELETE FROM layouts WHERE created<?", (now - _LAYOUT_SECONDS,))
+            db.execute("INSERT OR REPLACE INTO layouts VALUES(?,?,?,?)", (engine, rank, layout, now))
 
     def layouts(self, engine: str) -> dict[int, str]:
         """What the workers of an engine said, by rank."""
         with self._lock:
             rows = self._db.execute("SELECT rank, layout FROM layouts WHERE engine=?", (engine,)).fetchall()
         return {int(rank): str(layout) for rank, layout in rows}
+
+
+def _key(new: NewExtent) -> tuple[str, str, int, int, int]:
+    return new.extent, new.namespace, new.blocks, new.nbytes, new.position
+
+
+def _totals(db: sqlite3.Connection, namespace: str | None = None) -> tuple[int, int, int]:
+    where, args = ("", ()) if namespace is None else (" WHERE namespace=?", (namespace,))
+    query = f"SELECT count(*), coalesce(sum(blocks),0), coalesce(sum(nbytes),0) FROM extents{where}"  # noqa: S608
+    row = db.execute(query, args).fetchone()
+    return int(row[0]), int(row[1]), int(row[2])
+
+
+def _evictable(db: sqlite3.Connection, now: float, *, frequent: bool) -> Iterator[ExtentUse]:
+    """What may go, in the order in which it goes: not what a load holds, and not what is being written."""
+    query = (
+        "SELECT extent, nbytes, blocks FROM extents WHERE frequent=? AND (committed OR created<?) AND NOT EXISTS "
+        "(SELECT 1 FROM holds WHERE holds.extent=extents.extent AND until>=?) ORDER BY last_use, position DESC"
+    )
+    rows = db.execute(query, (frequent, now - PENDING_SECONDS, now))
+    return (ExtentUse(extent, nbytes, blocks, frequent) for extent, nbytes, blocks in rows)
+
+
+def _delete(db: sqlite3.Connection, extents: Iterable[str]) -> None:
+    ids = [(e,) for e in extents]
+    db.executemany("DELETE FROM blocks WHERE extent=?", ids)
+    db.executemany("DELETE FROM extents WHERE extent=?", ids)
+
+
+def _ghost_bytes(db: sqlite3.Connection) -> Ghosts:
+    found = dict(db.execute("SELECT frequent, sum(nbytes) FROM ghosts GROUP BY frequent").fetchall())
+    return Ghosts(int(found.get(0, 0)), int(found.get(1, 0)))
+
+
+def _leave_ghosts(db: sqlite3.Connection, gone: Sequence[ExtentUse], bounds: Bounds, now: float) -> None:
+    """Remember what was evicted; each list's ghosts stand for as many bytes as the store may hold."""
+    for use in gone:
+        db.execute(
+            "INSERT OR REPLACE INTO ghosts SELECT namespace, first, nbytes, frequent, ? FROM extents WHERE extent=?",
+            (now, use.extent),
+        )
+    for frequent, nbytes in enumerate((lambda g: (g.recent, g.frequent))(_ghost_bytes(db)) if gone else ()):
+        over = nbytes - bounds.max_bytes
+        query = "SELECT namespace, first, nbytes FROM ghosts WHERE frequent=? ORDER BY gone"
+        for namespace, first, size in db.execute(query, (frequent,)).fetchall() if over > 0 else ():
+            if over <= 0:
+                break
+            db.execute("DELETE FROM ghosts WHERE namespace=? AND first=?", (namespace, first))
+            over -= size

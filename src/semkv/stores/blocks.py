@@ -17,8 +17,10 @@ import numpy.typing as npt
 
 from semkv.errors import CorruptValue
 from semkv.keys import digest
+from semkv.stores.bounds import Bounds
 from semkv.stores.container import Bytes
-from semkv.stores.extents import Bounds, ExtentStore, valid_id
+from semkv.stores.directory import valid_id
+from semkv.stores.extents import ExtentStore
 
 KVBounds = Bounds
 
@@ -186,9 +188,18 @@ class KVStore:
         """False after a fault that put the store out of use."""
         return self._extents.on
 
-    def lookup(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of ``hashes`` are stored. Nothing is read but the index."""
-        return len(self._extents.find_prefix(self.namespace, hashes))
+    def lookup(self, hashes: Sequence[bytes], holder: str = "") -> int:
+        """How many leading blocks of ``hashes`` are stored. Nothing is read but the index.
+
+        Args:
+            hashes: of consecutive blocks from the prompt's start.
+            holder: who will read them; until `release`, or for a minute, no process evicts them.
+        """
+        return len(self._extents.find_prefix(self.namespace, hashes, holder))
+
+    def release(self, holder: str) -> None:
+        """``holder`` has read what its lookup found, or will not."""
+        self._extents.release(holder)
 
     def stored(self, hashes: Sequence[bytes]) -> list[bool]:
         """Which of ``hashes`` are stored, and note that they were used."""

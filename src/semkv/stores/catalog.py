@@ -16,7 +16,17 @@ from typing import Any
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
-from semkv.stores.catalog_rows import MediaRow, Record, Removed, VectorRow, dump_segments, load_segments, pack
+from semkv.stores.catalog_rows import (
+    MediaRow,
+    NamespaceUse,
+    Record,
+    Removed,
+    VectorRow,
+    dump_segments,
+    load_segments,
+    pack,
+)
+from semkv.stores.recent import Recent
 from semkv.types import Entry, MediaSegment, Namespace
 
 FORMAT = 1
@@ -76,6 +86,8 @@ class Catalog:
     def __init__(self, path: Path, *, max_entries: int = 100_000, timeout_s: float = 2.0) -> None:
         self.path, self.max_entries = path, max_entries
         self._lock = threading.RLock()
+        self._recent = Recent()
+        self._uncounted = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
@@ -151,6 +163,7 @@ class Catalog:
                 self._touch(entry.entry_id, entry.created)
                 self._add_vectors(int(found[0]), space, record)
                 return False, Removed()
+            self._recent.drop(record.keys)
             row = self._insert(record, space)
             self._add_vectors(row, space, record)
             for key, hashes in record.contexts.items():
@@ -209,7 +222,11 @@ class Catalog:
         return done.rowcount > 0
 
     def _trim(self, keep: int) -> Removed:
+        self._uncounted -= 1  # counting reads the whole index: once per quarter of the room that was left
+        if self._uncounted > 0:
+            return Removed()
         excess = self._number("SELECT COUNT(*) FROM entries") - self.max_entries
+        self._uncounted = -excess // 4
         if excess <= 0:
             return Removed()
         rows = self._db.execute(
@@ -223,6 +240,7 @@ class Catalog:
         tag: str | None = None,
         entry_id: str | None = None,
         namespace: Namespace | None = None,
+        tenant: str | None = None,
         dry_run: bool = False,
     ) -> Removed:
         """Delete the entries that meet every criterion given, or with ``dry_run`` only name them.
@@ -237,8 +255,10 @@ class Catalog:
             tests["entry_id=?"] = entry_id
         if namespace is not None:
             tests["space=?"] = namespace_key(namespace)
+        if tenant is not None:
+            tests["tenant=?"] = tenant
         if not tests:
-            raise ValueError("invalidate needs a tag, an entry_id or a namespace")
+            raise ValueError("invalidate needs a tag, an entry_id, a namespace or a tenant")
         statement = "SELECT id, entry_id FROM entries WHERE " + " AND ".join(tests)  # noqa: S608 (our own words)
         if dry_run:
             with self._lock:
@@ -247,6 +267,7 @@ class Catalog:
             return self._delete([int(r[0]) for r in self._db.execute(statement, tuple(tests.values())).fetchall()])
 
     def _delete(self, rows: Sequence[int]) -> Removed:
+        self._recent.clear()
         gone: list[str] = []
         loose: set[str] = set()
         for start in range(0, len(rows), _BATCH):
@@ -272,6 +293,19 @@ class Catalog:
         kept = {m for m in loose if self._db.execute("SELECT 1 FROM entry_media WHERE media=?", (m,)).fetchone()}
         return Removed(tuple(gone), tuple(sorted(loose - kept)))
 
+    def by_namespace(self) -> list[NamespaceUse]:
+        """What each tenant and model has here, most entries first."""
+        statement = (
+            "SELECT tenant, model, COUNT(*), SUM(hits), MIN(created), MAX(used) FROM entries "
+            "GROUP BY tenant, model ORDER BY COUNT(*) DESC, tenant, model"
+        )
+        with self._lock:
+            return [NamespaceUse(*row) for row in self._db.execute(statement)]
+
+    def has_media(self, media_id: str) -> bool:
+        """Whether any entry has this image."""
+        return self._number("SELECT COUNT(*) FROM entry_media WHERE media=?", media_id) > 0
+
     # -- reading ------------------------------------------------------------------------------------------------
 
     def get(self, entry_id: str) -> Entry | None:
@@ -279,10 +313,22 @@ class Catalog:
         return next(iter(self._entries("SELECT * FROM entries WHERE entry_id=?", entry_id)), None)
 
     def find(self, key: str, limit: int = 4) -> list[Entry]:
-        """The entries registered under a key, oldest first, so that every request settles on the same donor."""
-        return self._entries(
-            "SELECT entries.* FROM entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?", key, limit
-        )
+        """The entries registered under a key, oldest first, so that every request settles on the same donor.
+
+        Small ones are remembered until a deletion, or until `changed` sees another connection's write; their tags,
+        times and hits are those of the first time.
+        """
+        with self._lock:
+            found = self._recent.get(key, limit)
+            if found is not None:
+                return list(found)
+            entries = self._entries(
+                "SELECT entries.* FROM entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?",
+                key,
+                limit,
+            )
+            self._recent.put(key, limit, entries)
+            return entries
 
     def has(self, key: str) -> bool:
         """Whether any entry is registered under a key."""
@@ -342,9 +388,15 @@ class Catalog:
         return self._number("PRAGMA data_version")
 
     def changed(self) -> bool:
-        """Whether another connection has written since the last call."""
+        """Whether another connection has written since the last call. `find` then reads anew."""
         with self._lock:
-            version, self._version = self._version, self._data_version()
+            try:
+                version, self._version = self._version, self._data_version()
+            except sqlite3.Error:
+                self._recent.clear()  # what cannot be checked is not served
+                raise
+            if version != self._version:
+                self._recent.clear()
             return version != self._version
 
     def vectors(self, layers: Sequence[str], after: int, limit: int) -> list[VectorRow]:

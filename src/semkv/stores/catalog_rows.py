@@ -17,6 +17,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class NamespaceUse:
+    """What one tenant and model has in the catalog; times are seconds since the epoch.
+
+    Attributes:
+        tenant, model: the namespace.
+        entries: how many.
+        hits: of all of them, since they were recorded.
+        oldest: when the first was recorded.
+        used: when one was last recorded or hit.
+    """
+
+    tenant: str
+    model: str
+    entries: int
+    hits: int
+    oldest: float
+    used: float
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """An entry with everything by which it is found.
 

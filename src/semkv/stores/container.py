@@ -2,7 +2,7 @@
 
 A file holds one tensor ``blocks`` of bytes, one row per block: ``[n_blocks, row_bytes]``, or ``[n_blocks, n_layers,
 block_bytes]`` where the layers are alike (the bytes are the same). The header's metadata carries one JSON document
-under the key ``semkv``: see `ExtentHeader`. Nothing is pickled.
+under the key ``semkv`` (see `ExtentHeader`) and its checksum. Nothing is pickled.
 
 Layout of a safetensors file: https://github.com/huggingface/safetensors#format (8 bytes little-endian header length,
 JSON header, then the tensors' bytes).
@@ -62,6 +62,10 @@ def checksum(row: Bytes) -> str:
     return xxhash.xxh3_128_hexdigest(row.data)
 
 
+def _head_checksum(text: str, tensor: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps([text, tensor]).encode())
+
+
 def fsync_directory(path: Path) -> None:
     """Make a rename in ``path`` durable."""
     fd = os.open(path, os.O_RDONLY)
@@ -71,30 +75,37 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def write_extent(path: Path, header: ExtentHeader, rows: Bytes, shape: tuple[int, ...] | None = None) -> int:
-    """Write a file so that it is there in full or not at all, and return its size in bytes.
+def encode_head(header: ExtentHeader, rows: Bytes, shape: tuple[int, ...] | None = None) -> bytes:
+    """What stands before the rows in a file; the file is as long as this and the rows together.
 
-    Temporary name, fsync, rename, fsync of the directory.
+    Args:
+        header: checksums filled in.
+        rows: uint8 ``[n_blocks, row_bytes]``.
+        shape: how the tensor is declared, with as many bytes as ``rows``.
+    """
+    tensor = {"dtype": "U8", "shape": list(shape or rows.shape), "data_offsets": [0, rows.nbytes]}
+    text = json.dumps(asdict(header))
+    document = {"__metadata__": {"semkv": text, "checksum": _head_checksum(text, tensor)}, _TENSOR: tensor}
+    head = json.dumps(document).encode()
+    head += b" " * (-len(head) % 8)
+    return struct.pack("<Q", len(head)) + head
+
+
+def write_extent(path: Path, head: bytes, rows: Bytes) -> None:
+    """Write a file so that it is there in full or not at all: temporary name, fsync, rename, fsync of the directory.
 
     Args:
         path: the final name; its parent exists.
-        header: checksums filled in.
+        head: of `encode_head`.
         rows: uint8 ``[n_blocks, row_bytes]``, C-contiguous.
-        shape: how the tensor is declared, with as many bytes as ``rows``.
 
     Raises:
         OSError: the disk is full or read-only; the temporary file is gone.
     """
-    document = {
-        "__metadata__": {"semkv": json.dumps(asdict(header))},
-        _TENSOR: {"dtype": "U8", "shape": list(shape or rows.shape), "data_offsets": [0, rows.nbytes]},
-    }
-    head = json.dumps(document).encode()
-    head += b" " * (-len(head) % 8)
     temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as f:
-            f.write(struct.pack("<Q", len(head)) + head)
+            f.write(head)
             f.write(rows.data.cast("B"))
             f.flush()
             os.fsync(f.fileno())
@@ -103,7 +114,6 @@ def write_extent(path: Path, header: ExtentHeader, rows: Bytes, shape: tuple[int
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    return 8 + len(head) + rows.nbytes
 
 
 @dataclass(slots=True)
@@ -174,18 +184,21 @@ def _parse(fd: int, path: Path) -> tuple[ExtentHeader, int, int, int]:
         raise CorruptValue(f"{path.name}: header of {length} bytes")
     try:
         document = json.loads(os.pread(fd, length, 8))
-        fields = json.loads(document["__metadata__"]["semkv"])
+        text, tensor = document["__metadata__"]["semkv"], document[_TENSOR]
+        if document["__metadata__"]["checksum"] != _head_checksum(text, tensor):
+            raise CorruptValue(f"{path.name}: checksum of the header")
+        fields = json.loads(text)
         fields["hashes"], fields["checksums"] = tuple(fields["hashes"]), tuple(fields["checksums"])
         header = ExtentHeader(**fields)
         _check_types(header)
-        begin, end = document[_TENSOR]["data_offsets"]
+        begin, end = tensor["data_offsets"]
         return header, int(begin), int(end), 8 + length
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptValue(f"{path.name}: {error}") from error
 
 
 def _check_types(header: ExtentHeader) -> None:
-    """A header is not covered by the checksums, so nothing in it is taken on trust.
+    """A header may be another program's, so nothing in it is taken on trust.
 
     Raises:
         ValueError, TypeError: a field is not what it should be.

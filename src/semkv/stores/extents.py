@@ -1,9 +1,5 @@
 """A directory of extents with its index: what the KV store and the fusion store have in common.
 
-    <root>/semkv.json               format version and kind
-    <root>/index.sqlite             which extent holds which block
-    <root>/extents/ab/ab12....safetensors
-
 Reading and writing never raise for what happened to the disk: a damaged or vanished file is a counted miss, a full
 or read-only disk turns writing off with one warning.
 """
@@ -12,51 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
+import itertools
 import logging
-import os
 import sqlite3
-import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from semkv.errors import ConfigError, CorruptValue, StoreError
+from semkv.errors import CorruptValue
 from semkv.stores import container
-from semkv.stores.block_index import BlockIndex, BlockRef
+from semkv.stores.block_index import BlockIndex, BlockRef, NewExtent
+from semkv.stores.bounds import Bounds
 from semkv.stores.container import Bytes, ExtentFile, ExtentHeader
-from semkv.stores.eviction import ExtentUse, choose_victims
+from semkv.stores.directory import ExtentDirectory, new_extent
 
 log = logging.getLogger("semkv.stores")
 
-KV_MAX_BYTES = 32 << 30
+SWEEP_SECONDS = 600.0
+"""How often a store that is written to looks for files that nobody knows and for what is too old."""
 
-ORPHAN_GRACE_S = 600.0
-"""A file no index knows is removed when it is older than this: a younger one may be about to be committed."""
+HOLD_SECONDS = 60.0
+"""How long a lookup keeps what it found from being evicted, where its reader says nothing more."""
 
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """How much a store directory may hold, over all models and ranks that share it. 0: no bound of this kind."""
-
-    max_bytes: int = KV_MAX_BYTES
-    max_blocks: int = 0
-
-    def __post_init__(self) -> None:
-        for key in ("max_bytes", "max_blocks"):
-            if getattr(self, key) < 0:
-                raise ConfigError(key, getattr(self, key), "0 (no bound) or a positive number")
-
-
-def valid_id(extent: str) -> bool:
-    """Whether this is an id we could have drawn: nothing else becomes part of a path."""
-    return len(extent) == 32 and set(extent) <= set("0123456789abcdef")
+_NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
 
 
 class ExtentStore:
@@ -65,6 +44,7 @@ class ExtentStore:
     Attributes:
         counters: ``stored_blocks``, ``stored_bytes``, ``read_blocks``, ``corrupt``, ``missing``, ``evicted_extents``,
             ``evicted_blocks``, ``rejected`` (too large for the bounds), ``errors``.
+        swept: how many extents and stray files went when the directory was opened.
     """
 
     def __init__(self, root: Path, kind: str, bounds: Bounds) -> None:
@@ -74,9 +54,9 @@ class ExtentStore:
             StoreError: ``root`` is a file, or was written by another format version or for another kind.
         """
         self.root, self.kind, self.bounds = root, kind, bounds
+        self._files = ExtentDirectory(root, kind)
         self.counters: Counter[str] = Counter()
-        self._held: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._swept_at, self.swept = 0.0, 0
         self._index: BlockIndex | None = None
         self._writable = False
         try:
@@ -95,68 +75,43 @@ class ExtentStore:
         return self._writable
 
     def _open(self) -> None:
-        if self.root.exists() and not self.root.is_dir():
-            raise StoreError(f"{self.root} is not a directory")
-        (self.root / "extents").mkdir(parents=True, exist_ok=True)
-        self._check_format()
-        path = self.root / "index.sqlite"
-        fresh = not path.exists()
+        self._files.create()
+        with self._files.one_opener():
+            self._index = self._open_index(self._files.index)
+            self._writable = True
+            self.swept = self.sweep()
+
+    def _open_index(self, path: Path) -> BlockIndex:
         try:
-            self._index = BlockIndex(path)
+            return BlockIndex(path, self._files.found)
         except sqlite3.DatabaseError as error:
-            log.warning("semkv: rebuilding the damaged index %s (%s)", path, error)
-            for suffix in ("", "-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-            self._index, fresh = BlockIndex(path), True
-        self._writable = True
-        if fresh:
-            self._rebuild(self._index)
-        self._sweep(self._index)
+            if isinstance(error, sqlite3.OperationalError):
+                raise
+            log.warning("semkv: rebuilding the index %s (%s)", path, error)
+            self._files.discard_index()
+            return BlockIndex(path, self._files.found)
 
-    def _check_format(self) -> None:
-        path = self.root / "semkv.json"
-        mine = {"format": container.FORMAT_VERSION, "kind": self.kind}
-        try:
-            theirs = json.loads(path.read_text())
-        except FileNotFoundError:
-            temporary = path.with_name(f"{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
-            temporary.write_text(json.dumps(mine))
-            temporary.replace(path)
-            return
-        except ValueError:
-            theirs = None
-        if theirs != mine:
-            raise StoreError(
-                f"{self.root} holds {theirs}, this version reads {mine}: "
-                "empty it with 'semkv run --purge' or choose another cache directory"
-            )
+    def sweep(self) -> int:
+        """Remove what is too old, and files that no index names; returns how many extents and files went.
 
-    def _path(self, extent: str) -> Path:
-        return self.root / "extents" / extent[:2] / f"{extent}.safetensors"
-
-    def _files(self) -> Iterator[Path]:
-        return (self.root / "extents").glob("??/*")
-
-    def _rebuild(self, index: BlockIndex) -> None:
-        """Fill a new index from the files' own headers."""
-        for path in self._files():
-            try:
-                with ExtentFile.open(path) as file:
-                    header = file.header
-            except (CorruptValue, OSError):
-                continue
-            if header.kind == self.kind and path == self._path(header.extent):
-                hashes = [bytes.fromhex(h) for h in header.hashes]
-                index.add(header.namespace, header.extent, hashes, path.stat().st_size, header.position)
-
-    def _sweep(self, index: BlockIndex) -> None:
-        """Remove files that no commit will ever name."""
-        limit = time.time() - ORPHAN_GRACE_S
-        for path in self._files():
-            with contextlib.suppress(FileNotFoundError):
-                known = path.suffix == ".safetensors" and index.has_extent(path.stem)
-                if not known and path.stat().st_mtime < limit:
-                    path.unlink()
+        An extent is in the index before its file is made, so a file that is not there was left by a writer that died.
+        """
+        self._swept_at, gone = time.monotonic(), 0
+        files = list(self._files)
+        with self._guard():
+            if self._index is None or not self._writable:
+                return 0
+            oldest = time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
+            expired = self._index.expired(oldest)
+            self._remove(self._index, expired)
+            gone += len(expired)
+            known = set(self._index.extents())
+            for path in files:
+                if path.name.partition(".")[0] not in known:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                        gone += 1
+        return gone
 
     def _switch_off(self, what: str, error: Exception) -> None:
         log.warning("semkv: the %s store in %s %s (%s); requests go on without it", self.kind, self.root, what, error)
@@ -178,22 +133,55 @@ class ExtentStore:
         try:
             yield
         except sqlite3.OperationalError as error:
-            self._read_only(error)
+            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:  # another process writes for long: this once
+                self.counters["errors"] += 1
+            else:
+                self._read_only(error)
         except sqlite3.Error as error:
             self._switch_off("has a damaged index; it is rebuilt at the next start", error)
+            self._files.discard_index()
 
-    def find_prefix(self, namespace: str, hashes: Sequence[bytes]) -> list[BlockRef]:
-        """Where the longest stored leading run of ``hashes`` is."""
+    def find_prefix(self, namespace: str, hashes: Sequence[bytes], holder: str = "") -> list[BlockRef]:
+        """Where the longest stored leading run of ``hashes`` is.
+
+        Args:
+            holder: keeps it from being evicted, by any process, until `release` or for `HOLD_SECONDS`.
+        """
+        refs: list[BlockRef] = []
         with self._guard():
             if self._index is not None:
-                return self._index.find_prefix(namespace, hashes)
-        return []
+                refs = self._fresh(self._index, namespace, hashes)
+                if refs and holder and self._writable:
+                    held = self._index.hold({ref.extent for ref in refs}, holder, HOLD_SECONDS)
+                    refs = list(itertools.takewhile(lambda ref: ref.extent in held, refs))
+        return refs
+
+    def _fresh(self, index: BlockIndex, namespace: str, hashes: Sequence[bytes]) -> list[BlockRef]:
+        oldest = time.time() - self.bounds.max_age_s
+        known: dict[str, bool] = {}
+        refs: list[BlockRef] = []
+        for ref in index.find(namespace, hashes):
+            if ref is None:
+                break
+            if self.bounds.max_age_s and ref.extent not in known:
+                created = index.created(ref.extent)
+                known[ref.extent] = created is not None and created >= oldest
+            if not known.get(ref.extent, True):
+                break
+            refs.append(ref)
+        return refs
+
+    def release(self, holder: str) -> None:
+        """End what a lookup of ``holder`` holds."""
+        with self._guard():
+            if self._index is not None and self._writable:
+                self._index.release(holder)
 
     def stored(self, namespace: str, hashes: Sequence[bytes]) -> list[bool]:
         """Which of ``hashes`` are stored; what is there counts as used now."""
         with self._guard():
             if self._index is not None:
-                refs = self._index.find(namespace, hashes)
+                refs = list(self._index.find(namespace, hashes))
                 if found := {r.extent for r in refs if r is not None}:
                     self._index.touch(found)
                 return [r is not None for r in refs]
@@ -206,24 +194,22 @@ class ExtentStore:
         deleted with its index rows.
         """
         done = 0
-        extents = [r.extent for r in refs]
-        with self._hold(extents):
-            while done < len(refs):
-                end = done + 1
-                while end < len(refs) and refs[end] == BlockRef(refs[done].extent, refs[done].row + end - done):
-                    end += 1
-                if not self._read_run(namespace, layout, hashes[done:end], refs[done], out[done:end]):
-                    break
-                done = end
+        while done < len(refs):
+            end = done + 1
+            while end < len(refs) and refs[end] == BlockRef(refs[done].extent, refs[done].row + end - done):
+                end += 1
+            if not self._read_run(namespace, layout, hashes[done:end], refs[done], out[done:end]):
+                break
+            done = end
         self.counters["read_blocks"] += done
         if done and self._writable:
             with self._guard():
                 if self._index is not None:
-                    self._index.touch(set(extents[:done]))
+                    self._index.touch({ref.extent for ref in refs[:done]}, again=True)
         return done
 
     def _read_run(self, namespace: str, layout: Any, hashes: Sequence[bytes], first: BlockRef, out: Bytes) -> bool:
-        path = self._path(first.extent)
+        path = self._files.path(first.extent)
         try:
             with ExtentFile.open(path) as file:
                 self._check(file.header, first, namespace, layout, hashes)
@@ -256,7 +242,7 @@ class ExtentStore:
     def describe(self, extent: str) -> tuple[ExtentHeader, int] | None:
         """The header of an extent and the bytes of one row; None when it is gone or damaged."""
         try:
-            with ExtentFile.open(self._path(extent)) as file:
+            with ExtentFile.open(self._files.path(extent)) as file:
                 return file.header, file.row_bytes
         except (CorruptValue, OSError):
             return None
@@ -278,83 +264,70 @@ class ExtentStore:
         """
         if not self._writable or self._index is None or not len(hashes):
             return None
-        if not self._make_room(rows.nbytes, len(hashes)):
-            self.counters["rejected"] += 1
-            return None
-        extent = uuid.uuid4().hex
+        if time.monotonic() - self._swept_at > SWEEP_SECONDS:
+            self.sweep()
         rows = np.ascontiguousarray(rows)
         header = ExtentHeader(
             version=container.FORMAT_VERSION,
             kind=self.kind,
-            extent=extent,
+            extent=uuid.uuid4().hex,
             namespace=namespace,
             layout=layout,
             hashes=tuple(h.hex() for h in hashes),
             checksums=tuple(container.checksum(row) for row in rows),
             position=position,
         )
-        path = self._path(extent)
+        head = container.encode_head(header, rows, shape)
+        new = new_extent(header, len(head) + rows.nbytes)
+        if not self._make_room(new):
+            return None
+        if not self._write_file(self._files.path(new.extent), head, rows) or not self._commit(new, hashes):
+            self.drop([new.extent])
+            return None
+        self.counters["stored_blocks"] += len(hashes)
+        self.counters["stored_bytes"] += new.nbytes
+        return new.extent
+
+    def _make_room(self, new: NewExtent) -> bool:
+        """Reserve what ``new`` needs and delete the files that went for it."""
+        found = None
+        with self._guard():
+            if self._index is not None:
+                found = self._index.reserve(new, self.bounds, self._unlink)
+        if found is None:
+            return False
+        self.counters["evicted_extents"] += len(found.evicted)
+        self.counters["evicted_blocks"] += sum(use.blocks for use in found.evicted)
+        self.counters["rejected"] += not found.granted
+        return found.granted
+
+    def _write_file(self, path: Path, head: bytes, rows: Bytes) -> bool:
         try:
             path.parent.mkdir(exist_ok=True)
-            nbytes = container.write_extent(path, header, rows, shape)
+            container.write_extent(path, head, rows)
+            return True
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            if error.errno in _NO_WRITING:
                 self._read_only(error)
             else:
                 log.warning("semkv: cannot write %s: %s", path, error)
                 self.counters["errors"] += 1
-            return None
-        new = 0
-        with self._guard():
-            new = self._index.add(namespace, extent, hashes, nbytes, position)
-        if not new:
-            path.unlink(missing_ok=True)
-            return None
-        self.counters["stored_blocks"] += len(hashes)
-        self.counters["stored_bytes"] += nbytes
-        return extent
-
-    def _make_room(self, nbytes: int, blocks: int) -> bool:
-        """Evict until ``nbytes`` and ``blocks`` more fit; False when they never will."""
-        limit, most = self.bounds.max_bytes, self.bounds.max_blocks
-        if (limit and nbytes > limit) or (most and blocks > most):
             return False
-        freed: list[ExtentUse] = []
-        over_bytes = over_blocks = 1
-        with self._guard(), self._lock:
-            index = self._index
-            if index is None:
-                return False
-            _, have_blocks, have_bytes = index.totals()
-            over_bytes = have_bytes + nbytes - limit if limit else 0
-            over_blocks = have_blocks + blocks - most if most else 0
-            if over_bytes <= 0 and over_blocks <= 0:
-                return True
-            uses = {u.extent: u for u in index.uses()}
-            victims = choose_victims(uses.values(), nbytes=over_bytes, blocks=over_blocks, held=self._held.keys())
-            freed = [uses[v] for v in victims]
-            self._remove(index, victims)
-            self.counters["evicted_extents"] += len(freed)
-            self.counters["evicted_blocks"] += sum(u.blocks for u in freed)
-        return sum(u.nbytes for u in freed) >= over_bytes and sum(u.blocks for u in freed) >= over_blocks
 
-    @contextlib.contextmanager
-    def _hold(self, extents: Sequence[str]) -> Iterator[None]:
-        """Keep these from being evicted by this process. In another, a vanished file is a miss."""
-        with self._lock:
-            self._held.update(extents)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._held.subtract(extents)
-                self._held += Counter()  # drops what is no longer held
+    def _commit(self, new: NewExtent, hashes: Sequence[bytes]) -> bool:
+        with self._guard():
+            if self._index is not None:
+                return self._index.commit(new, hashes) > 0
+        return False
 
     def _remove(self, index: BlockIndex, extents: Sequence[str]) -> None:
         index.remove(extents)  # first the rows, so that nobody finds a file that is going
         for extent in extents:
-            with contextlib.suppress(OSError):
-                self._path(extent).unlink()
+            self._unlink(extent)
+
+    def _unlink(self, extent: str) -> None:
+        with contextlib.suppress(OSError):
+            self._files.path(extent).unlink()
 
     def drop(self, extents: Sequence[str]) -> None:
         """Delete extents and their index rows."""
@@ -371,7 +344,7 @@ class ExtentStore:
         """Delete all extents of a namespace, or of the directory; returns how many."""
         with self._guard():
             if self._index is not None:
-                extents = [u.extent for u in self._index.uses(namespace)]
+                extents = self._index.extents(namespace)
                 self._remove(self._index, extents)
                 return len(extents)
         return 0
@@ -382,6 +355,33 @@ class ExtentStore:
             if self._index is not None:
                 return self._index.totals(namespace)
         return 0, 0, 0
+
+    def extents(self) -> list[str]:
+        """Ids of all extents of the directory."""
+        with self._guard():
+            if self._index is not None:
+                return self._index.extents()
+        return []
+
+    def ages(self) -> dict[str, tuple[int, int, int, float, float]]:
+        """By namespace: extents, blocks, bytes, and when the oldest was written and the latest was used."""
+        with self._guard():
+            if self._index is not None:
+                return self._index.ages()
+        return {}
+
+    def damage(self, extent: str) -> str:
+        """What is wrong with an extent's file, read from end to end; empty where it is whole."""
+        try:
+            with ExtentFile.open(self._files.path(extent)) as file:
+                if (file.header.kind, file.header.extent) != (self.kind, extent):
+                    return f"{extent}: another file's content"
+                row = np.empty((1, file.row_bytes), np.uint8)
+                for number in range(len(file.header.hashes)):
+                    file.read_rows(number, row)
+        except (CorruptValue, OSError) as error:
+            return f"{extent}: {error}"
+        return ""
 
     def put_layout(self, engine: str, rank: int, layout: str) -> None:
         """A worker tells the scheduler of its engine how its blocks look."""

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from semkv.errors import CorruptValue
 from semkv.keys import digest
 from semkv.stores.blocks import StoreStats
+from semkv.stores.bounds import Bounds
 from semkv.stores.container import Bytes
-from semkv.stores.extents import Bounds, ExtentStore
+from semkv.stores.extents import ExtentStore
 
 FUSION_MAX_BYTES = 8 << 30
 _ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -95,7 +96,7 @@ class FusionStore:
         try:
             shape, dtype = layout["shape"], layout["dtype"]
             return FusionState(key, row[0], tuple(int(n) for n in shape), str(dtype))
-        except (KeyError, TypeError, ValueError, CorruptValue):  # the header is not covered by the checksum
+        except (KeyError, TypeError, ValueError, CorruptValue):  # another writer's header
             self._extents.reject(refs[0].extent)
             return None
 

@@ -108,6 +108,13 @@ class MediaStore:
             return None
         return data
 
+    def whole(self, media_id: str) -> bool:
+        """Whether the stored bytes are what their name says."""
+        try:
+            return digest_of(self._where(media_id).read_bytes()) == media_id
+        except OSError:
+            return False
+
     def delete(self, media_id: str) -> None:
         """Forget an item; nothing happens where it is not stored."""
         file = self._where(media_id)

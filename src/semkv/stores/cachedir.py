@@ -18,13 +18,15 @@ FORMAT = 1
 _STORES = ("kv", "fusion")
 
 # What semkv writes into a cache directory, and into a directory of fusion states alone.
-_EXTENT_FILES = (MARKER, "index.sqlite", "index.sqlite-*", "extents/??/*", f"{MARKER}.*.tmp")
-_CACHE_FILES = (
+EXTENT_FILES = (MARKER, "open.lock", "index.sqlite", "index.sqlite-*", "extents/??/*", f"{MARKER}.*.tmp")
+CACHE_FILES = (
     MARKER,
     "catalog.sqlite",
     "catalog.sqlite-*",
     "media/??/*",
-    *(f"{store}/{pattern}" for store in _STORES for pattern in _EXTENT_FILES),
+    "policy.json",
+    "policy.json.*.tmp",
+    *(f"{store}/{pattern}" for store in _STORES for pattern in EXTENT_FILES),
 )
 
 
@@ -34,9 +36,9 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
     Raises:
         StoreError: it is no directory, cannot be written, holds something else, or was written by another version.
     """
-    roots = [(config.cache_dir, _CACHE_FILES)]
+    roots = [(config.cache_dir, CACHE_FILES)]
     if config.fusion_cache_dir is not None:
-        roots.append((config.fusion_cache_dir, _EXTENT_FILES))
+        roots.append((config.fusion_cache_dir, EXTENT_FILES))
     ours = _is_ours(config.cache_dir)
     for root, patterns in roots:
         if root.exists() and not root.is_dir():
@@ -47,11 +49,11 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
     _mark(config.cache_dir, ours=ours)
 
 
-def purge_directory(root: Path, patterns: tuple[str, ...] = _CACHE_FILES) -> int:
+def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_run: bool = False) -> int:
     """Remove what semkv wrote below ``root``; an empty or missing directory is left as it is.
 
     Returns:
-        How many files were removed.
+        How many files were removed, or with ``dry_run`` would be.
 
     Raises:
         StoreError: the directory holds files and no sign that they are semkv's.
@@ -62,6 +64,8 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = _CACHE_FILES) -> int
         raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
     found = (file for pattern in patterns for file in root.glob(pattern) if file.is_file() or file.is_symlink())
     files = {file for file in found if not any(p.is_symlink() for p in _parents(file, root))}
+    if dry_run:
+        return len(files)
     markers = set(_markers(root))
     for file in sorted(files - markers) + sorted(files & markers):  # the sign goes last, so a purge can be repeated
         file.unlink(missing_ok=True)

@@ -1,0 +1,249 @@
+"""Looking after a cache directory from outside: what it holds, whether it is whole, what may go.
+
+Works beside running engines: every step is one that they would do themselves.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from semkv.errors import CorruptValue, StoreError
+from semkv.stores.bounds import Bounds
+from semkv.stores.cachedir import CACHE_FILES, EXTENT_FILES, purge_directory
+from semkv.stores.catalog import Catalog
+from semkv.stores.catalog_rows import NamespaceUse
+from semkv.stores.extents import ExtentStore
+from semkv.stores.media import MediaStore
+
+_UNBOUNDED = Bounds(max_bytes=0)
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUse:
+    """One store on disk; times are seconds since the epoch, None where it is empty.
+
+    Attributes:
+        store: ``kv``, ``fusion`` or ``media``.
+        namespace: digest of the model, its settings and the rank; empty for media.
+        items: extents, fusion states or images.
+        blocks: KV blocks or fusion states.
+        nbytes: bytes of the files.
+        oldest: when the oldest was written.
+        used: when one was last used.
+    """
+
+    store: str
+    namespace: str
+    items: int
+    blocks: int
+    nbytes: int
+    oldest: float | None
+    used: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What a cache directory holds: the catalog by tenant and model, the other stores by namespace."""
+
+    cache_dir: str
+    entries: tuple[NamespaceUse, ...]
+    stores: tuple[StoreUse, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(use.nbytes for use in self.stores)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What a check found: how many files were read, and a line for each that is damaged."""
+
+    checked: int
+    damaged: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What was deleted: extents and stray files by store, and images that no entry has."""
+
+    kv: int
+    fusion: int
+    media: int
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """What was, or with ``dry_run`` would be, deleted: entries, and files that went with them."""
+
+    entries: int
+    files: int
+    dry_run: bool
+
+
+def inspect(cache_dir: Path, fusion_dir: Path | None = None) -> CacheUse:
+    """Counts, bytes and ages.
+
+    Raises:
+        StoreError: there is no cache, or it was written by another format version.
+    """
+    check_is_cache(cache_dir)
+    stores: list[StoreUse] = []
+    with _extents(cache_dir, fusion_dir) as opened:
+        for name, store in opened:
+            stores += [StoreUse(name, namespace, *counts) for namespace, counts in store.ages().items()]
+    images = [(f.stat().st_size, f.stat().st_mtime) for f in _media(cache_dir)]
+    if images:
+        times = [t for _, t in images]
+        stores.append(StoreUse("media", "", len(images), 0, sum(n for n, _ in images), min(times), max(times)))
+    entries: tuple[NamespaceUse, ...] = ()
+    if (cache_dir / "catalog.sqlite").exists():
+        with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
+            entries = tuple(catalog.by_namespace())
+    return CacheUse(str(cache_dir), entries, tuple(stores))
+
+
+def verify(
+    cache_dir: Path,
+    fusion_dir: Path | None = None,
+    *,
+    repair: bool = False,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Damage:
+    """Read every file and check every checksum.
+
+    Args:
+        repair: delete what is damaged, so that it is computed again.
+        advance: told how many files of how many are done.
+
+    Raises:
+        StoreError: there is no cache, or it was written by another format version.
+    """
+    check_is_cache(cache_dir)
+    damaged: list[str] = []
+    images = _media(cache_dir)
+    with _extents(cache_dir, fusion_dir) as opened:
+        extents = [(name, store, extent) for name, store in opened for extent in store.extents()]
+        done, total = 0, len(extents) + len(images)
+        for name, store, extent in extents:
+            if reason := store.damage(extent):
+                damaged.append(f"{name}: {reason}")
+                if repair:
+                    store.reject(extent)
+            done += 1
+            advance(done, total)
+    media = MediaStore(cache_dir / "media") if images else None
+    for image in images:
+        if media is not None and not media.whole(image.name):
+            damaged.append(f"media: {image.name} is not what its name says")
+            if repair:
+                media.delete(image.name)
+        done += 1
+        advance(done, total)
+    if reason := _catalog_damage(cache_dir / "catalog.sqlite"):
+        damaged.append(f"catalog: {reason}")
+    return Damage(done, tuple(damaged))
+
+
+def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float | None = None) -> Collected:
+    """Delete files that no index names, what is too old, and images that no entry has any more.
+
+    Raises:
+        StoreError: there is no cache, or it was written by another format version.
+    """
+    check_is_cache(cache_dir)
+    bounds = Bounds(max_bytes=0, max_age_s=(max_age_days or 0.0) * _DAY_S)
+    gone = dict.fromkeys(("kv", "fusion", "media"), 0)
+    with _extents(cache_dir, fusion_dir, bounds) as opened:
+        for name, store in opened:
+            gone[name] += store.swept
+    if (cache_dir / "catalog.sqlite").exists() and (images := _media(cache_dir)):
+        media = MediaStore(cache_dir / "media")
+        with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
+            for image in images:
+                young = time.time() - image.stat().st_mtime < _DAY_S  # its entry may be about to be written
+                if not young and not catalog.has_media(image.name):
+                    media.delete(image.name)
+                    gone["media"] += 1
+    return Collected(**gone)
+
+
+def check_is_cache(cache_dir: Path) -> None:
+    """Refuse what is no cache, rather than make one.
+
+    Raises:
+        StoreError: nothing there was written by semkv.
+    """
+    places = (cache_dir, cache_dir / "kv", cache_dir / "fusion")
+    if not any((place / "semkv.json").is_file() for place in places) and not (cache_dir / "catalog.sqlite").is_file():
+        raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
+
+
+@contextmanager
+def _extents(
+    cache_dir: Path, fusion_dir: Path | None, bounds: Bounds = _UNBOUNDED
+) -> Iterator[list[tuple[str, ExtentStore]]]:
+    with ExitStack() as open_stores:
+        found = []
+        for name, root in (("kv", cache_dir / "kv"), ("fusion", fusion_dir or cache_dir / "fusion")):
+            if (root / "semkv.json").is_file():
+                found.append((name, open_stores.enter_context(closing(ExtentStore(root, name, bounds)))))
+        yield found
+
+
+def _media(cache_dir: Path) -> list[Path]:
+    return sorted(f for f in (cache_dir / "media").glob("??/*") if len(f.name) == 64)
+
+
+def _catalog_damage(path: Path) -> str:
+    if not path.exists():
+        return ""
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+            found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
+            return "" if found == "ok" else found
+    except sqlite3.Error as error:
+        return str(error)
+
+
+def purge_entries(cache_dir: Path, tenant: str | None, tag: str | None, *, dry_run: bool) -> Purged:
+    """Delete the catalog's entries of a tenant, with a tag, or both, and the images that only they had.
+
+    A tenant's KV blocks lie under hashes that only its salt leads to; they are found by nobody else and go with age.
+
+    Raises:
+        StoreError: there is no cache, or the catalog cannot be written.
+    """
+    check_is_cache(cache_dir)
+    try:
+        with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
+            removed = catalog.invalidate(tenant=tenant, tag=tag, dry_run=dry_run)
+    except (sqlite3.Error, CorruptValue) as error:
+        raise StoreError(f"catalog {cache_dir / 'catalog.sqlite'}: {error}") from error
+    if not dry_run and removed.media:
+        media = MediaStore(cache_dir / "media")
+        for media_id in removed.media:
+            media.delete(media_id)
+    return Purged(len(removed.entry_ids), len(removed.media), dry_run)
+
+
+def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool) -> Purged:
+    """Delete everything that semkv wrote, and nothing else.
+
+    Raises:
+        StoreError: there is no cache.
+    """
+    check_is_cache(cache_dir)
+    entries = 0
+    if (cache_dir / "catalog.sqlite").exists():
+        with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
+            entries = len(catalog)
+    files = purge_directory(cache_dir, CACHE_FILES, dry_run=dry_run)
+    if fusion_dir is not None:
+        files += purge_directory(fusion_dir, EXTENT_FILES, dry_run=dry_run)
+    return Purged(entries, files, dry_run)

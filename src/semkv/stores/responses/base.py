@@ -1,0 +1,159 @@
+"""What a store of answers is: whole answers under exact keys, with what an operator may select them by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One answer, as the upstream gave it.
+
+    Times are seconds since the epoch; infinity means never.
+
+    Attributes:
+        key: hex HMAC-SHA256 of the canonical request it was computed from.
+        partition: digest of the tenant; empty for a single-tenant deployment.
+        model: as the client named it.
+        payload: JSON of the complete answer, not streamed, byte for byte.
+        created: when it was kept.
+        expires: from then on it is stale.
+        stale_until: from then on it is not served at all; never before ``expires``.
+        slide_s: an answer that is read in the second half of its life gets this many seconds again; 0: it does not.
+        tags: labels for invalidation.
+        prompt: text of the last user turn, for operators' eyes and for invalidation by prefix.
+    """
+
+    key: str
+    partition: str
+    model: str
+    payload: bytes
+    created: float
+    expires: float = float("inf")
+    stale_until: float = float("inf")
+    slide_s: float = 0.0
+    tags: tuple[str, ...] = ()
+    prompt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Which answers to invalidate: those that meet every criterion given. None: any. No criterion at all: every answer.
+
+    Attributes:
+        key: the one under this key.
+        tag: those with this label.
+        model: those of this model.
+        partition: those of this tenant (its digest, `StoredResponse.partition`).
+        prefix: those whose prompt begins with this.
+        before: those kept before this time, in seconds since the epoch.
+    """
+
+    key: str | None = None
+    tag: str | None = None
+    model: str | None = None
+    partition: str | None = None
+    prefix: str | None = None
+    before: float | None = None
+
+    def matches(self, response: StoredResponse) -> bool:
+        """Whether an answer meets every criterion."""
+        return (
+            (self.key is None or self.key == response.key)
+            and (self.tag is None or self.tag in response.tags)
+            and (self.model is None or self.model == response.model)
+            and (self.partition is None or self.partition == response.partition)
+            and (self.prefix is None or response.prompt.startswith(self.prefix))
+            and (self.before is None or response.created < self.before)
+        )
+
+    def view(self) -> dict[str, Any]:
+        """The criteria given, as JSON."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def of(cls, view: dict[str, Any]) -> Selector:
+        """The reverse of `view`.
+
+        Raises:
+            ValueError: a name that is no criterion, or a value of another type.
+        """
+        names = {field.name for field in fields(cls)}
+        for name, value in view.items():
+            right = isinstance(value, (int, float)) if name == "before" else isinstance(value, str)
+            if name not in names or not right or isinstance(value, bool):
+                raise ValueError(f"{name}: {value!r} is no criterion; there are {', '.join(sorted(names))}")
+        return cls(**view)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """The invalidations since a cursor.
+
+    Attributes:
+        cursor: the place of the latest one; hand it in next time.
+        selectors: in order; None where the log does not reach back to the cursor, so anything may be invalid.
+    """
+
+    cursor: str
+    selectors: tuple[Selector, ...] | None = ()
+
+    def hit(self, response: StoredResponse) -> bool:
+        """Whether one of them concerns an answer."""
+        return self.selectors is None or any(selector.matches(response) for selector in self.selectors)
+
+
+class ResponseStore(Protocol):
+    """Answers under exact keys, bounded in bytes and entries; the least recently used go first.
+
+    Every method blocks, may be called from any thread and may raise `StoreError` (unreachable, locked, full).
+    Invalidations are logged in the store itself, so that they outlive every process and reach all that share the store,
+    those too that could not be reached at the time: `news` hands them out.
+    """
+
+    def get(self, key: str) -> StoredResponse | None:
+        """The answer under a key, stale ones too; None where there is none or it may no longer be served.
+
+        Raises:
+            CorruptValue: it failed its test and was deleted.
+            StoreError: the store cannot be read.
+        """
+        ...
+
+    def put(self, response: StoredResponse, since: str = "") -> bool:
+        """Keep an answer, in place of an older one under its key; durable when this returns.
+
+        Args:
+            response: the answer.
+            since: the cursor when it began to be computed. If it was invalidated since, it is not kept.
+
+        Returns:
+            Whether it was kept: False where it was invalidated meanwhile, or is larger than the store.
+        """
+        ...
+
+    def slide(self, response: StoredResponse) -> None:
+        """Write an entry's new ``expires`` and ``stale_until``, if it is still there."""
+        ...
+
+    def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
+        """Delete what the selector names and log it, or with ``dry_run`` only count it."""
+        ...
+
+    def news(self, cursor: str) -> News:
+        """The invalidations since ``cursor``; an empty cursor asks for the present place alone."""
+        ...
+
+    def recent(self, limit: int) -> Sequence[StoredResponse]:
+        """The latest entries, newest first."""
+        ...
+
+    def usage(self) -> tuple[int, int]:
+        """Entries and bytes held, entries that have run out but are not deleted yet included."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and connections. Every later call raises `StoreError`."""
+        ...

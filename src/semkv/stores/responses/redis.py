@@ -1,0 +1,272 @@
+"""Answers in Redis, for several gateways.
+
+    {semkv:<name>}:a:<key>   hash: head and payload of an answer (`codec`), with Redis's own expiry
+    {semkv:<name>}:used      sorted set: keys by when they were last used
+    {semkv:<name>}:sizes     hash: bytes by key;  {semkv:<name>}:bytes: their sum
+    {semkv:<name>}:log       stream: the latest invalidations
+
+What changes several of these is one script, so that no client that dies half-way leaves them at odds. All names hold
+one hash tag, so a cluster keeps them together. Give Redis ``appendonly yes`` where answers are to outlive it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from semkv.errors import ConfigError, CorruptValue, StoreError
+from semkv.stores.responses.base import News, ResponseStore, Selector, StoredResponse
+from semkv.stores.responses.codec import FORMAT, decode, decode_head, encode
+
+_LOG = 1000
+_BATCH = 500
+_NOTHING = json.dumps(Selector(key="").view())
+
+# KEYS: used, sizes, bytes, log. In every script `drop` removes one answer and its bookkeeping.
+_DROP = """
+local function drop(key)
+  local size = tonumber(redis.call('HGET', KEYS[2], key) or '0')
+  redis.call('DEL', ARGV[1] .. key)
+  redis.call('HDEL', KEYS[2], key)
+  redis.call('ZREM', KEYS[1], key)
+  redis.call('DECRBY', KEYS[3], size)
+end
+"""
+# ARGV: prefix, key, head, payload, now, milliseconds to live or '', max bytes, max entries, expected log end or ''
+_PUT = (
+    _DROP
+    + """
+local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)
+if ARGV[9] ~= '' and (#last == 0 or last[1][1] ~= ARGV[9]) then return -1 end
+-- The first write must be one that a full Redis refuses: after any other it lets the rest of the script pass.
+if redis.call('HEXISTS', KEYS[2], ARGV[2]) == 1 then drop(ARGV[2]) end
+local size = #ARGV[3] + #ARGV[4]
+redis.call('HSET', ARGV[1] .. ARGV[2], 'head', ARGV[3], 'payload', ARGV[4])
+if ARGV[6] ~= '' then redis.call('PEXPIRE', ARGV[1] .. ARGV[2], ARGV[6]) end
+redis.call('HSET', KEYS[2], ARGV[2], size)
+redis.call('ZADD', KEYS[1], ARGV[5], ARGV[2])
+local bytes = redis.call('INCRBY', KEYS[3], size)
+local evicted = 0
+while bytes > tonumber(ARGV[7]) or redis.call('ZCARD', KEYS[1]) > tonumber(ARGV[8]) do
+  local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
+  if not oldest then redis.call('SET', KEYS[3], 0) break end
+  drop(oldest)
+  bytes = tonumber(redis.call('GET', KEYS[3]))
+  evicted = evicted + 1
+end
+return evicted
+"""
+)
+# ARGV: prefix, key...
+_DELETE = _DROP + "for i = 2, #ARGV do drop(ARGV[i]) end"
+# ARGV: prefix, key, head as it was, new head, milliseconds to live or ''
+_SLIDE = """
+if redis.call('HGET', ARGV[1] .. ARGV[2], 'head') == ARGV[3] then
+  redis.call('HSET', ARGV[1] .. ARGV[2], 'head', ARGV[4])
+  if ARGV[5] ~= '' then redis.call('PEXPIRE', ARGV[1] .. ARGV[2], ARGV[5]) end
+end
+"""
+
+
+class RedisStore(ResponseStore):
+    """A store that many gateways share. A Redis that is down is no error until it is asked for something.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``.
+        max_bytes: bound on heads and payloads; Redis itself needs about half a kilobyte an entry beside them.
+        max_entries: bound on entries.
+        timeout_s: longest wait for a connection and for an answer.
+        name: deployments with different names share nothing.
+        clock: seconds since the epoch.
+
+    Raises:
+        ConfigError: the URL cannot be read, or the ``redis`` package is missing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        max_bytes: int = 4 << 30,
+        max_entries: int = 1_000_000,
+        timeout_s: float = 0.25,
+        name: str = "answers",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        try:
+            import redis
+        except ImportError:
+            raise ConfigError(
+                "--store", "redis", "the redis extra to be installed: pip install 'semkv[redis]'"
+            ) from None
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        self.max_bytes, self.max_entries, self.evicted = max_bytes, max_entries, 0
+        self._clock, self._errors = clock, (redis.RedisError, OSError)
+        try:
+            self._db: Any = redis.Redis.from_url(
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),
+                health_check_interval=30,
+            )
+        except ValueError:
+            raise ConfigError("--store", _without_password(url), "a URL such as redis://host:6379/0") from None
+        root = f"{{semkv:{name}:{FORMAT}}}"
+        self._answer, self._log = f"{root}:a:", f"{root}:log"
+        self._keys = [f"{root}:{part}" for part in ("used", "sizes", "bytes")] + [self._log]
+        self._put, self._delete, self._slide = (self._db.register_script(text) for text in (_PUT, _DELETE, _SLIDE))
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except self._errors as error:
+            raise StoreError(f"redis: {type(error).__name__}: {error}") from error
+
+    def get(self, key: str) -> StoredResponse | None:
+        with self._asking():
+            pipe = self._db.pipeline(transaction=False)
+            pipe.hmget(self._answer + key, "head", "payload")
+            pipe.zadd(self._keys[0], {key: self._clock()}, xx=True)
+            found = pipe.execute(raise_on_error=False)[0]  # a full Redis refuses the note of use alone
+            if isinstance(found, Exception):
+                raise found
+            head, payload = found
+        if head is None:
+            return None
+        try:
+            response = decode(key, head, payload or b"")
+        except CorruptValue:
+            self._remove([key])
+            raise
+        return None if response.stale_until <= self._clock() else response
+
+    def _remove(self, keys: Sequence[str]) -> None:
+        with self._asking():
+            for start in range(0, len(keys), _BATCH):
+                self._delete(keys=self._keys, args=[self._answer, *keys[start : start + _BATCH]])
+
+    def put(self, response: StoredResponse, since: str = "") -> bool:
+        head, payload = encode(response)
+        if len(head) + len(payload) > self.max_bytes:
+            return False
+        bounds = (self.max_bytes, self.max_entries)
+        for _ in range(3):  # an invalidation of something else may come in between
+            expected = ""
+            if since:
+                news = self.news(since)
+                if news.hit(response):
+                    return False
+                expected = news.cursor
+            now = self._clock()
+            with self._asking():
+                arguments = (response.key, head, payload, now, self._left(response, now), *bounds, expected)
+                evicted = int(self._put(keys=self._keys, args=[self._answer, *arguments]))
+            if evicted >= 0:
+                self.evicted += evicted
+                return True
+        return False
+
+    @staticmethod
+    def _left(response: StoredResponse, now: float) -> str:
+        left = response.stale_until - now
+        return "" if left == float("inf") else str(max(1, int(left * 1000)))
+
+    def slide(self, response: StoredResponse) -> None:
+        name = self._answer + response.key
+        with self._asking():
+            head = self._db.hget(name, "head")
+            if head is not None and decode_head(response.key, head).created == response.created:
+                left = self._left(response, self._clock())
+                self._slide(keys=self._keys, args=[self._answer, response.key, head, encode(response)[0], left])
+
+    def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
+        """Log first: what is computed from now on is kept, what was begun before is refused by `put`."""
+        if not dry_run:
+            self._begin_log()
+            with self._asking():
+                entry = {"selector": json.dumps(selector.view())}
+                self._db.xadd(self._log, entry, maxlen=_LOG, approximate=False)
+        gone, live = [], 0
+        for key, head in self._heads(None if selector.key is None else [selector.key]):
+            try:
+                response = decode_head(key, head)
+            except CorruptValue:
+                gone.append(key)
+                continue
+            if selector.matches(response):
+                gone.append(key)
+                live += response.stale_until > self._clock()
+        if not dry_run:
+            self._remove(gone)
+        return live
+
+    def _heads(self, only: list[str] | None) -> Iterator[tuple[str, bytes]]:
+        with self._asking():
+            keys = [key.decode() for key in self._db.zrange(self._keys[0], 0, -1)] if only is None else only
+            for start in range(0, len(keys), _BATCH):
+                batch = keys[start : start + _BATCH]
+                pipe = self._db.pipeline(transaction=False)
+                for key in batch:
+                    pipe.hget(self._answer + key, "head")
+                for key, head in zip(batch, pipe.execute(), strict=True):
+                    if head is not None:
+                        yield key, head
+
+    def _begin_log(self) -> str:
+        """The end of the log; one that is empty, as in a new or a flushed Redis, gets a first entry."""
+        with self._asking():
+            last = self._db.xrevrange(self._log, count=1)
+            if last:
+                return cast("str", last[0][0].decode())
+            return cast("str", self._db.xadd(self._log, {"selector": _NOTHING}).decode())
+
+    def news(self, cursor: str) -> News:
+        if not cursor:
+            return News(self._begin_log())
+        with self._asking():
+            rows = self._db.xrange(self._log, min=cursor)
+        if not rows or rows[0][0].decode() != cursor:
+            return News(self._begin_log(), None)
+        selectors = tuple(Selector.of(json.loads(row[1][b"selector"])) for row in rows[1:])
+        return News(rows[-1][0].decode(), selectors)
+
+    def recent(self, limit: int) -> Sequence[StoredResponse]:
+        """The latest entries, newest first. Reads every head: for operators, not for requests."""
+        heads: list[tuple[float, str]] = []
+        for key, head in self._heads(None):
+            try:
+                heads.append((decode_head(key, head).created, key))
+            except CorruptValue:
+                continue  # `get` counts and deletes it
+        found = []
+        for _, key in sorted(heads, reverse=True)[:limit]:
+            with self._asking():
+                head, payload = self._db.hmget(self._answer + key, "head", "payload")
+            try:
+                found.append(decode(key, head or b"", payload or b""))
+            except CorruptValue:
+                continue
+        return found
+
+    def usage(self) -> tuple[int, int]:
+        with self._asking():
+            pipe = self._db.pipeline(transaction=False)
+            pipe.zcard(self._keys[0])
+            pipe.get(self._keys[2])
+            entries, nbytes = pipe.execute()
+        return int(entries), int(nbytes or 0)
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _without_password(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
