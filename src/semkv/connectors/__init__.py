@@ -13,6 +13,8 @@ from __future__ import annotations
 
 KV_CONNECTOR = "SemKVConnector"
 EC_CONNECTOR = "SemECConnector"
+KV_MODULE = "semkv.connectors.kv"
+EC_MODULE = "semkv.connectors.ec"
 
 
 def register() -> None:
@@ -24,6 +26,6 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if KV_CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(KV_CONNECTOR, "semkv.connectors.kv", KV_CONNECTOR)
+        KVConnectorFactory.register_connector(KV_CONNECTOR, KV_MODULE, KV_CONNECTOR)
     if EC_CONNECTOR not in ECConnectorFactory._registry:
-        ECConnectorFactory.register_connector(EC_CONNECTOR, "semkv.connectors.ec", EC_CONNECTOR)
+        ECConnectorFactory.register_connector(EC_CONNECTOR, EC_MODULE, EC_CONNECTOR)

@@ -26,6 +26,7 @@ from semkv.connectors.writer import BackgroundWriter
 from semkv.keys import digest
 from semkv.stores.extents import ExtentStore
 from semkv.stores.fusion import FusionState, FusionStore
+from semkv.stores.host_pool import HostItems
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,7 @@ class ECScheduler:
         self.settings, self.store, self.namespace, self.counters = settings, store, namespace, Counters()
         self._live: dict[str, _Live] = {}
         self._promised: dict[str, tuple[str, FusionState]] = {}  # by identifier: key and state
+        self.host: HostItems[FusionState] = HostItems(settings.host_bytes)  # checked already
         self._step = SemECMetadata(namespace)
 
     def observe(self, request: Any) -> _Live:
@@ -85,7 +87,7 @@ class ECScheduler:
         promised = self._promised.pop(identifier, None)
         if (key := self._key(identifier)) is None:
             return False
-        state = promised[1] if promised is not None and promised[0] == key else self.store.load(key)
+        state = promised[1] if promised is not None and promised[0] == key else self._read(key)
         if state is None:
             return False
         rows = next(live.rows[identifier] for live in self._live.values() if identifier in live.rows)
@@ -94,6 +96,12 @@ class ECScheduler:
             return False
         self._promised[identifier] = key, state
         return True
+
+    def _read(self, key: str) -> FusionState | None:
+        state = self.host.get(key)
+        if state is None and (state := self.store.load(key)) is not None:
+            self.host.put(key, state, state.data.nbytes)
+        return state
 
     def allocated(self, request: Any, index: int) -> None:
         """An encoder-cache entry was set aside: for a promised item to be loaded, else for the encoder."""
@@ -128,6 +136,7 @@ class ECWorker:
         self.counters = Counters()
         self._extents, self._device, self._saves = extents, device, saves
         self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes)
+        self._stream: torch.cuda.Stream | None = None
 
     def load(self, step: SemECMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         import torch
@@ -144,11 +153,34 @@ class ECWorker:
         if key is None or not self._saves or not self._extents.writable:
             return
         tensor = encoder_cache[identifier].detach()
-        data = tensor.contiguous().view(-1).view(torch.uint8).to("cpu", copy=True).numpy()
-        state = FusionState(key, data, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        flat, copied = self._to_host(tensor.contiguous().view(-1).view(torch.uint8))
         store = FusionStore(self._extents, step.namespace)
-        if not self._writer.submit(lambda: store.save(state), data.nbytes):
+
+        def save() -> None:
+            if copied is not None:
+                copied.synchronize()
+            store.save(FusionState(key, flat.numpy(), shape, dtype))
+
+        if not self._writer.submit(save, flat.nbytes):
             self.counters.add("dropped")
+
+    def _to_host(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Start a copy to the host that the engine does not wait for, and the event that ends it on a GPU."""
+        import torch
+
+        if not flat.is_cuda:
+            return flat.clone(), None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(flat.device)
+        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(self._stream):
+            host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
+            host.copy_(flat, non_blocking=True)
+            flat.record_stream(self._stream)
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(self._stream)
+        return host, copied
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything saved is on disk and found by lookups."""

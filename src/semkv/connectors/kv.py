@@ -1,7 +1,8 @@
 """`SemKVConnector`: a thin shell between vLLM's interface and the two halves.
 
-Newer optional methods are always defined; older vLLM never calls them. Loads and captures happen before and after the
-forward pass, never in the per-layer hooks, so CUDA graphs need nothing special.
+Newer optional methods are always defined; older vLLM never calls them. Loads and captures are started before and after
+the forward pass, never in the per-layer hooks, so CUDA graphs need nothing special. On a GPU a request waits for its
+load while others go on.
 
 Left alone: requests with a LoRA adapter (vLLM's block hashes know adapters by name only); models with several KV cache
 groups, where the connector stays idle. `SupportsHMA` is not claimed, so vLLM turns its hybrid KV cache manager off and
@@ -70,7 +71,7 @@ class SemKVConnector(KVConnectorBase_V1):
         self._settings = read_settings(KVSettings, transfer.kv_connector_extra_config)
         self._scheduler: KVScheduler | None = None
         self._worker: KVWorker | None = None
-        self._seeded = False
+        self._seeded = self._asynchronous = False
         if (reason := unsupported(vllm_config, kv_cache_config)) is not None:
             log.warning("semkv: the KV connector stays idle: %s", reason)
             self._extents: ExtentStore | None = None
@@ -81,6 +82,9 @@ class SemKVConnector(KVConnectorBase_V1):
 
     def _make_scheduler(self, vllm_config: Any, kv_cache_config: Any, extents: ExtentStore) -> KVScheduler:
         transfer, settings, parallel = vllm_config.kv_transfer_config, self._settings, vllm_config.parallel_config
+        from vllm.platforms import current_platform
+
+        self._asynchronous = not current_platform.is_cpu()
         if settings.recompute_on_failure:
             transfer.kv_load_failure_policy = "recompute"  # the scheduler reads it after this constructor
         if settings.stable_hashes:
@@ -94,6 +98,7 @@ class SemKVConnector(KVConnectorBase_V1):
             world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             block_size=vllm_config.cache_config.block_size,
             speculative=vllm_config.speculative_config is not None,
+            local_worker=local_worker if parallel.world_size == 1 else lambda: None,
         )
 
     @property
@@ -115,7 +120,8 @@ class SemKVConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None or not self._kv_transfer_config.is_kv_consumer:
             return 0, False
-        return self._scheduler.matched_tokens(request, num_computed_tokens), False
+        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens) and self._asynchronous
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
@@ -164,18 +170,21 @@ class SemKVConnector(KVConnectorBase_V1):
         config, cache = self._vllm_config, self._kv_cache_config
         try:
             transfer = PagedTransfer(
-                kv_caches, cache.num_blocks, config.cache_config.block_size, attention_backends(config)
+                kv_caches,
+                cache.num_blocks,
+                config.cache_config.block_size,
+                attention_backends(config),
+                self._settings.staging_bytes,
+            )
+            self._worker = KVWorker(
+                self._settings,
+                self._extents,
+                transfer,
+                engine=str(config.kv_transfer_config.engine_id),
+                rank=model_rank(),
             )
         except ConfigError as error:
             log.warning("semkv: the KV connector stays idle: %s", error)
-            return
-        self._worker = KVWorker(
-            self._settings,
-            self._extents,
-            transfer,
-            engine=str(config.kv_transfer_config.engine_id),
-            rank=model_rank(),
-        )
 
     def _step(self) -> KVStep | None:
         if self._worker is None or not self.has_connector_metadata():
@@ -184,7 +193,7 @@ class SemKVConnector(KVConnectorBase_V1):
         return metadata.step if isinstance(metadata, SemKVMetadata) else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._worker is not None and (step := self._step()) is not None and step.loads:
+        if self._worker is not None and (step := self._step()) is not None:
             self._worker.load(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -194,8 +203,11 @@ class SemKVConnector(KVConnectorBase_V1):
         return
 
     def wait_for_save(self) -> None:
-        if self._worker is not None and (step := self._step()) is not None and step.captures:
+        if self._worker is not None and (step := self._step()) is not None:
             self._worker.capture(step)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, None if self._worker is None else self._worker.finished(self._step()) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_failed_blocks()
@@ -226,6 +238,14 @@ class SemKVConnector(KVConnectorBase_V1):
             self._worker.close()
         elif self._extents is not None:
             self._extents.close()
+
+
+def local_worker() -> KVWorker | None:
+    """The worker half of this process, where vLLM has made one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    worker = getattr(get_kv_transfer_group(), "worker_half", None) if has_kv_transfer_group() else None
+    return worker if isinstance(worker, KVWorker) else None
 
 
 def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:

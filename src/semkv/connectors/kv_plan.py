@@ -16,8 +16,8 @@ class LoadPlan:
         request_id: for logs.
         block_ids: where they go.
         block_hashes: which they are, one per block id.
-        rows: their bytes, checked already, uint8 ``[n, row_bytes]``; None when the worker must read them. Travels
-            within a process only.
+        rows: their bytes, uint8 ``[n, row_bytes]``, where they were injected by hand; else None. Travels within a
+            process only.
     """
 
     request_id: str
@@ -47,6 +47,7 @@ class KVStep:
         step: counts up.
         epoch: counts the load failures the scheduler knows of. After a failed load a worker captures nothing until
             the scheduler's epoch has moved on, since what was computed meanwhile may rest on the missing blocks.
+        tokens: that the forward pass computes; with none of them the engine only waits for loads.
         loads: before the forward pass.
         captures: after it.
     """
@@ -54,5 +55,6 @@ class KVStep:
     namespace: str = ""
     step: int = 0
     epoch: int = 0
+    tokens: int = 0
     loads: list[LoadPlan] = field(default_factory=list)
     captures: list[CapturePlan] = field(default_factory=list)

@@ -13,7 +13,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from semkv.connectors.counters import Counters
 from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan
@@ -36,6 +36,16 @@ _REMEMBERED = 256
 def rank_namespace(namespace: str, rank: int) -> str:
     """The namespace of one rank's blocks."""
     return digest("rank", namespace, str(rank))
+
+
+class LocalWorker(Protocol):
+    """What the scheduler half asks the worker half where both are in one process (`kv_worker.KVWorker`)."""
+
+    def available(self, request_id: str, namespace: str, hashes: Sequence[bytes]) -> int | None: ...
+
+    def holds(self, namespace: str, block_hash: bytes) -> bool: ...
+
+    def forget(self, request_id: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -77,11 +87,12 @@ class KVScheduler:
         world_size: int,
         block_size: int,
         speculative: bool = False,
+        local_worker: Callable[[], LocalWorker | None] = lambda: None,
     ) -> None:
         self.settings, self.counters = settings, Counters()
         self.block_size = block_size
         self._extents, self._make_namespace = extents, namespace
-        self._engine, self._world_size = engine, world_size
+        self._engine, self._world_size, self._local_worker = engine, world_size, local_worker
         self._capture_decode = settings.capture_decode and not speculative
         if settings.capture_decode and speculative:
             log.warning("semkv: capture_decode has no effect with speculative decoding")
@@ -124,8 +135,11 @@ class KVScheduler:
 
     # ------------------------------------------------------------------ matching
 
-    def matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
-        """Tokens that can be loaded beyond the computed ones: whole blocks, at least one token left to compute."""
+    def matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond the computed ones: whole blocks, at least one token left to compute.
+
+        None while they are being read from the disk: ask again.
+        """
         if num_computed_tokens % self.block_size or not self._may_load(request):
             return 0
         start = num_computed_tokens // self.block_size
@@ -136,6 +150,8 @@ class KVScheduler:
         promise = self._promises.get(request.request_id)
         if promise is None or not promise.covers(start, hashes):
             promise = self._promise(request.request_id, start, hashes)
+            if promise is None:
+                return None
             self._promises[request.request_id] = promise
             self._forget_promises()
         return len(promise.hashes) * self.block_size
@@ -150,25 +166,27 @@ class KVScheduler:
         # A LoRA adapter is in vLLM's block hashes by name only, and a name may come to mean other weights.
         return request.lora_request is not None or wants_skip(request.kv_transfer_params)
 
-    def _promise(self, request_id: str, start: int, hashes: list[bytes]) -> _Promise:
+    def _promise(self, request_id: str, start: int, hashes: list[bytes]) -> _Promise | None:
         injected = self._injected.get(request_id)
         if injected is not None and injected.position <= start:
             skip = start - injected.position
             mine = list(injected.block_hashes[skip : skip + len(hashes)])
             if mine and mine == hashes[: len(mine)]:
                 return _Promise(start, mine, injected.rows()[skip : skip + len(mine)])
-        stores = self.stores()
-        count = min(store.lookup(hashes) for store in stores)
-        for h in hashes[:count]:  # on disk by now; should it turn out damaged, it may be captured again
+        count: int | None
+        if (worker := self._local_worker()) is not None:
+            count = worker.available(request_id, self.namespace, hashes)
+        else:  # the workers read and check when they load
+            count = min(store.lookup(hashes, self._holder(request_id)) for store in self.stores())
+        if count is None:
+            return None
+        # Stored by now. What turned out damaged may be captured again; a local worker knows what is under way.
+        for h in hashes if worker is not None else hashes[:count]:
             self._offered.pop(h, None)
-        if not count or self.settings.verify != "promise":
-            return _Promise(start, hashes[:count], None)
-        rows: Bytes | None = None
-        for store in stores:
-            rows = store.read_rows(hashes[:count])
-            count = min(count, len(rows))
-        # The rows of several ranks are read again by the workers, which are other processes anyway.
-        return _Promise(start, hashes[:count], rows[:count] if rows is not None and len(stores) == 1 else None)
+        return _Promise(start, hashes[:count], None)
+
+    def _holder(self, request_id: str) -> str:
+        return f"{self._engine}/{request_id}"  # engines that share a directory may count their requests alike
 
     def _forget_promises(self) -> None:
         for request_id in list(self._promises)[:-_OPEN_PROMISES]:
@@ -207,13 +225,14 @@ class KVScheduler:
         loads, self._loads = self._loads, []
         if loads:
             self._last_load_step = self._step
-        step = KVStep(self.namespace if self.stores() else "", self._step, self._epoch, loads)
+        tokens = sum(scheduler_output.num_scheduled_tokens.values())
+        step = KVStep(self.namespace if self.stores() else "", self._step, self._epoch, tokens, loads)
         self._update_block_ids(scheduler_output)
         # With several ranks one rank's failed load spoils what all of them compute: wait for their reports.
         if self.stores() and (self._world_size == 1 or self._last_load_step <= self._confirmed_step):
             self._expire_offers()
-            for request_id, complete in self._complete_blocks(scheduler_output):
-                step.captures += self._plan_captures(self._tracks[request_id], complete)
+            for request_id, computed, complete in self._complete_blocks(scheduler_output):
+                step.captures += self._plan_captures(self._tracks[request_id], computed, complete)
         return step
 
     def _update_block_ids(self, scheduler_output: Any) -> None:
@@ -230,8 +249,8 @@ class KVScheduler:
             else:
                 track.block_ids.extend(block_ids[0])
 
-    def _complete_blocks(self, scheduler_output: Any) -> list[tuple[str, int]]:
-        """Per scheduled request, how many leading blocks will be full and captured after this step."""
+    def _complete_blocks(self, scheduler_output: Any) -> list[tuple[str, int, int]]:
+        """Per scheduled request, how many leading blocks were full before this step, and are full after it."""
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -246,26 +265,43 @@ class KVScheduler:
                 tokens = min(tokens, track.request.num_prompt_tokens)
             blocks = min(tokens // self.block_size, len(track.request.block_hashes), len(track.block_ids))
             if blocks > track.checked:
-                complete.append((request_id, blocks))
+                complete.append((request_id, computed[request_id] // self.block_size, blocks))
         return complete
 
-    def _plan_captures(self, track: _Track, complete: int) -> list[CapturePlan]:
-        positions = range(track.checked, complete)
+    def _plan_captures(self, track: _Track, computed: int, complete: int) -> list[CapturePlan]:
+        """What to copy out of blocks ``track.checked`` to ``complete``.
+
+        What this step computes is not looked up: had it been stored, it would have been loaded, and the writer leaves
+        out what is stored all the same. What was there before is as a rule stored as a whole or not at all, and
+        eviction starts at the end, so the last of it is looked up first.
+        """
         hashes = [bytes(h) for h in track.request.block_hashes[track.checked : complete]]
-        ask = [i for i, h in enumerate(hashes) if h not in self._offered]
-        missing = set(ask)
-        for store in self.stores() if self._world_size == 1 else []:
-            missing -= {i for i, there in zip(ask, store.stored([hashes[i] for i in ask]), strict=True) if there}
+        first, old = track.checked, computed - track.checked
+        if old > 0 and self._kept([hashes[old - 1]]):
+            hashes, first, old = hashes[old:], computed, 0
+        missing = {i for i, h in enumerate(hashes) if h not in self._offered}
+        missing -= self._kept(hashes[: max(0, old)])
         track.checked = complete
         chosen = sorted(missing)
         now, most = time.monotonic(), self.settings.max_extent_blocks
         self._offered.update((hashes[i], now) for i in chosen)
         plans = []
-        for first in range(0, len(chosen), most):
-            part = chosen[first : first + most]
-            ids = [track.block_ids[positions[i]] for i in part]
-            plans.append(CapturePlan(ids, [hashes[i] for i in part], positions[part[0]]))
+        for at in range(0, len(chosen), most):
+            part = chosen[at : at + most]
+            ids = [track.block_ids[first + i] for i in part]
+            plans.append(CapturePlan(ids, [hashes[i] for i in part], first + part[0]))
         return plans
+
+    def _kept(self, hashes: list[bytes]) -> set[int]:
+        """Which of ``hashes`` are on their way to the disk, in host memory or stored. Several ranks ask nobody."""
+        worker, offered = self._local_worker(), self._offered
+        known = {
+            i for i, h in enumerate(hashes) if h in offered or (worker is not None and worker.holds(self.namespace, h))
+        }
+        ask = [i for i in range(len(hashes)) if i not in known]
+        for store in self.stores() if ask and self._world_size == 1 else []:
+            known |= {i for i, there in zip(ask, store.stored([hashes[i] for i in ask]), strict=True) if there}
+        return known
 
     def _expire_offers(self) -> None:
         limit = time.monotonic() - _OFFERED_SECONDS
@@ -294,6 +330,10 @@ class KVScheduler:
         track = self._tracks.pop(request_id, None)
         self._promises.pop(request_id, None)
         self._injected.pop(request_id, None)
+        if (worker := self._local_worker()) is not None:
+            worker.forget(request_id)
+        else:
+            self._extents.release(self._holder(request_id))
         self._recent[request_id] = [bytes(h) for h in request.block_hashes]
         if len(self._recent) > _REMEMBERED:
             self._recent.popitem(last=False)

@@ -1,36 +1,76 @@
-"""The worker half of the KV connector: loads before the forward pass, captures after it."""
+"""The worker half of the KV connector: loads before the forward pass, captures after it.
+
+On a GPU both go on beside the engine: a load is a copy on a stream of its own that `KVWorker.finished` reports; a
+capture is a gather on the engine's stream, a copy to host memory on another, and a file written in the background.
+What must be read from the disk is read by threads into host memory, checked, before a load of it is promised
+(`KVWorker.available`). On the CPU everything is done when the call returns.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from semkv.connectors.break_even import BreakEven
 from semkv.connectors.counters import Counters
-from semkv.connectors.kv_plan import KVStep
+from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan
 from semkv.connectors.kv_scheduler import rank_namespace
-from semkv.connectors.kv_transfer import PagedTransfer
+from semkv.connectors.kv_transfer import Landing, PagedTransfer
 from semkv.connectors.settings import KVSettings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.stores.blocks import KVStore
 from semkv.stores.container import Bytes
 from semkv.stores.extents import ExtentStore
+from semkv.stores.host_pool import HostPool
 
 log = logging.getLogger("semkv.connectors")
 
+_READ_BYTES = 4 << 20  # of one read at least; larger where every thread has its share all the same
+_MEASURED_TOKENS = 256  # a step of fewer says little about the rate of prefill
+_IDLE_SECONDS = 1e-3  # how long an engine with nothing to compute waits for a copy in one step
+_POLL_SECONDS = 2e-5  # meanwhile the reading threads get Python's lock
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way: what to wait for, which pool rows it uses, and how many bytes it moves."""
+
+    landing: Landing
+    keys: Sequence[bytes]
+    nbytes: int
+
 
 class KVWorker:
-    """One rank's blocks. Runs in the model runner's thread; files are written in the background."""
+    """One rank's blocks. Called from the model runner's thread, and by the scheduler half in the same process."""
 
     def __init__(
         self, settings: KVSettings, extents: ExtentStore, transfer: PagedTransfer, *, engine: str, rank: int
     ) -> None:
         self.settings, self.transfer, self.counters = settings, transfer, Counters()
+        self.gate = BreakEven()
+        self.pool = HostPool(transfer.host_memory(settings.host_bytes), transfer.layout.row_bytes)
         self._extents, self._rank = extents, rank
         self._stores: dict[str, KVStore] = {}
+        self._landings = BackgroundWriter("semkv-kv-landings", 1 << 62)
         self._writer = BackgroundWriter("semkv-kv-writer", settings.queue_bytes)
+        self._readers = ThreadPoolExecutor(settings.read_threads, "semkv-kv-reader")
+        self._jobs = ThreadPoolExecutor(2, "semkv-kv-jobs")
+        self._fetches: dict[str, Future[None]] = {}
+        self._lock = threading.Lock()
+        self._loads: dict[str, _Load] = {}
+        self._coming: dict[str, Future[None]] = {}
         self._failed_blocks: set[int] = set()
         self._poisoned_epoch = -1
+        self._started: object = None
+        self._prefills: list[tuple[int, Landing]] = []
         extents.put_layout(engine, rank, json.dumps(transfer.layout.document()))
 
     def _store(self, namespace: str) -> KVStore:
@@ -40,49 +80,224 @@ class KVWorker:
             self._stores = {namespace: store}
         return self._stores[namespace]
 
+    @staticmethod
+    def _keys(namespace: str, hashes: Sequence[bytes]) -> list[bytes]:
+        prefix = namespace.encode()
+        return [prefix + h for h in hashes]
+
+    # ------------------------------------------------------------------ before a load is promised
+
+    def available(self, request_id: str, namespace: str, hashes: Sequence[bytes]) -> int | None:
+        """How many leading blocks are in host memory; None while more of them come from the disk.
+
+        The first question starts the reading, where it is worth it.
+        """
+        keys = self._keys(namespace, hashes)
+        fetch = self._fetches.get(request_id)
+        if fetch is not None and not fetch.done():
+            return None
+        ready, store = self.pool.ready(keys), self._store(namespace)
+        if ready < len(keys) and keys[ready] in self.pool:  # a capture, or another request's reading, brings it
+            return None
+        if self._fetches.pop(request_id, None) is not None:
+            return ready
+        stored = store.lookup(hashes[ready:], holder=request_id) if ready < len(hashes) else 0
+        if not self._worth(ready + stored, stored):
+            self.counters.add("refused_loads")
+            stored = 0
+            if not self._worth(ready, 0):
+                ready = 0
+        self.counters.add("host_tokens", ready * self.transfer.layout.block_size)
+        if not stored:
+            return ready
+        wanted = hashes[: ready + stored]
+        if self.transfer.asynchronous:
+            self._fetches[request_id] = self._jobs.submit(self._fetch, request_id, namespace, wanted)
+            return None
+        self._fetch(request_id, namespace, wanted)
+        return self.pool.ready(keys)
+
+    def _worth(self, blocks: int, from_disk: int) -> bool:
+        layout = self.transfer.layout
+        return (
+            not self.settings.break_even
+            or not blocks
+            or self.gate.worth(blocks * layout.block_size, blocks * layout.row_bytes, from_disk * layout.row_bytes)
+        )
+
+    def holds(self, namespace: str, block_hash: bytes) -> bool:
+        """Whether a block is in host memory, or on its way there."""
+        return namespace.encode() + block_hash in self.pool
+
+    def forget(self, request_id: str) -> None:
+        """A request is over, whatever became of its questions."""
+        self._fetches.pop(request_id, None)
+
+    def _fetch(self, request_id: str, namespace: str, hashes: Sequence[bytes]) -> None:
+        """Read what host memory lacks of ``hashes``; afterwards the rows that are good are in the pool."""
+        start, store, keys = time.perf_counter(), self._store(namespace), self._keys(namespace, hashes)
+        taken, runs = self.pool.reserve(keys)
+        row_bytes = self.transfer.layout.row_bytes
+        most = max(1, _READ_BYTES // row_bytes, len(taken) // (2 * self.settings.read_threads))
+        parts: list[tuple[list[int], Bytes]] = []
+        at = 0
+        for run in runs:
+            for first in range(0, run.count, most):
+                rows = self.pool.view(run)[first : first + most]
+                parts.append((taken[at : at + len(rows)], rows))
+                at += len(rows)
+
+        def read(part: tuple[list[int], Bytes]) -> int:
+            which, rows = part
+            return len(store.read_rows([hashes[i] for i in which], rows))
+
+        # One part needs no other thread, and a worker of several threads may be called from one.
+        good = map(read, parts) if len(parts) == 1 else self._readers.map(read, parts)
+        done = 0
+        try:
+            for n, (which, _) in zip(good, parts, strict=True):
+                self.pool.publish(keys[i] for i in which[:n])
+                done += n
+        finally:
+            self.pool.release(keys[i] for i in taken)
+            store.release(request_id)
+        self.counters.add("disk_tokens", done * self.transfer.layout.block_size)
+        self.gate.disk.measured(done * self.transfer.layout.row_bytes, time.perf_counter() - start)
+
+    # ------------------------------------------------------------------ before the forward pass
+
     def load(self, step: KVStep) -> None:
-        """Put the planned blocks into the cache. What fails is kept for `take_failed_blocks`."""
+        """Start to put the planned blocks into the cache. What fails is kept for `take_failed_blocks`."""
+        self._started = self.transfer.mark() if step.tokens >= _MEASURED_TOKENS else None
+        after = self.transfer.mark() if step.loads else None
         for plan in step.loads:
-            rows = plan.rows
-            if rows is None:
-                rows = self._store(step.namespace).read_rows(plan.block_hashes)
-            good = len(rows)
-            if good:
-                self.transfer.scatter(rows, plan.block_ids[:good])
+            if not self.transfer.asynchronous:
+                self._load(step, plan, after)
+                self._settle(plan.request_id)
+            elif plan.rows is not None or self.holds(step.namespace, plan.block_hashes[-1]):
+                self._load(step, plan, after)
+            else:  # another process promised it, or it was evicted since
+                self._coming[plan.request_id] = self._jobs.submit(self._load, step, plan, after)
+
+    def _load(self, step: KVStep, plan: LoadPlan, after: Any) -> None:
+        keys = self._keys(step.namespace, plan.block_hashes)
+        used: Sequence[bytes] = ()
+        if plan.rows is not None:
+            rows: list[Bytes] = [plan.rows]
+        else:
+            runs = self.pool.pin(keys)
+            if sum(run.count for run in runs) < len(keys):
+                self.pool.release(keys[: sum(run.count for run in runs)])
+                self._fetch(plan.request_id, step.namespace, plan.block_hashes)
+                runs = self.pool.pin(keys)
+            rows = [self.pool.view(run) for run in runs]
+            used = keys[: sum(map(len, rows))]
+            if len(used) < len(keys):  # too much for the pool
+                rows.append(self._store(step.namespace).read_rows(plan.block_hashes[len(used) :]))
+        good = sum(map(len, rows))
+        landing = self.transfer.copy_in(rows, plan.block_ids[:good], after) if good else Landing()
+        nbytes = good * self.transfer.layout.row_bytes
+        with self._lock:
+            self._loads[plan.request_id] = _Load(landing, used, nbytes)
             if good < len(plan.block_ids):
                 log.warning("semkv: %d of %d blocks were gone", len(plan.block_ids) - good, len(plan.block_ids))
                 self._failed_blocks.update(plan.block_ids[good:])
                 self._poisoned_epoch = step.epoch
-            plan.rows = None
+        plan.rows = None
+
+    def _settle(self, request_id: str) -> None:
+        load = self._loads.pop(request_id)
+        self.pool.release(load.keys)
+        self.gate.host.measured(load.nbytes, load.landing.seconds())
+
+    def finished(self, step: KVStep | None) -> set[str]:
+        """The requests whose loads are done; called once a step, after the forward pass was started."""
+        until = time.perf_counter() + _IDLE_SECONDS
+        idle = step is not None and not step.tokens
+        while not (done := self._landed()) and idle and (self._loads or self._coming or self._fetches):
+            if time.perf_counter() > until or any(fetch.done() for fetch in self._fetches.values()):
+                break
+            time.sleep(_POLL_SECONDS)
+        for request_id in done:
+            self._settle(request_id)
+        return done
+
+    def _landed(self) -> set[str]:
+        for request_id, job in list(self._coming.items()):
+            if job.done():
+                del self._coming[request_id]
+                job.result()
+        return {r for r, load in list(self._loads.items()) if r not in self._coming and load.landing.done()}
+
+    # ------------------------------------------------------------------ after the forward pass
 
     def capture(self, step: KVStep) -> None:
         """Copy the planned blocks out and queue them for the disk."""
-        if step.epoch <= self._poisoned_epoch or not self._extents.writable:
+        self._measure(step)
+        if step.epoch <= self._poisoned_epoch:
             return
         for plan in step.captures:
-            rows = self.transfer.gather(plan.block_ids)
-            store, hashes, position = self._store(step.namespace), plan.block_hashes, plan.position
+            self._capture(step.namespace, plan)
 
-            def save(
-                store: KVStore = store, hashes: Sequence[bytes] = hashes, rows: Bytes = rows, at: int = position
-            ) -> None:
-                store.save_rows(hashes, rows, position=at)
+    def _measure(self, step: KVStep) -> None:
+        if self._started is not None:
+            self._prefills.append((step.tokens, Landing(self._started, self.transfer.mark())))
+            self._started = None
+        while self._prefills and self._prefills[0][1].done():
+            tokens, landing = self._prefills.pop(0)
+            self.gate.prefill.measured(tokens, landing.seconds())
 
-            if not self._writer.submit(save, rows.nbytes):
-                self.counters.add("dropped", len(hashes))
+    def _capture(self, namespace: str, plan: CapturePlan) -> None:
+        wanted = self._keys(namespace, plan.block_hashes)
+        taken, runs = self.pool.reserve(wanted)
+        there = sum(key in self.pool for key in wanted)
+        if there < len(plan.block_hashes):
+            self.counters.add("dropped", len(plan.block_hashes) - there)
+        if not taken:
+            return
+        hashes = [plan.block_hashes[i] for i in taken]
+        keys, rows = self._keys(namespace, hashes), [self.pool.view(run) for run in runs]
+        landing = self.transfer.copy_out([plan.block_ids[i] for i in taken], rows)
+        store, position = self._store(namespace), plan.position
+
+        def save() -> None:
+            try:
+                store.save_rows(hashes, rows[0] if len(rows) == 1 else np.concatenate(rows), position=position)
+            finally:
+                self.pool.release(keys)
+
+        def land() -> None:
+            landing.wait()
+            self.pool.publish(keys)
+            if self._extents.writable and self._writer.submit(save, len(keys) * self.transfer.layout.row_bytes):
+                return
+            self.pool.release(keys)
+            self.counters.add("dropped", len(keys))
+
+        if self.transfer.asynchronous:
+            self._landings.submit(land, 0)
+        else:
+            land()
+
+    # ------------------------------------------------------------------ what is asked for
 
     def take_failed_blocks(self) -> set[int]:
-        failed, self._failed_blocks = self._failed_blocks, set()
+        with self._lock:
+            failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_counters(self) -> dict[str, int]:
         self.counters.merge(self._extents.counters)
+        self.counters.merge(self.pool.counters)
         return self.counters.take()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything captured is on disk and found by lookups."""
-        return self._writer.flush(timeout)
+        return self._landings.flush(timeout) and self._writer.flush(timeout)
 
     def close(self) -> None:
+        self._jobs.shutdown()
+        self._readers.shutdown()
+        self._landings.close()
         self._writer.close()
         self._extents.close()

@@ -10,6 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 KV_COUNTERS = {
     "loads": "Requests whose KV blocks were loaded",
     "loaded_tokens": "Prompt tokens loaded from the store",
+    "refused_loads": "Loads not done because computing was faster",
+    "host_tokens": "Prompt tokens found in host memory",
+    "disk_tokens": "Prompt tokens read from the disk into host memory",
+    "host_evicted": "KV blocks evicted from host memory",
     "failed_loads": "Loads that failed and were recomputed",
     "stored_blocks": "KV blocks written",
     "stored_bytes": "Bytes of KV extents written",

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from semkv.errors import ConfigError
-from semkv.stores.extents import KV_MAX_BYTES, Bounds
+from semkv.stores.bounds import KV_MAX_BYTES, Bounds
 from semkv.stores.fusion import FUSION_MAX_BYTES
 
 CACHE_DIR_VARIABLE = "SEMKV_CACHE_DIR"
-VERIFY = ("promise", "load")
 
 
 def default_cache_dir() -> Path:
@@ -29,10 +28,15 @@ class KVSettings:
         cache_dir: the directory; KV blocks go under ``kv``.
         max_bytes: bound on the bytes of all KV extents in the directory; 0 for none.
         max_blocks: bound on the blocks of all KV extents in the directory (of every rank); 0 for none.
+        max_age_s: seconds after which nothing is read from the disk or kept there; 0 for ever. What is in host memory
+            by then is served until it is pushed out.
         capture_decode: also keep the blocks of generated tokens.
-        verify: ``promise`` reads and checks a block before the scheduler counts on it, so that damage is a plain
-            miss; ``load`` checks when the worker reads, and what fails then is recomputed. With several ranks
-            ``promise`` reads every byte twice, the second time from the page cache.
+        host_bytes: host memory of each rank for blocks; page-locked on a GPU. Captures pass through it, and loads.
+        staging_bytes: GPU memory of each rank for copies, taken beyond what vLLM was told to use. Where it is smaller
+            than what a step computes, the step may wait for the bus.
+        read_threads: of each rank, for the disk.
+        break_even: compute a prompt's blocks where that is faster than loading them, by what was measured. Needs one
+            rank, on a GPU.
         queue_bytes: captured bytes that may wait for the disk; what comes on top is dropped and counted.
         max_extent_blocks: blocks per file at most.
         report: tell each request's outcome in its ``kv_transfer_params``, under ``semkv``.
@@ -45,8 +49,12 @@ class KVSettings:
     cache_dir: Path
     max_bytes: int = KV_MAX_BYTES
     max_blocks: int = 0
+    max_age_s: float = 0.0
     capture_decode: bool = False
-    verify: str = "promise"
+    host_bytes: int = 4 << 30
+    staging_bytes: int = 768 << 20
+    read_threads: int = 8
+    break_even: bool = True
     queue_bytes: int = 2 << 30
     max_extent_blocks: int = 256
     report: bool = True
@@ -54,14 +62,12 @@ class KVSettings:
     stable_hashes: bool = True
 
     def __post_init__(self) -> None:
-        if self.verify not in VERIFY:
-            raise ConfigError("verify", self.verify, VERIFY)
-        for key in ("queue_bytes", "max_extent_blocks"):
+        for key in ("host_bytes", "staging_bytes", "read_threads", "queue_bytes", "max_extent_blocks"):
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "a positive number")
 
     def bounds(self) -> Bounds:
-        return Bounds(self.max_bytes, self.max_blocks)
+        return Bounds(self.max_bytes, self.max_blocks, self.max_age_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,8 @@ class ECSettings:
         fusion_dir: the fusion states' own directory instead; empty for ``cache_dir/fusion``.
         max_bytes: bound on the bytes of all fusion states in the directory; 0 for none.
         max_items: bound on their number; 0 for none.
+        max_age_s: seconds after which nothing is read from the disk or kept there; 0 for ever.
+        host_bytes: host memory for states that were read and checked; 0 for none.
         queue_bytes: bytes that may wait for the disk; what comes on top is dropped and counted.
         report: tell each request's outcome in its ``ec_transfer_params``, under ``semkv``.
     """
@@ -81,15 +89,19 @@ class ECSettings:
     fusion_dir: str = ""
     max_bytes: int = FUSION_MAX_BYTES
     max_items: int = 0
+    max_age_s: float = 0.0
+    host_bytes: int = 1 << 30
     queue_bytes: int = 512 << 20
     report: bool = True
 
     def __post_init__(self) -> None:
+        if self.host_bytes < 0:
+            raise ConfigError("host_bytes", self.host_bytes, "0 (none) or a positive number")
         if self.queue_bytes < 1:
             raise ConfigError("queue_bytes", self.queue_bytes, "a positive number")
 
     def bounds(self) -> Bounds:
-        return Bounds(self.max_bytes, self.max_items)
+        return Bounds(self.max_bytes, self.max_items, self.max_age_s)
 
     @property
     def root(self) -> Path:
@@ -116,6 +128,8 @@ def read_settings(kind: type[_S], extra: Mapping[str, Any] | None) -> _S:
             values[key] = Path(value).expanduser()
             continue
         wanted = type(known[key].default)
+        if wanted is float and type(value) is int:
+            value = float(value)
         if type(value) is not wanted:
             raise ConfigError(key, value, f"a value of type {wanted.__name__}")
         values[key] = value

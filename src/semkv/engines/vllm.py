@@ -305,6 +305,8 @@ def set_environment(*, verbose: bool = False) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if _cpu_build():
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # vLLM would fork, and a fork of a process whose encoders have started OpenMP's threads waits for them for ever.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not verbose:
@@ -364,13 +366,13 @@ def _llm_arguments(options: VllmOptions, *, cpu: bool) -> dict[str, Any]:
 def _connector_arguments(connectors: ConnectorOptions) -> dict[str, Any]:
     from vllm.config import ECTransferConfig, KVTransferConfig
 
-    from semkv.connectors import EC_CONNECTOR, KV_CONNECTOR, register
+    from semkv.connectors import EC_CONNECTOR, EC_MODULE, KV_CONNECTOR, KV_MODULE
 
-    register()
     arguments: dict[str, Any] = {}
     if connectors.kv:
         arguments["kv_transfer_config"] = KVTransferConfig(
             kv_connector=KV_CONNECTOR,
+            kv_connector_module_path=KV_MODULE,
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=connectors.kv_config(),
@@ -378,6 +380,7 @@ def _connector_arguments(connectors: ConnectorOptions) -> dict[str, Any]:
     if connectors.fusion:
         arguments["ec_transfer_config"] = ECTransferConfig(
             ec_connector=EC_CONNECTOR,
+            ec_connector_module_path=EC_MODULE,
             ec_role="ec_both",
             ec_connector_extra_config=connectors.fusion_config(),
         )
