@@ -35,18 +35,31 @@ from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Removed
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Boundary, Candidate, GuardedEncoder, PartError, Tally
-from semkv.tiers.decision import Decider, FixedThreshold
+from semkv.tiers.checking import Checking, Comparator, HitLog, SameMeaning, same_text
 from semkv.tiers.embedding import VISION, EmbeddingTier, status_of
 from semkv.tiers.exact_text import ExactTextTier
 from semkv.tiers.guards import no_veto, veto
 from semkv.tiers.keying import Keyed
 from semkv.tiers.plan import Planner
+from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.record import make_record
+from semkv.tiers.rerank import Reranker
 from semkv.tiers.semantic_text import SemanticTextTier
 from semkv.tiers.similar_context import SimilarContext
 from semkv.tiers.stats import CacheStats, stats_of
 from semkv.tiers.vectors import check_layers, clean
-from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport, Status
+from semkv.types import (
+    CacheMode,
+    Entry,
+    Exactness,
+    MatchPolicy,
+    Namespace,
+    Near,
+    Plan,
+    Request,
+    ReuseReport,
+    Status,
+)
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -64,6 +77,8 @@ class _Lookup:
     statuses: dict[str, Status]
     vectors: dict[str, Vector] = field(default_factory=dict)
     given: Mapping[str, Vector] | None = None
+    near: Near | None = None
+    check: float = 0.0
 
 
 class SemanticCache:
@@ -76,7 +91,9 @@ class SemanticCache:
         config: settings.
         hook: fills the embedding layers; made from ``config.embedding_hook`` when not given.
         text_encoder: of the semantic text tier; made from ``config.index_encoder`` when not given.
-        decider: judges approximate matches; by default `FixedThreshold`.
+        decider: judges approximate matches; made from ``config.policy`` when not given.
+        reranker: a second stage after the decider's first; none by default.
+        same_answer: compares answers in checks; by default short ones as strings and longer ones by meaning.
 
     Raises:
         ConfigError: a hook, encoder or layer that does not exist or does not fit.
@@ -90,6 +107,8 @@ class SemanticCache:
         hook: EmbeddingHook | None = None,
         text_encoder: TextEncoder | None = None,
         decider: Decider | None = None,
+        reranker: Reranker | None = None,
+        same_answer: Comparator | None = None,
     ) -> None:
         self.config = config
         self._layers = config.embedding_layers if config.mode is not CacheMode.OFF else ()
@@ -107,26 +126,33 @@ class SemanticCache:
         self._media = MediaStore(config.cache_dir / "media", max_bytes=config.max_media_bytes)
         self._roots = image_roots(config)
         guard = veto if config.guards and config.match is MatchPolicy.ALL else no_veto
-        self._planner = Planner(self._media, decider or FixedThreshold.of(config), guard, self._tally)
+        self._decider = decider or build_policy(config, encoder.fingerprint if config.calibration else "")
+        self._hits = HitLog(config.checked_share)
+        self._planner = Planner(self._media, self._decider, guard, reranker, self._hits, self._tally)
         self._exact = ExactTextTier(self._catalog, config.scope) if config.exact else None
         self._embedding = EmbeddingTier(self._catalog, self._layers, config.match, self._hook.fingerprint, self._tally)
         self._semantic: SemanticTextTier | None = None
         self._contexts: SimilarContext | None = None
         if semantic and dim:
             least = config.similarity_threshold
-            self._semantic = SemanticTextTier(self._catalog, self._encoder, config.scope, least, self._tally)
+            floor = least if self._decider.floor is None else self._decider.floor
+            self._semantic = SemanticTextTier(self._catalog, self._encoder, config.scope, floor, self._tally)
             self._contexts = SimilarContext(
                 self._catalog, self._encoder, config.scope, least, config.context_edit_share, guard
             )
+        self._checking = Checking(
+            self._hits,
+            self._decider,
+            same_answer or (SameMeaning(self._encoder) if semantic else same_text),
+            lambda entry_id: self.invalidate(entry_id=entry_id),
+            config.cache_dir,
+            self._encoder.fingerprint if self._semantic is not None else self._hook.fingerprint,
+            self._tally,
+        )
         self._seen_vectors = self._seen_media = 0
         self._refreshing = threading.Lock()
         with self._boundary("catalog"):
             self._refresh()
-
-    @classmethod
-    def open(cls, config: CacheConfig) -> SemanticCache:
-        """The cache that a configuration describes, with the parts that it names."""
-        return cls(config)
 
     def __enter__(self) -> SemanticCache:
         return self
@@ -135,7 +161,11 @@ class SemanticCache:
         self.close()
 
     def close(self) -> None:
-        """Close the catalog. A later lookup is a counted miss."""
+        """Keep what the policy learned and close the catalog. A later lookup is a counted miss."""
+        self._checking.save()
+        self._embedding.close()
+        if self._semantic is not None:
+            self._semantic.close()
         self._catalog.close()
 
     def warm_up(self) -> None:
@@ -168,7 +198,9 @@ class SemanticCache:
             return ReuseReport(request, own, statuses)
         plan: Plan | None = None
         donor: Entry | None = None
+        lookup: _Lookup | None = None
         vectors: dict[str, Vector] = {}
+        self._decider.arrived()
         with self._boundary("request"):
             lookup = _Lookup(request, Keyed.of(request.namespace, request.segments), statuses, vectors, embeddings)
             with self._boundary("catalog"):
@@ -185,7 +217,11 @@ class SemanticCache:
         answer = donor.response if plan is not None and plan.full and donor is not None else None
         seconds = time.perf_counter() - start
         self._count(plan, seconds)
-        return ReuseReport(request, sent, statuses, vectors, seconds, answer, proposed)
+        hit_id = ""
+        if plan is not None and plan.match is not None:
+            hit_id = self._hits.open(request, plan.match, lookup.check if lookup else 0.0)
+        near = lookup.near if lookup is not None and plan is None else None
+        return ReuseReport(request, sent, statuses, vectors, seconds, answer, proposed, hit_id, near)
 
     def _count(self, plan: Plan | None, seconds: float) -> None:
         self._tally.add("lookups")
@@ -200,10 +236,12 @@ class SemanticCache:
     def _take(self, lookup: _Lookup, candidates: Iterable[Candidate]) -> tuple[Plan | None, Entry | None]:
         """The first candidate that can be used, with the statuses it brings."""
         for candidate in candidates:
-            plan = self._planner.plan(lookup.request, candidate)
-            if plan is not None:
+            verdict = self._planner.plan(lookup.request, candidate)
+            lookup.near = lookup.near or verdict.near
+            if verdict.plan is not None:
+                lookup.check = verdict.check
                 lookup.statuses.update(dict.fromkeys(candidate.agreed, Status.HIT))
-                return plan, candidate.donor
+                return verdict.plan, candidate.donor
         return None, None
 
     def _ask_exact(self, lookup: _Lookup) -> tuple[Plan | None, Entry | None]:
@@ -294,6 +332,7 @@ class SemanticCache:
         """
         if self.config.mode is CacheMode.OFF or not report.request.segments:
             return None
+        self._checking.learn(report, response)
         all_tags = tuple(dict.fromkeys((*report.request.tags, *tags)))
         match = report.plan.match if report.plan.substituted else None
         with self._boundary("record"):
@@ -369,6 +408,43 @@ class SemanticCache:
                 self._embedding.load((), media)
                 self._seen_media = media[-1].number
 
+    # -- checking -----------------------------------------------------------------------------------------------
+
+    def should_check(self, report: ReuseReport) -> bool:
+        """Whether the unchanged request should also be run, in the background, and its answer be compared.
+
+        True for a share of approximate hits (``verify_rate``, and what the policy asks for beside it). Run
+        ``report.unchanged()``, call `checked` with the outcome, and `add_observation` with the answer, so that the
+        next request of this kind is an exact hit.
+        """
+        return self._hits.drawn(report.hit_id) and self.config.mode is CacheMode.LIVE
+
+    def same_answer(self, first: str, second: str) -> bool:
+        """Whether two answers to one request say the same; False where the comparison fails."""
+        return self._checking.same_answer(first, second)
+
+    def checked(self, hit_id: str, correct: bool) -> bool:
+        """Hand in the outcome of a check. A wrong donor never answers this text again.
+
+        Returns:
+            Whether the hit was open: False for one that is unknown, closed, or too old.
+        """
+        return self._checking.checked(hit_id, correct)
+
+    def report_wrong(self, hit_id: str) -> bool:
+        """A user says that a hit's answer was wrong.
+
+        The entry of an exact hit is removed. An approximate donor never answers this text again, the policy learns of
+        it, and the entry is removed once it was wrong for several texts.
+
+        Returns:
+            Whether the hit was open: False for one that is unknown, closed, or too old.
+
+        Raises:
+            StoreError: the entry could not be removed.
+        """
+        return self._checking.report_wrong(hit_id)
+
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def _forget(self, removed: Removed) -> None:
@@ -408,4 +484,6 @@ class SemanticCache:
         entries = 0
         with self._boundary("catalog"):
             entries = len(self._catalog)
-        return stats_of(self._tally.counts(), self._lookup_s, entries, self._media.nbytes)
+        return stats_of(
+            self._tally.counts(), self._lookup_s, entries, self._media.nbytes, rerank_s=self._planner.rerank_s
+        )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from semkv.errors import ConfigError
-from semkv.types import DEFAULT_LAYER_THRESHOLD, CacheMode, EmbeddingLayer, MatchPolicy, Scope
+from semkv.types import DEFAULT_LAYER_THRESHOLD, CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
 
 IMAGE_ROOT_VARIABLES = ("SEMANTIC_CACHE_IMAGE_ROOT", "GQA_IMAGE_ROOT", "LLAVA_IMAGE_ROOT")
 
@@ -64,8 +64,8 @@ class CacheConfig:
         exact: the exact text tier (L0.5).
         semantic: the semantic text tier (L1).
         fusion: the fusion tier (L1.5).
-        guards: words may veto an approximate match: a changed number, negation, direction, color or word order (see
-            `semkv.tiers.guards`). ``--match any`` goes without them.
+        guards: words may veto an approximate match: a changed number, unit, date, negation, direction, name,
+            code or word order (see `semkv.tiers.guards`). ``--match any`` goes without them.
         similarity_threshold: least cosine of the semantic text tier.
         embedding_layers: layers of the embedding tier (L2); empty turns it off.
         embedding_hook: none, prompt, vision, prompt_vision, or ``package.module:Factory``.
@@ -78,6 +78,11 @@ class CacheConfig:
             requests that bring the same image.
         context_edit_share: how many of a context's sentences may be reworded for it still to be similar, as a share;
             one always may.
+        policy: who has the last word on an approximate match: fixed, calibrated or bounded.
+        max_error_rate: the bounded policy's limit on wrong approximate answers, as a share of all requests.
+        calibration: what ``semkv calibrate`` wrote: the curve of the calibrated policy, the prior of the bounded one.
+        verify_rate: share of approximate hits to be checked against the unchanged request's own answer; the bounded
+            policy checks more where it knows little. None is 0.1 for the bounded policy, and 0 for the others.
     """
 
     cache_dir: Path
@@ -99,6 +104,10 @@ class CacheConfig:
     max_entries: int = 100_000
     max_media_bytes: int = 4 << 30
     context_edit_share: float = 0.1
+    policy: PolicyName = PolicyName.FIXED
+    max_error_rate: float = 0.01
+    calibration: Path | None = None
+    verify_rate: float | None = None
 
     def __post_init__(self) -> None:
         check_threshold("--similarity-threshold", self.similarity_threshold)
@@ -118,3 +127,21 @@ class CacheConfig:
             raise ConfigError("max_media_bytes", self.max_media_bytes, "a positive number of bytes")
         if not 0.0 <= self.context_edit_share < 1.0:
             raise ConfigError("context_edit_share", self.context_edit_share, "a share from 0 to below 1")
+        self._check_policy()
+
+    def _check_policy(self) -> None:
+        if self.verify_rate is not None:
+            check_threshold("--verify-rate", self.verify_rate)
+        if not 0.0 < self.max_error_rate < 1.0:
+            raise ConfigError("--max-error-rate", self.max_error_rate, "a share above 0 and below 1, such as 0.01")
+        if self.policy is PolicyName.CALIBRATED and self.calibration is None:
+            raise ConfigError("--calibration", None, "a file that `semkv calibrate` wrote, for --policy calibrated")
+        if self.policy is PolicyName.FIXED and self.calibration is not None:
+            raise ConfigError("--calibration", str(self.calibration), "given with --policy calibrated or bounded only")
+
+    @property
+    def checked_share(self) -> float:
+        """The share of approximate hits to check, with the policy's default filled in."""
+        if self.verify_rate is not None:
+            return self.verify_rate
+        return 0.1 if self.policy is PolicyName.BOUNDED else 0.0

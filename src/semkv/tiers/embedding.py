@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semkv.errors import CorruptValue
-from semkv.indexes.faiss import FlatIndex, Neighbour, Row, VectorIndex
+from semkv.indexes.base import Neighbour, Row, VectorIndex
+from semkv.indexes.faiss import FaissIndex
 from semkv.keys import digest
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import MediaRow, VectorRow, unpack
@@ -68,7 +69,7 @@ class EmbeddingTier:
         # The prompt layer is searched first; the others are asked whether they agree.
         self._texts = sorted((x for x in layers if x.name != VISION), key=lambda x: x.name != "prompt")
         self.keys = {layer.name: f"{layer.name}@{fingerprint}" for layer in layers}
-        self._text_indexes: dict[str, VectorIndex] = {x.name: FlatIndex(x.dim) for x in self._texts}
+        self._text_indexes: dict[str, VectorIndex] = {x.name: FaissIndex(x.dim) for x in self._texts}
         self._run_indexes: dict[int, VectorIndex] = {}  # by number of media items
         self._members: dict[str, dict[str, None]] = {}  # run item -> its entries, oldest first
         self._run_of: dict[str, str] = {}  # entry -> run item
@@ -107,7 +108,7 @@ class EmbeddingTier:
         self._members.setdefault(item, {})[row.entry_id] = None
         self._run_of[row.entry_id] = item
         self._media_of[item] = row.media
-        index = self._run_indexes.setdefault(len(row.media), FlatIndex(vision.dim * len(row.media)))
+        index = self._run_indexes.setdefault(len(row.media), FaissIndex(vision.dim * len(row.media)))
         if item in index:
             return
         parts = []
@@ -142,6 +143,12 @@ class EmbeddingTier:
                     empty.setdefault(len(self._media_of.pop(item)), []).append(item)
             for count, items in empty.items():
                 self._run_indexes[count].remove(items)
+
+    def close(self) -> None:
+        """Stop the indexes' upkeep."""
+        with self._lock:
+            for index in (*self._text_indexes.values(), *self._run_indexes.values()):
+                index.close()
 
     # -- looking up ---------------------------------------------------------------------------------------------
 

@@ -25,14 +25,15 @@ class ExactTextTier:
 
     def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
         """Donors, longest run first; among equals the byte-equal ones, then the oldest."""
-        folded = keyed.folded if self._scope is Scope.MEDIA else keyed.loose
-        found = ((len(keyed.segments), keyed.whole(keyed.exact, "exact"), keyed.whole(folded, "folded")),)
-        leads = (
-            (depth, keyed.lead(keyed.exact, "exact", depth), keyed.lead(folded, "folded", depth))
-            for depth in reversed(keyed.lead_depths())
-        )
-        for lookups in (found, leads):
-            for depth, *keys in lookups:
-                for key in keys:
-                    for donor in self._catalog.find(key):
-                        yield Candidate(donor, depth, STATUS, 1.0, (STATUS,))
+        for depth, key in self._keys(keyed):
+            for donor in self._catalog.find(key):
+                yield Candidate(donor, depth, STATUS, 1.0, (STATUS,))
+
+    def _keys(self, keyed: Keyed) -> Iterator[tuple[int, str]]:
+        """Each key with the length of its run, made when asked for: the first is what most hits are found by."""
+        alike = self._scope is Scope.ANY
+        yield len(keyed.segments), keyed.whole(keyed.exact, "exact")
+        yield len(keyed.segments), keyed.whole(keyed.loose if alike else keyed.folded, "folded")
+        for depth in reversed(keyed.lead_depths()):
+            yield depth, keyed.lead(keyed.exact, "exact", depth)
+            yield depth, keyed.lead(keyed.loose if alike else keyed.folded, "folded", depth)

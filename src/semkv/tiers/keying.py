@@ -13,27 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
-from semkv.keys import chain_keys, digest, namespace_key, segment_key
+from semkv.keys import chain_keys, digest, namespace_key, normalise, segment_key
 from semkv.types import Exactness, MediaSegment, Namespace, Role, Segment, TextSegment
 
+_space = lru_cache(maxsize=1024)(namespace_key)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Keyed:
-    """A prompt with the chain keys of its leading runs.
+    """A prompt with the chain keys of its leading runs; those that an exact hit does not need are made when asked for.
 
     Attributes:
         space: `keys.namespace_key` of the namespace.
         segments: the prompt, at least one.
-        exact, folded, loose: `keys.chain_keys`: exact characters; normalised; normalised with all media alike.
+        exact: `keys.chain_keys` over exact characters.
         question, last_media, first_context: positions in ``segments``, or None.
     """
 
     space: str
     segments: tuple[Segment, ...]
     exact: Sequence[str]
-    folded: Sequence[str]
-    loose: Sequence[str]
     question: int | None
     last_media: int | None
     first_context: int | None
@@ -43,17 +44,26 @@ class Keyed:
         media = [i for i, s in enumerate(segments) if isinstance(s, MediaSegment)]
         contexts = [i for i, s in enumerate(segments) if is_context(s)]
         questions = [i for i, s in enumerate(segments) if isinstance(s, TextSegment) and s.role is Role.QUESTION]
-        folded = chain_keys(segments, normalised=True)
         return cls(
-            space=namespace_key(namespace),
+            space=_space(namespace),
             segments=segments,
             exact=chain_keys(segments, normalised=False),
-            folded=folded,
-            loose=chain_keys(segments, normalised=True, with_media=False) if media else folded,
             question=questions[-1] if questions else None,
             last_media=media[-1] if media else None,
             first_context=contexts[0] if contexts else None,
         )
+
+    @cached_property
+    def folded(self) -> Sequence[str]:
+        """`keys.chain_keys` over normalised text."""
+        return chain_keys(self.segments, normalised=True)
+
+    @cached_property
+    def loose(self) -> Sequence[str]:
+        """The same with all media items alike."""
+        if self.last_media is None:
+            return self.folded
+        return chain_keys(self.segments, normalised=True, with_media=False)
 
     def frame(self, *, with_media: bool = True) -> str:
         """Digest of all segments but the last question, normalised; empty where there is no question."""
@@ -123,9 +133,14 @@ def exactness_of(own: Sequence[Segment], donor: Sequence[Segment]) -> Exactness:
         return Exactness.APPROXIMATE
     weakest = Exactness.EXACT
     for mine, theirs in zip(own, donor, strict=True):
-        if segment_key(mine, normalised=True) != segment_key(theirs, normalised=True):
+        if isinstance(mine, MediaSegment) and isinstance(theirs, MediaSegment):
+            if mine.media_id != theirs.media_id:
+                return Exactness.APPROXIMATE
+        elif isinstance(mine, MediaSegment) or isinstance(theirs, MediaSegment) or mine.role != theirs.role:
             return Exactness.APPROXIMATE
-        if isinstance(mine, TextSegment) and isinstance(theirs, TextSegment) and mine.text != theirs.text:
+        elif mine.text != theirs.text:
+            if normalise(mine.text) != normalise(theirs.text):
+                return Exactness.APPROXIMATE
             weakest = Exactness.NORMALISED
     return weakest
 

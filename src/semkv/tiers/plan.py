@@ -2,53 +2,111 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Candidate, PartError, Tally
-from semkv.tiers.decision import Decider
+from semkv.tiers.checking import HitLog
 from semkv.tiers.guards import Guard
 from semkv.tiers.keying import exactness_of
-from semkv.types import Entry, Exactness, Match, MediaSegment, Plan, Request, Segment
+from semkv.tiers.policies import Decider, Decision
+from semkv.tiers.rerank import Reranker
+from semkv.types import Entry, Exactness, Match, MediaSegment, Near, Plan, Request, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a candidate.
+
+    Attributes:
+        plan: the plan; None where the candidate cannot be used.
+        check: chance of a check that the policy asks for.
+        near: a match with the donor's whole prompt that the policy refused.
+    """
+
+    plan: Plan | None = None
+    check: float = 0.0
+    near: Near | None = None
 
 
 class Planner:
-    """Checks a candidate and puts the prompt together: the donor's leading run, then the request's own rest."""
+    """Checks a candidate and puts the prompt together: the donor's leading run, then the request's own rest.
 
-    def __init__(self, media: MediaStore, decider: Decider, guard: Guard, tally: Tally) -> None:
+    Args:
+        media: where donors' images are.
+        decider: the policy.
+        guard: may veto an approximate match of the whole prompt.
+        reranker: the second stage, or None.
+        hits: knows the pairs that were found wrong.
+        tally: counts vetoes, refusals and lost images.
+    """
+
+    def __init__(
+        self, media: MediaStore, decider: Decider, guard: Guard, reranker: Reranker | None, hits: HitLog, tally: Tally
+    ) -> None:
         self._media, self._decider, self._guard, self._tally = media, decider, guard, tally
+        self._reranker, self._hits = reranker, hits
+        self.rerank_s = 0.0
 
-    def plan(self, request: Request, candidate: Candidate) -> Plan | None:
-        """The plan, or None where the decider refuses or a donor's image is gone (both counted)."""
+    def plan(self, request: Request, candidate: Candidate) -> Verdict:
+        """The plan; none where a guard, the policy or the second stage refuses, or a donor's image is gone (all
+        counted)."""
         donor, run = candidate.donor, candidate.run
         whole = run == len(donor.segments)
         own = request.segments if whole else request.segments[:run]
         exactness = exactness_of(own, donor.segments[:run])
-        match = Match(candidate.tier, donor.entry_id, candidate.score, exactness)
-        if exactness is Exactness.APPROXIMATE and not self._accepts(request, donor, match, whole=whole):
-            return None
+        match = Match(candidate.tier, donor.entry_id, candidate.score, exactness, whole=whole)
+        check = 0.0
+        if exactness is Exactness.APPROXIMATE:
+            reason = self._guard(request.chunk_text, donor.chunk_text) if whole else None
+            match = replace(match, veto=reason or "")
+            decision = self._judge(request, donor, match)
+            if not decision.accept:
+                return Verdict(near=Near(match, donor.response) if whole else None)
+            check = decision.check
         if exactness is Exactness.EXACT:
             leading: tuple[Segment, ...] | None = own
         else:
             leading = self._available(request, donor.segments[:run])
         if leading is None:
             self._tally.add("donor media lost")
-            return None
+            return Verdict()
         rest = () if whole else request.segments[run:]
-        return Plan((*leading, *rest), len(leading), match)
+        return Verdict(Plan((*leading, *rest), len(leading), match), check)
 
-    def _accepts(self, request: Request, donor: Entry, match: Match, *, whole: bool) -> bool:
-        reason = self._guard(request.chunk_text, donor.chunk_text) if whole else None
-        if reason is not None:
-            self._tally.add(f"veto:{reason}")
-            return False
+    def _judge(self, request: Request, donor: Entry, match: Match) -> Decision:
+        """The guard's veto, unless the policy weighs vetoes; then what checks found, the policy, the second stage."""
+        if match.veto and not self._decider.weighs_vetoes:
+            self._tally.add(f"veto:{match.veto}")
+            return Decision(False, f"veto: {match.veto}")
+        if self._hits.barred(request, donor.entry_id):
+            self._tally.add("barred")
+            return Decision(False, "found wrong before")
+        if match.whole and not self._reranked(request, donor):
+            self._tally.add("refused by reranker")
+            return Decision(False, "reranker")
         try:
-            accepted = self._decider.accept(request, donor, match).accept
+            decision = self._decider.accept(request, donor, match)
         except Exception as error:  # a decider may be the user's own
             raise PartError(f"decider: {error!r}") from error
-        if not accepted:
+        if match.veto:
+            self._tally.add(f"overruled:{match.veto}" if decision.accept else f"veto:{match.veto}")
+        elif not decision.accept:
             self._tally.add("refused")
-        return accepted
+        return decision
+
+    def _reranked(self, request: Request, donor: Entry) -> bool:
+        if self._reranker is None:
+            return True
+        start = time.perf_counter()
+        try:
+            return self._reranker.same(request.chunk_text, donor.chunk_text)
+        except Exception as error:  # a reranker may be the user's own
+            raise PartError(f"reranker: {error!r}") from error
+        finally:
+            self._tally.add("reranked")
+            self.rerank_s += time.perf_counter() - start
 
     def _available(self, request: Request, run: tuple[Segment, ...]) -> tuple[Segment, ...] | None:
         """The run with a readable, verified file behind each media item that is not the request's own."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from semkv.encoders.text import TextEncoder
 from semkv.errors import CorruptValue
-from semkv.indexes.faiss import FlatIndex, Row, VectorIndex
+from semkv.indexes.base import Row, VectorIndex
+from semkv.indexes.faiss import FaissIndex
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import VectorRow, unpack
 from semkv.tiers.base import Candidate, Tally
@@ -35,7 +36,7 @@ class SemanticTextTier:
         self._catalog, self._encoder, self._tally = catalog, encoder, tally
         self._scope, self._threshold = scope, threshold
         self.layer = f"{STATUS}@{encoder.fingerprint}"
-        self._index: VectorIndex = FlatIndex(encoder.dim)
+        self._index: VectorIndex = FaissIndex(encoder.dim)
 
     def __contains__(self, entry_id: str) -> bool:
         return entry_id in self._index
@@ -55,6 +56,10 @@ class SemanticTextTier:
 
     def remove(self, entry_ids: Iterable[str]) -> None:
         self._index.remove(entry_ids)
+
+    def close(self) -> None:
+        """Stop the index's upkeep."""
+        self._index.close()
 
     def vector(self, text: str) -> Vector | None:
         """The chunk text's unit vector, or None for an empty text and one beyond the encoder's window."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from semkv.tiers.checking import wilson
+
 # Counted under their own names beside the faults that were raised as exceptions.
 _PLAIN_FAULTS = ("donor media lost", "media not found", "index out of step")
 
@@ -20,6 +22,12 @@ class CacheStats:
         recorded, repeats: new entries, and observations that counted as a hit on an entry.
         refused: approximate matches that the decider turned down.
         vetoes: approximate matches that a guard turned down, by reason.
+        overruled: approximate hits to which a guard objected and which the policy allowed, by reason.
+        barred: approximate matches turned down because the donor was found wrong for the same text before.
+        checked, checked_wrong: approximate hits of the random sample that were checked, and that were wrong.
+        checked_beside: checks that the policy asked for beside the sample.
+        reported_wrong: hits that a user reported.
+        reranked, rerank_s: calls of the second stage and the seconds they took.
         faults: things that went wrong inside the cache and became misses, by kind.
         entries, media_bytes: what is stored.
     """
@@ -35,9 +43,29 @@ class CacheStats:
     faults: Mapping[str, int] = field(default_factory=dict)
     entries: int = 0
     media_bytes: int = 0
+    overruled: Mapping[str, int] = field(default_factory=dict)
+    barred: int = 0
+    checked: int = 0
+    checked_wrong: int = 0
+    checked_beside: int = 0
+    reported_wrong: int = 0
+    reranked: int = 0
+    rerank_s: float = 0.0
+
+    @property
+    def wrong_rate(self) -> float | None:
+        """Share of approximate hits that are wrong, from the random sample; None where nothing was checked."""
+        return self.checked_wrong / self.checked if self.checked else None
+
+    @property
+    def wrong_interval(self) -> tuple[float, float]:
+        """Its 95% interval (Wilson's); (0, 1) where nothing was checked."""
+        return wilson(self.checked_wrong, self.checked)
 
 
-def stats_of(counts: Mapping[str, int], lookup_s: float, entries: int, media_bytes: int) -> CacheStats:
+def stats_of(
+    counts: Mapping[str, int], lookup_s: float, entries: int, media_bytes: int, *, rerank_s: float = 0.0
+) -> CacheStats:
     """Sort a `Tally`'s counts into `CacheStats`."""
     faults = _named(counts, "fault:")
     return CacheStats(
@@ -52,6 +80,14 @@ def stats_of(counts: Mapping[str, int], lookup_s: float, entries: int, media_byt
         faults=faults | {name: counts[name] for name in _PLAIN_FAULTS if name in counts},
         entries=entries,
         media_bytes=media_bytes,
+        overruled=_named(counts, "overruled:"),
+        barred=counts.get("barred", 0),
+        checked=counts.get("checked", 0),
+        checked_wrong=counts.get("checked wrong", 0),
+        checked_beside=counts.get("checked beside the sample", 0),
+        reported_wrong=counts.get("reported wrong", 0),
+        reranked=counts.get("reranked", 0),
+        rerank_s=rerank_s,
     )
 
 

@@ -1,0 +1,318 @@
+"""English: the words that the guards know."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from semkv.tiers.guards.english_content import OPPOSITES, SYNONYMS
+from semkv.tiers.guards.lexicon import Lexicon, Unit, merged, senses
+
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_ORDINALS = (
+    "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth "
+    "sixteenth seventeenth eighteenth nineteenth twentieth"
+).split()
+
+_NUMBERS = MappingProxyType(
+    {word: float(n) for n, word in enumerate(_ONES)}
+    | {word: 10.0 * n for n, word in enumerate(_TENS, 2)}
+    | {word: float(n) for n, word in enumerate(_ORDINALS, 1)}
+    | {"half": 0.5, "halves": 0.5, "quarter": 0.25, "quarters": 0.25, "thirds": 1 / 3, "couple": 2.0, "pair": 2.0}
+    | {"twice": 2.0, "double": 2.0, "doubles": 2.0, "triple": 3.0, "triples": 3.0, "thrice": 3.0, "thirtieth": 30.0}
+    | {"minus": -1.0}
+)
+_MULTIPLIERS = MappingProxyType(
+    {"hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12, "dozen": 12.0}
+    | {"k": 1e3, "mn": 1e6, "bn": 1e9, "lakh": 1e5, "lakhs": 1e5, "crore": 1e7, "crores": 1e7}
+    | {"hundreds": 1e2, "thousands": 1e3, "millions": 1e6, "billions": 1e9, "dozens": 12.0}
+)
+
+
+def _units(dimension: str, **factors: str) -> dict[str, Unit]:
+    """``_1="m meter"`` gives every name the factor that the keyword spells: ``_1e3``, ``_0p001``."""
+    return {
+        name: (dimension, float(factor[1:].replace("p", ".").replace("m", "-")))
+        for factor, names in factors.items()
+        for name in names.split()
+    }
+
+
+_UNITS: MappingProxyType[str, Unit] = MappingProxyType(
+    _units(
+        "length",
+        _1="m meter meters metre metres",
+        _1e3="km kms kilometer kilometers kilometre kilometres",
+        _0p01="cm centimeter centimeters centimetre centimetres",
+        _0p001="mm millimeter millimeters millimetre millimetres",
+        _1em6="micron microns micrometer micrometers µm μm",
+        _1em9="nm nanometer nanometers",
+        _1609p344="mile miles mi",
+        _0p9144="yard yards yd",
+        _0p3048="foot feet ft",
+        _0p0254="inch inches",
+        _1852="nmi",
+    )
+    | _units(
+        "mass",
+        _1="g gram grams gramme grammes",
+        _1e3="kg kgs kilo kilos kilogram kilograms",
+        _0p001="mg milligram milligrams",
+        _1em6="mcg microgram micrograms",
+        _1e6="ton tons tonne tonnes",
+        _453p59237="lb lbs",
+        _28p349523="oz ounce ounces",
+        _6350="stone",
+    )
+    | _units("second", _1="s sec secs second seconds", _0p001="ms millisecond milliseconds", _1em6="microseconds")
+    | _units("second", _60="min mins minute minutes", _3600="h hr hrs hour hours hourly", _86400="day days daily")
+    | _units("second", _604800="week weeks weekly", _1209600="fortnight", _1em9="ns nanosecond nanoseconds")
+    | _units("month", _1="month months monthly", _12="year years yr yrs yearly annual annually", _120="decade decades")
+    | _units("month", _1200="century centuries", _3="quarterly")
+    | _units(
+        "volume",
+        _1="l liter liters litre litres",
+        _0p001="ml milliliter milliliters millilitre millilitres",
+        _3p785="gallon gallons gal",
+        _0p473="pint pints",
+        _0p946="quart quarts",
+        _0p24="cup cups",
+        _0p015="tablespoon tablespoons tbsp",
+        _0p005="teaspoon teaspoons tsp",
+        _0p0003="pinch",
+        _159="barrel barrels",
+    )
+    | _units("area", _1="sqm", _4047="acre acres", _1e4="hectare hectares ha", _0p093="sqft")
+    | _units("byte", _1="byte bytes", _1e3="kb kilobyte kilobytes", _1e6="mb megabyte megabytes")
+    | _units("byte", _1e9="gb gigabyte gigabytes", _1e12="tb terabyte terabytes", _1e15="pb petabyte petabytes")
+    | _units("byte", _1024="kib", _1048576="mib", _1073741824="gib", _0p125="bit bits")
+    | _units("rate", _1="bps", _1e3="kbps", _1e6="mbps", _1e9="gbps")
+    | _units("speed", _1="kph kmh", _1p609="mph", _1p852="knot knots", _3p6="mps")
+    | _units("power", _1="w watt watts", _1e3="kw kilowatt kilowatts", _1e6="mw megawatt megawatts", _746="hp")
+    | _units("energy", _1="joule joules", _1e3="kilojoule kilojoules kj", _4184="calorie calories kcal", _3p6e6="kwh")
+    | _units("voltage", _1="v volt volts", _0p001="mv millivolt millivolts", _1e3="kv kilovolt kilovolts")
+    | _units("current", _1="amp amps ampere amperes", _0p001="ma milliamp milliamps")
+    | _units("frequency", _1="hz hertz", _1e3="khz", _1e6="mhz", _1e9="ghz fps")
+    | _units("pressure", _1="psi", _14p5="bar bars", _14p7="atm", _1em3="pascal pascals")
+    | _units("percent", _1="% percent pct")
+    | _units("celsius", _1="celsius centigrade")
+    | _units("fahrenheit", _1="fahrenheit")
+    | _units("kelvin", _1="kelvin kelvins")
+    | _units("degree", _1="° degree degrees")
+    | _units("radian", _1="radian radians")
+    | _units("dollar", _1="$ usd dollar dollars buck bucks", _0p01="cent cents")
+    | _units("euro", _1="€ eur euro euros")
+    | _units("pound", _1="£ gbp")
+    | _units("pounds", _1="pound pounds")
+    | _units("rupee", _1="₹ inr rs rupee rupees")
+    | _units("yen", _1="¥ jpy yen")
+    | _units("yuan", _1="cny rmb yuan")
+    | _units("franc", _1="chf franc francs")
+    | _units("pixel", _1="px pixel pixels")
+    | _units("point", _1="pt pts")
+    | _units("em", _1="em rem")
+)
+
+_DATES = MappingProxyType(
+    {
+        "month": senses(
+            "january jan", "february feb", "march mar", "april apr", "may", "june jun", "july jul", "august aug",
+            "september sep sept", "october oct", "november nov", "december dec",
+        ),
+        "weekday": senses(
+            "monday mon mondays", "tuesday tue tues tuesdays", "wednesday wed wednesdays",
+            "thursday thu thurs thursdays", "friday fri fridays", "saturday sat saturdays", "sunday sun sundays",
+        ),
+        "day": senses("yesterday", "today todays tonight", "tomorrow"),
+        "part": senses("morning mornings", "noon midday", "afternoon afternoons", "evening evenings",
+        "midnight", "night nights"),
+        "which": senses("last past previous", "this current", "next coming following upcoming"),
+        "season": senses("winter winters", "spring", "summer summers", "autumn fall"),
+        "feast": senses(
+            "christmas xmas", "easter", "halloween", "thanksgiving", "ramadan", "diwali", "hanukkah", "valentine", "eid"
+        ),
+        "era": senses("bc bce", "ad_ ce ad"),
+        "span": senses("weekday weekdays", "weekend weekends"),
+    }
+)  # fmt: skip
+
+_GROUPS = MappingProxyType(
+    {
+        "direction": senses("left leftmost", "right rightmost", "above", "below beneath underneath"),
+        "color": senses(
+            *"red orange yellow green blue purple pink brown black white silver gold beige cyan magenta".split(),
+            "gray grey",
+        ),
+    }
+)
+
+_FUNCTION = merged(
+    (
+        "a an the is are was were be been being am do does did doing done have has had having of to it its this that "
+        "these those there here any some such each every what which who whom whose how where when why whether if then "
+        "can could would will shall may might must should ought i me my mine we us our ours you your yours he him his "
+        "she her hers they them their theirs it one ones oneself myself yourself yourselves itself themselves himself "
+        "herself someone somebody anyone anybody something anything everyone everybody everything people person as "
+        "with for by at from and or both either also than so such but because since while though although until "
+        "about into in on onto upon over under out off up down away back through across during per via within between "
+        "among against like not no never too very really quite just even still yet already ever now please exactly "
+        "actually basically all other another else own s t d ll re ve m o'clock more most much many lot lots few "
+        "however therefore hence thus instead around along above below before after behind without toward towards "
+        "is isn't aren't cannot let lets oh hi hello dear thanks thank",
+    )
+)
+
+_FILLERS = merged(
+    (
+        "way ways method methods thing things kind kinds sort type types stuff step steps process procedure tip tips "
+        "advice good best better great nice easy easily simple simply quick quickly proper properly correct correctly "
+        "right effective efficient main major different various possible certain specific particular "
+        "know tell show give explain describe list find get got take make made use used using need needed want help "
+        "suggest suggestion recommend suggestions recommended recommendation say said think mean means meaning "
+        "see look "
+        "go going come work works working try happen happens exist exists able become example examples work "
+        "definition term word words question answer people person man someone time day year today nowadays currently "
+        "ok okay usually often normally generally world part new online real true actual able same total whole",
+    )
+)
+
+_FORMS = """
+be is are was were been being am; go goes went gone going; do does did done doing; have has had having; die dies died
+dying; lie lies lying; tie ties tied tying; buy bought; sell sold; find found; leav left_behind; win won; los lost
+losing lose; eat ate eaten; drink drank drunk; writ wrote written write; speak spoke spoken; break broke broken; tak
+took taken take; giv gave given give; see saw seen; com came come; becom became become; begin began begun; know knew
+known; grow grew grown; throw threw thrown; fly flew flown flies; draw drew drawn; driv drove driven drive; rid rode
+ridden ride; ris rose risen rise; hid hid hidden hide; bit bit bitten bite; kill killed; get got gotten getting;
+forget forgot forgotten; sing sang sung; ring rang rung; swim swam swum; run ran running; sit sat; stand stood;
+understand understood; hold held; tell told; say said; pay paid; mak made make; build built; send sent; spend spent;
+lend lent; bend bent; feel felt; keep kept; sleep slept; meet met; lead led; feed fed; teach taught; catch caught;
+think thought; bring brought; fight fought; seek sought; hear heard; mean meant; hang hung; dig dug; stick stuck;
+strik struck strike; shoot shot; steal stole stolen; choos chose chosen choose; freez froze frozen freeze; wear wore
+worn; tear tore torn; bear bore born; beat beaten; child children childs; man men; woman women; foot feet; tooth
+teeth; mous mice mouse; wif wives wife; lif lives life; knif knives knife; leaf leaves; half halves; wolf wolves;
+shelf shelves; person persons people; new news_; mus muse; user users; number numbers; center centre centres; theater
+theatre; meter metre metres; liter litre litres; fiber fibre; tir tyre tyres tire tires; program programme programmes;
+catalog catalogue; dialog dialogue; check cheque; jewelry jewellery; plow plough; gray grey; airplan aeroplane
+airplane; aluminum aluminium; pajama pyjamas pajamas; defens defence defense; licens licence license; practic practice
+practise; curb kerb; enrol enroll; artefact artifact; mom mum mums; analyz analyse analyze analysis analyses; wake
+woke woken waking; forgiv forgave forgiven; shak shook shaken shake; sink sank sunk; shrink shrank shrunk; wind wound;
+sew sewn; prov proven prove; show shown showed; physics physic; bus buses; gas gases; virus viruses; data datum;
+criteria criterion; phenomenon phenomena; usa america american americans u.s u.s.a; chin china chinese; franc france
+french; german germany germans; spain spanish spaniard spaniards; ital italy italian italians; russ russia russian
+russians; japan japanese; brit_ england english; uk_ britain british; sinc since; business businesses; thes these
+"""
+_IRREGULAR = {form: forms.split()[0] for forms in _FORMS.split(";") for form in forms.split()}
+
+_SUFFIXES = (
+    (
+        ("'s", ""), ("’s", ""), ("s'", ""), ("s’", ""), ("sses", "ss"), ("ies", "y"), ("shes", "sh"), ("ches", "ch"),
+        ("xes", "x"), ("zes", "z"), ("oes", "o"), ("ss", "ss"), ("us", "us"), ("is", "is"), ("s", ""),
+    ),
+    (
+        ("ization", "iz"), ("isation", "iz"), ("ising", "iz"), ("izing", "iz"), ("ised", "iz"),
+        ("ized", "iz"), ("ise", "iz"),
+        ("ize", "iz"), ("ied", "y"), ("ing", ""), ("eed", "eed"), ("ed", ""), ("ily", "y"), ("ely", ""), ("ly", ""),
+    ),
+    (("our", "or"),),
+)  # fmt: skip
+
+_PHRASED = """
+get rid of = remove; find out = discover; a lot of = many; lots of = many; how come = why; what causes = why; what
+caused = why; what makes = why; the reason for = why; no one = nobody; how much time = how long; how much money = how
+much; how many times = how often; if not =; of all time =; of all times =; all natural = natural; or why not =; why
+not = why; right way = way; right time = time; right age = age; what year = when; which year = when; what date = when;
+which person = who; what person = who; log in = login; sign in = login; log on = login; log into = login; sign into =
+login; set up = setup; the united states of america = usa; united states of america = usa; united states = usa; u.s. =
+usa; u.s = usa; u.s.a = usa; united kingdom = uk; great britain = uk; as well as = and; or not =; not only =; no
+matter =; of course =; more expensive = dearer; less expensive = cheaper; in front of = front_of; on top of = above;
+next to = beside; close to = near; away from = awayfrom; as well = also; no longer = not; give up = quit; at least =
+atleast; at most = atmost; more than = over; less than = under; fewer than = under; greater than = over; switch off =
+turn off; switch on = turn on; shut down = shutdown; mobile phone = phone; cell phone = phone; world wide web =
+internet; take care of = care; get back = recover; gotten over = get over; deal with = handle; look after = care; turn
+into = become; carry out = perform; speed up = accelerate; go up = rise; went up = rise; go down = fall; went down =
+fall; goes up = rise; goes down = fall; put off = postpone; pick up = collect; throw away = discard; look for = seek;
+point out = mention; one another = other; each other = other; in order to = to; due to = because; because of =
+because; thanks to = because; such as = like; instead of = instead; used to = used; have to = must; going to = will;
+light weight = lightweight; web site = website; e mail = email; back up = backup; left over = leftover; all right =;
+right now = now; right thing = thing; right person = person; right place = place; all right =; right away = now
+"""
+_PHRASES = MappingProxyType(
+    {
+        " ".join(phrase.split()): instead.strip()
+        for phrase, _, instead in (p.partition("=") for p in _PHRASED.split(";"))
+    }
+)
+
+ENGLISH = Lexicon(
+    negations=frozenset(
+        "no not never none nothing nobody nowhere neither nor without cannot hardly barely except non".split()
+    ),
+    denials=frozenset(
+        "fail refuse stop quit cease avoid prevent unable lack forbid ban prohibit deny reject decline cancel "
+        "forget miss "
+        "disagree impossible".split()
+    ),
+    numbers=_NUMBERS,
+    multipliers=_MULTIPLIERS,
+    units=_UNITS,
+    clock=MappingProxyType({"am": 0, "a.m": 0, "pm": 12, "p.m": 12}),
+    dates=_DATES,
+    groups=_GROUPS,
+    opposites=OPPOSITES,
+    contraries=(
+        ("", "un"), ("", "in"), ("", "im"), ("", "il"), ("", "ir"), ("", "dis"), ("", "non"), ("", "de"), ("", "mis"),
+        ("", "anti"), ("", "a"), ("en", "de"), ("im", "ex"), ("in", "ex"), ("in", "de"), ("in", "out"), ("up", "down"),
+        ("over", "under"), ("pre", "post"), ("in", "e"), ("im", "e"), ("hyper", "hypo"), ("macro", "micro"),
+        ("pro", "anti"),
+        ("sub", "super"), ("up", "off"), ("inter", "intra"), ("con", "de"), ("a", "de"), ("max", "min"),
+        ("under", "upper"),
+        ("multi", "single"), ("mono", "poly"), ("homo", "hetero"), ("ex", "in"),
+        ("clockwise", "counterclockwise"), ("", "counter"),
+        ("on", "off"), ("de", "in"), ("com", "decom"), ("re", "de"), ("step", "grand"), ("", "ab"),
+        ("", "post"), ("", "pre"),
+    ),
+    synonyms=SYNONYMS,
+    phrases=_PHRASES,
+    function_words=_FUNCTION,
+    fillers=_FILLERS,
+    relations=frozenset(
+        "to from than before after over under into onto of for with without on in behind above below beside "
+        "near by per "
+        "against through toward towards as because since until is are was were 's".split()
+    ),
+    symmetric=frozenset(
+        "and or vs versus v / between both either compare same equal similar different beside near next".split()
+    ),
+    questions=MappingProxyType(
+        {
+            "who": "person", "whom": "person", "whose": "owner", "when": "time", "where": "place", "why": "reason",
+            "how": "manner", "what": "", "which": "",
+        }
+    ),
+    degree=("how", frozenset("much many long often far old tall big".split())),
+    open=frozenset("kind kinds type types sort sorts way ways thing things good best happens happened exact".split()),
+    leads=frozenset(
+        "and or so but , then for at by to in on from with of about please can could would you tell me explain "
+        "show know describe "
+        "do i want wonder wondering like understand ask if exactly also hi hello hey".split()
+    ),
+    capitals=MappingProxyType({"US": "usa", "U.S": "usa", "IT": "it_", "WHO": "who_", "AD": "ad_"}),
+    lessening=(frozenset(("less", "least", "as")), ("er", "est")),
+    owners=(
+        MappingProxyType({"my": "my", "our": "my", "your": "your"}),
+        frozenset("i me mine we us you yours myself yourself".split()),
+    ),
+    demonyms=frozenset("n an ian i es ish er ".split()),
+    persons=MappingProxyType(
+        {"he": "he", "him": "he", "his": "he", "she": "she", "her": "she", "hers": "she"}
+    ),
+    helpers=frozenset(("do", "does", "did")),
+    choices=frozenset(("or",)),
+    articles=frozenset("a an the this that these those my your his her its our their some any".split()),
+    by=("by", frozenset("be is are was were been being get got gets".split()), ("ing",)),
+    suffixes=_SUFFIXES,
+    irregular=MappingProxyType(_IRREGULAR),
+)  # fmt: skip

@@ -1,0 +1,198 @@
+"""What the guards know of a language: tables of words, and the stems that the tables are looked up by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+
+Unit = tuple[str, float]
+"""A dimension and how many of its base units one of these is: ``("length", 1000.0)``."""
+_NONE: Mapping[str, str] = MappingProxyType({})
+_SHORTEST = 3  # letters that a stem keeps
+_LONGEST = 40  # no word of a language is longer; a longer one is taken as it is
+
+
+def pairs(*lines: str) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+    """Opposites written as ``"buy purchase / sell"``, several to a line with ``;`` between them."""
+    found = []
+    for line in lines:
+        for entry in line.split(";"):
+            left, _, right = entry.partition("/")
+            if left.strip():
+                found.append((tuple(left.split()), tuple(right.split())))
+    return tuple(found)
+
+
+def senses(*groups: str) -> Mapping[str, str]:
+    """Words to the sense they stand for, the first word of their group."""
+    return MappingProxyType({word: group.split()[0] for group in groups for word in group.split()})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lexicon:
+    """The words of one language that the guards know. Every table may be empty: its guard then never objects.
+
+    Words are written folded (lower case); tables of content words are looked up by stem, so one form of each is enough.
+
+    Attributes:
+        negations: words that deny.
+        denials: words that may deny ("fail", "stop"): as good as a negation, and no negation is needed beside them.
+        numbers: number words, to values; ordinals too.
+        multipliers: words that multiply the number before them ("hundred", "dozen", "k").
+        units: words and symbols of units, to dimension and factor.
+        clock: words after a number that make it a time of day, to the hours they add.
+        dates: by name, the words of a calendar that exclude one another, each mapped to its sense.
+        groups: by name, words whose presence must agree ("left", "red"), each mapped to its sense.
+        opposites: by the name of the veto, pairs of opposite words; a veto needs one on each side.
+        contraries: pairs of prefixes that make opposites of one stem ("en" and "de", "" and "un").
+        synonyms: classes of words that may stand in for each other, separated by blanks.
+        phrases: phrases to the one word that stands for them.
+        function_words: words that carry no content by themselves.
+        fillers: content words that a rewording adds or drops freely.
+        relations: function words that tie a subject to an object, so that an exchange around them matters.
+        choices: words between the alternatives of a choice ("or").
+        symmetric: words that allow the exchange ("and", "or").
+        questions: question words to what they ask for; "" where they may ask for anything.
+        degree: the question word that makes a question of the next adjective ("how old"), and adjectives after which
+            it never asks for the manner ("how much").
+        open: nouns after which "what" still asks for anything ("what kind").
+        leads: words that may stand before the question word of a question ("tell me").
+        capitals: words that are names when written in capitals, with the word to take for them.
+        lessening: words that turn a comparison round ("less"), and the endings of a comparative.
+        owners: possessive words to a sense, and the other words of their persons.
+        demonyms: endings that make an adjective of a name.
+        persons: words for a person spoken of or to, to a sense; different senses exclude each other.
+        helpers: auxiliaries that a question for the object needs and one for the subject does not ("did").
+        articles: words left out when neighbours are compared.
+        by: the word before the agent of a passive, the forms of its auxiliary, and the endings of a gerund, which
+            is no agent.
+        suffixes: steps of endings that a stem loses, each with what takes its place; the first that fits is taken.
+        irregular: forms to their stems.
+    """
+
+    negations: frozenset[str]
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    multipliers: Mapping[str, float] = field(default_factory=dict)
+    units: Mapping[str, Unit] = field(default_factory=dict)
+    clock: Mapping[str, int] = field(default_factory=dict)
+    dates: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    groups: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    opposites: Mapping[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = field(default_factory=dict)
+    contraries: tuple[tuple[str, str], ...] = ()
+    denials: frozenset[str] = frozenset()
+    synonyms: tuple[str, ...] = ()
+    phrases: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    function_words: frozenset[str] = frozenset()
+    fillers: frozenset[str] = frozenset()
+    relations: frozenset[str] = frozenset()
+    symmetric: frozenset[str] = frozenset()
+    questions: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    degree: tuple[str, frozenset[str]] = ("", frozenset())
+    open: frozenset[str] = frozenset()
+    leads: frozenset[str] = frozenset()
+    capitals: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    lessening: tuple[frozenset[str], tuple[str, ...]] = (frozenset(), ())
+    owners: tuple[Mapping[str, str], frozenset[str]] = (_NONE, frozenset())
+    demonyms: frozenset[str] = frozenset()
+    persons: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    helpers: frozenset[str] = frozenset()
+    articles: frozenset[str] = frozenset()
+    choices: frozenset[str] = frozenset()
+    by: tuple[str, frozenset[str], tuple[str, ...]] = ("", frozenset(), ())
+    suffixes: tuple[tuple[tuple[str, str], ...], ...] = ()
+    irregular: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    tables: Tables = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", Tables.of(self))
+
+    def stem(self, word: str) -> str:
+        """What the forms of a word have in common."""
+        return word if len(word) > _LONGEST else _stem(word, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The lexicon's tables by stem, made once."""
+
+    opposites: Mapping[str, Mapping[str, str]]
+    classes: Mapping[str, frozenset[int]]
+    denials: frozenset[str]
+    relations: frozenset[str]
+    symmetric: frozenset[str]
+    quiet: frozenset[str]
+    phrases: Mapping[str, tuple[tuple[list[str], list[str]], ...]]
+    dates: Mapping[str, tuple[str, str]]
+
+    @classmethod
+    def of(cls, lexicon: Lexicon) -> Tables:
+        return cls(
+            opposites=_opposites(lexicon),
+            classes=_classes(lexicon),
+            denials=frozenset(_stem(word, lexicon) for word in lexicon.denials),
+            relations=frozenset(_stem(word, lexicon) for word in lexicon.relations),
+            symmetric=frozenset(_stem(word, lexicon) for word in lexicon.symmetric),
+            quiet=frozenset(_stem(word, lexicon) for word in lexicon.fillers | lexicon.function_words),
+            phrases=_phrases(lexicon.phrases),
+            dates=_dates(lexicon),
+        )
+
+
+def _opposites(lexicon: Lexicon) -> Mapping[str, Mapping[str, str]]:
+    """Stem to the stems that oppose it, each with the name of the veto."""
+    found: dict[str, dict[str, str]] = {}
+    for name, entries in lexicon.opposites.items():
+        for left, right in entries:
+            for a in left:
+                for b in right:
+                    first, second = _stem(a, lexicon), _stem(b, lexicon)
+                    found.setdefault(first, {}).setdefault(second, name)
+                    found.setdefault(second, {}).setdefault(first, name)
+    return found
+
+
+def _classes(lexicon: Lexicon) -> Mapping[str, frozenset[int]]:
+    found: dict[str, set[int]] = {}
+    for number, group in enumerate(lexicon.synonyms):
+        for word in group.split():
+            found.setdefault(_stem(word, lexicon), set()).add(number)
+    return {word: frozenset(numbers) for word, numbers in found.items()}
+
+
+def _dates(lexicon: Lexicon) -> Mapping[str, tuple[str, str]]:
+    """Words of the calendar to the name of their group and their sense; ``month:5`` is the fifth month."""
+    found = {word: (name, sense) for name, group in lexicon.dates.items() for word, sense in group.items()}
+    months = dict.fromkeys(lexicon.dates.get("month", _NONE).values())
+    return found | {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}
+
+
+def _phrases(phrases: Mapping[str, str]) -> Mapping[str, tuple[tuple[list[str], list[str]], ...]]:
+    """By their first word, longest first: the other words of a phrase, and the words that stand for it."""
+    found: dict[str, list[tuple[list[str], list[str]]]] = {}
+    for phrase, instead in phrases.items():
+        first, *rest = phrase.split()
+        found.setdefault(first, []).append((rest, instead.split()))
+    return {first: tuple(sorted(entries, key=lambda e: -len(e[0]))) for first, entries in found.items()}
+
+
+@lru_cache(maxsize=16384)
+def _stem(word: str, lexicon: Lexicon) -> str:
+    if word in lexicon.irregular:
+        return lexicon.irregular[word]
+    for step in lexicon.suffixes:
+        for ending, instead in step:
+            if word.endswith(ending) and len(word) - len(ending) >= _SHORTEST:
+                word = word[: len(word) - len(ending)] + instead
+                break
+    if len(word) > _SHORTEST and word[-1] == "e":
+        word = word[:-1]
+    if len(word) > _SHORTEST and word[-1] == word[-2] and word[-1] not in "aeiousz":
+        word = word[:-1]
+    return lexicon.irregular.get(word, word)
+
+
+def merged(*tables: Iterable[str]) -> frozenset[str]:
+    """Several blank-separated lists as one set."""
+    return frozenset(word for table in tables for line in table for word in line.split())

@@ -1,0 +1,153 @@
+"""Who does what to whom: shared words that come in another order, where the order tells subject from object."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from semkv.tiers.guards.lexicon import Lexicon
+from semkv.tiers.guards.text import STOPS, Token
+
+_REACH = 16  # shared words between two that may have changed places
+
+Places = tuple[int, int]
+"""Where a shared word stands in the one text and in the other."""
+
+
+class _Spines(NamedTuple):
+    """The stems of both texts without articles."""
+
+    first: list[str]
+    second: list[str]
+    names: set[str]
+    lexicon: Lexicon
+
+    def quiet(self, stem: str) -> bool:
+        return stem in self.lexicon.tables.quiet and stem not in self.names
+
+
+def reversed_order(a: Sequence[Token], b: Sequence[Token], lexicon: Lexicon) -> bool:
+    """Whether two shared words have changed places around a third that ties them together.
+
+    "A X B" against "B X A" is an exchange when the neighbours of A and B are exchanged too: "In Python, how do I sort a
+    list?" moves a phrase and keeps its neighbours. A passive on one side turns the expectation round.
+    """
+    names = {t.stem for tokens in (a, b) for t in tokens if t.name}
+    s = _Spines(_spine(a, lexicon), _spine(b, lexicon), names, lexicon)
+    passive = _passive(a, lexicon) != _passive(b, lexicon)
+    order = _shared(s)
+    if not passive and all(x[1] < y[1] for x, y in itertools.pairwise(order)):
+        return _transposed(s)
+    if _transposed(s) or _asks_other_side(a, b, s):
+        return True
+    ties = _ties(a, b, s)
+    for x, one in enumerate(order):
+        if s.quiet(s.first[one[0]]):
+            continue
+        for y in range(x + 2, min(x + _REACH, len(order))):
+            other = order[y]
+            if not s.quiet(s.first[other[0]]):
+                between = [p for p in order[x + 1 : y] if s.first[p[0]] in ties]
+                if _contradicts(s, one, other, between, passive):
+                    return True
+    return False
+
+
+def _spine(tokens: Sequence[Token], lexicon: Lexicon) -> list[str]:
+    return [t.stem for t in tokens if t.word not in lexicon.articles and t.word not in STOPS]
+
+
+def _shared(s: _Spines) -> list[Places]:
+    """The words that both texts have once, in the order of the first."""
+    once, places = Counter(s.first), {stem: i for i, stem in enumerate(s.second)}
+    times = Counter(s.second)
+    return [(i, places[stem]) for i, stem in enumerate(s.first) if once[stem] == 1 and times[stem] == 1]
+
+
+def _ties(a: Sequence[Token], b: Sequence[Token], s: _Spines) -> set[str]:
+    """Words that tie a subject to an object. A gerund on one side does not: "book a hotel", "a hotel booking site"."""
+    tables, ending = s.lexicon.tables, s.lexicon.by[2]
+    gerunds = [{t.stem for t in tokens if ending and t.word.endswith(ending)} for tokens in (a, b)]
+    return {
+        stem
+        for stem in s.first
+        if stem not in tables.symmetric
+        and (stem in tables.relations or not s.quiet(stem))
+        and (stem in gerunds[0]) == (stem in gerunds[1])
+    }
+
+
+def _contradicts(s: _Spines, one: Places, other: Places, between: list[Places], passive: bool) -> bool:
+    (i, j), (k, m) = one, other
+    if m < j:
+        return not passive and any(m < q < j for _, q in between) and _swapped(s, one, other)
+    by = s.lexicon.by[0]
+    return passive and any(j < q < m for _, q in between) and (by in s.first[i:k]) != (by in s.second[j:m])
+
+
+def _transposed(s: _Spines) -> bool:
+    """Whether two words have changed places and nothing else: "Mary's father's boss", "Mary's boss's father"."""
+    if len(s.first) != len(s.second):
+        return False
+    apart = [i for i, (x, y) in enumerate(zip(s.first, s.second, strict=True)) if x != y]
+    if len(apart) != 2 or apart[1] - apart[0] < 2:
+        return False
+    i, j = apart
+    exchanged = s.first[i] == s.second[j] and s.first[j] == s.second[i]
+    return exchanged and not all(stem in s.lexicon.tables.symmetric for stem in s.first[i + 1 : j])
+
+
+def _asks_other_side(a: Sequence[Token], b: Sequence[Token], s: _Spines) -> bool:
+    """Whether one asks for the subject and the other for the object: "who killed Bill", "who did Bill kill"."""
+    if not (a and b and _subject(a, s.lexicon) and _subject(b, s.lexicon)):
+        return False
+    helped = [any(t.word in s.lexicon.helpers for t in tokens[1:5]) for tokens in (a, b)]
+    first, second = ([t.stem for t in tokens if not s.quiet(t.stem)] for tokens in (a, b))
+    return helped[0] != helped[1] and first != second and sorted(first) == sorted(second)
+
+
+def _subject(tokens: Sequence[Token], lexicon: Lexicon) -> bool:
+    return lexicon.questions.get(tokens[0].word) in ("", "person")
+
+
+def _passive(tokens: Sequence[Token], lexicon: Lexicon) -> bool:
+    """Whether an agent is named after an auxiliary: "was built by"."""
+    by, forms, gerund = lexicon.by
+    seen = False
+    for token, after in itertools.pairwise(tokens):
+        if token.word in forms:
+            seen = True
+        elif token.word == by and seen and not (gerund and after.word.endswith(gerund)):
+            return True
+    return False
+
+
+def _swapped(s: _Spines, one: Places, other: Places) -> bool:
+    """Whether at least two of the four neighbours have changed places with the words."""
+    (i, j), (k, m) = one, other
+    low, high = _block(s, i, j)
+    left, right = _block(s, k, m)
+    exchanged = (
+        (_at(s.first, i - low - 1) == _at(s.second, m - left - 1))
+        + (_at(s.first, k - left - 1) == _at(s.second, j - low - 1))
+        + (_at(s.first, i + high + 1) == _at(s.second, m + right + 1))
+        + (_at(s.first, k + right + 1) == _at(s.second, j + high + 1))
+    )
+    return exchanged >= 2
+
+
+def _block(s: _Spines, i: int, j: int) -> tuple[int, int]:
+    """How far the two texts agree to the left and to the right of a shared word."""
+    low = high = 0
+    while low < _REACH and i - low > 0 and j - low > 0 and s.first[i - low - 1] == s.second[j - low - 1]:
+        low += 1
+    end = min(len(s.first) - i, len(s.second) - j, _REACH)
+    while high + 1 < end and s.first[i + high + 1] == s.second[j + high + 1]:
+        high += 1
+    return low, high
+
+
+def _at(stems: list[str], i: int) -> str:
+    return stems[i] if 0 <= i < len(stems) else ""

@@ -1,0 +1,280 @@
+"""Keeps the share of requests that approximate hits answer wrongly under a bound, on traffic it was not fitted on.
+
+Every approximate match falls into a cell: its tier, the guard that objected to it if any, whether it brings the whole
+prompt, and a band of scores. A cell knows how often its matches turned out wrong. Two sources tell: checked hits, and
+refused matches, whose own answer comes from the engine anyway and is compared with the donor's at no cost. Until a cell
+has observed much it leans on a prior (the calibration, or a cautious curve) that is worth a few observations. So
+evidence is shared between entries, and the first hit needs no history of its entry.
+
+The bound is a budget: N requests at rate e allow e N wrong answers. What was spent is what checks found wrong, plus
+the present estimate for every hit that was not checked, plus a standard deviation of that for chance and for what is
+not known well. So a cell that turns out worse than it looked is charged for its past as well, and more checks buy more
+hits. Cells are opened in the order of their risk until the spending they would bring meets what is left,
+and no hit is served that the budget does not cover. Early hits of a cell are checked more often, and a text that is
+served a second time always: once checked it has an answer of its own, and a wrong one is not served again.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any
+
+from semkv.tiers.policies.base import Decision, ServedTexts
+from semkv.tiers.policies.calibrated import Calibration
+from semkv.types import Entry, Match, Request
+
+FLOOR = 0.6
+BANDS = 20  # of scores, from FLOOR to 1
+
+# Chosen on the streams of bench/quality.py, the ones that docs/quality.md gives figures of.
+_PRIOR = 8.0  # observations that the prior is worth
+_VETO_PRIOR = 30.0  # the same where a guard objects and no calibration says how often it errs
+_VETO_RISK = 0.9
+_SPREAD = 2.0  # standard deviations of the number of wrong answers that are kept free
+_EARLY = 20.0  # about so many hits of a cell are checked early on
+_LEAST_RISK = 0.002
+_MOST_RISK = 0.3  # no match more likely wrong than this is served, whatever the budget
+_HORIZON = 0.3  # what is left is spent over so large a share of the requests so far
+_WINDOW = 20_000.0  # requests after which the past counts half
+_MEMORY = 400.0  # observations of a band after which its past counts half
+_ARMS = 256
+_REVIEW = 50  # requests between two reviews of what is open
+
+ArmKey = tuple[str, str, bool]
+
+
+def _zeros() -> list[float]:
+    return [0.0] * BANDS
+
+
+@dataclass(slots=True)
+class Arm:
+    """Counts by band of scores, of the matches of one tier under one veto.
+
+    Attributes:
+        asked: requests whose first match fell here.
+        unchecked: hits that were served and not checked.
+        seen, wrong: comparisons, and how many of them came out wrong.
+        checks: comparisons of served hits.
+    """
+
+    asked: list[float] = field(default_factory=_zeros)
+    unchecked: list[float] = field(default_factory=_zeros)
+    seen: list[float] = field(default_factory=_zeros)
+    wrong: list[float] = field(default_factory=_zeros)
+    checks: list[float] = field(default_factory=_zeros)
+
+
+@dataclass(slots=True)
+class _View:
+    """What follows from an arm's counts: the estimated risk of each band, and whether it is open."""
+
+    risk: list[float]
+    open: list[bool] = field(default_factory=lambda: [False] * BANDS)
+
+
+def band(score: float) -> int:
+    return max(0, min(BANDS - 1, int((score - FLOOR) / (1.0 - FLOOR) * BANDS)))
+
+
+def cautious(score: float) -> float:
+    """The prior without a calibration: even odds at cosine .85, one in fifty at .98."""
+    return 1.0 / (1.0 + math.exp(30.0 * (score - 0.85)))
+
+
+def falling(values: list[float], weights: list[float]) -> list[float]:
+    """The closest values that do not increase, by pooling adjacent violators."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        total, size, count = value * weight, weight, 1
+        while blocks and blocks[-1][0] / blocks[-1][1] < total / size:
+            before = blocks.pop()
+            total, size, count = total + before[0], size + before[1], count + before[2]
+        blocks.append((total, size, count))
+    return [total / size for total, size, count in blocks for _ in range(count)]
+
+
+class Bounded:
+    """Accepts what the budget covers. Any thread may call any method.
+
+    Args:
+        max_error_rate: bound on wrong approximate answers per request.
+        calibration: the prior of the tiers in ``tiers``; None takes a cautious curve.
+        tiers: status keys whose scores are cosines of the calibrated encoder.
+    """
+
+    weighs_vetoes = True
+    learns = True
+    floor: float | None = FLOOR
+
+    def __init__(
+        self, max_error_rate: float, calibration: Calibration | None = None, tiers: frozenset[str] = frozenset()
+    ) -> None:
+        self._rate, self._calibration, self._tiers = max_error_rate, calibration, tiers
+        self._arms: dict[ArmKey, Arm] = {}
+        self._views: dict[ArmKey, _View] = {}
+        self._priors: dict[ArmKey, list[tuple[float, float]]] = {}
+        self._requests = 0.0
+        self._known = 0.0  # wrong answers that checks found
+        self._guessed = 0.0  # expected wrong answers among unchecked hits
+        self._variance = 0.0  # of their number: by chance, and because the risks are estimates
+        self._until_review = 0
+        self._first = True  # whether the present request has had no match yet
+        self._texts = ServedTexts()
+        self._lock = threading.Lock()
+
+    def arrived(self) -> None:
+        with self._lock:
+            self._requests += 1
+            self._first = True
+            if self._requests > _WINDOW:
+                self._halve()
+            self._until_review -= 1
+            if self._until_review <= 0:
+                self._review()
+
+    def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
+        with self._lock:
+            key = self._key(match)
+            arm, place = self._arms[key], band(match.score)
+            if self._first:
+                arm.asked[place] += 1
+                self._first = False
+            risk = self._views[key].risk[place]
+            if not self._views[key].open[place] or match.score < FLOOR:
+                return Decision(False, f"risk {risk:.4f}: not open", risk)
+            if self._spent(risk) > self._rate * self._requests:
+                return Decision(False, f"risk {risk:.4f}: beyond the budget", risk)
+            arm.unchecked[place] += 1
+            self._guessed += risk
+            self._variance += risk
+            again = self._texts.again(request)
+            check = 1.0 if again else _EARLY / (_EARLY + arm.checks[place])
+            return Decision(True, f"risk {risk:.4f}", risk, check)
+
+    def observe(self, match: Match, *, correct: bool, served: bool) -> None:
+        with self._lock:
+            key = self._key(match)
+            arm, place = self._arms[key], band(match.score)
+            arm.seen[place] += 1
+            arm.wrong[place] += not correct
+            if served:
+                arm.checks[place] += 1
+                counted = min(1.0, arm.unchecked[place])
+                arm.unchecked[place] -= counted
+                self._guessed -= counted * self._views[key].risk[place]
+                self._known += not correct
+            if arm.seen[place] > _MEMORY:
+                arm.seen[place] /= 2
+                arm.wrong[place] /= 2
+            if not correct and served:
+                self._review()
+
+    # -- what the counts say ------------------------------------------------------------------------------------
+
+    def _key(self, match: Match) -> ArmKey:
+        """The arm of a match, made where it is new. Reasons are few; a guard that makes them up shares one arm."""
+        key = (match.tier, match.veto, match.whole)
+        if key not in self._arms and len(self._arms) >= _ARMS:
+            key = (match.tier, "other", match.whole)
+        if key not in self._arms:
+            self._arms[key] = Arm()
+            self._review()
+        return key
+
+    def _prior(self, key: ArmKey, place: int) -> tuple[float, float]:
+        """The chance of a wrong answer before any observation, and how many observations that is worth."""
+        tier, veto, whole = key
+        score = FLOOR + (place + 0.5) * (1.0 - FLOOR) / BANDS
+        calibration = self._calibration if tier in self._tiers and whole else None
+        if veto and (calibration is None or veto not in calibration.vetoes):
+            return _VETO_RISK, _VETO_PRIOR
+        risk = cautious(score) if calibration is None else calibration.risk(score, veto)
+        return max(_LEAST_RISK, risk), _PRIOR
+
+    def _spent(self, more: float) -> float:
+        """The wrong answers so far and ``more`` expected ones, with room for chance and for what is not known well."""
+        return self._known + self._guessed + more + _SPREAD * math.sqrt(self._variance + more)
+
+    def _review(self) -> None:
+        """Estimate every band anew, charge the past by it, and open the bands that the budget covers."""
+        self._until_review = _REVIEW
+        self._guessed = self._variance = 0.0
+        for key, arm in self._arms.items():
+            if key not in self._priors:
+                self._priors[key] = [self._prior(key, place) for place in range(BANDS)]
+            prior = self._priors[key]
+            weights = [worth + seen for (_, worth), seen in zip(prior, arm.seen, strict=True)]
+            values = [(r * w + bad) / n for (r, w), bad, n in zip(prior, arm.wrong, weights, strict=True)]
+            self._views[key] = _View(falling(values, weights))
+            self._charge(self._views[key].risk, weights, arm.unchecked)
+        horizon = max(_HORIZON * self._requests, 500.0)
+        left = self._rate * (self._requests + horizon) - self._spent(self._rate * horizon) + self._rate * horizon
+        for risk, place, key in sorted(self._bands(), key=lambda b: (b[0], -b[1])):
+            if left < 0.0 or risk > _MOST_RISK:
+                break
+            self._views[key].open[place] = True
+            left -= risk * self._arms[key].asked[place] / max(self._requests, 200.0) * horizon
+
+    def _charge(self, risks: list[float], weights: list[float], unchecked: list[float]) -> None:
+        """Add what an arm's unchecked hits cost; bands that were pooled share one estimate, and its error."""
+        for risk, places in groupby(range(BANDS), key=lambda place: risks[place]):
+            pooled = list(places)
+            hits, known = sum(unchecked[p] for p in pooled), sum(weights[p] for p in pooled)
+            self._guessed += hits * risk
+            self._variance += hits * risk + hits * hits * risk * (1.0 - risk) / (known + 1.0)
+
+    def _bands(self) -> Iterator[tuple[float, int, ArmKey]]:
+        for key, view in self._views.items():
+            for place, risk in enumerate(view.risk):
+                yield risk, place, key
+
+    def _halve(self) -> None:
+        self._requests /= 2
+        self._known /= 2
+        for arm in self._arms.values():
+            arm.asked = [n / 2 for n in arm.asked]
+            arm.unchecked = [n / 2 for n in arm.unchecked]
+
+    # -- across restarts ----------------------------------------------------------------------------------------
+
+    def state(self) -> Mapping[str, Any]:
+        with self._lock:
+            arms = [{"key": list(key), **asdict(arm)} for key, arm in self._arms.items()]
+            return {"requests": self._requests, "known": self._known, "floor": FLOOR, "arms": arms}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        try:
+            if state["floor"] != FLOOR:
+                raise ValueError("other bands")
+            requests, known = _count(state["requests"]), _count(state["known"])
+            arms = {
+                _read_key(row["key"]): Arm(*(_counts(row[name]) for name in Arm.__slots__)) for row in state["arms"]
+            }
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"state of the bounded policy: {error!r}") from error
+        with self._lock:
+            self._requests, self._known, self._arms, self._views = requests, known, arms, {}
+            self._review()
+
+
+def _read_key(value: list[Any]) -> ArmKey:
+    tier, veto, whole = value
+    return str(tier), str(veto), bool(whole)
+
+
+def _count(value: Any) -> float:
+    number = float(value)
+    if not 0.0 <= number < math.inf:
+        raise ValueError(f"a count cannot be {number}")
+    return number
+
+
+def _counts(values: list[Any]) -> list[float]:
+    if len(values) != BANDS:
+        raise ValueError(f"{BANDS} bands expected")
+    return [_count(value) for value in values]

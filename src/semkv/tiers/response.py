@@ -1,0 +1,338 @@
+"""The response tier: whole answers under exact keys, in memory before a store.
+
+What may be kept is decided here, in one place; so is how long.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from semkv.errors import CorruptValue, StoreError
+from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
+from semkv.stores.responses.memory import MemoryStore
+from semkv.tiers.base import Tally
+from semkv.tiers.freshness import Freshness, Lifetime, Subject
+
+_T = TypeVar("_T")
+_COMPLETE = frozenset(("stop", "tool_calls"))
+
+
+class Keyed(Protocol):
+    """What an answer is kept by; `server.canonical.CanonicalRequest` is one."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def partition(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def sampled(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A stored answer that may be served.
+
+    Attributes:
+        response: the answer.
+        age_s: seconds since it was kept.
+        stale: past its time, but within the grace in which it is served while a fresh one is fetched.
+    """
+
+    response: StoredResponse
+    age_s: float
+    stale: bool
+
+
+def refusal(payload: bytes, status: int = 200) -> str:
+    """Why an answer must not be kept, in a word or two; empty for a complete one.
+
+    Complete: status 200, no error, and every choice ended by itself (``stop``) or with a tool call.
+    """
+    if status != 200:
+        return "status"
+    try:
+        answer = json.loads(payload)
+    except (ValueError, RecursionError):
+        return "no JSON"
+    if not isinstance(answer, dict) or answer.get("error") is not None:
+        return "error"
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return "no choices"
+    return "" if all(_finished(choice) for choice in choices) else "unfinished"
+
+
+def _finished(choice: Any) -> bool:
+    reason = choice.get("finish_reason") if isinstance(choice, dict) else None
+    return isinstance(reason, str) and reason in _COMPLETE
+
+
+class _Breaker:
+    """After a fault the store is left alone for a second; then one caller tries it, and the others once it answers."""
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s, self._until = pause_s, 0.0
+        self._lock = threading.Lock()
+
+    def admits(self) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            if self._until and now < self._until:
+                return False
+            if self._until:
+                self._until = now + self._pause_s  # the others wait for this one
+            return True
+
+    def failed(self) -> None:
+        with self._lock:
+            self._until = time.monotonic() + self._pause_s
+
+    def worked(self) -> None:
+        self._until = 0.0
+
+
+class ResponseCache:
+    """Answers in memory, bounded in bytes, in front of a store. Any thread may call any method.
+
+    No method but `invalidate` and `recent` raises because of the store: a fault is counted and becomes a miss. A thread
+    follows the invalidations that others log in the store: memory heeds one after ``poll_s`` seconds, and is not served
+    at all once the store has not been heard of for ``unheard_s``.
+
+    Args:
+        store: behind the memory; None for memory alone.
+        max_bytes: bound on what memory holds, overhead included.
+        freshness: how long answers live.
+        sampled: keep answers that were drawn at random too.
+        poll_s: seconds between two looks for invalidations.
+        unheard_s: how long memory is served without news of the store.
+        pause_s: how long a store is left alone after a fault.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        store: ResponseStore | None,
+        *,
+        max_bytes: int = 256 << 20,
+        freshness: Freshness | None = None,
+        sampled: bool = False,
+        poll_s: float = 1.0,
+        unheard_s: float = 30.0,
+        pause_s: float = 1.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._memory = MemoryStore(max_bytes, clock=clock)
+        self._store, self._clock = store, clock
+        self._freshness, self._sampled = freshness or Freshness(), sampled
+        self._tally = Tally()
+        self._breakers = {writes: _Breaker(pause_s) for writes in (False, True)}  # a full store can still be read
+        self._hits = 0
+        self._poll_s, self._unheard_s = poll_s, unheard_s
+        self._cursor, self._heard = "", float("-inf")
+        self._following = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if store is not None:
+            self.follow()
+            self._thread = threading.Thread(target=self._follow, name="semkv-invalidations", daemon=True)
+            self._thread.start()
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def peek(self, key: str) -> Found | None:
+        """From memory alone; never blocks. None also for an answer whose life `lookup` would lengthen."""
+        if self._store is not None and time.monotonic() - self._heard > self._unheard_s:
+            return None
+        response = self._memory.get(key)
+        if response is None:
+            return None
+        now = self._clock()
+        if response.slide_s and now > response.expires - response.slide_s / 2:
+            return None
+        self._hits += 1
+        return Found(response, max(0.0, now - response.created), now >= response.expires)
+
+    def lookup(self, key: str) -> Found | None:
+        """From memory, else from the store. Blocks."""
+        found = self.peek(key)
+        if found is not None:
+            return found
+        response = self._memory.get(key) if self._store is None else self._fetch(key)
+        now = self._clock()
+        if response is None or response.stale_until <= now:
+            self._tally.add("miss")
+            return None
+        self._tally.add("hit:store" if self._store is not None else "hit:memory")
+        if response.slide_s and response.expires - response.slide_s / 2 < now < response.expires:
+            response = self._slide(response, now)
+        return Found(response, max(0.0, now - response.created), now >= response.expires)
+
+    def _fetch(self, key: str) -> StoredResponse | None:
+        since = self._memory.cursor
+        response = self._ask("get", lambda store: store.get(key), None)
+        if response is not None:
+            self._memory.put(response, since)  # refused where it was invalidated since the store was asked
+        return response
+
+    def _slide(self, response: StoredResponse, now: float) -> StoredResponse:
+        grace = response.stale_until - response.expires
+        longer = replace(response, expires=now + response.slide_s, stale_until=now + response.slide_s + grace)
+        self._ask("slide", lambda store: store.slide(longer), None)
+        self._memory.slide(longer)
+        return longer
+
+    # -- keeping ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> str:
+        """To be called before the upstream is asked: hand it to `keep`, so that an answer which was invalidated while
+        it was computed, here or by another replica, is not kept. Never blocks."""
+        return f"{self._memory.cursor} {self._cursor}"
+
+    def keep(
+        self, request: Keyed, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
+    ) -> bool:
+        """Keep an answer if it is complete. Blocks. What is refused is counted under its reason.
+
+        Args:
+            request: the canonical request it was computed from.
+            payload: its JSON, not streamed.
+            status: HTTP status of the answer.
+            since: what `begin` returned before the upstream was asked.
+            tags: labels for invalidation.
+
+        Returns:
+            Whether it was kept, in the store or, where that is down, in memory.
+        """
+        reason = "sampled" if request.sampled and not self._sampled else refusal(payload, status)
+        reason = reason or self._write(request, payload, since, tuple(tags))
+        self._tally.add(f"refused:{reason}" if reason else "kept")
+        return not reason
+
+    def _write(self, request: Keyed, payload: bytes, since: str, tags: tuple[str, ...]) -> str:
+        """To the store, then to memory. Returns why not, or an empty string."""
+        lifetime = self._lifetime(request, tags)
+        if lifetime is None or not lifetime.ttl_s:
+            return "no lifetime"
+        response = self._response(request, payload, tags, lifetime)
+        own, _, shared = since.partition(" ")
+        own = own or self._memory.cursor
+        if self._store is not None and not self._ask("put", lambda store: store.put(response, shared), True):
+            return "invalidated or too large"
+        in_memory = self._memory.put(response, own)
+        return "" if in_memory or self._store is not None else "invalidated or too large"
+
+    def _lifetime(self, request: Keyed, tags: tuple[str, ...]) -> Lifetime | None:
+        try:
+            return self._freshness.lifetime(Subject(request.prompt, request.model, tags))
+        except Exception as error:  # a rule may be the user's own
+            self._tally.fault("freshness rule", error)
+            return None
+
+    def _response(self, request: Keyed, payload: bytes, tags: tuple[str, ...], lifetime: Lifetime) -> StoredResponse:
+        now = self._clock()
+        ttl = lifetime.draw()
+        return StoredResponse(
+            key=request.key,
+            partition=request.partition,
+            model=request.model,
+            payload=payload,
+            created=now,
+            expires=now + ttl,
+            stale_until=now + ttl + lifetime.stale_s,
+            slide_s=ttl if lifetime.sliding and ttl != float("inf") else 0.0,
+            tags=tags,
+            prompt=request.prompt,
+        )
+
+    # -- invalidation -------------------------------------------------------------------------------------------
+
+    def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
+        """Delete what the selector names, in the store and in every replica's memory, or only count it.
+
+        Raises:
+            StoreError: the store could not be reached; nothing is promised then, so do it again.
+        """
+        if self._store is None:
+            return self._memory.invalidate(selector, dry_run=dry_run)
+        if not dry_run:
+            self._memory.invalidate(selector)
+        gone = self._store.invalidate(selector, dry_run=dry_run)
+        if not dry_run:
+            self.follow()
+        return gone
+
+    def follow(self) -> None:
+        """Heed the invalidations logged since the last time. Blocks; the cache's own thread does it every second."""
+        with self._following:
+            cursor = self._cursor
+            news = self._ask("news", lambda store: store.news(cursor), None)
+            if news is None:
+                return
+            if news.selectors is None or not cursor:  # what memory holds may have been invalidated unheard
+                self._memory.invalidate(Selector())
+            for selector in news.selectors or ():
+                self._memory.invalidate(selector)
+            self._cursor, self._heard = news.cursor, time.monotonic()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(self._poll_s):
+            self.follow()
+
+    def _ask(self, kind: str, work: Callable[[ResponseStore], _T], otherwise: _T) -> _T:
+        """What ``work`` gets from the store; ``otherwise`` where it fails (counted) or is left alone after a fault."""
+        breaker = self._breakers[kind in ("put", "slide")]
+        if self._store is None or not breaker.admits():
+            return otherwise
+        try:
+            result = work(self._store)
+        except CorruptValue as error:
+            self._tally.fault("corrupt", error)
+            result = otherwise
+        except (StoreError, OSError, ValueError) as error:
+            breaker.failed()
+            self._tally.fault(f"store {kind}", error)
+            return otherwise
+        breaker.worked()
+        return result
+
+    # -- operators ----------------------------------------------------------------------------------------------
+
+    def recent(self, limit: int) -> Sequence[StoredResponse]:
+        """The latest answers in the store, newest first.
+
+        Raises:
+            StoreError: the store could not be reached.
+        """
+        return (self._store or self._memory).recent(limit)
+
+    def counts(self) -> Mapping[str, int]:
+        """Counters: ``hit:memory``, ``hit:store``, ``miss``, ``kept``, ``refused:<reason>``, ``evicted``,
+        ``fault:<kind>``; and the gauges ``memory_entries``, ``memory_bytes``, ``store_entries``, ``store_bytes``.
+
+        Blocks: the store says how large it is.
+        """
+        counts = self._tally.counts()
+        counts["hit:memory"] = counts.get("hit:memory", 0) + self._hits
+        counts["memory_entries"], counts["memory_bytes"] = self._memory.usage()
+        counts["evicted"] = self._memory.evicted
+        usage = self._ask("usage", lambda store: store.usage(), None)
+        if usage is not None:
+            counts["store_entries"], counts["store_bytes"] = usage
+        return counts
+
+    def close(self) -> None:
+        """Stop following invalidations, close the store."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+        if self._store is not None:
+            self._store.close()
