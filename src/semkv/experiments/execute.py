@@ -6,12 +6,13 @@ import os
 from typing import TYPE_CHECKING
 
 from semkv.engines.base import Engine
-from semkv.experiments.cachedir import prepare
 from semkv.experiments.datasets import Sample, load_samples
 from semkv.experiments.metrics import Summary
 from semkv.experiments.report import console_listener, make_console, print_summary, write_summary
 from semkv.experiments.runner import EngineFactory, run
 from semkv.experiments.settings import RunSettings
+from semkv.experiments.traces import arrange
+from semkv.stores.cachedir import prepare
 from semkv.types import CacheMode
 
 if TYPE_CHECKING:
@@ -30,12 +31,12 @@ def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False
         from semkv.engines.vllm import set_environment
 
         set_environment(verbose=verbose)  # before the cache's encoders import torch
-    samples = load_samples(settings.dataset, settings.data)
+    samples = arrange(load_samples(settings.dataset, settings.data), settings.trace)
     if settings.cache.mode is not CacheMode.OFF:
         prepare(settings.cache, purge=settings.purge)
     console = make_console()
     with console_listener(console, settings, quiet=quiet) as listener:
-        _, summary = run(settings, samples, engine_factory(samples_images(samples), verbose), make_cache, listener)
+        _, summary = run(settings, samples, engine_factory(samples, verbose), make_cache, listener)
     print_summary(console, summary, settings)
     if settings.summary_out is not None:
         write_summary(settings.summary_out, settings, summary)
@@ -47,7 +48,7 @@ def samples_images(samples: list[Sample]) -> int:
     return max((len(s.images) for s in samples), default=0)
 
 
-def engine_factory(max_images: int, verbose: bool = False) -> EngineFactory:
+def engine_factory(samples: list[Sample], verbose: bool = False) -> EngineFactory:
     """Makes engines of the kind that the settings name."""
 
     def make(settings: RunSettings, attach: bool) -> Engine:
@@ -55,6 +56,12 @@ def engine_factory(max_images: int, verbose: bool = False) -> EngineFactory:
             from semkv.engines.scripted import ScriptedEngine
 
             return ScriptedEngine(name=settings.model)
+        if settings.engine == "labels":
+            from semkv.engines.scripted import ScriptedEngine
+            from semkv.experiments.requests import label_answers
+
+            answers = label_answers(samples, settings.instruction)
+            return ScriptedEngine(answer=answers, name="labels", store=set() if attach else None)
         from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 
         cache = settings.cache
@@ -70,7 +77,7 @@ def engine_factory(max_images: int, verbose: bool = False) -> EngineFactory:
                 revision=settings.revision,
                 trust_remote_code=settings.trust_remote_code,
                 max_model_len=settings.max_model_len,
-                max_images=max_images,
+                max_images=samples_images(samples),
                 connectors=connectors if attach else None,
                 verbose=verbose,
             )

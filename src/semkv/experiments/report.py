@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING
 
 from semkv import __version__
 from semkv.errors import ConfigError
-from semkv.experiments.metrics import Cold, SampleRecord, Share, Summary, Times
+from semkv.experiments.metrics import Cold, Estimate, SampleRecord, Saved, Summary, Times
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -196,13 +196,16 @@ def figure_table(summary: Summary, settings: RunSettings) -> Table:
 def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
     """The rows of `figure_table`: name and value."""
     rows = [
-        ("hits", f"{summary.hits} of {summary.samples} ({summary.hit_rate:.1%})"),
+        ("hits", f"{summary.hits} of {summary.samples}: {percent(summary.hit_share)}"),
         ("similar, but refused", str(summary.refused)),
         ("lookup p50 / p95", times(summary.lookup)),
         *_token_rows(summary),
         ("accuracy", percent(summary.accuracy)),
         ("accuracy on hits", percent(summary.accuracy_on_hits)),
         ("accuracy on misses", percent(summary.accuracy_on_misses)),
+        ("wrong hits a request", percent(summary.wrong_hit_share)),
+        *_optional("consistency (entailed)", summary.consistency),
+        *_optional("P-CHR AUC", summary.chr_area.area, f" up to a hit rate of {summary.chr_area.reached:.1%}"),
         *_cold_rows(summary),
     ]
     if summary.donor_agreement.n:
@@ -251,16 +254,45 @@ def _cold_rows(summary: Summary) -> list[tuple[str, str]]:
                 ("hits run cold: accuracy", percent(cold.cold_accuracy_on_hits)),
                 ("hits: same answer as cold", percent(cold.agreement)),
                 ("wrong hits / gained", f"{cold.wrong_hits} / {cold.gained_hits}"),
-                ("hits: cold latency / cached", "-" if cold.speedup is None else f"{cold.speedup:.2f}x"),
+                ("hits: cold latency / cached", interval(cold.speedup, "{:.2f}", "x")),
             ]
+        rows.append(("all: same answer as cold", percent(cold.agreement_all)))
+        rows += _optional("cold: consistency (entailed)", cold.consistency)
         if cold.identical_tokens.n:
             rows.append(
                 ("exact prompts: tokens equal cold", f"{percent(cold.identical_tokens)} of {cold.identical_tokens.n}")
             )
+    if summary.saved is not None:
+        rows += _saved_rows(summary.saved)
+    noise = summary.noise_floor
+    if noise is not None:
+        rows.append(("noise floor: answers differ", f"{percent(noise.answers)} of {noise.answers.n} asked twice"))
+        rows.append(("noise floor: tokens differ", percent(noise.tokens)))
     return rows
 
 
-def percent(value: Share) -> str:
+def _saved_rows(saved: Saved) -> list[tuple[str, str]]:
+    return [
+        ("saved a request: tokens", interval(saved.tokens, "{:.1f}")),
+        ("  latency, mean", interval(saved.latency_s, "{:.1f}", " ms", factor=1000)),
+        ("  latency, median", interval(saved.latency_p50_s, "{:.1f}", " ms", factor=1000)),
+        ("  TTFT, mean", interval(saved.ttft_s, "{:.1f}", " ms", factor=1000)),
+    ]
+
+
+def _optional(name: str, value: Estimate, more: str = "") -> list[tuple[str, str]]:
+    return [(name, percent(value) + more)] if value.n else []
+
+
+def interval(value: Estimate, form: str, unit: str = "", *, factor: float = 1.0) -> str:
+    """``12.3 ms [11.0, 14.1]``, or ``-`` for no samples; ``form`` formats one number times ``factor``."""
+    if value.value is None or value.low is None or value.high is None:
+        return "-"
+    middle, low, high = (form.format(factor * x) for x in (value.value, value.low, value.high))
+    return f"{middle}{unit} [{low}, {high}]"
+
+
+def percent(value: Estimate) -> str:
     """``93.1% [91.0, 95.0]``, or ``-`` for no samples."""
     if value.value is None or value.low is None or value.high is None:
         return "-"

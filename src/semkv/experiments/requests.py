@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -38,6 +39,21 @@ def chunk_text(sample: Sample, source: ChunkSource, window: int = 0) -> str:
     }
     text = texts[source] or sample.question
     return text[:window] if window else text
+
+
+def label_answers(samples: Iterable[Sample], instruction: str = "") -> Callable[[tuple[Segment, ...]], str]:
+    """Answers prompts with the data set's own labels, in a model's place: for `ScriptedEngine.answer`.
+
+    A prompt is known by its exact segments; one that no sample asks, such as one picture's context with another's
+    question, gets an empty answer.
+    """
+    builder = RequestBuilder(Namespace(), instruction=instruction)
+    labels = {_prompt_key(builder.build(s).segments): s.answer or "" for s in samples}
+    return lambda segments: labels.get(_prompt_key(segments), "")
+
+
+def _prompt_key(segments: tuple[Segment, ...]) -> str:
+    return keys.chain_keys(segments, normalised=False)[-1]
 
 
 @dataclass

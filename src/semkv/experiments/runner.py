@@ -22,13 +22,15 @@ from typing import Any, Protocol
 
 from semkv.engines.base import Engine, EnginePrompt, EngineResult, MediaError
 from semkv.errors import DatasetError, EngineError
+from semkv.experiments.baseline import read_cold
 from semkv.experiments.datasets import Sample
 from semkv.experiments.metrics import Cold, SampleRecord, Summary, answers_match, summarise
 from semkv.experiments.requests import RequestBuilder
 from semkv.experiments.settings import RunSettings
 from semkv.tiers.stats import CacheStats
-from semkv.types import CacheMode, Namespace, Plan, Request, ReuseReport, Status
+from semkv.types import CacheMode, MediaSegment, Namespace, Plan, Request, ReuseReport, Role, Status, TextSegment
 
+NOISE_SAMPLES = 32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
 _GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
 
 
@@ -40,6 +42,12 @@ class Cache(Protocol):
     def add_observation(
         self, report: ReuseReport, response: str, *, tags: Sequence[str] = ..., metadata: Mapping[str, Any] = ...
     ) -> Any: ...
+
+    def should_check(self, report: ReuseReport) -> bool: ...
+
+    def same_answer(self, first: str, second: str) -> bool: ...
+
+    def checked(self, hit_id: str, correct: bool) -> bool: ...
 
     def stats(self) -> CacheStats: ...
 
@@ -151,10 +159,20 @@ def run_cold(
     listener: Listener,
     progress: Progress,
 ) -> None:
-    """Answer every sample with the engine's own prefix cache alone, adding to ``progress.cold``."""
+    """Answer every sample with the engine's own prefix cache alone, adding to ``progress.cold``.
+
+    `NOISE_SAMPLES` of them, evenly spread, are asked a second time under a tenant, and so a cache salt, of their own:
+    vLLM computes all of the prompt again, and what it keeps of that serves nobody else.
+    """
+    spacing = max(1, len(samples) // NOISE_SAMPLES)
+    twice = {s.sample_id for s in samples[::spacing][:NOISE_SAMPLES]}
 
     def answer(sample: Sample) -> None:
-        result = engine.generate(_prompt(builder.build(sample).segments, settings))
+        prompt = _prompt(builder.build(sample).segments, settings)
+        result = engine.generate(prompt)
+        again = None
+        if sample.sample_id in twice:
+            again = engine.generate(replace(prompt, tenant=f"{settings.tenant} noise floor {sample.sample_id}"))
         cold = Cold(
             image=sample.image_name,
             text=result.text,
@@ -164,6 +182,8 @@ def run_cold(
             prompt_tokens=result.prompt_tokens,
             cached_tokens=result.cached_tokens,
             token_ids=result.token_ids,
+            again_text=again.text if again else None,
+            again_token_ids=again.token_ids if again else None,
         )
         progress.cold[sample.sample_id] = cold
         listener.cold(sample, cold)
@@ -210,8 +230,18 @@ def _answer(
         result = engine.generate(_prompt(request.segments, settings))
     if cache is not None:
         cache.add_observation(report, result.text, metadata={"finish_reason": result.finish_reason})
+        if report.plan.substituted and cache.should_check(report):
+            _check(report, result.text, engine, cache, settings)
     report = report.with_status(kv_cache=result.kv, fusion=result.fusion)
     return _record(sample, report, result, cold=progress.cold.get(sample.sample_id))
+
+
+def _check(report: ReuseReport, answer: str, engine: Engine, cache: Cache, settings: RunSettings) -> None:
+    """Answer the unchanged request of an approximate hit as well, and hand in whether the two answers agree."""
+    own = report.unchanged()
+    result = engine.generate(_prompt(own.plan.segments, settings))
+    cache.checked(report.hit_id, cache.same_answer(result.text, answer))
+    cache.add_observation(own, result.text, metadata={"finish_reason": result.finish_reason})
 
 
 def _as_misses(report: ReuseReport) -> dict[str, Status]:
@@ -220,6 +250,7 @@ def _as_misses(report: ReuseReport) -> dict[str, Status]:
 
 def _record(sample: Sample, report: ReuseReport, result: EngineResult, *, cold: Cold | None) -> SampleRecord:
     match = report.plan.match
+    donor_question, donor_image = _donor_inputs(report)
     return SampleRecord(
         sample_id=sample.sample_id,
         image=sample.image_name,
@@ -244,8 +275,22 @@ def _record(sample: Sample, report: ReuseReport, result: EngineResult, *, cold: 
         finish_reason=result.finish_reason,
         token_ids=result.token_ids,
         variant=sample.variant,
+        donor_question=donor_question,
+        donor_image=donor_image,
+        entailed=sample.entailed,
         cold=cold,
     )
+
+
+def _donor_inputs(report: ReuseReport) -> tuple[str, str]:
+    """The donor's question and its first image's name, as far as they stand in (or would, in dry-run mode)."""
+    if report.plan.match is None:
+        return "", ""
+    plan = report.proposed or report.plan
+    donor = plan.segments[: plan.substituted]
+    questions = [s.text for s in donor if isinstance(s, TextSegment) and s.role is Role.QUESTION]
+    images = [s.name for s in donor if isinstance(s, MediaSegment)]
+    return questions[-1] if questions else "", images[0] if images else ""
 
 
 def _prompt(segments: tuple[Any, ...], settings: RunSettings) -> EnginePrompt:
@@ -302,7 +347,9 @@ def run(
     progress = Progress()
     cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
     try:
-        if settings.baseline:
+        if settings.baseline_from is not None:
+            progress.cold.update(read_cold(settings.baseline_from, samples))
+        elif settings.baseline:
             listener.stage("start", 0)
             engine = make_engine(settings, False)
             try:

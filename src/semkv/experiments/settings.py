@@ -19,10 +19,11 @@ from semkv.errors import ConfigError
 from semkv.experiments.datasets import DATASETS, DatasetOptions
 from semkv.experiments.datasets.base import GQA_REPO
 from semkv.experiments.requests import ChunkSource
+from semkv.experiments.traces import ZIPF_EXPONENT, Trace, TraceKind
 from semkv.presets import DEFAULT_PRESET, Preset, get_preset
-from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, Scope
+from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
 
-ENGINES = ("vllm", "scripted")
+ENGINES = ("vllm", "scripted", "labels")
 
 _T = TypeVar("_T")
 # Layers that a built-in hook cannot fill are dropped from a preset when the user names that hook.
@@ -54,6 +55,10 @@ class RunFlags:
     index_encoder: str | None = None
     disable_semantic_cache: bool = False
     disable_guards: bool = False
+    policy: str | None = None
+    max_error_rate: float | None = None
+    calibration: Path | None = None
+    verify_rate: float | None = None
     disable_exact_cache: bool = False
     fusion_cache: bool | None = None
     max_cached_blocks: int | None = None
@@ -66,7 +71,12 @@ class RunFlags:
     tenant: str | None = None
     max_tokens: int | None = None
     engine: str | None = None
+    trace: str | None = None
+    trace_seed: int | None = None
+    trace_requests: int | None = None
+    trace_exponent: float | None = None
     baseline: bool = False
+    baseline_from: Path | None = None
     purge: bool = False
     samples_out: Path | None = None
     summary_out: Path | None = None
@@ -83,7 +93,9 @@ class RunSettings:
         model, revision, trust_remote_code, max_model_len, max_tokens, tenant, engine: what answers.
         instruction: appended to every question.
         chunk_source, chunk_window: what the tiers match on.
+        trace: in which order and how often the samples are asked.
         baseline: answer every sample with vLLM's own prefix cache alone first.
+        baseline_from: take those answers from an earlier run's samples file instead.
         purge: empty the cache folders before the run.
         samples_out, summary_out: files to write.
     """
@@ -102,7 +114,9 @@ class RunSettings:
     chunk_source: ChunkSource
     chunk_window: int
     cache: CacheConfig
+    trace: Trace
     baseline: bool
+    baseline_from: Path | None
     purge: bool
     samples_out: Path | None
     summary_out: Path | None
@@ -161,10 +175,21 @@ def resolve(flags: RunFlags) -> RunSettings:
         chunk_source=parse_choice("--chunk-source", flags.chunk_source or ChunkSource.QUESTION, ChunkSource),
         chunk_window=_not_negative("--chunk-window", flags.chunk_window or 0),
         cache=_cache(flags, preset, layers, hook),
-        baseline=flags.baseline,
+        trace=_trace(flags),
+        baseline=flags.baseline or flags.baseline_from is not None,
+        baseline_from=_existing("--baseline-from", flags.baseline_from),
         purge=flags.purge,
         samples_out=_writable("--samples-out", flags.samples_out),
         summary_out=_writable("--summary-out", flags.summary_out),
+    )
+
+
+def _trace(flags: RunFlags) -> Trace:
+    return Trace(
+        kind=parse_choice("--trace", flags.trace or TraceKind.IN_ORDER, TraceKind),
+        seed=flags.trace_seed or 0,
+        requests=flags.trace_requests,
+        exponent=_or(flags.trace_exponent, ZIPF_EXPONENT),
     )
 
 
@@ -176,6 +201,10 @@ def _cache(flags: RunFlags, preset: Preset, layers: tuple[EmbeddingLayer, ...], 
         match=parse_choice("--match", flags.match or MatchPolicy.ALL, MatchPolicy),
         scope=parse_choice("--scope", flags.scope or Scope.MEDIA, Scope),
         guards=not flags.disable_guards,
+        policy=parse_choice("--policy", flags.policy or PolicyName.FIXED, PolicyName),
+        max_error_rate=_or(flags.max_error_rate, 0.01),
+        calibration=_existing("--calibration", flags.calibration),
+        verify_rate=flags.verify_rate,
         exact=not flags.disable_exact_cache,
         semantic=not flags.disable_semantic_cache,
         fusion=_or(flags.fusion_cache, preset.fusion),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,13 +121,14 @@ def read_json(path: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield (line number, object) for every non-empty line.
+    """Yield (line number, object) for every non-empty line; a file that ends in ``.gz`` is unpacked on the way.
 
     Raises:
         DatasetError: a line is not a JSON object; the message names file and line.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
@@ -138,6 +141,8 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 yield number, row
     except UnicodeDecodeError as e:
         raise DatasetError(f"{path}: not UTF-8 text ({e.reason} at byte {e.start})") from e
+    except (EOFError, zlib.error) as e:
+        raise DatasetError(f"{path}: not a whole gzip file ({e})") from e
     except OSError as e:
         raise DatasetError(f"{path}: {e.strerror or e}") from e
 

@@ -65,7 +65,7 @@ def load_official(root: Path, options: DatasetOptions, config: str) -> list[Samp
     data = read_json(file)
     if not isinstance(data, dict):
         raise DatasetError(f"{file}: expected an object of questions by id, found {type(data).__name__}")
-    roots = [root / "images", root / "allImages" / "images", root, *_image_roots()]
+    roots = [*_below(root), *_image_roots()]
     return [
         to_sample(str(key), row, f"{file}, question {key}", lambda name: find_image(name, roots))
         for key, row in select(list(data.items()), options)
@@ -102,7 +102,7 @@ def to_sample(key: str, row: Any, where: str, find: Any) -> Sample:
 
 def find_image(name: str, roots: Iterable[Path]) -> Path | None:
     """``<name>.jpg`` or ``.png`` below the first root that has it; names that are no plain file names find nothing."""
-    if not _SAFE_NAME.fullmatch(name) or name.startswith("."):
+    if not is_safe_name(name):
         return None
     for root in roots:
         for suffix in _SUFFIXES:
@@ -110,6 +110,23 @@ def find_image(name: str, roots: Iterable[Path]) -> Path | None:
             if file.is_file():
                 return file
     return None
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether an image's name is a plain file name: no separators, no leading dot."""
+    return _SAFE_NAME.fullmatch(name) is not None and not name.startswith(".")
+
+
+def image_folders(options: DatasetOptions) -> list[Path]:
+    """Folders where `load` would find or unpack the images of these options; they need not exist."""
+    config, _ = resolve_config(options)
+    root = options.root or (Path(os.environ[ROOT_VARIABLE]) if os.environ.get(ROOT_VARIABLE) else None)
+    unpacked = options.data_dir / "gqa" / (config.removesuffix(_KIND) + "_images")
+    return [*(_below(root) if root else []), *_image_roots(), unpacked]
+
+
+def _below(root: Path) -> list[Path]:
+    return [root / "images", root / "allImages" / "images", root]
 
 
 def _image_roots() -> list[Path]:
@@ -186,7 +203,7 @@ def _unpack_images(rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: 
     found: dict[str, Path] = {}
     for row in rows:
         name, image = str(row.get("id")), row.get("image")
-        if name not in wanted or not _SAFE_NAME.fullmatch(name) or name.startswith("."):
+        if name not in wanted or not is_safe_name(name):
             continue
         data = image.get("bytes") if isinstance(image, Mapping) else None
         if not data:

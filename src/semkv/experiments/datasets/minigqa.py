@@ -31,15 +31,25 @@ def load(options: DatasetOptions) -> list[Sample]:
         DatasetError: a file cannot be read, or the folder cannot be written.
     """
     config, split = resolve_config(options)
-    root = options.root or ensure(options.data_dir, split, _knobs(options.max_samples or 0))
+    root = options.root or ensure(options.data_dir, split, _knobs(options))
     samples = load_official(root, options, config)
     variants = _variants(root / "provenance.json", split)
     return [replace(s, variant=variants(s)) for s in samples] if variants else samples
 
 
+def image_folders(options: DatasetOptions) -> list[Path]:
+    """The folder where `load` would find or draw the images of these options; it need not exist."""
+    _, split = resolve_config(options)
+    return [(options.root or _folder(options.data_dir, split, _knobs(options))) / "images"]
+
+
+def _folder(data_dir: Path, split: str, knobs: Knobs) -> Path:
+    return data_dir / f"minigqa-{split}-{keys.digest(repr(knobs), str(SEED), _generator())[:12]}"
+
+
 def ensure(data_dir: Path, split: str, knobs: Knobs) -> Path:
     """The folder of a split drawn with ``knobs``; drawn into a temporary folder and renamed when complete."""
-    folder = data_dir / f"minigqa-{split}-{keys.digest(repr(knobs), str(SEED), _generator())[:12]}"
+    folder = _folder(data_dir, split, knobs)
     if folder.is_dir():
         return folder
     try:
@@ -62,8 +72,8 @@ def _generator() -> str:
     return keys.digest(*(file.read_bytes() for file in files))
 
 
-def _knobs(samples: int) -> Knobs:
-    return Knobs(images=max(Knobs().images, -(-samples // _QUESTIONS_PER_IMAGE)))
+def _knobs(options: DatasetOptions) -> Knobs:
+    return Knobs(images=max(Knobs().images, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE)))
 
 
 class _Variants:

@@ -1,31 +1,15 @@
-"""The command line: ``semkv run`` and ``semkv demo``.
-
-Nothing heavy is imported before a command needs it: ``semkv --help`` answers at once.
-"""
+"""``semkv run`` and ``semkv demo``."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from semkv import __version__
-from semkv.errors import SemkvError
-
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,  # rich help costs 0.6 s of imports
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="A hierarchical semantic cache on top of vLLM.",
-)
-
-EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
-_EXAMPLES = """\b
+RUN_EXAMPLES = """\b
 Examples:
   semkv run
       the bundled model on its own questions, on CPU or GPU
@@ -40,22 +24,6 @@ Examples:
 """
 
 
-def _version(value: bool) -> None:
-    if value:
-        typer.echo(f"semkv {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command(epilog=_EXAMPLES)
 def run(
     preset: Annotated[
         str | None,
@@ -74,10 +42,12 @@ def run(
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     engine: Annotated[
         str | None,
-        typer.Option(help="vllm (default), or scripted: no model, for trying settings."),
+        typer.Option(
+            help="vllm (default); scripted: no model, for trying settings; labels: the data set's own answers."
+        ),
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Partitions every cache; tenants share nothing.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="minigqa, gqa, jsonl, or a .jsonl file.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="minigqa, gqa, gqa-text, jsonl, or a .jsonl file.")] = None,
     dataset_root: Annotated[
         Path | None,
         typer.Option(help="Folder (or .jsonl file) with the data; for GQA also GQA_ROOT."),
@@ -123,6 +93,18 @@ def run(
     disable_guards: Annotated[
         bool, typer.Option("--disable-guards", help="Let the score alone decide, whatever words changed.")
     ] = False,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Who has the last word on an approximate match: fixed (default), calibrated, bounded."),
+    ] = None,
+    max_error_rate: Annotated[
+        float | None, typer.Option(help="Wrong approximate answers per request that --policy bounded allows (0.01).")
+    ] = None,
+    calibration: Annotated[Path | None, typer.Option(help="What `semkv calibrate` wrote.")] = None,
+    verify_rate: Annotated[
+        float | None,
+        typer.Option(help="Share of approximate hits that are also answered unchanged and compared (bounded: 0.1)."),
+    ] = None,
     disable_exact_cache: Annotated[
         bool, typer.Option("--disable-exact-cache", help="Without the exact text tier.")
     ] = False,
@@ -152,6 +134,16 @@ def run(
         bool,
         typer.Option("--baseline", help="Run the samples with vLLM's prefix cache alone first."),
     ] = False,
+    baseline_from: Annotated[
+        Path | None, typer.Option(help="Take the baseline from a --samples-out of an earlier run with --baseline.")
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="Order of the requests: in-order (default), shuffled, zipf (over images), sessions."),
+    ] = None,
+    trace_seed: Annotated[int | None, typer.Option(help="Seed of the trace's draws.")] = None,
+    trace_requests: Annotated[int | None, typer.Option(help="So many requests, samples repeating as need be.")] = None,
+    trace_exponent: Annotated[float | None, typer.Option(help="Exponent of --trace zipf (0.99).")] = None,
     samples_out: Annotated[Path | None, typer.Option(help="Write a JSON object a sample to this file.")] = None,
     summary_out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line a sample.")] = False,
@@ -188,6 +180,10 @@ def run(
         scope=scope,
         disable_semantic_cache=disable_semantic_cache,
         disable_guards=disable_guards,
+        policy=policy,
+        max_error_rate=max_error_rate,
+        calibration=calibration,
+        verify_rate=verify_rate,
         disable_exact_cache=disable_exact_cache,
         cache_mode=cache_mode,
         cache_dir=cache_dir,
@@ -196,7 +192,12 @@ def run(
         max_cached_blocks=max_cached_blocks,
         purge=purge,
         data_dir=data_dir,
+        trace=trace,
+        trace_seed=trace_seed,
+        trace_requests=trace_requests,
+        trace_exponent=trace_exponent,
         baseline=baseline,
+        baseline_from=baseline_from,
         samples_out=samples_out,
         summary_out=summary_out,
     )
@@ -205,7 +206,6 @@ def run(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-@app.command()
 def demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where everything goes.")] = Path("runs/demo"),
     samples: Annotated[int, typer.Option(min=1, help="How many questions.")] = 256,
@@ -218,15 +218,3 @@ def demo(
     from semkv.experiments.demo import run_demo
 
     run_demo(directory, samples=samples, verbose=verbose)
-
-
-def main() -> NoReturn:
-    """The ``semkv`` command: errors that semkv raises on purpose are one line on stderr and exit code 2."""
-    try:
-        app(prog_name="semkv", standalone_mode=True)
-    except SemkvError as e:
-        typer.echo(f"semkv: {e}", err=True)
-        sys.exit(EXIT_ERROR)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-    sys.exit(0)

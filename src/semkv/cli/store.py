@@ -1,0 +1,186 @@
+"""``semkv stats``, ``verify``, ``gc`` and ``purge``: looking after a cache directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from rich.console import Console
+    from rich.table import Table
+
+EXIT_DAMAGED = 1
+
+CacheDir = Annotated[Path | None, typer.Option(help="Where the cache lives (SEMKV_CACHE_DIR or ~/.cache/semkv).")]
+FusionDir = Annotated[Path | None, typer.Option(help="Fusion states, where they are kept elsewhere.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+STATS_EXAMPLES = """\b
+Examples:
+  semkv stats --cache-dir runs/demo/cache
+  semkv stats --json | jq '.kv.nbytes'
+"""
+
+VERIFY_EXAMPLES = """\b
+Examples:
+  semkv verify --cache-dir runs/demo/cache
+      read every file and check every checksum; exit code 1 where something is damaged
+  semkv verify --repair
+      delete what is damaged, so that it is computed again
+"""
+
+PURGE_EXAMPLES = """\b
+Examples:
+  semkv purge --cache-dir runs/demo/cache
+      delete everything that semkv wrote there, and nothing else
+  semkv purge --tenant alice
+      delete the entries of one tenant, with the pictures that only they had
+  semkv purge --tag release-7 --dry-run
+      count what would go
+"""
+
+
+def stats(cache_dir: CacheDir = None, fusion_cache_dir: FusionDir = None, as_json: AsJson = False) -> None:
+    """What a cache holds: entries, blocks, bytes and ages, by store, tenant and model."""
+    from semkv.maintenance import inspect
+
+    found = inspect(_folder(cache_dir), fusion_cache_dir)
+    if as_json:
+        _print_json(found)
+        return
+    console = _console()
+    console.print(f"{found.cache_dir}: {_size(found.nbytes)}", highlight=False)
+    table = _table("Entries", "tenant", "model", "entries", "hits", "oldest", "last used")
+    for row in found.entries:
+        table.add_row(
+            row.tenant or "-", row.model[:16], str(row.entries), str(row.hits), _ago(row.oldest), _ago(row.used)
+        )
+    console.print(table)
+    table = _table("Stores", "store", "namespace", "items", "blocks", "bytes", "oldest", "last used")
+    for use in found.stores:
+        counts = (str(use.items), str(use.blocks) if use.blocks else "-", _size(use.nbytes))
+        table.add_row(use.store, use.namespace[:16] or "-", *counts, _ago(use.oldest), _ago(use.used))
+    console.print(table)
+
+
+def verify(
+    cache_dir: CacheDir = None,
+    fusion_cache_dir: FusionDir = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Delete what is damaged.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every file and check every checksum; exit code 1 where something is damaged."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from semkv.maintenance import verify as check
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("Checking", total=None)
+        found = check(
+            _folder(cache_dir),
+            fusion_cache_dir,
+            repair=repair,
+            advance=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if as_json:
+        _print_json(found)
+    else:
+        for line in found.damaged:
+            typer.echo(line)
+        done = "deleted" if repair else "damaged"
+        typer.echo(f"{found.checked} files checked, {len(found.damaged)} {done}")
+    if found.damaged and not repair:
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+def gc(
+    cache_dir: CacheDir = None,
+    fusion_cache_dir: FusionDir = None,
+    max_age_days: Annotated[float | None, typer.Option(min=0, help="Delete what was stored longer ago.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete files that no index knows, what is too old, and pictures that no entry has any more."""
+    from semkv.maintenance import collect
+
+    found = collect(_folder(cache_dir), fusion_cache_dir, max_age_days)
+    if as_json:
+        _print_json(found)
+    else:
+        typer.echo(f"deleted: {found.kv} of KV, {found.fusion} of fusion states, {found.media} pictures")
+
+
+def purge(
+    cache_dir: CacheDir = None,
+    fusion_cache_dir: FusionDir = None,
+    tenant: Annotated[str | None, typer.Option(help="Only the entries of this tenant.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only the entries with this tag.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and delete nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete a cache, or the entries of one tenant or tag."""
+    from semkv.maintenance import purge_all, purge_entries
+
+    folder = _folder(cache_dir)
+    if tenant is None and tag is None:
+        found = purge_all(folder, fusion_cache_dir, dry_run=dry_run)
+    else:
+        found = purge_entries(folder, tenant, tag, dry_run=dry_run)
+    if as_json:
+        _print_json(found)
+    else:
+        done = "would be deleted" if dry_run else "deleted"
+        typer.echo(f"{found.entries} entries and {found.files} files {done}")
+
+
+def _folder(given: Path | None) -> Path:
+    from semkv.connectors.settings import default_cache_dir
+
+    return given or default_cache_dir()
+
+
+def _print_json(value: DataclassInstance) -> None:
+    import json
+    from dataclasses import asdict
+
+    typer.echo(json.dumps(asdict(value), indent=2))
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 120))
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("tenant", "model", "store", "namespace") else "right")
+    return table
+
+
+def _size(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _ago(moment: float | None) -> str:
+    import time
+
+    if moment is None:
+        return "-"
+    seconds = max(0.0, time.time() - moment)
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

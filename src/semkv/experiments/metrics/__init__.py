@@ -1,0 +1,61 @@
+"""Figures of a run, computed from its sample records. Pure functions, no input or output.
+
+Every figure that may vary from draw to draw comes with a 95% interval, drawn over images (`intervals`).
+"""
+
+from semkv.experiments.metrics.compare import (
+    AgainstCold,
+    NoiseFloor,
+    Saved,
+    Tokens,
+    against_cold,
+    noise_floor,
+    saved,
+    tokens,
+)
+from semkv.experiments.metrics.intervals import Estimate, Times, mean, median, share, times
+from semkv.experiments.metrics.quality import (
+    ChrArea,
+    accuracy,
+    chr_area,
+    chr_curve,
+    cold_accuracy,
+    consistency,
+    stands_for,
+    wrong_hit,
+)
+from semkv.experiments.metrics.records import Cold, SampleRecord, answers_match, normalise_answer
+from semkv.experiments.metrics.summary import Summary, TierRow, count_statuses, summarise
+
+__all__ = [
+    "AgainstCold",
+    "ChrArea",
+    "Cold",
+    "Estimate",
+    "NoiseFloor",
+    "SampleRecord",
+    "Saved",
+    "Summary",
+    "TierRow",
+    "Times",
+    "Tokens",
+    "accuracy",
+    "against_cold",
+    "answers_match",
+    "chr_area",
+    "chr_curve",
+    "cold_accuracy",
+    "consistency",
+    "count_statuses",
+    "mean",
+    "median",
+    "noise_floor",
+    "normalise_answer",
+    "saved",
+    "share",
+    "stands_for",
+    "summarise",
+    "times",
+    "tokens",
+    "wrong_hit",
+]

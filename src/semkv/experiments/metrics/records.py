@@ -1,0 +1,150 @@
+"""What is known about one sample of a run, and when two answers are the same."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from semkv.types import Status
+
+_TEXTS = ("sample_id", "image", "question", "text", "provenance")
+_NUMBERS = ("latency_s", "lookup_s", "prompt_tokens", "cached_tokens")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+_T = TypeVar("_T")
+
+
+def normalise_answer(text: str) -> str:
+    """Lowercase, punctuation removed, outer white space stripped: lmms-eval's exact match for GQA."""
+    return text.lower().translate(_PUNCTUATION).strip()
+
+
+def answers_match(prediction: str, answer: str) -> bool:
+    """Whether two answers are equal but for case and punctuation."""
+    return normalise_answer(prediction) == normalise_answer(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """The same sample on an engine with vLLM's prefix cache alone.
+
+    Attributes:
+        again_text, again_token_ids: the answer to the same prompt asked a second time, computed from nothing; on a few
+            samples only (`runner.NOISE_SAMPLES`), None on the others.
+    """
+
+    image: str
+    text: str
+    match: bool | None
+    latency_s: float
+    ttft_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: tuple[int, ...] = ()
+    again_text: str | None = None
+    again_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Cold:
+        """A line's ``cold`` as it was written; see `SampleRecord.from_json`."""
+        return _make(cls, row, tuples=("token_ids", "again_token_ids"))
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """All that is known about one sample of a run; a line of ``--samples-out``.
+
+    Attributes:
+        provenance: `ReuseReport.provenance`: which tier hit, empty on a miss.
+        exactness: of the substitution, empty on a miss.
+        applied: whether the donor's segments were sent (False on a miss and in dry-run mode).
+        donor_answer: what the donor answered, where all of its prompt stands in (or would, in dry-run mode).
+        donor_question, donor_image: the donor's question and the name of its first image, each empty where that part
+            of the donor does not stand in.
+        answer: what was expected, or None.
+        match: whether the text equals ``answer`` (`answers_match`), None without an answer.
+        latency_s: lookup and generation together.
+        lookup_s: the lookup alone, encoders included.
+        cached_tokens: prompt tokens not computed; ``loaded_tokens`` of them from our KV store (None: no connector),
+            ``prefix_tokens`` from vLLM's own prefix cache.
+        entailed: ids of samples whose answer follows from this one's.
+        cold: the same sample without our caches, when a baseline was run.
+    """
+
+    sample_id: str
+    image: str
+    question: str
+    text: str
+    answer: str | None
+    match: bool | None
+    provenance: str
+    exactness: str
+    applied: bool
+    score: float | None
+    donor: str
+    donor_answer: str | None
+    statuses: Mapping[str, Status]
+    latency_s: float
+    lookup_s: float
+    ttft_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    loaded_tokens: int | None
+    prefix_tokens: int
+    finish_reason: str = ""
+    token_ids: tuple[int, ...] = ()
+    variant: str = ""
+    donor_question: str = ""
+    donor_image: str = ""
+    entailed: tuple[str, ...] = ()
+    cold: Cold | None = None
+
+    @property
+    def hit(self) -> bool:
+        return bool(self.provenance)
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        return {"hit": self.hit, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> SampleRecord:
+        """The record of a line that `to_json` wrote; fields that this version does not know are left out.
+
+        Raises:
+            ValueError: a field is missing or no text or number where it must be one, or a status is none; the message
+                names it.
+        """
+        return _make(
+            cls,
+            {
+                **row,
+                "statuses": {tier: Status(s) for tier, s in (row.get("statuses") or {}).items()},
+                "cold": None if row.get("cold") is None else Cold.from_json(row["cold"]),
+            },
+            tuples=("token_ids", "entailed"),
+        )
+
+
+def _make(kind: type[_T], row: Mapping[str, Any], *, tuples: tuple[str, ...]) -> _T:
+    known = fields(kind)  # type: ignore[arg-type]
+    for f in known:
+        if f.name not in row and f.default is MISSING:
+            raise ValueError(f"no field {f.name!r}")
+    values = {f.name: row[f.name] for f in known if f.name in row}
+    for name in (*_TEXTS, *_NUMBERS):
+        if name in values and not isinstance(values[name], str if name in _TEXTS else int | float):
+            raise ValueError(f"{name!r} is {values[name]!r}")
+    for name in tuples:
+        if values.get(name) is not None:
+            values[name] = tuple(values[name])
+    return kind(**values)

@@ -1,0 +1,1 @@
+"""How far approximate hits can be trusted: labelled pairs, streams, calibration, figures."""

@@ -1,0 +1,88 @@
+"""Figures of calibrations, pairs and streams, with matplotlib."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from semkv.errors import ConfigError
+from semkv.experiments.quality.calibrate import Fit
+from semkv.experiments.quality.judge import Judgement
+from semkv.experiments.quality.replay import Outcome
+
+
+def check_plot(path: Path | None) -> None:
+    """Fail before the work, not after it. Raises `ConfigError`."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot", str(path), "an installed matplotlib: pip install 'semkv[report]'")
+    if path.suffix not in (".png", ".svg", ".pdf") or not path.parent.is_dir():
+        raise ConfigError("--plot", str(path), "a .png, .svg or .pdf file in a folder that exists")
+
+
+@contextmanager
+def figure(path: Path, x: str, y: str) -> Iterator[Any]:
+    """One set of axes, written to ``path``. No global state of matplotlib is touched."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(6.4, 4.0), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.add_subplot()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    yield axes
+    drawn.savefig(path, dpi=144)
+
+
+def plot_fit(fitted: Fit, path: Path) -> None:
+    """The fitted curve over the shares it was fitted from."""
+    curve = fitted.calibration
+    with figure(path, "cosine", "share of wrong answers") as axes:
+        axes.plot(curve.scores, curve.risks, label=f"fitted ({fitted.method})")
+        for veto, color, label in ((False, "black", "no veto"), (True, "tab:red", "a guard objects")):
+            rows = [row for row in fitted.lookups if bool(row.veto) is veto]
+            points = [_share([r.wrong for r in rows if low <= r.score < low + 0.05]) for low in _LOWS]
+            shown = [(low + 0.025, p) for low, p in zip(_LOWS, points, strict=True) if p is not None]
+            axes.plot(*zip(*shown, strict=True), "o", color=color, label=label) if shown else None
+        if curve.threshold <= 1.0:
+            axes.axvline(curve.threshold, color="gray", linestyle="--", label=f"threshold {curve.threshold:.2f}")
+        axes.set_ylim(0, 1)
+        axes.legend(frameon=False)
+
+
+_LOWS = [0.5 + 0.05 * n for n in range(10)]
+
+
+def _share(values: Sequence[bool]) -> float | None:
+    return sum(values) / len(values) if len(values) >= 5 else None
+
+
+def plot_pairs(judged: Judgement, path: Path) -> None:
+    """Precision against hit ratio."""
+    with figure(path, "hit ratio", "precision") as axes:
+        axes.plot(*zip(*judged.curve, strict=True), label=f"area {judged.area:.3f}")
+        if judged.precision is not None:
+            axes.plot(judged.accepted / judged.pairs, judged.precision, "o", color="black", label="the policy")
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1.02)
+        axes.legend(frameon=False)
+
+
+def plot_stream(outcome: Outcome, bound: float | None, path: Path) -> None:
+    """Wrong answers per request along the stream, with the bound where there is one."""
+    with figure(path, "requests", "wrong answers per request, %") as axes:
+        axes.plot([n for n, _, _ in outcome.curve], [100 * wrong / n for n, _, wrong in outcome.curve], color="tab:red")
+        if bound is not None:
+            axes.axhline(100 * bound, color="gray", linestyle="--", label="bound")
+            axes.legend(frameon=False)
+        hits = axes.twinx()
+        hits.plot([n for n, _, _ in outcome.curve], [100 * h / n for n, h, _ in outcome.curve], color="tab:blue")
+        hits.set_ylabel("hits, % of requests", color="tab:blue")
+        axes.set_ylim(bottom=0)

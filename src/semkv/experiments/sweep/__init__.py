@@ -1,0 +1,1 @@
+"""Many runs from one file, each in a process of its own, one row a run."""
