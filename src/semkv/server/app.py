@@ -1,0 +1,91 @@
+"""The ASGI application: the two cached routes by hand, since they are the hot path; Starlette for the rest.
+
+/v1/chat/completions, /v1/completions   answered from the cache where it can be
+/healthz /readyz /metrics /openapi.json
+/semkv                                  dashboard; /semkv/api: admin routes
+anything else                           passed on
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from semkv.server.asgi import Answer, TooLarge, Vanished, error_answer, read_body, reply, unless_gone
+from semkv.server.gateway import ENDPOINTS, Gateway
+from semkv.server.upstream import Application, Call, Receive, Scope, Send, UpstreamError
+
+log = logging.getLogger(__name__)
+
+_OWN = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json"))
+_HOME = "/semkv"
+
+
+class App:
+    """The gateway as an ASGI application.
+
+    Args:
+        gateway: answers the cached routes.
+        operations: answers ``/semkv`` and the operators' routes.
+        own: paths outside ``/semkv`` that ``operations`` answers.
+    """
+
+    def __init__(self, gateway: Gateway, operations: Application, own: frozenset[str] = _OWN) -> None:
+        self.gateway, self._operations, self._own = gateway, operations, own
+        self._limit = gateway.settings.bounds[0]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await lifespan(receive, send, self.gateway.aclose)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+        elif scope["type"] == "http" and not await self.answered(scope, receive, send):
+            await self._respond(scope, receive, send, cached=False)
+
+    async def answered(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Answer what is ours: the cached routes and the operators'. Returns False for everything else."""
+        path = scope["path"]
+        if path in ENDPOINTS and scope["method"] == "POST":
+            await self._respond(scope, receive, send, cached=True)
+        elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
+            await self._operations(scope, receive, send)
+        else:
+            return False
+        return True
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send, *, cached: bool) -> None:
+        try:
+            call = Call(scope, await read_body(scope, receive, self._limit))
+            answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, ""))
+            if answer.stream is None:
+                await reply(answer, send)
+            else:
+                await unless_gone(reply(answer, send), receive)
+        except TooLarge:
+            limit = self._limit >> 20
+            message = f"the request is larger than {limit} MiB (--max-body-mib)"
+            await reply(error_answer(413, message, "invalid_request_error"), send)
+        except (Vanished, UpstreamError):  # the latter breaks off in the middle of an answer: so does the connection
+            pass
+
+    async def _handle(self, call: Call, receive: Receive) -> Answer:
+        try:
+            return await self.gateway.handle(call, receive)
+        except Vanished:
+            raise
+        except Exception:  # a fault of ours must not cost the answer
+            log.exception("the gateway failed")
+            self.gateway.metrics.fault("gateway")
+            return await self.gateway.forward(call, receive, "fault")
+
+
+async def lifespan(receive: Receive, send: Send, stop: Callable[[], Awaitable[None]]) -> None:
+    """Answer the server's start and stop."""
+    while True:
+        message = await receive()
+        if message["type"] == "lifespan.startup":
+            await send({"type": "lifespan.startup.complete"})
+        else:
+            await stop()
+            await send({"type": "lifespan.shutdown.complete"})
+            return

@@ -1,0 +1,126 @@
+"""The few pieces of ASGI that the hot path needs, without a framework: bodies in, answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from semkv.server.upstream import Headers, Receive, Scope, Send
+
+JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
+EVENTS: tuple[bytes, bytes] = (b"content-type", b"text/event-stream; charset=utf-8")
+
+_T = TypeVar("_T")
+
+
+class TooLarge(Exception):  # noqa: N818
+    """A request body over the bound."""
+
+
+class Vanished(Exception):  # noqa: N818
+    """The client hung up."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What goes back to the client: whole in ``body``, or piece by piece from ``stream``.
+
+    ``close`` is called when all was sent, or the client hung up.
+    """
+
+    status: int
+    headers: Headers
+    body: bytes = b""
+    stream: AsyncIterator[bytes] | None = None
+    close: Callable[[], Awaitable[None]] | None = None
+
+
+def error_answer(status: int, message: str, kind: str, headers: Headers | None = None) -> Answer:
+    """An error as the OpenAI API words it."""
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
+    return Answer(status, [JSON, *(headers or ())], body)
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """The first value of a header, or an empty string. ``name`` in lower case."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value).decode("latin-1")
+    return ""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        TooLarge: it is longer than ``limit`` bytes, or says so.
+        Vanished: the client hung up first.
+    """
+    declared = header(scope, b"content-length")
+    if declared.isdecimal() and int(declared) > limit:
+        raise TooLarge
+    message = await receive()
+    if not message.get("more_body", False) and message["type"] == "http.request":
+        body: bytes = message.get("body", b"")
+        if len(body) > limit:
+            raise TooLarge
+        return body
+    pieces, size = [], 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise Vanished
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > limit:
+            raise TooLarge
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+        message = await receive()
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(work: Awaitable[_T], receive: Receive) -> _T:
+    """Await ``work``, and cancel it when the client hangs up.
+
+    Raises:
+        Vanished: it did.
+    """
+    task: asyncio.Future[_T] = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(until_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Vanished
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def reply(answer: Answer, send: Send) -> None:
+    """Send an answer."""
+    try:
+        if answer.stream is None:
+            headers = [*answer.headers, (b"content-length", str(len(answer.body)).encode())]
+            await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+            await send({"type": "http.response.body", "body": answer.body})
+            return
+        await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+        async for piece in answer.stream:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+    finally:
+        if answer.close is not None:
+            await answer.close()

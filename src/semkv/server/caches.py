@@ -1,0 +1,254 @@
+"""The two caches as the gateway uses them: off the event loop, within time limits, and every fault a counted miss.
+
+The response tier holds whole answers under exact keys. The semantic cache finds a donor for a near-repeat; the donor's
+parts then make a canonical request' with a key of its own, under which the response tier is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from semkv.cache import SemanticCache
+from semkv.server.canonical import CanonicalRequest
+from semkv.server.metrics import Metrics
+from semkv.server.workers import Late, Workers
+from semkv.stores.media import MediaStore
+from semkv.stores.responses.base import Selector
+from semkv.tiers.response import Found, ResponseCache
+from semkv.tiers.stats import CacheStats
+from semkv.types import ReuseReport
+
+log = logging.getLogger(__name__)
+
+EXACT = "exact"
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_LOOKUP_S = 10.0  # longest wait for a semantic lookup
+_ADMIN_S = 30.0
+_SIZES = {
+    "memory_entries": "memory_entries",
+    "memory_bytes": "memory_bytes",
+    "response_entries": "store_entries",
+    "response_bytes": "store_bytes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What the caches have for a request.
+
+    Attributes:
+        canonical: what would be asked upstream: the request, or the canonical request' of a plan.
+        found: its stored answer, or None.
+        report: of the semantic lookup; None where there was none.
+    """
+
+    canonical: CanonicalRequest
+    found: Found | None = None
+    report: ReuseReport | None = None
+
+    @property
+    def tier(self) -> str:
+        """``exact``, or where the donor came from."""
+        return self.report.provenance if self.report is not None and self.report.plan.substituted else EXACT
+
+    @property
+    def score(self) -> float | None:
+        """Of the donor; None without one."""
+        match = self.report.plan.match if self.report is not None else None
+        return match.score if match is not None and self.tier != EXACT else None
+
+
+class Caches:
+    """Looks up, keeps and removes answers.
+
+    Args:
+        responses: whole answers.
+        semantic: donors; None to go without.
+        metrics: where faults are counted.
+        store_s: how long a request waits for the store.
+        sampled: answers that were drawn at random are kept too.
+    """
+
+    def __init__(
+        self,
+        responses: ResponseCache,
+        semantic: SemanticCache | None,
+        metrics: Metrics,
+        *,
+        store_s: float,
+        sampled: bool = False,
+    ) -> None:
+        self.responses, self.semantic, self._metrics = responses, semantic, metrics
+        self._store_s, self._sampled = store_s, sampled
+        self._media = None if semantic is None else MediaStore(semantic.config.cache_dir / "media")
+        self._store = Workers("semkv-store", threads=4, queued=64)
+        self._encoders = Workers("semkv-encoder", threads=1, queued=64)
+        self._parsers = Workers("semkv-parser", threads=2, queued=1 << 20)
+        self._finding: dict[str, asyncio.Task[Resolution]] = {}
+
+    # -- looking up ---------------------------------------------------------------------------------------------
+
+    async def find(self, canonical: CanonicalRequest) -> Resolution:
+        """What the caches have; looked up once for all who ask for the same at the same time."""
+        task = self._finding.get(canonical.key)
+        if task is None:
+            task = asyncio.ensure_future(self._find(canonical))
+            self._finding[canonical.key] = task
+            task.add_done_callback(lambda _: self._finding.pop(canonical.key, None))
+        return await asyncio.shield(task)
+
+    async def _find(self, canonical: CanonicalRequest) -> Resolution:
+        own = Resolution(canonical, await self._stored(canonical))
+        if own.found is not None or self.semantic is None or canonical.request is None:
+            return own
+        start = time.perf_counter()
+        report = await self._guarded("semantic", self._encoders, _LOOKUP_S, self._try_reuse, canonical)
+        self._metrics.lookup(time.perf_counter() - start)
+        if report is None or not report.plan.substituted:
+            return Resolution(canonical, None, report)
+        other = await self._guarded("semantic", self._parsers, _LOOKUP_S, canonical.with_plan, report.plan)
+        if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
+            return own
+        if other.key == canonical.key:
+            return Resolution(canonical, None, report)
+        return Resolution(other, await self._stored(other), report)
+
+    def _try_reuse(self, canonical: CanonicalRequest) -> ReuseReport | None:
+        assert self.semantic is not None
+        request = canonical.request if self._media is None else canonical.with_media(self._media)
+        return None if request is None else self.semantic.try_reuse(request)
+
+    async def _stored(self, canonical: CanonicalRequest) -> Found | None:
+        if canonical.sampled and not self._sampled:
+            return None
+        found = self.responses.peek(canonical.key)
+        if found is not None:
+            return found
+        return await self._guarded("store", self._store, self._store_s, self.responses.lookup, canonical.key)
+
+    async def _guarded(
+        self,
+        part: str,
+        workers: Workers,
+        limit_s: float | None,
+        work: Callable[_P, _T],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> _T | None:
+        """The result of ``work``; None, counted, where it failed or took too long."""
+        try:
+            return await workers.run(limit_s, work, *args, **kwargs)
+        except Late:
+            self._metrics.fault(f"{part}: late")
+        except Exception:
+            log.exception("%s failed", part)
+            self._metrics.fault(part)
+        return None
+
+    async def parse(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Do work on a large body in a thread."""
+        return await self._parsers.run(None, work, *args, **kwargs)
+
+    # -- keeping ------------------------------------------------------------------------------------------------
+
+    async def keep(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
+        """Keep an answer; waits until it is durable, or the store's time is up."""
+        kept = await self._guarded(
+            "store", self._store, self._store_s, self.responses.keep, canonical, payload, since=since
+        )
+        return kept is True
+
+    async def observe(self, report: ReuseReport, payload: bytes) -> None:
+        """Tell the semantic cache what was computed."""
+        if self.semantic is not None:
+            observe = self.semantic.add_observation
+            await self._guarded("semantic", self._encoders, None, observe, report, text_of(payload))
+
+    # -- checking and removing ----------------------------------------------------------------------------------
+
+    def should_check(self, report: ReuseReport | None) -> bool:
+        """Whether the unchanged request should be run, too."""
+        return report is not None and self.semantic is not None and self.semantic.should_check(report)
+
+    async def check(self, report: ReuseReport, own: bytes, given: bytes) -> None:
+        """Compare the unchanged request's own answer with the one that was given, and record it."""
+        if self.semantic is not None:
+            await self._guarded("semantic", self._encoders, None, self._check, self.semantic, report, own, given)
+
+    def _check(self, semantic: SemanticCache, report: ReuseReport, own: bytes, given: bytes) -> None:
+        semantic.checked(report.hit_id, semantic.same_answer(text_of(own), text_of(given)))
+        semantic.add_observation(report.unchanged(), text_of(own))
+
+    async def report_wrong(self, hit_id: str) -> None:
+        """A hit was wrong: its donor goes."""
+        if self.semantic is not None and hit_id:
+            await self._encoders.run(_ADMIN_S, self.semantic.report_wrong, hit_id)
+
+    async def invalidate(self, selector: Selector, *, dry_run: bool) -> int:
+        """Remove stored answers, or count them.
+
+        Raises:
+            StoreError: the store could not be reached.
+            Late: it did not answer.
+        """
+        return await self._store.run(_ADMIN_S, self.responses.invalidate, selector, dry_run=dry_run)
+
+    async def figures(self, work: Callable[[], _T]) -> _T:
+        """Read figures that need the stores."""
+        return await self._store.run(_ADMIN_S, work)
+
+    def sizes(self) -> dict[str, dict[str, float]]:
+        """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
+        counts = dict(self.responses.counts())
+        gauges = {ours: float(counts.pop(theirs, 0)) for ours, theirs in _SIZES.items()}
+        events = {f"response {name}": float(n) for name, n in counts.items()}
+        if self.semantic is not None:
+            more, counted = _semantic_figures(self.semantic.stats())
+            gauges.update(more)
+            gauges["media_limit_bytes"] = float(self.semantic.config.max_media_bytes)
+            events.update(counted)
+        return {"gauges": gauges, "events": events}
+
+    async def aclose(self) -> None:
+        """Finish what is being written, and close the stores."""
+        for workers in (self._encoders, self._store, self._parsers):
+            await asyncio.to_thread(workers.close)
+        self.responses.close()
+        if self.semantic is not None:
+            self.semantic.close()
+
+
+def _semantic_figures(stats: CacheStats) -> tuple[dict[str, float], dict[str, float]]:
+    """Gauges and events of the semantic cache."""
+    gauges = {"semantic_entries": float(stats.entries), "media_bytes": float(stats.media_bytes)}
+    if stats.wrong_rate is not None:
+        gauges |= {"hits_checked": float(stats.checked), "wrong_hit_share": stats.wrong_rate}
+        gauges["wrong_hit_share_upper"] = stats.wrong_interval[1]
+    groups = {"hit": stats.hits, "veto": stats.vetoes, "overruled": stats.overruled, "fault": stats.faults}
+    events = {f"semantic {kind}:{name}": float(n) for kind, group in groups.items() for name, n in group.items()}
+    plain = {"lookup": stats.lookups, "refused": stats.refused, "barred": stats.barred, "recorded": stats.recorded}
+    plain |= {"checked": stats.checked, "checked wrong": stats.checked_wrong, "reported wrong": stats.reported_wrong}
+    events |= {f"semantic {name}": float(n) for name, n in plain.items()}
+    return gauges, events
+
+
+def text_of(payload: bytes) -> str:
+    """The text of an answer's first choice; its tool calls as JSON; empty where there is neither."""
+    try:
+        choice = json.loads(payload)["choices"][0]
+        message = choice.get("message")
+        if message is None:
+            return str(choice.get("text") or "")
+        if calls := message.get("tool_calls"):
+            return json.dumps([call["function"] for call in calls], sort_keys=True)
+        return str(message.get("content") or "")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ""

@@ -1,0 +1,251 @@
+"""From a request body to its canonical form: the exact key, and what the semantic tiers may look at.
+
+Whatever is not known to leave the answer alone is part of the key. What cannot be keyed makes a request uncacheable.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from semkv.keys import digest, media_uuid
+from semkv.server.content import Content, Unkeyable, read_messages, read_prompt
+from semkv.stores.media import MediaStore
+from semkv.types import MediaSegment, Namespace, Plan, Request
+
+# Known not to change the answer. `cache_salt` is not among them: who sets it wants to share with nobody else.
+_NOT_IN_KEY = frozenset(
+    "stream stream_options stream_interval user safety_identifier metadata store request_id session_id priority"
+    " prompt_cache_key".split()
+)
+# Choose among the model's answers without changing what it computes of the prompt: outside the semantic namespace.
+_SAMPLING = frozenset(
+    "temperature top_p top_k min_p seed n best_of max_tokens max_completion_tokens min_tokens stop stop_token_ids"
+    " include_stop_str_in_output ignore_eos presence_penalty frequency_penalty repetition_penalty length_penalty"
+    " use_beam_search logit_bias bad_words allowed_token_ids logprobs top_logprobs logprob_token_ids"
+    " skip_special_tokens spaces_between_special_tokens return_tokens_as_token_ids repetition_detection"
+    " watermarking".split()
+)
+# Answers that show the prompt belong to this prompt alone.
+_SHOWS_PROMPT = (
+    "echo",
+    "prompt_logprobs",
+    "return_token_ids",
+    "return_prompt_text",
+    "suffix",
+    "continue_final_message",
+)
+_UNKEYABLE = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
+
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Uncacheable:
+    """Why a request has no key. The reasons are few and fixed: they hold nothing of the request."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Deployment:
+    """What a key depends on beside the body."""
+
+    endpoint: str
+    tenant: str
+    secret: bytes
+    version: str
+
+    def key(self, body: str) -> str:
+        head = _encode(["semkv", 1, self.endpoint, self.tenant, self.version])
+        return hmac.digest(self.secret, f"{head}\n{body}".encode(), "sha256").hex()
+
+    def salt(self, own: object) -> str:
+        """The tenant's ``cache_salt``: prefix caches are shared within a tenant, and within a salt of the client's."""
+        return hmac.digest(self.secret, _encode(["salt", self.tenant, own]).encode(), "sha256").hex()
+
+
+@dataclass(frozen=True)
+class CanonicalRequest:
+    """A request with its exact key.
+
+    Attributes:
+        key: hex HMAC-SHA256 over everything that changes the answer, tenant and versions included.
+        partition: the tenant, `StoredResponse.partition`.
+        model: as the client named it.
+        prompt: text of the last user turn; empty where there is none.
+        stream: the client wants a stream. Not part of the key.
+        include_usage: the client wants the usage at the end of its stream. Not part of the key.
+        sampled: the answer is drawn at random (neither temperature 0 nor a seed). `ResponseCache.keep` refuses it
+            unless told otherwise; such requests must not share a flight either.
+    """
+
+    key: str
+    partition: str
+    model: str
+    prompt: str
+    stream: bool
+    include_usage: bool
+    sampled: bool
+    _body: Mapping[str, Any] = field(repr=False)
+    _content: Content = field(repr=False)
+    _deployment: _Deployment = field(repr=False)
+
+    @cached_property
+    def request(self) -> Request | None:
+        """For `SemanticCache.try_reuse`; None where the request is exact-only. Images have no file: `with_media`.
+
+        Computed when it is first asked for: an exact hit does not pay for it.
+        """
+        if not self._content.sites or any(self._body.get(name) for name in _SHOWS_PROMPT):
+            return None
+        rest = {k: v for k, v in self._body.items() if k not in _SAMPLING and k not in _NOT_IN_KEY}
+        rest[self._content.name] = self._content.frame()
+        deployment = self._deployment
+        model = digest("gateway", deployment.endpoint, deployment.version, _encode(rest))
+        namespace = Namespace(deployment.tenant, model)
+        return Request(self.key, namespace, self._content.segments)
+
+    def with_media(self, store: MediaStore) -> Request | None:
+        """``request`` with a file behind every image, for the vision hook and for later donors. Blocks (writes files).
+
+        Raises:
+            OSError: an image cannot be written.
+        """
+        request = self.request
+        if request is None or not request.media:
+            return request
+        segments = []
+        for segment in request.segments:
+            if isinstance(segment, MediaSegment):
+                data = self._content.media[segment.media_id]
+                segment = replace(segment, source=store.path(store.put(data)))
+            segments.append(segment)
+        return replace(request, segments=tuple(segments))
+
+    def with_plan(self, plan: Plan) -> CanonicalRequest | None:
+        """The canonical request' of a plan, with its own key. Blocks (reads donors' images).
+
+        Returns:
+            None where the plan cannot be mapped back one to one, or a donor's image is gone.
+        """
+        content = self._content.with_segments(plan.segments)
+        if self.request is None or content is None:
+            return None
+        return _build({**self._body, content.name: content.value}, content, self._deployment)
+
+    def body(self) -> dict[str, Any]:
+        """What to send upstream: fresh, the caller may change its top level. Has the tenant's ``cache_salt`` and uuids
+        of images, by which vLLM knows them without hashing.
+
+        An image's uuid is its digest under the tenant's salt, so nobody else can name it. With ``media_io_kwargs`` the
+        same bytes may be read in another way, which vLLM does not tell apart by uuid: there are none then.
+        """
+        salt = self._deployment.salt(self._body.get("cache_salt"))
+        tenant = "" if self._body.get("media_io_kwargs") else self._deployment.salt(None)
+        value = self._content.with_uuids((lambda media: media_uuid(tenant, media)) if tenant else None)
+        return {**self._body, self._content.name: value, "cache_salt": salt}
+
+
+def canonicalise(
+    endpoint: str,
+    body: Mapping[str, Any],
+    *,
+    tenant: str,
+    secret: bytes,
+    version: str = "",
+    remote_media: bool = False,
+) -> CanonicalRequest | Uncacheable:
+    """The canonical form of a request.
+
+    Args:
+        endpoint: ``/v1/chat/completions`` or ``/v1/completions``.
+        body: the parsed JSON. Use `loads`: it refuses what JSON readers disagree on.
+        tenant: opaque; never shares anything with another.
+        secret: of the deployment.
+        version: of model and data; a change makes every stored answer unreachable.
+        remote_media: key http(s) media by their address instead of refusing them.
+    """
+    deployment = _Deployment(endpoint, tenant, secret, version)
+    try:
+        if any(body.get(name) is not None for name in _UNKEYABLE):
+            return Uncacheable("state of another server")
+        if endpoint == "/v1/chat/completions":
+            content = read_messages(body.get("messages"), remote=remote_media)
+        elif endpoint == "/v1/completions":
+            content = read_prompt(body.get("prompt"))
+        else:
+            return Uncacheable("endpoint")
+        return _build(body, content, deployment)
+    except Unkeyable as error:
+        return Uncacheable(str(error))
+    except (ValueError, TypeError, RecursionError):  # NaN, huge numbers, lone surrogates, deep nesting, no JSON types
+        return Uncacheable("no canonical JSON")
+
+
+def _build(body: Mapping[str, Any], content: Content, deployment: _Deployment) -> CanonicalRequest:
+    stream, options, model = body.get("stream"), body.get("stream_options"), body.get("model")
+    if stream is not None and not isinstance(stream, bool):
+        raise Unkeyable("stream is no boolean")
+    if options is not None and not (isinstance(options, dict) and _only(options, ("include_usage",))):
+        raise Unkeyable("stream options")
+    if model is not None and not isinstance(model, str):
+        raise Unkeyable("model is no string")
+    keyed = {name: _number(value) for name, value in body.items() if name not in _NOT_IN_KEY}
+    keyed[content.name] = content.keyed
+    temperature, seed = body.get("temperature"), body.get("seed")
+    fixed = temperature == 0 and not isinstance(temperature, bool)
+    return CanonicalRequest(
+        key=deployment.key(_encode(keyed)),
+        partition=deployment.tenant,
+        model=model or "",
+        prompt=content.prompt,
+        stream=bool(stream),
+        include_usage=bool((options or {}).get("include_usage")),
+        sampled=not fixed and not (isinstance(seed, int) and not isinstance(seed, bool)),
+        _body=body,
+        _content=content,
+        _deployment=deployment,
+    )
+
+
+def _only(options: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Whether nothing beside ``names`` is asked for."""
+    return all(not value for name, value in options.items() if name not in names)
+
+
+def _number(value: Any) -> Any:
+    """One form for a number that a parameter may be written in several ways: 1 and 1.0, 0 and -0.0."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
+
+
+def loads(raw: bytes) -> Any:
+    """Parse JSON, refusing what readers disagree on: duplicate names, NaN and infinities, lone surrogates.
+
+    Raises:
+        ValueError: it is no such JSON.
+    """
+    try:
+        value = json.loads(raw, object_pairs_hook=_object, parse_constant=_constant)
+        if b"\\u" in raw:
+            _encode(value).encode()  # a lone surrogate cannot be encoded
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice in one object")
+    return found
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,278 @@
+"""Server-sent events of the OpenAI API: a stream put together into the answer it amounts to, and the reverse.
+
+The store holds whole answers only, so that a request with ``stream`` and one without share them. What a stream brings
+beyond the fields known here makes the answer impossible to put together faithfully: it is passed on and not kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+DONE = b"data: [DONE]\n\n"
+_PIECE = 240  # characters of text in one replayed event
+
+_TOP = ("id", "created", "model", "system_fingerprint", "service_tier", "prompt_token_ids", "prompt_text")
+_TOP_KNOWN = frozenset((*_TOP, "object", "choices", "usage", "metrics"))
+_CHOICE_KNOWN = frozenset(
+    ("index", "delta", "text", "logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids")
+)
+_TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
+_DELTA_KNOWN = frozenset(("role", "tool_calls", *_TEXTS))
+_MESSAGE_KNOWN = frozenset(("role", "tool_calls", *_TEXTS))
+_ANSWER_CHOICE_KNOWN = (_CHOICE_KNOWN | {"message"}) - {"delta"}
+_CALL_KNOWN = frozenset(("index", "id", "type", "function"))
+_FUNCTION_KNOWN = frozenset(("name", "arguments"))
+
+
+class NotKeepable(Exception):  # noqa: N818
+    """A stream or an answer that cannot be turned into the other faithfully. The message says why, in a word or two."""
+
+
+class Splitter:
+    """Cuts bytes into events, each with its blank line, whatever the pieces they came in."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that ``data`` completes."""
+        data = self._rest + data
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        *events, self._rest = data.split(b"\n\n")
+        return [event + b"\n\n" for event in events if event.strip()]
+
+    @property
+    def rest(self) -> bytes:
+        """What came after the last whole event."""
+        return self._rest
+
+
+def data_of(event: bytes) -> bytes:
+    """The data of one event; empty for a comment."""
+    lines = (line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:"))
+    return b"\n".join(lines)
+
+
+def is_usage_only(chunk: Mapping[str, Any]) -> bool:
+    """Whether a chunk is the closing one that brings the usage and nothing else."""
+    return chunk.get("usage") is not None and not chunk.get("choices")
+
+
+def _refuse_unknown(values: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    for name, value in values.items():
+        if name not in known and value not in (None, [], {}, ""):
+            raise NotKeepable(f"unknown {where} field {name}")
+
+
+class _Choice:
+    """One choice while its deltas come in."""
+
+    def __init__(self) -> None:
+        self.role: str | None = None
+        self.texts: dict[str, list[str]] = {}
+        self.calls: dict[int, dict[str, Any]] = {}
+        self.logprobs: dict[str, Any] | None = None
+        self.rest: dict[str, Any] = {}
+        self.token_ids: list[int] | None = None
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        _refuse_unknown(choice, _CHOICE_KNOWN, "choice")
+        delta = choice.get("delta") or {}
+        _refuse_unknown(delta, _DELTA_KNOWN, "delta")
+        self.role = delta.get("role") or self.role
+        for name in _TEXTS:
+            if isinstance(text := delta.get(name), str):
+                self.texts.setdefault(name, []).append(text)
+        for call in delta.get("tool_calls") or ():
+            self._add_call(call)
+        if isinstance(text := choice.get("text"), str):
+            self.texts.setdefault("text", []).append(text)
+        if choice.get("logprobs") is not None:
+            self._add_logprobs(choice["logprobs"])
+        if choice.get("token_ids") is not None:
+            self.token_ids = [*(self.token_ids or ()), *choice["token_ids"]]
+        for name in ("finish_reason", "stop_reason", "prompt_token_ids"):
+            if choice.get(name) is not None:
+                self.rest[name] = choice[name]
+
+    def _add_call(self, call: Mapping[str, Any]) -> None:
+        _refuse_unknown(call, _CALL_KNOWN, "tool call")
+        index = call.get("index", len(self.calls))
+        whole = self.calls.setdefault(
+            index, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
+        )
+        for name in ("id", "type"):
+            if call.get(name):
+                whole[name] = call[name]
+        function = call.get("function") or {}
+        _refuse_unknown(function, _FUNCTION_KNOWN, "function")
+        for name in ("name", "arguments"):
+            whole["function"][name] += function.get(name) or ""
+
+    def _add_logprobs(self, logprobs: Mapping[str, Any]) -> None:
+        """Chat: ``content`` and ``refusal`` lists. Completions: four parallel lists."""
+        whole = self.logprobs if self.logprobs is not None else {}
+        for name, values in logprobs.items():
+            if isinstance(values, list):
+                whole[name] = [*(whole.get(name) or ()), *values]
+            elif values is None:
+                whole.setdefault(name, None)
+            else:
+                raise NotKeepable(f"unknown logprobs field {name}")
+        self.logprobs = whole
+
+    def text(self, name: str) -> str | None:
+        return "".join(self.texts[name]) if name in self.texts else None
+
+    def whole(self, index: int, *, chat: bool) -> dict[str, Any]:
+        out: dict[str, Any] = {"index": index}
+        if chat:
+            message: dict[str, Any] = {"role": self.role or "assistant", "content": self.text("content")}
+            message.update({name: text for name in _TEXTS[1:] if (text := self.text(name)) is not None})
+            if self.calls:
+                message["tool_calls"] = [self.calls[i] for i in sorted(self.calls)]
+                message["content"] = message["content"] or None
+            out["message"] = message
+        else:
+            out["text"] = self.text("text") or ""
+        out["logprobs"] = self.logprobs
+        out["finish_reason"] = self.rest.get("finish_reason")
+        out.update({name: value for name, value in self.rest.items() if name != "finish_reason"})
+        if self.token_ids is not None:
+            out["token_ids"] = self.token_ids
+        return out
+
+
+class Assembler:
+    """Puts the chunks of a stream together.
+
+    Args:
+        chat: chat chunks; else those of ``/v1/completions``.
+    """
+
+    def __init__(self, *, chat: bool) -> None:
+        self._chat = chat
+        self._top: dict[str, Any] = {}
+        self._usage: dict[str, Any] | None = None
+        self._choices: dict[int, _Choice] = {}
+        self._done = False
+
+    def add(self, data: bytes) -> dict[str, Any]:
+        """Take the data of one event.
+
+        Returns:
+            The chunk; empty for ``[DONE]``.
+
+        Raises:
+            NotKeepable: it is no chunk, an error, or has fields that are not known here.
+        """
+        if data == b"[DONE]":
+            self._done = True
+            return {}
+        try:
+            chunk = json.loads(data)
+        except (ValueError, RecursionError):
+            raise NotKeepable("no JSON") from None
+        if not isinstance(chunk, dict) or "error" in chunk:
+            raise NotKeepable("error in the stream")
+        try:
+            self._merge(chunk)
+        except (AttributeError, TypeError, KeyError):
+            raise NotKeepable("no chunk") from None
+        return chunk
+
+    def _merge(self, chunk: dict[str, Any]) -> None:
+        _refuse_unknown(chunk, _TOP_KNOWN, "chunk")
+        for name in _TOP:
+            if chunk.get(name) is not None:
+                self._top.setdefault(name, chunk[name])
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk.get("choices") or ():
+            self._choices.setdefault(choice["index"], _Choice()).add(choice)
+
+    def answer(self) -> dict[str, Any]:
+        """The whole answer.
+
+        Raises:
+            NotKeepable: the stream did not end with ``[DONE]``, or brought no usage.
+        """
+        if not self._done:
+            raise NotKeepable("cut off")
+        if self._usage is None or not self._choices:
+            raise NotKeepable("no usage")
+        choices = [self._choices[i].whole(i, chat=self._chat) for i in sorted(self._choices)]
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._top, "object": kind, "choices": choices, "usage": self._usage}
+
+
+def event(chunk: Mapping[str, Any]) -> bytes:
+    """One chunk as an event."""
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), _PIECE):
+        yield text[start : start + _PIECE]
+
+
+def _chat_choice(choice: Mapping[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
+    """The events of one choice: role, texts, tool calls, then what finishes it."""
+    index, message = choice.get("index", 0), choice.get("message") or {}
+    first = {"role": message.get("role", "assistant")}
+    if message.get("content") is not None:
+        first["content"] = ""
+    opening = {name: choice[name] for name in ("prompt_token_ids",) if choice.get(name) is not None}
+    send({"index": index, "delta": first, "logprobs": None, "finish_reason": None, **opening})
+    for name in ("reasoning", "reasoning_content", "refusal"):
+        for piece in _pieces(message.get(name) or ""):
+            send({"index": index, "delta": {name: piece}, "logprobs": None, "finish_reason": None})
+    logprobs = choice.get("logprobs")
+    content = message.get("content") or ""
+    for piece in [content] if logprobs and content else _pieces(content):
+        send({"index": index, "delta": {"content": piece}, "logprobs": logprobs, "finish_reason": None})
+    last: dict[str, Any] = {}
+    if calls := message.get("tool_calls"):
+        last["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    if last:
+        send({"index": index, "delta": last, "logprobs": None, "finish_reason": None})
+    tail = {name: choice[name] for name in ("stop_reason", "token_ids") if choice.get(name) is not None}
+    rest = None if content else logprobs
+    send({"index": index, "delta": {}, "logprobs": rest, "finish_reason": choice.get("finish_reason"), **tail})
+
+
+def _text_choice(choice: Mapping[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
+    index, logprobs, text = choice.get("index", 0), choice.get("logprobs"), choice.get("text") or ""
+    for piece in [text] if logprobs else _pieces(text):
+        send({"index": index, "text": piece, "logprobs": logprobs, "finish_reason": None})
+    tail = {n: choice[n] for n in ("stop_reason", "token_ids", "prompt_token_ids") if choice.get(n) is not None}
+    send({"index": index, "text": "", "logprobs": None, "finish_reason": choice.get("finish_reason"), **tail})
+
+
+def replay(answer: Mapping[str, Any], *, include_usage: bool) -> bytes:
+    """A stored answer as the stream that a client asked for, ``[DONE]`` included.
+
+    With ``include_usage`` every chunk has a ``usage`` field, null but in the closing one, as the API describes it.
+
+    Raises:
+        NotKeepable: the answer has fields that a stream of it would lose.
+    """
+    _refuse_unknown(answer, _TOP_KNOWN, "answer")
+    chat = answer.get("object") != "text_completion"
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    top = {name: answer[name] for name in _TOP if answer.get(name) is not None} | {"object": kind}
+    null = {"usage": None} if include_usage else {}
+    out: list[bytes] = []
+
+    def send(choice: dict[str, Any]) -> None:
+        out.append(event({**top, "choices": [choice], **null}))
+
+    for choice in answer.get("choices") or ():
+        _refuse_unknown(choice, _ANSWER_CHOICE_KNOWN, "choice")
+        _refuse_unknown(choice.get("message") or {}, _MESSAGE_KNOWN, "message")
+        (_chat_choice if chat else _text_choice)(choice, send)
+    if include_usage:
+        out.append(event({**top, "choices": [], "usage": answer.get("usage")}))
+    return b"".join((*out, DONE))

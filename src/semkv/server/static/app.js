@@ -1,0 +1,306 @@
+"use strict";
+// Everything that comes from a server is put in with textContent. No markup is made from text.
+
+const KEY = "semkv-admin-key";
+const EVERY_MS = 2000;
+const $ = (id) => document.getElementById(id);
+const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
+let timer = null;
+let asked = null; // the criteria that were counted last
+let hits = [];
+
+function element(name, className, text) {
+  const node = document.createElement(name);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+
+function bytes(n) {
+  let at = 0;
+  while (n >= 1024 && at < BYTES.length - 1) { n /= 1024; at += 1; }
+  return `${n.toFixed(at && n < 100 ? 1 : 0)} ${BYTES[at]}`;
+}
+
+function seconds(s) {
+  if (s === null || s === undefined) return "-";
+  if (s < 0.1) return `${(s * 1000).toFixed(1)} ms`;
+  if (s < 1) return `${(s * 1000).toFixed(0)} ms`;
+  if (s < 120) return `${s.toFixed(1)} s`;
+  return s < 7200 ? `${(s / 60).toFixed(0)} min` : `${(s / 3600).toFixed(1)} h`;
+}
+
+const whole = (n) => Math.round(n).toLocaleString("en");
+const percent = (x) => `${(100 * x).toFixed(x > 0 && x < 0.1 ? 2 : 1)}%`;
+const isHit = (tier) => tier !== "miss" && tier !== "passed";
+
+async function call(path, body) {
+  const options = { headers: { Authorization: `Bearer ${sessionStorage.getItem(KEY) || ""}` }, cache: "no-store" };
+  if (body) {
+    options.method = "POST";
+    options.body = JSON.stringify(body);
+    options.headers["Content-Type"] = "application/json";
+  }
+  const response = await fetch(`api/${path}`, options);
+  const answer = await response.json();
+  if (!response.ok) {
+    const error = new Error(answer.error ? answer.error.message : response.statusText);
+    error.status = response.status;
+    throw error;
+  }
+  return answer;
+}
+
+// -- figures ---------------------------------------------------------------------------------------------------
+
+function colors(tiers) {
+  const named = tiers.filter(isHit).sort((a, b) => (a === "exact" ? -1 : b === "exact" ? 1 : a.localeCompare(b)));
+  const style = getComputedStyle(document.documentElement);
+  const out = new Map(named.map((tier, i) => [tier, style.getPropertyValue(`--t${i % 6}`).trim()]));
+  for (const tier of ["miss", "passed"]) if (tiers.includes(tier)) out.set(tier, style.getPropertyValue(`--${tier}`).trim());
+  return out;
+}
+
+function drawChart(live, palette) {
+  const canvas = $("chart");
+  const scale = window.devicePixelRatio || 1;
+  const width = canvas.clientWidth, height = 150, left = 34, foot = 16;
+  canvas.width = width * scale;
+  canvas.height = height * scale;
+  const pen = canvas.getContext("2d");
+  pen.scale(scale, scale);
+  const style = getComputedStyle(document.documentElement);
+  const steps = 100, per = live.window_s / steps, now = Math.floor(Date.now() / 1000);
+  const bins = Array.from({ length: steps }, () => new Map());
+  for (const second of live.seconds) {
+    const bin = steps - 1 - Math.floor((now - second.at) / per);
+    if (bin < 0 || bin >= steps) continue;
+    for (const [tier, n] of Object.entries(second.tiers)) bins[bin].set(tier, (bins[bin].get(tier) || 0) + n / per);
+  }
+  const most = Math.max(1, ...bins.map((bin) => [...bin.values()].reduce((a, b) => a + b, 0)));
+  const wide = (width - left) / steps;
+  pen.font = "11px system-ui, sans-serif";
+  pen.fillStyle = style.getPropertyValue("--dim");
+  pen.strokeStyle = style.getPropertyValue("--line");
+  for (const share of [0, 0.5, 1]) {
+    const y = 6 + (height - foot - 6) * (1 - share);
+    pen.beginPath(); pen.moveTo(left, y + 0.5); pen.lineTo(width, y + 0.5); pen.stroke();
+    const value = most * share;
+    pen.fillText(value < 10 && share ? value.toFixed(1) : whole(value), 0, y + 4);
+  }
+  pen.fillText("5 min ago", left, height - 2);
+  pen.textAlign = "right";
+  pen.fillText("now", width, height - 2);
+  bins.forEach((bin, i) => {
+    let y = height - foot;
+    for (const [tier, color] of palette) {
+      const tall = ((bin.get(tier) || 0) / most) * (height - foot - 6);
+      pen.fillStyle = color;
+      pen.fillRect(left + i * wide, y - tall, Math.max(1, wide - 1), tall);
+      y -= tall;
+    }
+  });
+}
+
+function showRate(live) {
+  const sums = new Map();
+  for (const second of live.seconds) for (const [tier, n] of Object.entries(second.tiers)) sums.set(tier, (sums.get(tier) || 0) + n);
+  let found = 0, approximate = 0, all = 0;
+  for (const [tier, n] of sums) {
+    if (tier !== "passed") all += n;
+    if (isHit(tier)) found += n;
+    if (isHit(tier) && tier !== "exact") approximate += n;
+  }
+  $("rate").textContent = all ? percent(found / all) : "-";
+  $("rate-note").textContent = all ? `${whole(found)} of ${whole(all)}, ${whole(approximate)} through a donor` : "no requests";
+}
+
+function showSizes(gauges) {
+  const rows = [
+    ["answers in the store", gauges.response_bytes, gauges.response_limit_bytes, gauges.response_entries],
+    ["answers in memory", gauges.memory_bytes, gauges.memory_limit_bytes],
+    ["donors, with their images", gauges.media_bytes, gauges.media_limit_bytes, gauges.semantic_entries],
+    ["answers on their way", gauges.flight_bytes, gauges.flight_limit_bytes, gauges.flights],
+  ];
+  $("sizes").replaceChildren(...rows.filter((row) => row[1] !== undefined).map(([name, now, most, entries]) => {
+    const box = element("div"), head = element("dt"), bar = element("dd"), meter = element("progress");
+    head.append(element("span", "", entries === undefined ? name : `${name} (${whole(entries)})`));
+    head.append(element("span", "", most ? `${bytes(now)} of ${bytes(most)}` : bytes(now)));
+    meter.max = most || 1;
+    meter.value = most ? now : 0;
+    meter.setAttribute("aria-label", name);
+    bar.append(meter);
+    box.append(head, bar);
+    return box;
+  }));
+}
+
+function showStats(stats) {
+  const { totals, live, gauges } = stats;
+  const palette = colors([...new Set([...Object.keys(totals.tiers), ...live.seconds.flatMap((s) => Object.keys(s.tiers))])]);
+  showRate(live);
+  drawChart(live, palette);
+  $("legend").replaceChildren(...[...palette].map(([tier, color]) => {
+    const item = element("li"), swatch = element("span", "swatch");
+    swatch.style.background = color;
+    item.append(swatch, element("span", "", tier));
+    return item;
+  }));
+  const { hit, miss } = live.latency;
+  $("latency").textContent = `${seconds(hit.p50)} / ${seconds(miss.p50)}`;
+  $("latency-note").textContent = `p95 ${seconds(hit.p95)} / ${seconds(miss.p95)}`;
+  $("tokens").textContent = whole(totals.tokens_saved);
+  $("seconds").textContent = `${seconds(totals.seconds_saved)} of the upstream's time, ${whole(totals.joins)} requests joined another`;
+  const checked = gauges.hits_checked || 0;
+  $("wrong").textContent = checked ? percent(gauges.wrong_hit_share) : "-";
+  $("wrong-note").textContent = checked
+    ? `of ${whole(checked)}, at most ${percent(gauges.wrong_hit_share_upper)} (95%)` : "no hit was checked yet";
+  const sum = Object.values(totals.tiers).reduce((a, b) => a + b, 0);
+  $("tiers").replaceChildren(...Object.entries(totals.tiers).sort((a, b) => b[1] - a[1]).map(([tier, n]) => {
+    const row = element("tr");
+    row.append(element("td", "", tier), element("td", "number", whole(n)), element("td", "number", percent(n / sum)));
+    return row;
+  }));
+  const faults = Object.entries(totals.faults);
+  $("faults").textContent = faults.length ? faults.map(([part, n]) => `${part}: ${whole(n)}`).join(", ") : "none";
+  $("faults").className = faults.length ? "bad" : "dim";
+  showSizes(gauges);
+}
+
+// -- hits ------------------------------------------------------------------------------------------------------
+
+function side(title, parts, others) {
+  const box = element("div");
+  box.append(element("h3", "", title));
+  parts.forEach((part, i) => {
+    const same = others[i] && others[i].text === part.text;
+    const role = part.role === "image" ? "text image" : "text";
+    const label = part.role === "question" ? "" : `${part.role}: `;
+    box.append(element("p", same ? role : `${role} differs`, label + part.text));
+  });
+  return box;
+}
+
+function hitItem(hit) {
+  const item = element("li", "hit"), meta = element("div", "meta");
+  meta.append(element("b", "", hit.tier));
+  if (hit.score !== null) meta.append(element("span", "", `score ${hit.score.toFixed(3)}`));
+  meta.append(element("span", "", new Date(hit.at * 1000).toLocaleTimeString()));
+  meta.append(element("span", "", `answer ${seconds(hit.age_s)} old`), element("span", "", hit.model));
+  const wrong = element("button", "danger", "This hit was wrong");
+  wrong.addEventListener("click", async () => {
+    wrong.disabled = true;
+    try {
+      const { removed } = await call("wrong", { id: hit.id });
+      wrong.textContent = removed ? "Removed" : "Gone already";
+    } catch (error) {
+      wrong.textContent = error.message;
+    }
+  });
+  meta.append(wrong);
+  const sides = element("div", "sides");
+  sides.append(side("asked", hit.asked, hit.donor), side("answered as", hit.donor, hit.asked));
+  const answer = element("div", "answer");
+  answer.append(element("h3", "", "answer"), element("p", "text", hit.answer));
+  item.append(meta, sides, answer);
+  return item;
+}
+
+function showHits() {
+  const shown = hits.filter((hit) => !$("only").checked || hit.tier !== "exact").slice(0, 50);
+  const list = $("hits");
+  const known = new Map([...list.children].map((node) => [node.dataset.id, node]));
+  list.replaceChildren(...shown.map((hit) => {
+    const node = known.get(hit.id) || hitItem(hit); // a button's state outlives the next refresh
+    node.dataset.id = hit.id;
+    return node;
+  }));
+  $("nohits").hidden = shown.length > 0;
+}
+
+// -- invalidation ----------------------------------------------------------------------------------------------
+
+function criteria() {
+  return Object.fromEntries([...new FormData($("invalidate"))].filter(([, value]) => value.trim() !== ""));
+}
+
+function say(text, bad) {
+  $("counted").textContent = text;
+  $("counted").className = bad ? "bad" : "";
+}
+
+async function count(event) {
+  event.preventDefault();
+  const wanted = criteria();
+  $("remove").disabled = true;
+  asked = null;
+  try {
+    const { count: n } = await call("invalidate", { ...wanted, dry_run: true });
+    say(n === 1 ? "1 answer would be removed." : `${whole(n)} answers would be removed.`);
+    asked = n ? wanted : null;
+    $("remove").disabled = !n;
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+async function remove() {
+  if (!asked) return;
+  $("remove").disabled = true;
+  try {
+    const { count: n } = await call("invalidate", { ...asked, dry_run: false });
+    say(n === 1 ? "1 answer was removed." : `${whole(n)} answers were removed.`);
+  } catch (error) {
+    say(error.message, true);
+  }
+  asked = null;
+}
+
+// -- in and out ------------------------------------------------------------------------------------------------
+
+async function refresh() {
+  try {
+    const [stats, recent] = await Promise.all([call("stats"), call("hits?limit=200")]);
+    hits = recent.hits;
+    $("door").hidden = true;
+    $("board").hidden = false;
+    $("leave").hidden = false;
+    $("state").textContent = `version ${stats.version}, refreshed ${new Date().toLocaleTimeString()}`;
+    showStats(stats);
+    showHits();
+    return true;
+  } catch (error) {
+    if (error.status === 401 || error.status === 403) leave(error.message);
+    else $("state").textContent = `no answer: ${error.message}`;
+    return false;
+  }
+}
+
+async function start() {
+  if (timer !== null) clearInterval(timer);
+  timer = (await refresh()) ? setInterval(refresh, EVERY_MS) : null;
+}
+
+function leave(reason) {
+  sessionStorage.removeItem(KEY);
+  if (timer !== null) clearInterval(timer);
+  timer = null;
+  $("board").hidden = true;
+  $("leave").hidden = true;
+  $("door").hidden = false;
+  $("state").textContent = "not connected";
+  $("refused").textContent = reason || "";
+}
+
+$("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, $("key").value);
+  $("key").value = "";
+  start();
+});
+$("leave").addEventListener("click", () => leave(""));
+$("invalidate").addEventListener("submit", count);
+$("invalidate").addEventListener("input", () => { $("remove").disabled = true; asked = null; });
+$("remove").addEventListener("click", remove);
+$("only").addEventListener("change", showHits);
+if (sessionStorage.getItem(KEY)) start();
