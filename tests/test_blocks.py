@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores import container, extents
+from semkv.stores import container
 from semkv.stores.blocks import KVChunk, KVLayout, KVStore, LayerLayout
-from semkv.stores.eviction import ExtentUse, choose_victims
-from semkv.stores.extents import Bounds, ExtentStore
+from semkv.stores.bounds import Bounds
+from semkv.stores.eviction import ExtentUse, Ghosts, adapt, victims
 
 LAYOUT = KVLayout(
     tuple(LayerLayout(f"layer{i}", "bfloat16", (1, 2, 32, 8), (512, 256, 8, 1), 1024) for i in range(3)), 32, "TEST"
@@ -216,23 +216,47 @@ def test_byte_bound_counts_the_whole_directory(tmp_path: Path) -> None:
     assert one.lookup(hashes(2, 10)) == 2
 
 
-def test_victims_oldest_first_deepest_first_never_held() -> None:
-    uses = [ExtentUse("new", 10, 1, 5.0, 0), ExtentUse("root", 10, 1, 1.0, 0), ExtentUse("leaf", 10, 1, 1.0, 8)]
-    assert choose_victims(uses, nbytes=1, blocks=0) == ["leaf"]
-    assert choose_victims(uses, nbytes=15, blocks=0) == ["leaf", "root"]
-    assert choose_victims(uses, nbytes=0, blocks=2, held={"leaf"}) == ["root", "new"]
-    assert choose_victims(uses, nbytes=0, blocks=0) == []
+def test_recent_extents_go_until_they_keep_their_share_then_frequent_ones() -> None:
+    recent = [ExtentUse(name, 10, 1) for name in "abc"]
+    frequent = [ExtentUse(name, 10, 1, frequent=True) for name in "xyz"]
+    assert "".join(v.extent for v in victims(recent, frequent, 30, 15)) == "abxyzc"
+    assert "".join(v.extent for v in victims(recent, [], 30, 100)) == "abc"
+    assert "".join(v.extent for v in victims([], frequent, 0, 0)) == "xyz"
 
 
-def test_a_read_is_never_evicted_under_its_reader(tmp_path: Path) -> None:
-    ext = ExtentStore(tmp_path / "kv", "kv", Bounds(max_bytes=0, max_blocks=4))
-    first = ext.write("n", 1, hashes(2), rows(2))
-    ext.write("n", 1, hashes(2, 2), rows(2))
-    assert first is not None
-    with ext._hold([first]):
-        ext.write("n", 1, hashes(2, 4), rows(2))
-        assert len(ext.find_prefix("n", hashes(2))) == 2
-        assert len(ext.find_prefix("n", hashes(2, 2))) == 0
+def test_a_ghost_moves_the_share_of_its_list() -> None:
+    assert adapt(50, 100, 10, Ghosts(recent=10, frequent=20), frequent=False) == 70
+    assert adapt(50, 100, 10, Ghosts(recent=10, frequent=20), frequent=True) == 40
+    assert adapt(95, 100, 10, Ghosts(recent=10, frequent=10), frequent=False) == 100
+    assert adapt(5, 100, 10, Ghosts(recent=10, frequent=10), frequent=True) == 0
+
+
+def test_what_a_lookup_holds_is_evicted_by_no_process(tmp_path: Path) -> None:
+    kv, other = (store(tmp_path, bounds=Bounds(max_bytes=0, max_blocks=4)) for _ in range(2))
+    kv.save_rows(hashes(2), rows(2))
+    kv.save_rows(hashes(2, 2), rows(2))
+    assert kv.lookup(hashes(2), holder="request 1") == 2
+    other.save_rows(hashes(2, 4), rows(2))
+    assert (other.lookup(hashes(2)), other.lookup(hashes(2, 2))) == (2, 0)
+    assert kv.lookup(hashes(2, 4), holder="request 2") == 2
+    assert other.save_rows(hashes(2, 6), rows(2)) is None  # everything is held
+    assert other.stats().counters["rejected"] == 1
+    kv.release("request 1")
+    assert other.save_rows(hashes(2, 6), rows(2)) is not None
+    assert (other.lookup(hashes(2)), other.lookup(hashes(2, 4))) == (0, 2)
+
+
+def test_what_is_too_old_is_neither_served_nor_kept(tmp_path: Path) -> None:
+    kv = store(tmp_path, bounds=Bounds(max_age_s=0.2))
+    kv.save_rows(hashes(2), rows(2))
+    assert kv.lookup(hashes(2)) == 2
+    time.sleep(0.25)
+    assert kv.lookup(hashes(2)) == 0
+    assert len(kv.read_rows(hashes(2))) == 0
+    kv.save_rows(hashes(2, 2), rows(2))
+    assert kv._extents.sweep() == 1
+    assert len(files(tmp_path)) == 1
+    assert kv.lookup(hashes(2, 2)) == 2
 
 
 @pytest.mark.parametrize("how", ["missing", "garbage"])
@@ -258,7 +282,7 @@ def test_index_damaged_while_open_turns_the_store_off(tmp_path: Path, monkeypatc
     def broken(*_: object) -> None:
         raise sqlite3.DatabaseError("file is not a database")
 
-    monkeypatch.setattr(kv._extents._index, "find_prefix", broken)
+    monkeypatch.setattr(kv._extents._index, "find", broken)
     assert kv.lookup(hashes(2)) == 0
     assert not kv.on
     assert kv.save_rows(hashes(2, 2), rows(2)) is None
@@ -266,23 +290,15 @@ def test_index_damaged_while_open_turns_the_store_off(tmp_path: Path, monkeypatc
     assert store(tmp_path).lookup(hashes(2)) == 2
 
 
-def test_orphans_are_swept_after_the_grace_time(tmp_path: Path) -> None:
+def test_files_that_no_index_names_are_swept(tmp_path: Path) -> None:
     kv = store(tmp_path)
     kv.save_rows(hashes(2), rows(2))
     known = files(tmp_path)[0]
-    young, old, temporary = (
-        known.with_name(n) for n in ("young.safetensors", "old.safetensors", "x.safetensors.1.tmp")
-    )
-    for path in (young, old, temporary):
+    strange, temporary = (known.with_name(n) for n in ("0" * 32 + ".safetensors", "1" * 32 + ".safetensors.1.tmp"))
+    for path in (strange, temporary):
         path.write_bytes(b"half a file")
-    past = time.time() - extents.ORPHAN_GRACE_S - 1
-    for path in (old, temporary, known):
-        os.utime(path, (past, past))
-    store(tmp_path)
-    assert known.exists()
-    assert young.exists()
-    assert not old.exists()
-    assert not temporary.exists()
+    assert len(store(tmp_path).read_rows(hashes(2))) == 2
+    assert files(tmp_path) == [known]
 
 
 def test_other_format_version_is_refused_at_open(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.keys import segment_key
-from semkv.tiers.decision import Decision
+from semkv.tiers.policies import Decision
+from semkv.tiers.policies.base import Stateless
 from semkv.types import (
     CacheMode,
     EmbeddingLayer,
@@ -350,7 +351,7 @@ def test_vectors_may_be_given(bench: Bench) -> None:
 def test_a_decider_may_refuse_an_approximate_match_and_no_other(tmp_path: Path) -> None:
     asked = []
 
-    class Never:
+    class Never(Stateless):
         def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
             asked.append(match.tier)
             return Decision(False, "never")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from semkv.errors import StoreError
-from semkv.experiments.cachedir import prepare, purge_directory
 from semkv.experiments.settings import RunFlags, resolve
+from semkv.stores.cachedir import prepare, purge_directory
 
 
 def config(root: Path, **flags: Any) -> Any:

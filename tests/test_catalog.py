@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -10,11 +12,13 @@ from threading import Thread
 import numpy as np
 import pytest
 
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
 from semkv.stores.catalog import FORMAT, Catalog
 from semkv.stores.catalog_rows import Record, pack, unpack
-from semkv.types import Entry, MediaSegment, Namespace, Role, TextSegment
+from semkv.types import Entry, MediaSegment, Namespace, Request, Role, TextSegment
 
 HERE, THERE = Namespace("here", "m"), Namespace("there", "m")
 
@@ -202,6 +206,81 @@ def test_two_processes_see_each_others_entries(tmp_path: Path) -> None:
     assert not two.changed()
     assert two.get("a") is not None
     assert not one.changed()
+
+
+def test_a_repeated_find_reads_nothing_until_something_changes(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    catalog.add(record("a"))
+    read: list[str] = []
+    catalog._db.set_trace_callback(read.append)
+    assert [e.entry_id for e in catalog.find("shared")] == ["a"]
+    first = len(read)
+    assert first
+    assert [e.entry_id for e in catalog.find("shared")] == ["a"]
+    assert [e.entry_id for e in catalog.find("shared", 1)] == ["a"]
+    assert len(read) == first
+    catalog.add(record("b"))
+    assert [e.entry_id for e in catalog.find("shared", 1)] == ["a"]
+    assert [e.entry_id for e in catalog.find("shared", 4)] == ["a", "b"]  # more than was remembered
+    catalog.invalidate(entry_id="a")
+    assert [e.entry_id for e in catalog.find("shared")] == ["b"]
+    catalog.close()
+    with pytest.raises(sqlite3.ProgrammingError):
+        catalog.changed()
+    with pytest.raises(sqlite3.ProgrammingError):
+        catalog.find("shared")  # what cannot be checked is not served
+
+
+def test_long_entries_are_not_kept_in_memory(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    long = record("a")
+    catalog.add(replace(long, entry=replace(long.entry, response="x" * 10_000)))
+    for name in (str(i) for i in range(5000)):
+        catalog._recent.put(name, 4, [record(name).entry])
+    assert catalog.find("shared")
+    assert len(catalog._recent._found) == 4096
+    assert "shared" not in catalog._recent._found
+
+
+def test_another_process_invalidates_and_this_one_misses(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite")
+    catalog.add(record("a"))
+    catalog.add(record("b"))
+    assert len(catalog.find("shared")) == 2
+    program = "import sys; from pathlib import Path; from semkv.stores.catalog import Catalog\n"
+    program += "assert Catalog(Path(sys.argv[1])).invalidate(entry_id='a').entry_ids == ('a',)"
+    subprocess.run([sys.executable, "-c", program, tmp_path / "c.sqlite"], check=True)
+    assert catalog.changed()
+    assert [e.entry_id for e in catalog.find("shared")] == ["b"]
+    assert catalog.find("key-a") == []
+
+
+def test_the_cache_does_not_serve_what_another_process_took_away(tmp_path: Path) -> None:
+    config = CacheConfig(tmp_path, semantic=False)
+    with SemanticCache(config) as cache:
+        request = Request("1", HERE, (TextSegment("What color is the car?"),), tags=("old",))
+        cache.add_observation(cache.try_reuse(request), "red")
+        for _ in range(2):
+            assert cache.try_reuse(request).donor_response == "red"
+        program = "import sys; from pathlib import Path; from semkv.cache import SemanticCache\n"
+        program += "from semkv.config import CacheConfig\n"
+        program += "assert SemanticCache(CacheConfig(Path(sys.argv[1]), semantic=False)).invalidate(tag='old') == 1"
+        subprocess.run([sys.executable, "-c", program, tmp_path], check=True)
+        report = cache.try_reuse(request)
+        assert not report.hit
+        assert not cache.stats().faults
+
+
+def test_the_bound_holds_although_entries_are_not_counted_each_time(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "c.sqlite", max_entries=100)
+    counted: list[str] = []
+    catalog._db.set_trace_callback(lambda sql: counted.append(sql) if "COUNT" in sql else None)
+    most = 0
+    for i in range(300):
+        catalog.add(record(str(i), created=float(i)))
+        most = max(most, catalog._db.execute("SELECT COUNT (*) FROM entries").fetchone()[0])
+    assert most == 100
+    assert len([sql for sql in counted[:120] if "COUNT(*)" in sql]) < 60
 
 
 def test_many_threads_may_write(tmp_path: Path) -> None:

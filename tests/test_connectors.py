@@ -22,6 +22,7 @@ from semkv.connectors import namespace, register
 from semkv.connectors.adapter import KVAdapter
 from semkv.connectors.kv_plan import LoadPlan
 from semkv.connectors.kv_scheduler import KVScheduler, rank_namespace
+from semkv.connectors.kv_worker import KVWorker
 from semkv.connectors.outcome import ConnectorOutcome, read_outcome
 from semkv.connectors.settings import ECSettings, KVSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
@@ -97,15 +98,25 @@ class Engine:
 
     def flush(self) -> None:
         from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        assert get_kv_transfer_group().worker_half.flush(60)
+        assert self.worker.flush(60)
         if has_ec_transfer():
             assert get_ec_transfer().worker_half.flush(60)
 
-    def forget(self) -> None:
-        """Empty vLLM's own caches, so that only the stores remain."""
+    @property
+    def worker(self) -> KVWorker:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        half = get_kv_transfer_group().worker_half
+        assert isinstance(half, KVWorker)
+        return half
+
+    def forget(self, *, host: bool = True) -> None:
+        """Empty vLLM's own caches and, unless told otherwise, host memory, so that only the disk remains."""
         self.flush()
+        if host:
+            self.worker.pool.clear()
+            assert not len(self.worker.pool)
         assert self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
@@ -171,6 +182,45 @@ class TestEngine:
         # A control that can fail: the model does look at its prompt and its picture.
         assert answer(engine.run(engine.prompt("first", picture=2))[0]) != answer(cold)
         assert answer(engine.run(engine.prompt("other", picture=1))[0]) != answer(cold)
+
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    def test_levels_give_the_same_answer(
+        self, engine: Engine, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Host memory, then the disk; asynchronously as on a GPU, while another request goes on."""
+        monkeypatch.setattr(engine.worker.transfer, "asynchronous", asynchronous)
+        monkeypatch.setattr(engine.core.scheduler.connector, "_asynchronous", asynchronous)
+        prompt = engine.prompt(f"level {asynchronous}", picture=40)
+        cold = answer(engine.run(prompt, extra=SKIP)[0])
+        engine.one(prompt)  # captures what vLLM's own cache has
+        for host, counter in ((False, "host_tokens"), (True, "disk_tokens")):
+            other = engine.prompt(f"other {asynchronous} {host}", picture=41 + 2 * asynchronous + host)
+            alone = answer(engine.run(other, extra=SKIP)[0])
+            engine.forget(host=host)
+            before = engine.worker.counters.totals().get(counter, 0)
+            loaded, computed = engine.run(prompt, other)
+            assert (answer(loaded), answer(computed)) == (cold, alone)
+            n = full_blocks(loaded)
+            assert read_outcome(loaded) == ConnectorOutcome(n, False, 0, 0, n)
+            assert read_outcome(computed).loaded_tokens == 0
+            assert engine.worker.counters.totals()[counter] == before + n
+
+    def test_asynchronous_load_that_fails_is_computed(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine.worker.transfer, "asynchronous", True)
+        monkeypatch.setattr(engine.core.scheduler.connector, "_asynchronous", True)
+        monkeypatch.setattr(engine.kv, "_local_worker", lambda: None)  # promised by the index alone
+        before, prompt = engine.extents(), engine.prompt("late", picture=46)
+        cold, _ = engine.one(prompt)
+        engine.forget()
+        file = max(engine.extents() - before, key=lambda p: p.stat().st_mtime_ns)
+        raw = file.read_bytes()
+        file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        again, outcome = engine.one(prompt)
+        assert (again, outcome.load_failed) == (cold, True)
+        engine.forget()
+        again, outcome = engine.one(prompt)
+        assert (again, outcome.load_failed) == (cold, False)
+        assert outcome.loaded_tokens
 
     def test_encoder_output_is_loaded_when_the_kv_is_not(self, engine: Engine) -> None:
         prompt = engine.prompt("encoder", picture=3)
@@ -270,14 +320,14 @@ class TestEngine:
             file.write_bytes(other.read_bytes())
         else:
             file.unlink()
-        counters = engine.store().stats().counters
+        counters = dict(engine.worker._extents.counters)
         tokens, outcome = engine.one(prompt)
         assert tokens == answer(cold)
         assert outcome.load_failed is False
         assert outcome.loaded_tokens is not None
         assert outcome.loaded_tokens < full_blocks(cold)
         name = "missing" if damage == "gone" else "corrupt"
-        assert engine.store().stats().counters[name] == counters.get(name, 0) + 1
+        assert engine.worker._extents.counters[name] > counters.get(name, 0)  # read in parts, so perhaps more than one
         assert not file.exists()
         engine.forget()
         tokens, outcome = engine.one(prompt)  # stored again meanwhile
@@ -381,7 +431,7 @@ def test_preemption_decode_capture_failed_loads_and_bounds(models: Any, tmp_path
     expected = [answer(plain.run(p, tokens=40)[0]) for p in prompts]
     plain.close()
 
-    settings = {"capture_decode": True, "verify": "load", "max_blocks": 40}
+    settings = {"capture_decode": True, "max_blocks": 40}
     small = Engine(models("llava"), tmp_path, settings, num_gpu_blocks_override=20, max_num_seqs=4, max_model_len=512)
     preempted, real = [], small.core.scheduler._preempt_request
     small.core.scheduler._preempt_request = lambda *a, **k: (preempted.append(a), real(*a, **k))[1]
@@ -405,6 +455,7 @@ def test_preemption_decode_capture_failed_loads_and_bounds(models: Any, tmp_path
         for file in small.extents():
             raw = file.read_bytes()
             file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        small.kv._local_worker = lambda: None  # as with several ranks: promised by the index alone
         (output,) = small.run(prompts[0], tokens=40)
         assert read_outcome(output).load_failed is True
         assert answer(output) == expected[0]
@@ -543,6 +594,19 @@ def test_one_token_is_left_and_asking_twice_changes_nothing(tmp_path: Path) -> N
         assert kv.matched_tokens(request("a", 97, **fields), 0) == 0
 
 
+def test_what_was_promised_is_not_evicted_before_the_request_has_ended(tmp_path: Path) -> None:
+    kv, r = half(tmp_path), request("a", 96)
+    put(tmp_path, 0, r.block_hashes)
+    small = KVStore.open(tmp_path / "kv", rank_namespace("ns", 0), LAYOUT, Bounds(max_blocks=3))
+    others = [bytes([i]) * 32 for i in range(100, 103)]
+    assert kv.matched_tokens(r, 0) == 64
+    assert small.save_rows(others, np.zeros((3, 4), np.uint8)) is None
+    small.release("another engine/a")
+    assert small.save_rows(others, np.zeros((3, 4), np.uint8)) is None
+    kv.finished(r)
+    assert small.save_rows(others, np.zeros((3, 4), np.uint8)) is not None
+
+
 def test_blocks_missing_in_one_rank_are_not_promised(tmp_path: Path) -> None:
     kv, r = half(tmp_path, ranks=2), request("a", 200)
     put(tmp_path, 0, r.block_hashes)
@@ -611,7 +675,7 @@ def test_settings_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for wrong in (
         {"max_blocks": "5"},
         {"capture_decode": 1},
-        {"verify": "never"},
+        {"host_bytes": 0},
         {"queue_bytes": 0},
         {"cache_dir": 3},
     ):

@@ -110,7 +110,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         load_samples(str(tmp_path / "empty.jsonl"), options(tmp_path))
     with pytest.raises(ConfigError, match="--dataset-root"):
         load_samples("jsonl", options(tmp_path))
-    with pytest.raises(ConfigError, match="gqa, jsonl, minigqa"):
+    with pytest.raises(ConfigError, match="gqa, gqa-text, jsonl, minigqa"):
         load_samples("coco", options(tmp_path))
 
 

@@ -56,15 +56,10 @@ def test_make_targets_exist() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("command", commands("semkv"))
-def test_a_command_runs(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [text for _, text in blocks("bash") if text.startswith("semkv ")])
+def test_commands_run(script: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        shlex.split(command, comments=True),
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
+        ["bash", "-e", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"^\[\d+\] (miss|hit \([\w:/]+\)) \| latency=\d+\.\d+s \| answer match=True \|", done.stdout, re.M)

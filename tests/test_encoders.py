@@ -7,6 +7,9 @@ import io
 import json
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from PIL import Image
 import tiny_models
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
 from semkv.encoders import text as text_module
+from semkv.encoders.batching import Batcher
 from semkv.encoders.hooks import VisionHook, build_hook, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, load_sentence_transformer, resolve_model
 from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
@@ -85,6 +89,85 @@ def test_repeated_texts_are_remembered_within_a_bound(minilm: SentenceEncoder, m
     assert np.allclose(again[0], first[1])
     minilm.encode([str(n) for n in range(20)])
     assert len(minilm._memory) == 8
+
+
+@packaged
+def test_many_threads_share_passes_and_get_the_vectors_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"How many {thing} are on the table in room {n}?" for n in range(16) for thing in ("cups", "cats")]
+    alone = SentenceEncoder()
+    expected = {text: alone.encode([text])[0] for text in texts}
+    encoder = SentenceEncoder()
+    encoder.encode(["warm up"])
+    passes: list[list[str]] = []
+    run = encoder._run
+    monkeypatch.setattr(encoder, "_run", lambda batch: (passes.append(batch), run(batch))[1])
+    with ThreadPoolExecutor(64) as pool:
+        found = list(pool.map(lambda text: encoder.encode([text])[0], texts * 2))
+    for text, vector in zip(texts * 2, found, strict=True):
+        assert np.allclose(vector, expected[text], atol=1e-5)
+    assert len(passes) < len(texts)
+
+
+@packaged
+def test_one_text_that_cannot_be_encoded_is_no_fault_of_the_others() -> None:
+    encoder = SentenceEncoder()
+    encoder.encode(["warm up"])
+
+    def ask(text: str) -> str:
+        try:
+            return str(encoder.encode([text]).shape)
+        except (TypeError, UnicodeError):
+            return "refused"
+
+    texts = [f"a word {i}" if i % 4 else f"a word \ud800{i}" for i in range(32)]
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(ask, texts))
+    assert answers == ["(1, 384)" if i % 4 else "refused" for i in range(32)]
+
+
+def test_a_batch_holds_what_waited_and_no_more_than_it_may() -> None:
+    going, passes = threading.Event(), []
+
+    def run(texts: list[str]) -> list[np.ndarray]:
+        passes.append(texts)
+        going.wait(10)
+        return [np.array([float(text)], dtype=np.float32) for text in texts]
+
+    batcher = Batcher(run, most=4)
+    with ThreadPoolExecutor(12) as pool:
+        first = pool.submit(batcher, ["0"])
+        while not passes:
+            time.sleep(0.001)
+        rest = [pool.submit(batcher, [str(n)]) for n in range(1, 10)]
+        while len(batcher._waiting) < 9:
+            time.sleep(0.001)
+        going.set()
+        assert first.result(10) == {"0": 0.0}
+        assert [f.result(10)[str(n)][0] for n, f in enumerate(rest, 1)] == list(range(1, 10))
+    assert [len(p) for p in passes] == [1, 4, 4, 1]
+    assert batcher(["7", "7"]) == {"7": 7.0}
+
+
+@packaged
+def test_a_backend_is_named_after_the_model_and_has_a_fingerprint_of_its_own(minilm: SentenceEncoder) -> None:
+    assert SentenceEncoder("all-MiniLM-L6-v2@onnx-int8").fingerprint != minilm.fingerprint
+    with pytest.raises(ConfigError, match="one followed by @ and one of onnx-int8"):
+        SentenceEncoder("all-MiniLM-L6-v2@int3")
+    if importlib.util.find_spec("onnxruntime") is None:
+        with pytest.raises(ConfigError, match="pip install onnx onnxruntime"):
+            _ = SentenceEncoder("all-MiniLM-L6-v2@onnx-int8").dim
+
+
+@packaged
+@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="ONNX Runtime is not installed")
+def test_the_int8_encoder_is_close_to_the_other_and_does_not_depend_on_company(minilm: SentenceEncoder) -> None:
+    texts = ["What color is the car?", "Which color does the car have?", "Who won the election of 1912?"]
+    small = SentenceEncoder("all-MiniLM-L6-v2@onnx-int8")
+    together = small.encode(texts)
+    assert np.sum(together * minilm.encode(texts), axis=1).min() > 0.98
+    assert np.linalg.norm(together, axis=1) == pytest.approx(1.0, abs=1e-5)
+    again = SentenceEncoder("all-MiniLM-L6-v2@onnx-int8")
+    assert np.array_equal(np.concatenate([again.encode([text]) for text in texts]), together)
 
 
 @packaged

@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "experiments": VOCABULARY
     | {"presets", "stores", "indexes", "encoders", "tiers", "cache", "connectors", "engines", "adapter"},
     "server": VOCABULARY | {"presets", "stores", "indexes", "encoders", "tiers", "cache", "connectors", "engines"},
-    "cli": VOCABULARY | {"presets", "stores", "cache", "engines", "experiments", "server"},
+    "maintenance": VOCABULARY | {"stores"},
+    "cli": VOCABULARY | {"presets", "stores", "connectors", "cache", "engines", "experiments", "server", "maintenance"},
     "__main__": {"cli"},
 }
 

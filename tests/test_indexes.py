@@ -1,11 +1,22 @@
-"""The vector index: exact neighbours, within a partition, also after removals."""
+"""The vector index: the nearest neighbours within a partition, whatever was added, removed and rebuilt on the way."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from semkv.indexes.faiss import FlatIndex, Row
+from semkv.indexes.base import Row
+from semkv.indexes.faiss import FaissIndex, IndexSizes
+from semkv.indexes.parts import Graph
+
+HALF = 1e-3  # what float16 may cost a score
 
 
 def unit(*numbers: float) -> np.ndarray:
@@ -13,12 +24,36 @@ def unit(*numbers: float) -> np.ndarray:
     return vector / np.linalg.norm(vector)
 
 
-def filled(count: int, partitions: int = 1, dim: int = 8) -> tuple[FlatIndex, np.ndarray]:
-    vectors = np.random.default_rng(0).normal(size=(count, dim)).astype(np.float32)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    index = FlatIndex(dim)
+def drawn(count: int, dim: int = 8, seed: int = 0) -> np.ndarray:
+    vectors = np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def clustered(count: int, dim: int = 64, seed: int = 0) -> np.ndarray:
+    """Groups of near neighbours, as paraphrases are, about directions that are not spread evenly."""
+    random = np.random.default_rng(seed)
+    centres = drawn(count // 20, dim, seed) * (1 / np.sqrt(np.arange(1, dim + 1)))
+    points = centres[random.integers(len(centres), size=count)]
+    points += 0.5 * np.linalg.norm(points, axis=1, keepdims=True) * drawn(count, dim, seed + 1)
+    return (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float32)
+
+
+def filled(count: int, partitions: int = 1, dim: int = 8) -> tuple[FaissIndex, np.ndarray]:
+    vectors = drawn(count, dim)
+    index = FaissIndex(dim)
     index.extend(Row(str(i), f"p{i % partitions}", v) for i, v in enumerate(vectors))
     return index, vectors
+
+
+@pytest.fixture
+def grown() -> Iterator[tuple[FaissIndex, np.ndarray]]:
+    """6,000 clustered vectors in one partition, all but the last few in graphs of 2,048."""
+    vectors = clustered(6000)
+    index = FaissIndex(64, flat=512, graph=2048)
+    index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
+    assert index.settle(60)
+    yield index, vectors
+    index.close()
 
 
 def test_the_nearest_come_first_and_equal_brute_force() -> None:
@@ -54,12 +89,237 @@ def test_removed_items_are_gone_and_the_rest_stays_right() -> None:
 
 
 def test_an_item_keeps_its_first_vector() -> None:
-    index = FlatIndex(2)
+    index = FaissIndex(2)
     index.extend([Row("a", "p", unit(1, 0)), Row("a", "p", unit(0, 1))])
+    index.extend([Row("a", "p", unit(0, 1)), Row("a", "q", unit(0, 1))])
     assert len(index) == 1
     assert index.search("p", unit(1, 0))[0].score == pytest.approx(1.0)
+    assert index.search("q", unit(0, 1)) == []
 
 
-def test_a_vector_of_another_length_is_refused() -> None:
+def test_a_vector_of_another_length_is_refused_and_nothing_is_added() -> None:
+    index = FaissIndex(8)
     with pytest.raises(ValueError, match="dimension 8"):
-        FlatIndex(8).extend([Row("a", "p", unit(1, 0))])
+        index.extend([Row("b", "p", drawn(1)[0]), Row("a", "p", unit(1, 0))])
+    assert len(index) == 0
+
+
+@pytest.mark.parametrize(("flat", "graph"), [(3, 100), (100, 99)])
+def test_sizes_that_make_no_sense_are_refused(flat: int, graph: int) -> None:
+    with pytest.raises(ValueError, match="flat must be 4 or more"):
+        FaissIndex(8, flat=flat, graph=graph)
+
+
+def test_graphs_find_what_brute_force_finds(grown: tuple[FaissIndex, np.ndarray]) -> None:
+    index, vectors = grown
+    sizes = index.sizes()
+    assert sizes.graph > 5000
+    assert sizes.flat + sizes.graph == 6000
+    queries = vectors[::20] + 0.05 * drawn(300, 64, seed=5)
+    queries = (queries / np.linalg.norm(queries, axis=1, keepdims=True)).astype(np.float32)
+    cosines = queries @ vectors.T
+    found = [index.search("p", query, 10) for query in queries]
+    assert np.mean([n[0].item == str(best) for n, best in zip(found, cosines.argmax(1), strict=True)]) >= 0.98
+    tens = [{str(i) for i in np.argpartition(-row, 10)[:10]} for row in cosines]
+    assert np.mean([len({n.item for n in ns} & ten) / 10 for ns, ten in zip(found, tens, strict=True)]) >= 0.95
+    for neighbours, row in zip(found, cosines, strict=True):
+        scores = [n.score for n in neighbours]
+        assert scores == sorted(scores, reverse=True)
+        assert scores == pytest.approx([row[int(n.item)] for n in neighbours], abs=HALF)
+
+
+def test_a_graph_returns_nothing_removed_and_is_built_anew(grown: tuple[FaissIndex, np.ndarray]) -> None:
+    index, vectors = grown
+    index.remove([str(i) for i in range(0, 6000, 50)])  # too few for a new build: marked only
+    assert index.sizes().dead == 120
+    for i in range(0, 6000, 50):
+        assert index.search("p", vectors[i], 1)[0].item != str(i)
+        assert index.score(str(i), vectors[i]) is None
+    index.remove([str(i) for i in range(6000) if i % 4])
+    assert index.settle(60)
+    assert index.sizes().dead < 500
+    left = [i for i in range(0, 6000, 4) if i % 50]
+    hits = [index.search("p", vectors[i], 1)[0].item == str(i) for i in left]
+    assert np.mean(hits) >= 0.98
+    index.remove([str(i) for i in range(6000)])
+    assert index.search("p", vectors[1]) == []
+    assert index.sizes() == IndexSizes(0, 0, 0)
+
+
+def test_searches_and_writes_at_once(grown: tuple[FaissIndex, np.ndarray]) -> None:
+    """No search finds an item under another's vector; those that stay are found as often as at rest, or nearly."""
+    index, vectors = grown
+    wrong: list[str] = []
+    found: list[bool] = []
+    done = threading.Event()
+
+    def search(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        while not done.is_set():
+            i = int(random.integers(0, 1000))  # these are never removed
+            near = index.search("p", vectors[i], 3)
+            found.append(bool(near) and near[0].item == str(i))
+            if any(abs(n.score - float(vectors[int(n.item.lstrip("x"))] @ vectors[i])) > HALF for n in near):
+                wrong.append(f"{i}: {near}")
+
+    readers = [threading.Thread(target=search, args=(n,)) for n in range(4)]
+    for reader in readers:
+        reader.start()
+    for turn in range(3):
+        index.extend(Row("x" * (turn + 1) + str(i), "p", vectors[i]) for i in range(3000, 6000))
+        index.remove([str(i) for i in range(1000, 6000) if i % 3 == turn])
+        index.remove(["x" * turn + str(i) for i in range(3000, 6000)])
+    assert index.settle(120)
+    done.set()
+    for reader in readers:
+        reader.join()
+    index.close()
+    assert wrong == []
+    assert np.mean(found) >= 0.98
+    assert len(index) == 1000 + 3000
+
+
+@pytest.mark.parametrize("count", [100, 3000])
+def test_a_search_passes_over_what_took_the_place_of_its_finding(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = clustered(count + 1)
+    index = FaissIndex(64, flat=512, graph=8192)
+    index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors[:-1]))
+    assert index.settle(60)
+    named = FaissIndex._named
+
+    def overtaken(*arguments: Any) -> Any:
+        index.remove(["7"])
+        index.extend([Row("another", "p", vectors[-1])])  # in the slot that was just given up
+        return named(*arguments)
+
+    monkeypatch.setattr(FaissIndex, "_named", overtaken)
+    near = index.search("p", vectors[7], 3)
+    assert len(near) == 2
+    assert not {"7", "another"} & {n.item for n in near}
+
+
+def test_what_is_removed_while_a_graph_is_built_stays_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = clustered(4000)
+    index = FaissIndex(64, flat=512, graph=8192)
+    gone = iter([range(1, 500), range(500, 1400), range(2000, 2400), range(3000, 3900)])
+    grown = Graph.grown
+
+    def slow(graph: Graph, rows: np.ndarray, wanted: Callable[[], bool]) -> object:
+        index.remove(str(i) for i in next(gone, ()))  # between the copy of the rows and its publication
+        return grown(graph, rows, wanted)
+
+    monkeypatch.setattr(Graph, "grown", slow)
+    index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
+    assert index.settle(60)
+    removed = {*range(1, 1400), *range(2000, 2400), *range(3000, 3900)}
+    sizes = index.sizes()
+    assert sizes.flat + sizes.graph == len(index) == 4000 - len(removed)
+    for i in range(0, 4000, 7):
+        found = index.search("p", vectors[i], 5)
+        assert not {int(n.item) for n in found} & removed
+        assert len({n.item for n in found}) == len(found) == 5
+    index.close()
+
+
+def test_a_row_that_moved_during_a_search_comes_once() -> None:
+    index, _ = filled(3)
+    found = index._named([0.9, 0.5, 0.8, 0.7], [1, 2, 1, -1], 3, 1)
+    assert [(n.item, n.score) for n in found] == [("1", 0.9), ("2", 0.5)]
+
+
+def test_slots_of_removed_items_are_used_again() -> None:
+    vectors = drawn(100)
+    index = FaissIndex(8)
+    for turn in range(100):
+        index.extend(Row(f"{turn}-{i}", "p", v) for i, v in enumerate(vectors))
+        assert index.search("p", vectors[5])[0].item == f"{turn}-5"
+        index.remove(f"{turn}-{i}" for i in range(100))
+    assert len(index._items) < 4500
+    assert index.sizes() == IndexSizes(0, 0, 0)
+
+
+def test_a_closed_index_still_answers_and_builds_no_more() -> None:
+    vectors = clustered(3000)
+    index = FaissIndex(64, flat=512)
+    index.close()
+    index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
+    assert index.settle(5)
+    assert index.sizes() == IndexSizes(3000, 0, 0)
+    assert index.search("p", vectors[7])[0].item == "7"
+
+
+def test_a_fault_of_the_upkeep_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Graph, "grown", short_of_memory)
+    vectors = clustered(1000)
+    index = FaissIndex(64, flat=512)
+    index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
+    assert index.settle(10)
+    assert index.search("p", vectors[7])[0].item == "7"
+    monkeypatch.undo()
+    index.extend([Row("more", "p", vectors[8])])
+    assert index.settle(10)
+    assert index.sizes().graph > 0
+
+
+class AgainstBruteForce(RuleBasedStateMachine):
+    """Any order of writes across the border between plain rows and graphs, compared with a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = FaissIndex(4, flat=16, graph=64)
+        self.table: dict[str, tuple[str, np.ndarray]] = {}
+        self.made = 0
+
+    @rule(count=st.integers(1, 60), partition=st.sampled_from("ab"))
+    def add(self, count: int, partition: str) -> None:
+        rows = []
+        for vector in drawn(count, 4, seed=self.made):
+            self.made += 1
+            rows.append(Row(str(self.made), partition, vector))
+            self.table[str(self.made)] = (partition, vector)
+        self.index.extend(rows)
+
+    @rule(share=st.sampled_from([0.1, 0.5, 1.0]), seed=st.integers(0, 9))
+    def remove(self, share: float, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        gone = [item for item in self.table if random.random() < share]
+        self.index.remove(gone)
+        for item in gone:
+            del self.table[item]
+
+    @rule(seed=st.integers(0, 9))
+    def add_again(self, seed: int) -> None:
+        self.index.extend(Row(item, "b", drawn(1, 4, seed)[0]) for item in list(self.table)[:5])
+
+    @rule()
+    def settle(self) -> None:
+        assert self.index.settle(30)
+
+    @invariant()
+    def the_same_as_the_table(self) -> None:
+        assert len(self.index) == len(self.table)
+        query = drawn(1, 4, seed=self.made + 1)[0]
+        for partition in "ab":
+            rows = {item: float(vector @ query) for item, (name, vector) in self.table.items() if name == partition}
+            found = self.index.search(partition, query, 40)
+            assert len({n.item for n in found}) == len(found)
+            assert len(found) >= 0.9 * min(40, len(rows))
+            for neighbour in found:
+                assert neighbour.score == pytest.approx(rows[neighbour.item], abs=HALF)
+            if rows:
+                assert found[0].score >= max(rows.values()) - 0.05
+        for item, (_, vector) in list(self.table.items())[:3]:
+            assert item in self.index
+            assert self.index.score(item, vector) == pytest.approx(1.0, abs=HALF)
+
+    def teardown(self) -> None:
+        self.index.close()
+
+
+TestAgainstBruteForce = AgainstBruteForce.TestCase
+TestAgainstBruteForce.settings = settings(
+    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)

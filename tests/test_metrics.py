@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from semkv.experiments import metrics
 from semkv.experiments.metrics import Cold, SampleRecord
+from semkv.types import Status
 
 
 def record(**values: Any) -> SampleRecord:
@@ -38,11 +41,12 @@ def test_answers_match_as_in_lmms_eval(prediction: str, answer: str, equal: bool
 
 
 def test_percentiles() -> None:
-    assert metrics.percentiles([None, None]) == metrics.Times(0, None, None)
-    times = metrics.percentiles([0.1, None, 0.2, 0.3])
+    assert metrics.times([("a", None), ("b", None)]) == metrics.Times(0, None, None)
+    times = metrics.times([("a", 0.1), ("b", None), ("c", 0.2), ("d", 0.3)])
     assert times.n == 3
     assert times.p50_s == pytest.approx(0.2)
     assert times.p95_s == pytest.approx(0.29)
+    assert (times.p50_low_s, times.p50_high_s) == (0.1, 0.3)
 
 
 def test_an_interval_widens_with_the_clusters() -> None:
@@ -100,4 +104,142 @@ def test_hits_against_cold() -> None:
     assert (compared.n, compared.wrong_hits, compared.gained_hits) == (4, 1, 1)
     assert compared.agreement.value == 0.5
     assert (compared.identical_tokens.n, compared.identical_tokens.value) == (1, 1.0)
-    assert compared.speedup == pytest.approx(2.0)
+    assert compared.agreement_all.value == 0.5
+    assert compared.speedup.value == pytest.approx(2.0)
+    assert [metrics.wrong_hit(r) for r in records] == [False, True, False, False]
+    assert metrics.summarise(records).wrong_hit_share.value == 0.25
+
+
+# --- intervals
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-1e3, 1e3, allow_nan=False)), min_size=1, max_size=30))
+def test_means_and_medians_lie_inside_the_values(values: list[tuple[str, float]]) -> None:
+    numbers = [v for _, v in values]
+    for figure, value in ((metrics.mean(values), np.mean(numbers)), (metrics.median(values), np.median(numbers))):
+        assert figure.value == pytest.approx(value)
+        assert figure.low is not None
+        assert figure.high is not None
+        assert min(numbers) - 1e-9 <= figure.low <= figure.high <= max(numbers) + 1e-9
+
+
+def test_a_median_takes_whole_images() -> None:
+    slow = [(f"slow {i}", 100.0) for i in range(10)]
+    fast = [("fast", 1.0)] * 11  # one image with most of the questions: a draw without it is all slow
+    estimate = metrics.median([*slow, *fast])
+    assert (estimate.value, estimate.low, estimate.high) == (1.0, 1.0, 100.0)
+    spread = metrics.median([*slow, *((f"fast {i}", 1.0) for i in range(200))])
+    assert (spread.value, spread.low, spread.high) == (1.0, 1.0, 1.0)
+
+
+def test_the_interval_of_a_median_is_as_wide_as_theory_says() -> None:
+    numbers = np.random.default_rng(1).normal(size=400)
+    found = metrics.median([(str(i), float(x)) for i, x in enumerate(numbers)])
+    assert found.low is not None
+    assert found.high is not None
+    # The median of n normal values has a standard error of sqrt(pi / 2n).
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 * (np.pi / 800) ** 0.5, rel=0.3)
+
+
+# --- how right the answers are
+
+
+def test_consistency_is_gqas() -> None:
+    def asked(name: str, right: bool, *entailed: str) -> SampleRecord:
+        return record(sample_id=name, image=name, match=right, entailed=entailed)
+
+    records = [
+        asked("a", True, "a", "b", "c"),  # itself does not count: b right, c wrong
+        asked("b", True, "c"),  # wrong
+        asked("c", False, "a"),  # wrong itself: not asked
+        asked("d", True, "b"),  # right
+        asked("e", True, "nowhere"),  # not in this run
+        asked("f", True),
+    ]
+    found = metrics.consistency(records)
+    assert (found.n, found.value) == (3, pytest.approx((0.5 + 0 + 1) / 3))
+    assert metrics.consistency(records, cold=True).n == 0
+    cold = [replace(r, cold=Cold(r.image, "", True, 1, 1, 1, 0)) for r in records]
+    assert metrics.consistency(cold, cold=True).value == 1.0
+
+
+def hit(score: float, right: bool, **values: Any) -> SampleRecord:
+    return record(provenance="text:semantic", applied=True, score=score, match=right, **values)
+
+
+def test_precision_against_the_cache_hit_ratio() -> None:
+    records = [hit(0.9, True), hit(0.9, False), hit(1.0, True), hit(0.8, False), *[record() for _ in range(6)]]
+    ratio, precision = metrics.chr_curve(records)
+    assert ratio == pytest.approx([0.1, 0.3, 0.4])
+    assert precision == pytest.approx([1, 2 / 3, 0.5])
+    area = metrics.chr_area(records)
+    assert area.reached == pytest.approx(0.4)
+    assert area.area.value == pytest.approx((0.1 + 0.2 * (1 + 2 / 3) / 2 + 0.1 * (2 / 3 + 0.5) / 2) / 0.4)
+    assert area.area.n == 4
+
+
+def test_a_score_that_ranks_well_has_the_larger_area() -> None:
+    good = [hit(1 - i / 100, i < 50, image=str(i)) for i in range(100)]
+    bad = [hit(1 - i / 100, i >= 50, image=str(i)) for i in range(100)]
+    best, worst = metrics.chr_area(good), metrics.chr_area(bad)
+    assert best.area.low is not None
+    assert worst.area.high is not None
+    assert best.area.low > worst.area.high
+    assert metrics.chr_area([hit(0.9, True)] * 3).area.value == 1.0
+    assert metrics.chr_area([record()]).area.value is None
+
+
+def test_a_hit_stands_for_the_cold_answer_and_a_dry_one_for_its_own() -> None:
+    cold = Cold("a", "blue", False, 0.1, 0.1, 10, 0)
+    assert metrics.stands_for(record()) is None
+    assert metrics.stands_for(hit(0.9, True)) is True
+    assert metrics.stands_for(hit(0.9, True, text="red", cold=cold)) is False
+    assert metrics.stands_for(hit(0.9, False, text="Blue.", cold=cold)) is True
+    dry = replace(hit(0.9, True, text="red"), applied=False, donor_answer="Red")
+    assert metrics.stands_for(dry) is True
+    assert not metrics.wrong_hit(dry)
+    # Without an expected answer the cold one is the yardstick, without a cold one the expected.
+    unlabelled = hit(0.9, True, text="red", cold=replace(cold, match=None))
+    assert metrics.wrong_hit(replace(unlabelled, match=None))
+    assert metrics.wrong_hit(hit(0.9, False))
+
+
+# --- savings, noise, files
+
+
+def test_savings_may_be_losses() -> None:
+    records = [
+        record(image=str(i), latency_s=0.030, ttft_s=None, cached_tokens=4, cold=Cold(str(i), "", None, x, 0.1, 10, 2))
+        for i, x in enumerate((0.010, 0.020, 0.090))
+    ]
+    found = metrics.saved(records)
+    assert found is not None
+    assert found.tokens == metrics.Estimate(3, 2.0, 2.0, 2.0)
+    assert found.latency_s.value == pytest.approx(0.010)
+    assert found.latency_p50_s.value == pytest.approx(-0.010)
+    assert found.ttft_s.n == 0
+    assert metrics.saved([record()]) is None
+    row = metrics.summarise(records).tiers[-1]
+    assert (row.tier, row.saved) == ("all", found)
+
+
+def test_the_noise_floor_compares_text_and_tokens() -> None:
+    def cold(again: str | None, ids: tuple[int, ...] | None) -> Cold:
+        return Cold("a", "red", None, 0.1, 0.1, 10, 0, (1,), again, ids)
+
+    noise = metrics.noise_floor([cold("Red.", (1,)), cold("red", (2,)), cold("blue", (3,)), cold(None, None)])
+    assert noise is not None
+    assert (noise.answers.n, noise.answers.value) == (3, pytest.approx(1 / 3))
+    assert noise.tokens.value == pytest.approx(2 / 3)
+    assert metrics.noise_floor([cold(None, None)]) is None
+
+
+def test_a_record_comes_back_from_its_line() -> None:
+    cold = Cold("a", "red", None, 0.1, None, 10, 0, (1, 2), "red", (1, 3))
+    first = hit(0.9, True, cold=cold, statuses={"exact_text": Status.MISS}, token_ids=(1, 2), entailed=("x",))
+    line = json.loads(json.dumps(first.to_json()))
+    assert SampleRecord.from_json(line) == first
+    assert SampleRecord.from_json({**line, "from a later version": 1}) == first
+    del line["latency_s"]
+    with pytest.raises(ValueError, match="no field 'latency_s'"):
+        SampleRecord.from_json(line)

@@ -20,7 +20,7 @@ from semkv.errors import DatasetError, EngineError
 from semkv.experiments.datasets import ImageRef, Sample
 from semkv.experiments.metrics import SampleRecord, Summary
 from semkv.experiments.report import console_listener, print_summary, sample_line, size
-from semkv.experiments.runner import Silent, run
+from semkv.experiments.runner import NOISE_SAMPLES, Silent, run
 from semkv.experiments.settings import RunFlags, RunSettings, resolve
 from semkv.tiers.stats import CacheStats
 from semkv.types import (
@@ -65,6 +65,15 @@ class NormalisingCache:
         self.observed.append((report, response))
         key = keys.chain_keys(report.plan.segments, normalised=True)[-1]
         self.entries.setdefault(key, (report.plan.segments, response))
+
+    def should_check(self, report: ReuseReport) -> bool:
+        return False
+
+    def same_answer(self, first: str, second: str) -> bool:
+        return first == second
+
+    def checked(self, hit_id: str, correct: bool) -> bool:
+        return False
 
     def stats(self) -> CacheStats:
         return CacheStats(refused=2, faults={"encoder": 1})
@@ -150,11 +159,18 @@ def test_the_cold_pass_goes_first_on_an_engine_of_its_own(tmp_path: Path) -> Non
     cold, engine = ScriptedEngine(ANSWERS, block_size=2), ScriptedEngine(ANSWERS, store=set(), block_size=2)
     records, summary = go([CAR, CAR_AGAIN], settings(tmp_path, baseline=True), engine, cold)
     assert cold.closed
-    assert [p.segments[0] for p in cold.prompts][1] == TextSegment("what  color is the CAR?")
+    # Each is asked twice, for the noise floor, the second time where nothing is cached.
+    assert [p.segments[0] for p in cold.prompts[1:3]] == [
+        TextSegment("What color is the car?"),
+        TextSegment("what  color is the CAR?"),
+    ]
+    assert len({p.cache_salt for p in cold.prompts}) == 3
     assert records[1].cold is not None
     assert records[1].cold.text == "blue"
     compared = summary.against_cold
     assert compared is not None
+    assert summary.noise_floor is not None
+    assert (summary.noise_floor.tokens.n, summary.noise_floor.tokens.value) == (2, 0.0)
     assert (compared.n, compared.gained_hits, compared.wrong_hits) == (1, 1, 0)
     assert compared.agreement.value == 0.0
     assert compared.cold_accuracy_on_hits.value == 0.0
@@ -163,6 +179,43 @@ def test_the_cold_pass_goes_first_on_an_engine_of_its_own(tmp_path: Path) -> Non
     assert summary.tokens.baseline_computed == 10
     assert summary.tokens.computed == 6
     assert summary.tokens.beyond == 4
+    assert summary.saved is not None
+    assert summary.saved.tokens.value == 2.0
+
+
+class Unsteady(ScriptedEngine):
+    """Gives another answer every third time, whatever the prompt."""
+
+    def generate(self, prompt: EnginePrompt) -> EngineResult:
+        result = super().generate(prompt)
+        return replace(result, text="green", token_ids=(9,)) if len(self.prompts) % 3 == 0 else result
+
+
+def test_the_noise_floor_counts_answers_that_differ_by_themselves(tmp_path: Path) -> None:
+    samples = [Sample(str(i), f"question {i} of many", images=(ImageRef(f"n{i % 7}", None),)) for i in range(100)]
+    cold = Unsteady(accepts_images=False)
+    engine = ScriptedEngine(accepts_images=False, store=set())
+    _, summary = go(samples, settings(tmp_path, baseline=True), engine, cold)
+    noise = summary.noise_floor
+    assert noise is not None
+    assert noise.tokens.n == NOISE_SAMPLES
+    assert len(cold.prompts) == 100 + NOISE_SAMPLES
+    repeats = [p for p in cold.prompts if p.tenant]
+    assert len({p.cache_salt for p in repeats}) == NOISE_SAMPLES
+    assert noise.tokens.value is not None
+    assert 0.2 < noise.tokens.value < 0.9
+
+
+def test_a_record_names_what_stood_in(tmp_path: Path) -> None:
+    path = picture(tmp_path / "a.png", "red")
+    sample = Sample("1", "What is it?", "red", images=(ImageRef("a", path),), entailed=("2",))
+    again = replace(sample, sample_id="2", question="what  is IT?", entailed=())
+    for mode in ("live", "dry-run"):
+        chosen = settings(tmp_path, cache_mode=mode)
+        (first, second), _ = go([sample, again], chosen, ScriptedEngine(ANSWERS, store=set()))
+        assert (first.donor_question, first.donor_image, first.entailed) == ("", "", ("2",))
+        assert (second.donor_question, second.donor_image) == ("What is it?", "a")
+        assert second.applied is (mode == "live")
 
 
 def test_what_is_on_disk_is_loaded_after_a_restart(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.encoders.text import SentenceEncoder
+from semkv.keys import normalise
 from semkv.tiers.base import Boundary, GuardedEncoder, PartError, Tally
-from semkv.tiers.decision import FixedThreshold
 from semkv.tiers.keying import Keyed, exactness_of, with_media
+from semkv.tiers.policies import FixedThreshold
 from semkv.tiers.similar_context import SKETCH, sentences, sketch
 from semkv.types import (
     EmbeddingLayer,
@@ -245,7 +246,7 @@ def test_a_guard_reads_the_changed_sentence_of_a_context(tmp_path: Path, encoder
 def test_minilm_serves_a_long_context_with_a_reworded_sentence(tmp_path: Path, encoder: SentenceEncoder) -> None:
     cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.9), text_encoder=encoder)
     ending = " You should call the support line if the machine does not start."
-    other = " You should call the support hotline if the machine does not start."
+    other = " You should call the support line if your machine does not start."
     wrong = " The warranty of this product has expired in the meantime."
     assert not encoder.fits(MANUAL)
     assert asked(cache, context(MANUAL + ending), TextSegment("When to clean?")) == ""
@@ -261,3 +262,22 @@ def test_texts_with_the_same_first_512_tokens_do_not_match(tmp_path: Path, encod
     cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.5), text_encoder=encoder)
     assert asked(cache, TextSegment(MANUAL * 2 + " What is in section 3?")) == ""
     assert asked(cache, TextSegment(MANUAL * 2 + " Who wrote this text?")) == ""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("What color is it?", "what  COLOR\nis it?", True),
+        ("What is vLLM?", "WHAT IS vLLM?", True),
+        ("ﬁne, ｗｉｄｅ", "fine, wide", True),
+        ("What is 2²?", "What is 22?", False),
+        ("ls -l", "ls -L", False),
+        ("print(x)", "Print(x)", False),
+        ("FOO_BAR", "foo_bar", False),
+        ("open README.md", "open readme.MD", False),
+        ("a cable of 5m", "a cable of 5M", False),
+        ("if a:\n    b\nc", "if a:\n    b\n    c", False),
+    ],
+)
+def test_case_and_lines_of_code_are_kept(one: str, other: str, same: bool) -> None:
+    assert (normalise(one) == normalise(other)) is same

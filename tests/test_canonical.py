@@ -1,0 +1,529 @@
+"""Canonical requests: what changes the answer changes the key, what cannot be keyed is not, plans map one to one."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semkv.keys import media_id
+from semkv.server.canonical import CanonicalRequest, Uncacheable, canonicalise, loads
+from semkv.stores.media import MediaStore
+from semkv.types import MediaSegment, Plan, Role, TextSegment
+
+SECRET = b"s" * 32
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def image(color: int) -> bytes:
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8), (color, 0, 0)).save(out, "PNG")
+    return out.getvalue()
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def picture(data: bytes, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(data)}, **more}
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    own = messages or ({"role": "user", "content": "What color is the car?"},)
+    return {"model": "m", "messages": list(own), "temperature": 0, **fields}
+
+
+def canonical(body: dict[str, Any], endpoint: str = CHAT, **more: Any) -> CanonicalRequest:
+    found = canonicalise(endpoint, body, **{"tenant": "t", "secret": SECRET, "version": "", **more})
+    assert isinstance(found, CanonicalRequest), found
+    return found
+
+
+def reason(body: Any, endpoint: str = CHAT, **more: Any) -> str:
+    found = canonicalise(endpoint, body, tenant="t", secret=SECRET, **more)
+    assert isinstance(found, Uncacheable)
+    return found.reason
+
+
+# -- keys -----------------------------------------------------------------------------------------------------------
+
+# Another value than the base body has; every one of these changes what the model answers or what is returned of it.
+CHANGES: dict[str, Any] = {
+    "model": "m-lora",
+    "messages": [{"role": "user", "content": "What color is the bus?"}],
+    "temperature": 0.5,
+    "seed": 1,
+    "n": 2,
+    "max_tokens": 5,
+    "max_completion_tokens": 6,
+    "top_p": 0.9,
+    "top_k": 3,
+    "min_p": 0.1,
+    "stop": ["x"],
+    "stop_token_ids": [1],
+    "bad_words": ["x"],
+    "logit_bias": {"1": 2.0},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"choice": ["a"]},
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"thinking": True},
+    "mm_processor_kwargs": {"size": 1},
+    "media_io_kwargs": {"image": {"mode": "L"}},
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "reasoning_effort": "low",
+    "include_reasoning": False,
+    "prompt_logprobs": 1,
+    "return_token_ids": True,
+    "truncate_prompt_tokens": 5,
+    "documents": [{"text": "x"}],
+    "vllm_xargs": {"a": 1},
+    "cache_salt": "mine",
+    "echo": True,
+    "a_field_of_next_year": 1,
+}
+
+
+def test_every_field_that_changes_the_answer_changes_the_key() -> None:
+    keys = {canonical(chat()).key}
+    for name, value in CHANGES.items():
+        keys.add(canonical(chat(**{name: value})).key)
+    assert len(keys) == len(CHANGES) + 1
+
+
+@given(st.lists(st.sampled_from(sorted(CHANGES)), unique=True, min_size=1), st.randoms())
+@settings(max_examples=60, deadline=None)
+def test_keys_of_combinations_differ_and_do_not_depend_on_order(names: list[str], draw: random.Random) -> None:
+    body = chat(**{name: CHANGES[name] for name in names})
+    shuffled = list(body.items())
+    draw.shuffle(shuffled)
+    assert canonical(dict(shuffled)).key == canonical(body).key
+    without = dict(body)
+    base = chat()
+    if names[0] in base:
+        without[names[0]] = base[names[0]]
+    else:
+        del without[names[0]]
+    assert canonical(without).key != canonical(body).key
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=4)
+VALUES = st.recursive(
+    SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3), max_leaves=6
+)
+
+
+@given(VALUES, VALUES)
+@settings(max_examples=100, deadline=None)
+def test_two_values_of_an_unknown_field_share_a_key_only_if_they_are_one(one: Any, two: Any) -> None:
+    keys = [canonical(chat(extra={"v": value})).key for value in (one, two)]
+    same = json.dumps(one, sort_keys=True) == json.dumps(two, sort_keys=True)
+    assert (keys[0] == keys[1]) is same
+
+
+@given(st.text(), st.text(), st.text())
+@settings(max_examples=100, deadline=None)
+def test_texts_do_not_run_into_each_other(one: str, two: str, three: str) -> None:
+    a = chat({"role": "user", "content": one + two}, {"role": "user", "content": three})
+    b = chat({"role": "user", "content": one}, {"role": "user", "content": two + three})
+    try:
+        (one + two + three).encode()
+    except UnicodeEncodeError:
+        return
+    assert (canonical(a).key == canonical(b).key) is (a == b)
+
+
+def test_what_leaves_the_answer_alone_is_not_in_the_key() -> None:
+    key = canonical(chat()).key
+    same: dict[str, Any] = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "user": "bob",
+        "metadata": {"a": 1},
+        "store": True,
+        "request_id": "x",
+        "priority": 3,
+        "session_id": "y",
+        "prompt_cache_key": "z",
+        "safety_identifier": "s",
+    }
+    for name, value in same.items():
+        assert canonical(chat(**{name: value})).key == key
+    streamed = canonical(chat(**same))
+    assert streamed.stream
+    assert streamed.include_usage
+
+
+def test_tenant_version_secret_and_endpoint_are_in_the_key() -> None:
+    body = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "temperature": 0}
+    found = {
+        canonical(body).key,
+        canonical(body, tenant="u").key,
+        canonical(body, version="2").key,
+        canonical(body, secret=b"other").key,
+        canonical(body, COMPLETIONS).key,
+        canonical(body, tenant="", version="t").key,
+    }
+    assert len(found) == 6
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "system", "content": "x"},
+        {"role": "user", "content": "x", "name": "bob"},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": "x"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "1"}}],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "2"}}],
+        },
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "tool", "content": "x", "tool_call_id": "2"},
+    ],
+)
+def test_every_shape_of_a_message_has_its_own_key(message: dict[str, Any]) -> None:
+    others = [
+        {"role": "user", "content": "x"},
+        {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": ""}]},
+    ]
+    assert canonical(chat(message)).key not in {canonical(chat(other)).key for other in others}
+
+
+def test_numbers_have_one_form_among_the_parameters_alone() -> None:
+    assert canonical(chat(temperature=0.0)).key == canonical(chat(temperature=-0.0)).key == canonical(chat()).key
+    assert canonical(chat(seed=True)).key != canonical(chat(seed=1)).key
+    a, b = ({"a": 1}, {"a": 1.0})  # a template may print them
+    assert canonical(chat(chat_template_kwargs=a)).key != canonical(chat(chat_template_kwargs=b)).key
+
+
+def test_media_are_keyed_by_their_bytes() -> None:
+    def body(data: bytes, kind: str = "image/png", **more: Any) -> dict[str, Any]:
+        part = {"type": "image_url", "image_url": {"url": data_url(data, kind), **more}}
+        return chat({"role": "user", "content": [part, {"type": "text", "text": "What?"}]})
+
+    one = canonical(body(image(1)))
+    assert one.key == canonical(body(image(1), "image/x-png")).key
+    assert one.key != canonical(body(image(2))).key
+    assert one.key != canonical(body(image(1), detail="low")).key
+    assert one.request is not None
+    assert one.request.media[0].media_id == media_id(image(1))
+    spoken = [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, {"type": "text", "text": "?"}]
+    other = copy.deepcopy(spoken)
+    other[0]["input_audio"]["data"] = "AAAB"  # type: ignore[index]
+    keys = {canonical(chat({"role": "user", "content": parts})).key for parts in (spoken, other)}
+    assert len(keys) == 2
+    assert canonical(chat({"role": "user", "content": spoken})).request is None
+
+
+# -- what has no key --------------------------------------------------------------------------------------------------
+
+NESTED: list[Any] = []
+for _ in range(100_000):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"messages": []},
+        {"messages": "x"},
+        {"messages": [1]},
+        {"messages": [{"content": "x"}]},
+        {"messages": [{"role": "wizard", "content": "x"}]},
+        {"messages": [{"role": ["user"], "content": "x"}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": "x", "spell": 1}]},
+        *(
+            {"messages": [{"role": "user", "content": [part]}]}
+            for part in (
+                1,
+                {},
+                {"type": "hologram"},
+                {"type": ["text"]},
+                {"type": "text"},
+                {"type": "text", "text": 1},
+                {"type": "text", "text": "x", "more": 1},
+                {"image_url": {"url": data_url(b"x")}},
+                {"type": "image_url", "image_url": None, "uuid": "x"},
+                {"type": "image_url", "uuid": "x"},
+                {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+                {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}},
+                {"type": "image_url", "image_url": {"url": data_url(b"x"), "sha256": "x"}},
+                {"type": "image_embeds", "image_embeds": "AAAA"},
+                {"type": "input_audio", "input_audio": {"data": 1}},
+                {"type": "file", "file": {"file_id": "x"}},
+            )
+        ),
+        chat(temperature=float("nan")),
+        chat(extra=float("inf")),
+        chat(extra=10**5000),
+        chat(extra="\ud800"),
+        chat({"role": "user", "content": "\udfff"}),
+        chat(extra=NESTED),
+        chat(extra={1, 2}),
+        chat(stream="yes"),
+        chat(stream=1),
+        chat(stream_options=[]),
+        chat(stream_options={"continuous_usage_stats": True}),
+        chat(model=5),
+        chat(kv_transfer_params={"a": 1}),
+    ],
+)
+def test_what_cannot_be_keyed_is_refused_without_an_exception(body: Any) -> None:
+    why = reason(body)
+    assert len(why) < 40
+    assert "wizard" not in why
+
+
+def test_other_endpoints_and_prompts() -> None:
+    assert reason({"input": "x"}, "/v1/embeddings")
+    assert reason({"prompt": None}, COMPLETIONS)
+    assert reason({"prompt": "x", "prompt_embeds": "AAAA"}, COMPLETIONS)
+    assert canonical({"prompt": [1, 2, 3], "temperature": 0}, COMPLETIONS).request is None
+    one = canonical({"prompt": "What?", "temperature": 0}, COMPLETIONS)
+    assert one.request is not None
+    assert one.request.segments == (TextSegment("What?"),)
+    assert canonical({"prompt": "What?", "echo": True, "temperature": 0}, COMPLETIONS).request is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b'{"a": 1, "a": 2}', b'{"x": [{"b": 1, "b": 1}]}', b'{"a": NaN}', b"[-Infinity]", b'"\\ud800"', b"{", b""),
+        *(b"\xff\xfe\x00", b"[" * 100_000, b"1" * 5000),
+    ],
+)
+def test_json_that_readers_disagree_on_is_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        loads(raw)
+
+
+def test_good_json_is_read() -> None:
+    assert loads(b'{"a": "\\ud83d\\ude00", "b": [1.5, null]}') == {"a": "\U0001f600", "b": [1.5, None]}
+
+
+NAMES = st.sampled_from(["role", "content", "type", "text", "image_url", "url"]) | st.text()
+WILD = st.recursive(st.none() | st.floats() | st.text(), lambda v: st.lists(v) | st.dictionaries(NAMES, v))
+
+
+@given(st.binary(max_size=60) | WILD.map(lambda v: json.dumps({"messages": v}).encode()))
+@settings(max_examples=100, deadline=None)
+def test_no_body_raises(raw: bytes) -> None:
+    try:
+        body = loads(raw)
+    except ValueError:
+        return
+    if isinstance(body, dict):
+        for endpoint in (CHAT, COMPLETIONS):
+            canonicalise(endpoint, body, tenant="t", secret=SECRET, remote_media=True)
+
+
+def test_remote_media_are_keyed_by_address_where_that_is_allowed() -> None:
+    def body(url: str) -> dict[str, Any]:
+        return chat(
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}],
+            }
+        )
+
+    one = canonical(body("https://a.example/1.png"), remote_media=True)
+    assert one.request is None
+    assert one.key != canonical(body("https://a.example/2.png"), remote_media=True).key
+    assert reason(body("ftp://a.example/1.png"), remote_media=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampled"),
+    [
+        ({"temperature": 0}, False),
+        ({"temperature": 0.0}, False),
+        ({"temperature": 0.7, "seed": 0}, False),
+        ({"temperature": 0.7}, True),
+        ({"temperature": None}, True),
+        ({"temperature": False}, True),
+        ({"temperature": "0"}, True),
+        ({"temperature": 1, "seed": True}, True),
+    ],
+)
+def test_which_requests_are_drawn_at_random(fields: dict[str, Any], sampled: bool) -> None:
+    assert canonical(chat(**fields)).sampled is sampled
+
+
+# -- segments and plans -----------------------------------------------------------------------------------------------
+
+TURNS = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello", "tool_calls": []},
+    {
+        "role": "user",
+        "content": [picture(image(1)), {"type": "text", "text": "A page."}, {"type": "text", "text": "What?"}],
+    },
+)
+
+
+def test_segments_stand_in_prompt_order() -> None:
+    request = canonical(chat(*TURNS)).request
+    assert request is not None
+    assert request.segments == (
+        TextSegment("Be brief.", Role.SYSTEM),
+        TextSegment("Hi", Role.CONTEXT),
+        TextSegment("Hello", Role.CONTEXT),
+        MediaSegment(media_id(image(1))),
+        TextSegment("A page.", Role.CONTEXT),
+        TextSegment("What?", Role.QUESTION),
+    )
+    assert canonical(chat(*TURNS)).prompt == "A page.\nWhat?"
+
+
+def test_chats_without_a_question_are_exact_only() -> None:
+    assert canonical(chat({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})).request is None
+    assert canonical(chat({"role": "user", "content": " "})).request is None
+    assert canonical(chat({"role": "user", "content": [picture(image(1))]})).request is None
+    assert canonical(chat(return_token_ids=True)).request is None
+
+
+def test_a_namespace_is_everything_but_texts_images_and_sampling() -> None:
+    def space(body: dict[str, Any], **more: Any) -> Any:
+        request = canonical(body, **more).request
+        assert request is not None
+        return request.namespace
+
+    base = space(chat(*TURNS))
+    for same in ({"temperature": 0.3, "seed": 1}, {"max_tokens": 9}, {"stop": ["x"]}, {"stream": True}):
+        assert space(chat(*TURNS, **same)) == base
+    turns = copy.deepcopy(TURNS)
+    turns[0]["content"], turns[3]["content"][0] = "Be long.", picture(image(2))  # type: ignore[index]
+    assert space(chat(*turns)) == base
+    different = [
+        {name: CHANGES[name]}
+        for name in ("model", "tools", "tool_choice", "response_format", "chat_template_kwargs", "cache_salt")
+    ]
+    found = [space(chat(*TURNS, **fields)) for fields in different]
+    found += [space(chat(*TURNS), tenant="u"), space(chat(*TURNS), version="2"), space(chat(*TURNS[1:]))]
+    named = copy.deepcopy(TURNS)
+    named[1]["name"] = "bob"
+    found.append(space(chat(*named)))
+    assert len({base, *found}) == len(found) + 1
+
+
+def test_a_plan_gives_the_donors_request(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path)
+    donor_body = copy.deepcopy(chat(*TURNS, max_tokens=7))
+    donor_body["messages"][3]["content"][0] = picture(image(2))
+    donor_body["messages"][3]["content"][2]["text"] = "What is it?"
+    donor = canonical(donor_body)
+    donor_request = donor.with_media(store)
+    mine = canonical(chat(*TURNS, max_tokens=7))
+    assert donor_request is not None
+    planned = mine.with_plan(Plan(donor_request.segments, 6))
+    assert planned is not None
+    assert planned.key == donor.key
+    assert planned.key != mine.key
+    strip = {"cache_salt": None, "messages": None}
+    assert planned.body() | strip == donor.body() | strip
+    assert planned.body()["messages"] == donor.body()["messages"]
+    own = mine.with_plan(Plan(mine.request.segments))  # type: ignore[union-attr]
+    assert own is not None
+    assert own.key == mine.key
+
+
+def test_a_leading_part_may_come_from_the_donor_with_the_users_own_rest(tmp_path: Path) -> None:
+    mine = canonical(chat(*TURNS, max_tokens=7))
+    assert mine.request is not None
+    segments = (TextSegment("Be  brief.", Role.SYSTEM), *mine.request.segments[1:])
+    planned = mine.with_plan(Plan(segments, 1))
+    expected = copy.deepcopy(chat(*TURNS, max_tokens=7))
+    expected["messages"][0]["content"] = "Be  brief."
+    assert planned is not None
+    assert planned.key == canonical(expected).key
+
+
+def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    mine = canonical(chat(*TURNS))
+    assert mine.request is not None
+    segments = mine.request.segments
+    assert mine.with_plan(Plan(segments[:-1], 5)) is None
+    assert mine.with_plan(Plan((), 0)) is None
+    assert mine.with_plan(Plan((*segments[:3], TextSegment("x"), *segments[4:]), 4)) is None
+    assert mine.with_plan(Plan((*segments[:5], TextSegment("x", Role.CONTEXT)), 6)) is None
+    lost = replace(segments[3], media_id="0" * 64, source=tmp_path / "none")  # type: ignore[arg-type]
+    assert mine.with_plan(Plan((*segments[:3], lost, *segments[4:]), 4)) is None
+    assert canonical({"prompt": [1], "temperature": 0}, COMPLETIONS).with_plan(Plan(segments, 1)) is None
+
+
+# -- what goes upstream -----------------------------------------------------------------------------------------------
+
+
+def test_the_body_is_the_clients_own_with_salt_and_uuids() -> None:
+    sent = chat(*TURNS, user="bob", stream=True)
+    before = copy.deepcopy(sent)
+    body = canonical(sent).body()
+    assert sent == before
+    salt, part = body.pop("cache_salt"), body["messages"][3]["content"][0]
+    assert len(salt) == 64
+    assert len(part.pop("uuid")) == 32
+    assert body == before
+
+
+def test_salts_and_uuids_are_a_tenants_own_and_cannot_be_guessed() -> None:
+    def seen(body: dict[str, Any], **more: Any) -> tuple[str, str]:
+        out = canonical(body, **more).body()
+        return out["cache_salt"], out["messages"][3]["content"][0].get("uuid", "")
+
+    base = seen(chat(*TURNS))
+    assert seen(chat(*TURNS, max_tokens=3)) == base
+    for other in (seen(chat(*TURNS), tenant="u"), seen(chat(*TURNS), secret=b"other")):
+        assert other[0] != base[0]
+        assert other[1] != base[1]
+    assert seen(chat(*TURNS, cache_salt="mine"))[0] not in ("mine", base[0])
+    assert seen(chat(*TURNS, media_io_kwargs={"image": {"mode": "L"}}))[1] == ""
+    liar = copy.deepcopy(TURNS)
+    liar[3]["content"][0]["uuid"] = "another image's"  # type: ignore[index]
+    assert seen(chat(*liar)) == base
+    assert canonical(chat(*liar)).key == canonical(chat(*TURNS)).key
+
+
+def test_keying_costs_little() -> None:
+    """A request of a few hundred bytes, 2,500 of which a second leave 400 us for everything; the bound is generous."""
+    body = chat({"role": "system", "content": "x" * 200}, {"role": "user", "content": "What color is the car?" * 5})
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        canonical(body)
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[20] < 200e-6

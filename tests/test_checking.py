@@ -1,0 +1,311 @@
+"""Checks of approximate hits: the sample, the estimate, what a wrong one changes, the second stage."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache_helpers import Bench, WrittenEncoder
+from semkv.cache import SemanticCache
+from semkv.errors import ConfigError
+from semkv.experiments.runner import run
+from semkv.tiers.checking import HitLog, SameMeaning, same_text, wilson
+from semkv.tiers.rerank import CrossEncoderReranker, JudgeReranker
+from semkv.types import CacheMode, Exactness, Match, Namespace, PolicyName, Request, ReuseReport, TextSegment
+
+
+def asking(text: str = "a") -> Request:
+    return Request("1", Namespace(), (TextSegment(text),))
+
+
+APPROXIMATE = Match("semantic_text", "d", 0.95, Exactness.APPROXIMATE)
+
+
+def test_wilson_agrees_with_tables() -> None:
+    assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-3)
+    assert wilson(5, 100) == pytest.approx((0.0215, 0.1118), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [("Yes.", "yes", True), ("the car", "Car", True), ("red", "blue", False), ("a", "a", True), ("", " ", True)],
+)
+def test_short_answers_are_compared_as_strings(first: str, second: str, same: bool) -> None:
+    assert same_text(first, second) is same
+    assert SameMeaning(WrittenEncoder())(first, second) is same
+
+
+def test_long_answers_are_compared_by_meaning() -> None:
+    compare = SameMeaning(WrittenEncoder())
+    long = "one two three four five six seven eight"
+    assert compare(long, f"{long}~0.95")
+    assert not compare(long, f"{long}~0.8")
+    assert not compare("word " * 30, "word " * 31), "beyond the window nothing is known"
+
+
+def test_the_share_is_drawn_and_the_policy_may_ask_for_more() -> None:
+    log = HitLog(0.2)
+    drawn = sum(log.drawn(log.open(asking(), APPROXIMATE)) for _ in range(2000))
+    assert 320 < drawn < 480
+    assert log.drawn(log.open(asking(), APPROXIMATE, check=1.0))
+    assert not HitLog(0.0).drawn("none")
+    silent = HitLog(0.0)
+    assert not silent.drawn(silent.open(asking(), APPROXIMATE, check=1.0))
+    exact = replace(APPROXIMATE, exactness=Exactness.EXACT)
+    always = HitLog(1.0)
+    assert not always.drawn(always.open(asking(), exact))
+
+
+def test_open_hits_are_bounded() -> None:
+    log = HitLog(1.0, most=10)
+    ids = [log.open(asking(), APPROXIMATE) for _ in range(30)]
+    assert len(set(ids)) == 30
+    assert log.take(ids[0]) is None
+    assert log.take(ids[-1]) is not None
+    assert log.take(ids[-1]) is None, "closed"
+
+
+def plain(tmp_path: Path, **settings: Any) -> Bench:
+    return Bench(tmp_path, **{"embedding_layers": (), "embedding_hook": "none", "verify_rate": 1.0, **settings})
+
+
+def test_a_checked_hit_counts_once_and_gives_an_interval(tmp_path: Path) -> None:
+    bench = plain(tmp_path)
+    bench.ask("color")
+    hits = [bench.look("color~0.95"), bench.look("color~0.96")]
+    assert all(report.hit and report.hit_id for report in hits)
+    assert all(bench.cache.should_check(report) for report in hits)
+    assert bench.cache.checked(hits[0].hit_id, True)
+    assert bench.cache.checked(hits[1].hit_id, False)
+    assert not bench.cache.checked(hits[0].hit_id, False), "closed"
+    assert not bench.cache.checked("never seen", True)
+    assert not bench.cache.should_check(hits[0])
+    stats = bench.cache.stats()
+    assert (stats.checked, stats.checked_wrong, stats.wrong_rate) == (2, 1, 0.5)
+    assert stats.wrong_interval == pytest.approx(wilson(1, 2))
+
+
+def test_exact_hits_and_misses_are_not_checked(tmp_path: Path) -> None:
+    bench = plain(tmp_path)
+    miss = bench.ask("color")
+    assert miss.hit_id == ""
+    exact = bench.look("color")
+    assert exact.hit_id
+    assert not bench.cache.should_check(miss)
+    assert not bench.cache.should_check(exact)
+
+
+def test_after_a_check_the_text_has_an_answer_of_its_own(tmp_path: Path) -> None:
+    bench = plain(tmp_path)
+    bench.ask("color")
+    report = bench.look("color~0.95")
+    assert bench.cache.should_check(report)
+    bench.cache.checked(report.hit_id, False)
+    bench.cache.add_observation(report.unchanged(), "its own")
+    again = bench.look("color~0.95")
+    assert (again.provenance, again.donor_response) == ("text:exact", "its own")
+
+
+def test_a_donor_found_wrong_never_answers_that_text_again(tmp_path: Path) -> None:
+    bench = plain(tmp_path)
+    bench.ask("color")
+    report = bench.look("color~0.95")
+    assert bench.cache.checked(report.hit_id, False)
+    assert not bench.look("color~0.95").hit
+    assert bench.look("color~0.96").hit, "another text may still"
+    assert bench.cache.stats().barred == 1
+    bench.reopen()
+    assert not bench.look("color~0.95").hit, "after a restart, too"
+
+
+def test_a_report_removes_an_exact_entry_and_tightens_an_approximate_one(tmp_path: Path) -> None:
+    bench = plain(tmp_path)
+    bench.ask("color")
+    assert bench.cache.report_wrong(bench.look("color~0.95").hit_id)
+    assert bench.look("color").hit, "the donor is right for its own text"
+    assert bench.cache.report_wrong(bench.look("color~0.96").hit_id)
+    assert not bench.look("color").hit, "wrong for two texts: gone"
+    bench.ask("color")
+    assert bench.cache.report_wrong(bench.look("color").hit_id)
+    assert not bench.look("color").hit
+    assert not bench.cache.report_wrong("unknown")
+    assert bench.cache.stats().reported_wrong == 3
+
+
+def test_threads_close_a_hit_once(tmp_path: Path) -> None:
+    bench = plain(tmp_path)
+    bench.ask("color")
+    ids = [bench.look("color~0.95").hit_id for _ in range(40)]
+    closed: list[bool] = []
+
+    def work() -> None:
+        closed.extend(bench.cache.checked(hit_id, True) for hit_id in ids)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(closed) == 40
+    assert bench.cache.stats().checked == 40
+
+
+def test_the_bounded_policy_learns_from_misses_at_no_cost(tmp_path: Path) -> None:
+    bench = plain(tmp_path, policy=PolicyName.BOUNDED, max_error_rate=0.01)
+    for number in range(300):
+        bench.ask(f"topic {number}", response="yes")
+        bench.ask(f"topic {number}~0.97", response="yes")
+    stats = bench.cache.stats()
+    assert stats.hits.get("semantic_text", 0) > 30, "refused ones turned out right, so later ones are served"
+    assert stats.refused > 5
+    bench.cache.close()
+    kept = json.loads((tmp_path / "cache" / "policy.json").read_text())
+    assert kept["fingerprint"] == "written"
+    assert sum(kept["policy"]["arms"][0]["seen"]) > 5
+    bench.open()
+    assert bench.cache.stats().faults == {}
+    bench.ask("fresh", response="yes")
+    assert bench.look("fresh~0.97").hit, "what was learned outlives the process"
+
+
+def test_the_bounded_policy_stays_shut_where_answers_differ(tmp_path: Path) -> None:
+    bench = plain(tmp_path, policy=PolicyName.BOUNDED, max_error_rate=0.01)
+    for number in range(150):
+        bench.ask(f"topic {number}")
+        report = bench.ask(f"topic {number}~0.97")
+        if bench.cache.should_check(report):
+            bench.cache.checked(report.hit_id, False)
+    assert bench.cache.stats().hits.get("semantic_text", 0) <= 3
+
+
+def test_a_damaged_memory_is_a_counted_fault(tmp_path: Path) -> None:
+    bench = plain(tmp_path, policy=PolicyName.BOUNDED)
+    bench.cache.close()
+    for number, content in enumerate(("{", '{"format": 2}', '{"format": 1, "fingerprint": "written", "hits": 3}')):
+        (tmp_path / "cache" / "policy.json").write_text(content)
+        bench.open()
+        assert bench.cache.stats().faults == {"policy": 1}
+        assert not bench.ask(f"color {number}").hit
+        bench.cache.close()
+
+
+def test_a_dry_run_checks_every_hit_for_nothing(tmp_path: Path) -> None:
+    bench = plain(tmp_path, policy=PolicyName.BOUNDED, max_error_rate=0.5, mode=CacheMode.DRY_RUN)
+    for number in range(40):
+        bench.ask(f"topic {number}", response="yes")
+        report = bench.ask(f"topic {number}~0.97", response="no")
+        assert not bench.cache.should_check(report)
+    assert bench.cache.stats().checked > 0
+    assert bench.cache.stats().wrong_rate == 1.0
+
+
+class Refuses:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.asked = error, []
+
+    def same(self, request: str, donor: str) -> bool:
+        self.asked.append((request, donor))
+        if self.error:
+            raise self.error
+        return False
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("down")])
+def test_the_second_stage_may_refuse_or_fail(tmp_path: Path, error: Exception | None) -> None:
+    bench = plain(tmp_path)
+    reranker = Refuses(error)
+    cache = SemanticCache(bench.cache.config, text_encoder=bench.encoder, reranker=reranker)
+    bench.ask("color")
+    assert not cache.try_reuse(asking_like(bench, "color~0.95")).hit
+    assert cache.try_reuse(asking_like(bench, "color")).hit, "exact hits are not asked about"
+    assert reranker.asked == [("color~0.95", "color")]
+    stats = cache.stats()
+    assert stats.reranked == 1
+    assert stats.rerank_s > 0
+    assert bool(stats.faults) is (error is not None)
+
+
+def asking_like(bench: Bench, text: str) -> Request:
+    return bench.request(text)
+
+
+def test_a_cross_encoder_is_a_second_stage(tmp_path: Path) -> None:
+    folder = small_cross_encoder(tmp_path / "model")
+    low, high = (CrossEncoderReranker(str(folder), threshold=t) for t in (-1e9, 1e9))
+    assert low.same("what color is it", "which color is it")
+    assert not high.same("what color is it", "which color is it")
+    with pytest.raises(ConfigError, match="--reranker"):
+        CrossEncoderReranker(str(tmp_path / "nothing"))
+
+
+def small_cross_encoder(folder: Path) -> Path:
+    """A BERT of one layer with random weights."""
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+
+    folder.mkdir()
+    words = "[PAD] [UNK] [CLS] [SEP] [MASK] what which color is it".split()
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        num_labels=1,
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_judge_must_say_yes() -> None:
+    asked: list[str] = []
+
+    def ask(prompt: str) -> str:
+        asked.append(prompt)
+        return replies.pop(0)
+
+    replies = [" Yes, they do.", "No", ""]
+    judge = JudgeReranker(ask)
+    assert [judge.same("one {x}", "two") for _ in range(3)] == [True, False, False]
+    assert "one {x}" in asked[0]
+    assert "two" in asked[0]
+
+
+def test_a_run_checks_the_share_it_was_told(tmp_path: Path) -> None:
+    from semkv.engines.scripted import ScriptedEngine
+    from test_runner import Sample, Silent, settings
+
+    sentences = ["What is a good way to learn French?", "What is a good way to learn French", "what is the best tea?"]
+    samples = [Sample(sample_id=str(n), question=q) for n, q in enumerate(sentences)]
+    chosen = settings(tmp_path, similarity_threshold=0.9, verify_rate=1.0)
+    caches: list[SemanticCache] = []
+
+    def make(resolved: Any) -> SemanticCache:
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        caches.append(SemanticCache(resolved.cache))
+        return caches[0]
+
+    engines: list[ScriptedEngine] = []
+
+    def engine(resolved: Any, attach: bool) -> ScriptedEngine:
+        engines.append(ScriptedEngine(name="m"))
+        return engines[0]
+
+    records, _ = run(chosen, samples, engine, make, Silent())
+    approximate = [r for r in records if r.exactness == "approximate"]
+    stats = caches[0].stats()
+    assert len(approximate) == 1
+    assert stats.checked == 1
+
+
+def test_a_report_can_be_made_unchanged() -> None:
+    report = ReuseReport(asking(), ReuseReport(asking(), None, {}).unchanged().plan, {}, hit_id="x")  # type: ignore[arg-type]
+    assert report.unchanged().hit_id == ""
+    assert report.unchanged().plan.segments == report.request.segments

@@ -1,0 +1,157 @@
+"""The dashboard and the admin routes, the former in a real browser."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway_helpers import ADMIN, Pair, wait_until
+
+CHROMIUM = Path("/usr/bin/chromium")
+EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+SHOTS = os.environ.get("SEMKV_SHOTS", "")  # a folder to leave screenshots in
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Pair(tmp_path_factory.mktemp("dashboard"), semantic=True) as running:
+        yield running
+
+
+class TestAdminRoutes:
+    def test_they_need_the_key(self, pair: Pair, tmp_path: Path) -> None:
+        assert pair.admin("stats").status_code == 200
+        for key in ("x", "wrong", ADMIN + "x", "ä"):
+            answer = httpx.get(f"{pair.url}/semkv/api/stats", headers={"Authorization": f"Bearer {key}".encode()})
+            assert answer.status_code == 401
+            assert answer.json()["error"]["type"] == "authentication_error"
+        for path in ("invalidate", "wrong"):
+            assert httpx.post(f"{pair.url}/semkv/api/{path}", json={}).status_code == 401
+        with Pair(tmp_path, environment={"SEMKV_SECRET": "x" * 16}) as closed:
+            assert closed.admin("stats").status_code == 403
+
+    def test_invalidation_counts_before_it_removes(self, pair: Pair) -> None:
+        for i in range(3):
+            pair.post(f"news of day {i}")
+        pair.post("something else")
+        assert pair.admin("invalidate", {"prefix": "news"}).json() == {"count": 3, "dry_run": True}
+        assert pair.post("news of day 1").headers["x-semkv"].startswith("hit")
+        assert pair.admin("invalidate", {"prefix": "news", "dry_run": False}).json()["count"] == 3
+        assert pair.admin("invalidate", {"prefix": "news"}).json()["count"] == 0
+        assert pair.post("something else").headers["x-semkv"].startswith("hit")
+
+    @pytest.mark.parametrize("body", [{}, {"dry_run": False}, {"tag": 3}, {"tga": "x"}, [], {"tag": "x", "dry_run": 1}])
+    def test_a_careless_invalidation_is_refused(self, pair: Pair, body: object) -> None:
+        assert pair.admin("invalidate", body).status_code == 400
+
+    def test_a_wrong_hit_is_removed_with_its_donor(self, pair: Pair) -> None:
+        near_repeat(pair, "Where is the Eiffel tower?", "where is  the EIFFEL tower?")
+        hit = next(h for h in pair.admin("hits").json()["hits"] if h["tier"] == "text:normalised")
+        assert (hit["asked"][0]["text"], hit["donor"][0]["text"]) == (
+            "where is  the EIFFEL tower?",
+            "Where is the Eiffel tower?",
+        )
+        assert pair.admin("wrong", {"id": hit["id"]}).json() == {"removed": 1}
+        assert pair.post("Where is the Eiffel tower?").headers["x-semkv"] == "miss"
+        assert pair.admin("wrong", {"id": "unknown"}).status_code == 404
+
+    def test_metrics(self, pair: Pair) -> None:
+        pair.post("a private matter")
+        pair.post("a private matter")
+        text = httpx.get(f"{pair.url}/metrics").text
+        assert 'semkv_requests_total{status="200",tier="exact"}' in text
+        for name in (
+            "semkv_request_seconds_bucket",
+            "semkv_response_bytes",
+            "semkv_flights",
+            "semkv_tokens_saved_total",
+        ):
+            assert name in text
+        assert "private" not in text, "no prompt is shown to whoever reads metrics"
+
+
+def near_repeat(pair: Pair, first: str, second: str) -> None:
+    """A request, and another that is answered through it."""
+    pair.post(first)
+    wait_until(lambda: pair.post(second).headers["x-semkv"].startswith("hit"), 20)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    if not CHROMIUM.exists():
+        pytest.skip("no Chromium at /usr/bin/chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
+    near_repeat(pair, f"What is {EVIL}?", f"what is  {EVIL}?")
+    near_repeat(pair, "How tall is the Eiffel tower in Paris?", "How tall is the  eiffel tower in Paris?")
+    for _ in range(5):
+        pair.post("How tall is the Eiffel tower in Paris?")
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    complaints: list[str] = []
+    outside: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: None if request.url.startswith(pair.url) else outside.append(request.url))
+    page.goto(f"{pair.url}/semkv")
+    assert page.locator("#board").is_hidden()
+    page.fill("#key", "wrong")
+    page.click("#login button")
+    page.wait_for_selector("#refused:has-text('wrong admin key')")
+    complaints.clear()  # the browser notes the 401
+    page.fill("#key", ADMIN)
+    page.click("#login button")
+    page.wait_for_selector("#board:not([hidden])")
+
+    assert page.text_content("#rate").endswith("%")
+    assert "ms" in page.text_content("#latency")
+    assert page.locator("#tiers tr", has_text="text:normalised").count() == 1
+    assert EVIL in page.text_content("#hits")
+    assert page.locator("#hits img, #hits script").count() == 0
+    assert page.title() == "semkv"
+    shoot(page, "light")
+
+    hit = page.locator(".hit", has_text="How tall").first
+    hit.get_by_role("button", name="This hit was wrong").click()
+    page.wait_for_selector(".hit button:has-text('Removed')")
+    assert pair.post("How tall is the Eiffel tower in Paris?").headers["x-semkv"] == "miss"
+
+    page.fill("[name=prefix]", "How tall")
+    page.click("#count")
+    page.wait_for_selector("#counted:has-text('1 answer would be removed.')")
+    page.fill("[name=model]", "another")
+    assert page.locator("#remove").is_disabled(), "what was counted is not what would be removed"
+    page.fill("[name=model]", "")
+    page.click("#count")
+    page.wait_for_selector("#remove:enabled")
+    page.click("#remove")
+    page.wait_for_selector("#counted:has-text('1 answer was removed.')")
+
+    page.emulate_media(color_scheme="dark")
+    page.reload()  # the key outlives a reload, in this tab
+    page.wait_for_selector("#board:not([hidden])")
+    shoot(page, "dark")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_timeout(2200)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    shoot(page, "phone")
+    page.click("#leave")
+    assert page.locator("#board").is_hidden()
+    assert page.evaluate("sessionStorage.length") == 0
+    assert complaints == []
+    assert outside == []
+
+
+def shoot(page, name: str) -> None:
+    if SHOTS:
+        page.screenshot(path=f"{SHOTS}/{name}.png", full_page=True)

@@ -1,0 +1,47 @@
+"""Random damage to the files under a running vLLM: every answer stays what it was, under both load-failure policies."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+import tiny_models
+from test_connectors import Engine
+from test_store_safety import FAULTS
+
+ROUNDS = 42  # six of each kind
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_damage_never_changes_an_answer(policy: str, tmp_path: Path) -> None:
+    model = tiny_models.make("opt", tmp_path / "opt")
+    rng = random.Random(11)
+    settings = {"recompute_on_failure": policy == "recompute"}
+    engine = Engine(model, tmp_path / "cache", kv=settings)
+    try:
+        prompts = [engine.prompt(f"prompt {i} " + "and so on " * 8 * i) for i in range(3)]
+        expected = [engine.one(prompt)[0] for prompt in prompts]
+        engine.forget()
+        loaded = sum(engine.one(prompt)[1].loaded_tokens or 0 for prompt in prompts)
+        assert loaded > 100
+        seen = noticed = 0
+        for number in range(ROUNDS):
+            engine.forget()
+            files = sorted(engine.extents())
+            if len(files) < 2:
+                continue
+            FAULTS[number % len(FAULTS)](rng.choice(files), rng, files)
+            seen += 1
+            before = dict(engine.worker._extents.counters)
+            answers = [engine.one(prompt) for prompt in prompts]
+            assert [tokens for tokens, _ in answers] == expected, FAULTS[number % len(FAULTS)].__name__
+            after = dict(engine.worker._extents.counters)
+            noticed += any(after.get(name, 0) > before.get(name, 0) for name in ("corrupt", "missing"))
+        # A counted miss each, but for a flip in a row that another extent has too.
+        assert seen > ROUNDS // 2
+        assert noticed >= 0.9 * seen
+    finally:
+        engine.close()

@@ -1,0 +1,153 @@
+"""Real questions with a model's answers as labels, no model: the text tiers, and why their scope is one image."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from semkv.cache import SemanticCache
+from semkv.engines.scripted import ScriptedEngine
+from semkv.errors import ConfigError, DatasetError
+from semkv.experiments.datasets import DatasetOptions, Sample, load_samples, locate_images
+from semkv.experiments.metrics import Summary
+from semkv.experiments.requests import label_answers
+from semkv.experiments.runner import Silent, run
+from semkv.experiments.settings import RunFlags, resolve
+from semkv.types import TextSegment
+
+ROOT = Path(__file__).parents[1]
+REAL = ROOT.parent / "shared" / "data" / "gqa_testdev_llava13b.jsonl.gz"
+real = pytest.mark.skipif(not REAL.is_file(), reason=f"{REAL.name} is not beside the project")
+
+ROWS = [
+    {"questionId": "1", "imageId": "n1", "question": "Is it red?", "model": "Yes"},
+    {"questionId": "2", "imageId": "n2", "question": "is it  RED?", "model": "No"},
+    {"questionId": "3", "imageId": "n1", "question": "IS it red?", "model": "Yes."},
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_rows_become_samples_with_cards_for_images(tmp_path: Path, name: str) -> None:
+    options = DatasetOptions(data_dir=tmp_path / "data", root=write(tmp_path / name, ROWS))
+    samples = load_samples("gqa-text", options)
+    assert [(s.sample_id, s.question, s.answer) for s in samples] == [
+        ("1", "Is it red?", "Yes"),
+        ("2", "is it  RED?", "No"),
+        ("3", "IS it red?", "Yes."),
+    ]
+    first, second, third = (s.images[0].path for s in samples)
+    assert first is not None
+    assert second is not None
+    assert first == third
+    assert first.read_bytes() != second.read_bytes()
+    with Image.open(first) as card:
+        assert card.size == (160, 120)
+    before = first.stat().st_mtime_ns
+    assert load_samples("gqa-text", options) == samples
+    assert first.stat().st_mtime_ns == before
+    assert locate_images("gqa-text", options, {"n2", "n9"}) == {"n2": second}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"questionId": "4", "imageId": "n1", "model": "x"}, "line 2: no 'question'"),
+        ({"questionId": "4", "imageId": "n1", "question": "q"}, "line 2: expected one field beside"),
+        ({"questionId": "4", "imageId": "n1", "question": "q", "a": "x", "b": "y"}, "found a, b"),
+        ({"questionId": "4", "imageId": "../up", "question": "q", "a": "x"}, "must be a plain file name"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [ROWS[0], row])
+    with pytest.raises(DatasetError) as caught:
+        load_samples("gqa-text", DatasetOptions(data_dir=tmp_path, root=path))
+    assert str(caught.value).startswith(f"{path}, line 2")
+    assert message in str(caught.value)
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--dataset-root: None .*\.jsonl\.gz file when --dataset is gqa-text"):
+        load_samples("gqa-text", DatasetOptions(data_dir=tmp_path))
+    whole = write(tmp_path / "whole.jsonl.gz", ROWS).read_bytes()
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-12])
+    (tmp_path / "plain.jsonl.gz").write_bytes(b"{}\n")
+    for name, message in (("cut", "not a whole gzip file"), ("plain", "Not a gzipped file")):
+        with pytest.raises(DatasetError, match=message) as caught:
+            load_samples("gqa-text", DatasetOptions(data_dir=tmp_path, root=tmp_path / f"{name}.jsonl.gz"))
+        assert str(caught.value).startswith(str(tmp_path / f"{name}.jsonl.gz"))
+
+
+def measure(tmp_path: Path, path: Path, samples: list[Sample], **flags: Any) -> Summary:
+    settings = resolve(
+        RunFlags(
+            preset="opt-125m", engine="scripted", dataset="gqa-text", dataset_root=path, cache_dir=tmp_path, **flags
+        )
+    )
+    answers = label_answers(samples)
+    _, summary = run(
+        settings, samples, lambda *_: ScriptedEngine(answer=answers), lambda s: SemanticCache(s.cache), Silent()
+    )
+    return summary
+
+
+def test_a_hit_gets_the_donors_label(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    samples = load_samples("gqa-text", DatasetOptions(data_dir=tmp_path / "data", root=path))
+    assert label_answers(samples)((TextSegment("unknown"),)) == ""
+    alone = {"disable_semantic_cache": True}
+    media = measure(tmp_path / "media", path, samples, scope="media", **alone)
+    assert (media.hits, media.accuracy_on_hits.value, media.accuracy.value) == (1, 1.0, 1.0)
+    everywhere = measure(tmp_path / "any", path, samples, scope="any", **alone)
+    assert (everywhere.hits, everywhere.accuracy_on_hits.value) == (2, 0.5)
+    assert everywhere.wrong_hit_share.value == pytest.approx(1 / 3)
+    assert everywhere.faults == {}
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_gqa_text", ROOT / "bench" / "gqa_text.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pairs_are_counted_across_images_alone(bench: ModuleType, tmp_path: Path) -> None:
+    rows = [*ROWS, {"questionId": "4", "imageId": "n3", "question": "is it red?", "model": "yes"}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    found = bench.pairs(load_samples("gqa-text", DatasetOptions(data_dir=tmp_path, root=path)))
+    # n1 (twice), n2, n3: five pairs of different images; yes-yes are n1-n3 twice.
+    assert (found["pairs across images"], found["with the same answer"], found["share"]) == (5, 2, 0.4)
+
+
+@real
+def test_identical_text_on_another_image_agrees_in_a_sixth_of_pairs(bench: ModuleType, tmp_path: Path) -> None:
+    samples = load_samples("gqa-text", DatasetOptions(data_dir=tmp_path / "data", root=REAL))
+    found = bench.pairs(samples)
+    assert found["questions"] == 12_578
+    assert found["share"] == pytest.approx(0.16, abs=0.005)
+    part = samples[:3_000]
+    flags = {"disable_semantic_cache": True, "data_dir": tmp_path / "data"}
+    everywhere = measure(tmp_path / "any", REAL, part, scope="any", **flags)
+    media = measure(tmp_path / "media", REAL, part, scope="media", **flags)
+    # The same words on another image: mostly another answer. Within one image: the same, where asked twice at all.
+    assert everywhere.hits > 100
+    assert everywhere.accuracy_on_hits.high is not None
+    assert everywhere.accuracy_on_hits.high < 0.4
+    assert media.hits < 10
+    assert media.wrong_hit_share.value == 0.0
+    assert media.accuracy.value == 1.0

@@ -1,0 +1,435 @@
+"""``semkv report``: what is read, what is computed, and how the page looks and works in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from semkv.cache import SemanticCache
+from semkv.cli import app
+from semkv.encoders.hooks import EmbeddingHook, build_hook
+from semkv.encoders.text import SentenceEncoder
+from semkv.engines.scripted import ScriptedEngine
+from semkv.errors import DatasetError
+from semkv.experiments.datasets import load_samples
+from semkv.experiments.html.command import run_command
+from semkv.experiments.html.log import Experiment, read_logs
+from semkv.experiments.html.markdown import escape
+from semkv.experiments.html.page import differing, image_files
+from semkv.experiments.html.view import grids, group_names, points, thresholds, worst, wrong_hits
+from semkv.experiments.html.write import write_report
+from semkv.experiments.metrics import Cold, SampleRecord
+from semkv.experiments.requests import label_answers
+from semkv.experiments.runner import Silent, run
+from semkv.experiments.settings import RunFlags, RunSettings, resolve
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = '</script><script>alert("x")</script><img src=https://example.org/x.png onerror=alert(1)> `a|b` {{ 7 * 7 }}'
+SAMPLES = 60
+
+
+class Sweep:
+    """Writes a log of real runs in the form a sweep does; the data set's labels stand in for the model's answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.rows = folder, []  # type: Path, list[dict[str, Any]]
+        self._encoder = SentenceEncoder()
+        self._hook: EmbeddingHook | None = None  # one for all: it holds a vision tower
+        (folder / "samples").mkdir(parents=True)
+
+    def settings(self, **flags: Any) -> RunSettings:
+        data, cache = self.folder / "data", self.folder / f"cache{len(self.rows)}"
+        fixed = {"preset": "minigqa", "engine": "scripted", "max_samples": SAMPLES, "data_dir": data, "baseline": True}
+        return resolve(RunFlags(cache_dir=cache, **{**fixed, **flags}))
+
+    def add(self, name: str, **flags: Any) -> None:
+        settings = self.settings(**flags)
+        samples = load_samples(settings.dataset, settings.data)
+        answers = label_answers(samples)
+        if settings.cache.embedding_layers and self._hook is None:
+            self._hook = build_hook(settings.cache, self._encoder)
+        records, summary = run(
+            settings,
+            samples,
+            lambda _, attach: ScriptedEngine(answer=answers, store=set() if attach else None),
+            lambda s: SemanticCache(s.cache, text_encoder=self._encoder, hook=self._hook),
+            Silent(),
+        )
+        file = self.folder / "samples" / f"{len(self.rows)}.jsonl"
+        file.write_text("".join(json.dumps(r.to_json()) + "\n" for r in records), encoding="utf-8")
+        self.log(name, settings, summary=summary.to_json(), samples=f"samples/{file.name}")
+
+    def log(self, name: str, settings: RunSettings, **values: Any) -> None:
+        row: dict[str, Any] = {
+            "name": name, "status": "ok", "error": "", "notes": "", "started": "2026-01-01T00:00:00", "seconds": 1.5,
+            "settings": settings.to_json(), "environment": {"vllm": "0.32.0", "device": "cpu"},
+            "trace": {"order": "zipf"}, "summary": None, "samples": None, **values,
+        }  # fmt: skip
+        self.rows.append(row)
+        lines = [json.dumps(r) + "\n" for r in self.rows]
+        (self.folder / "sweep.jsonl").write_text("".join(lines), encoding="utf-8")
+        (self.folder / "sweep.csv").write_text("name\n", encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    made = Sweep(tmp_path_factory.mktemp("sweep"))
+    made.add("exact only", embedding_layers=(), embedding_hook="none", disable_semantic_cache=True)
+    for prompt in (0.8, 0.95):
+        for vision in (0.9, 0.99):
+            layers = (f"prompt:384:{prompt}", f"vision:6912:{vision}")
+            made.add(f"grid {prompt:g} {vision:g}", embedding_layers=layers, disable_guards=True, match="any")
+    made.log(f"fails {HOSTILE}", made.settings(), status="failed", error=f"EngineError: {HOSTILE}\nsecond line")
+    return made
+
+
+@pytest.fixture(scope="module")
+def page(sweep: Sweep) -> Path:
+    out = sweep.folder / "out" / "report.html"
+    write_report([sweep.folder / "sweep.csv"], out, markdown=sweep.folder / "docs" / "results.md", title="A <b> title")
+    return out
+
+
+# --- reading
+
+
+def written(tmp_path: Path, *rows: Any) -> Path:
+    path = tmp_path / "sweep.jsonl"
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+ROW = {"name": "a", "status": "failed", "error": "no", "settings": {}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ((ROW, "{broken"), "sweep.jsonl, line 2: not valid JSON"),
+        ((ROW, "[1]"), "line 2: expected an object"),
+        (({"status": "ok"},), "line 1: no 'name'"),
+        ((ROW, {**ROW, "status": "done"}), "line 2: 'status' is 'done'; expected one of ok, failed, interrupted"),
+        (({**ROW, "summary": 3},), "line 1: 'summary' must be an object, found int"),
+        ((), "no experiment is logged there"),
+    ],
+)
+def test_a_bad_log_is_named_with_its_line(tmp_path: Path, rows: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(DatasetError) as caught:
+        read_logs([written(tmp_path, *rows)])
+    assert str(tmp_path / "sweep.jsonl") in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_missing_logs(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"none\.jsonl: no such file"):
+        read_logs([tmp_path / "none.jsonl"])
+    (tmp_path / "sweep.csv").touch()
+    with pytest.raises(DatasetError, match=r"sweep\.jsonl: no such file; .* beside sweep\.csv"):
+        read_logs([tmp_path / "sweep.csv"])
+    with pytest.raises(DatasetError, match=r"ends in \.csv or \.jsonl"):
+        read_logs([tmp_path / "sweep.parquet"])
+
+
+def test_bad_samples_are_named_and_a_cut_off_line_is_left_out(tmp_path: Path, sweep: Sweep) -> None:
+    line = (sweep.folder / "samples" / "0.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    log = written(tmp_path, {**ROW, "status": "ok", "samples": "s.jsonl"})
+    (tmp_path / "s.jsonl").write_text(f"{line}\n{line[:60]}", encoding="utf-8")
+    assert len(read_logs([log])[0].records) == 1
+    log.write_bytes(log.read_bytes() + b'{"name": "cut off')
+    assert [e.name for e in read_logs([log])] == ["a"]
+    for bad in (line[:60], '{"sample_id": "x"}', line.replace('"text": "', '"text": 1, "x": "'), "[]"):
+        (tmp_path / "s.jsonl").write_text(f"{line}\n{bad}\n{line}\n", encoding="utf-8")
+        with pytest.raises(DatasetError, match=r"s\.jsonl, line 2: (not a record|not valid JSON|expected an)"):
+            read_logs([log])
+
+
+def test_the_last_row_of_a_name_counts_and_names_of_two_logs_are_kept_apart(tmp_path: Path) -> None:
+    first = written(tmp_path, ROW, {**ROW, "status": "ok"}, {**ROW, "name": "b"})
+    (tmp_path / "other").mkdir()
+    second = written(tmp_path / "other", ROW).rename(tmp_path / "more.jsonl")
+    found = read_logs([first, second])
+    assert [(e.name, e.status) for e in found] == [("sweep: a", "ok"), ("b", "failed"), ("more: a", "failed")]
+
+
+# --- what is computed
+
+
+def test_groups_points_and_grids(sweep: Sweep) -> None:
+    experiments = read_logs([sweep.folder / "sweep.jsonl"])
+    # One setting tells the groups apart, though guards and match differ both: the failed one shares the first group.
+    assert group_names(experiments) == ["minigqa, guards on", *["minigqa, guards off"] * 4, "minigqa, guards on"]
+    assert thresholds(experiments[1]) == {"prompt": 0.8, "vision": 0.9, "semantic": 0.92}
+    (grid,) = grids(experiments)
+    assert (grid.prompt, grid.vision) == ((0.8, 0.95), (0.9, 0.99))
+    assert grid.cells[0.95, 0.9].name == "grid 0.95 0.9"
+    plane = points(experiments)
+    assert [p.experiment.name for p in plane] == [e.name for e in experiments[:5]]
+    front = [p for p in plane if p.front]
+    for p in plane:
+        beaten = [
+            o for o in plane
+            if (o.rate.value or 0) >= (p.rate.value or 0) and (o.accuracy.value or 0) >= (p.accuracy.value or 0)
+            and (o.rate.value, o.accuracy.value) != (p.rate.value, p.accuracy.value)
+        ]  # fmt: skip
+        assert not (beaten and p.front)
+        same = any((o.rate.value, o.accuracy.value) == (p.rate.value, p.accuracy.value) for o in front)
+        assert beaten or same
+    by_rate = sorted(front, key=lambda p: p.front)
+    assert [p.front for p in by_rate] == list(range(1, len(front) + 1))
+    assert [p.rate.value for p in by_rate] == sorted(p.rate.value or 0 for p in front)
+
+
+def wrong_record(score: float, **values: Any) -> SampleRecord:
+    cold = Cold("a", "red", True, 0.1, None, 10, 0)
+    base: dict[str, Any] = {
+        "sample_id": "1", "image": "a", "question": "q?", "text": "blue", "answer": "red", "match": False,
+        "provenance": "text:semantic", "exactness": "approximate", "applied": True, "score": score, "donor": "d",
+        "donor_answer": "blue", "statuses": {}, "latency_s": 0.1, "lookup_s": 0.0, "ttft_s": None, "prompt_tokens": 1,
+        "cached_tokens": 0, "loaded_tokens": None, "prefix_tokens": 0, "donor_question": "p?", "cold": cold,
+    }  # fmt: skip
+    return SampleRecord(**{**base, **values})
+
+
+def test_wrong_hits_are_told_once_and_the_surest_first() -> None:
+    def experiment(name: str, *records: SampleRecord) -> Experiment:
+        return Experiment(name, "ok", "", "", None, {"preset": "x"}, {}, {}, {}, records)
+
+    cold_was_wrong = replace(wrong_record(1.0), cold=Cold("a", "green", False, 0.1, None, 10, 0))
+    first = experiment("one", wrong_record(0.9), wrong_record(0.99, question="other?"), cold_was_wrong)
+    second = experiment("two", wrong_record(0.9), wrong_record(0.9))
+    found = wrong_hits([first, second])
+    assert [(w.score, [e.name for e in w.experiments]) for w in found] == [(0.99, ["one"]), (0.9, ["one", "two"])]
+    assert worst(found) == found
+    many = [wrong_record(0.9, question=f"q{i}", sample_id=str(i)) for i in range(30)]
+    elsewhere = [wrong_record(0.8, donor_image="b", donor_question=f"p{i}", sample_id=str(i)) for i in range(30)]
+    shown = worst(wrong_hits([experiment("x", *many, *elsewhere)]))
+    assert len(shown) == 12
+    assert [w.record.donor_image for w in shown[:4]] == ["", "b", "", "b"]
+    assert sum(w.record.donor_question == "p?" for w in shown) == 2
+
+
+def test_what_differs_between_two_questions_is_marked() -> None:
+    own, donor = differing("Is the  cat left of the dog?", "is the cat right of the dog ?")
+    assert [text for text, differs in own if differs] == ["left"]
+    assert [text for text, differs in donor if differs] == ["right"]
+    assert "".join(text for text, _ in own).split() == "Is the cat left of the dog?".split()
+    assert differing("", "") == ((), ())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"embedding_layers": ("prompt:384:0.8",), "embedding_hook": "prompt", "disable_guards": True},
+        {"preset": "opt-125m", "disable_exact_cache": True, "similarity_threshold": 0.5, "scope": "any"},
+        {"preset": None, "model": "some/model", "max_samples": 3, "shuffle_seed": 1, "trust_remote_code": True},
+        {"disable_semantic_cache": True, "fusion_cache": False, "match": "any", "cache_mode": "dry-run"},
+        {"trace": "zipf", "trace_seed": 3, "trace_requests": 90, "trace_exponent": 1.2, "verify_rate": 0.5},
+    ],
+)
+def test_the_command_of_an_experiment_gives_its_settings_again(
+    sweep: Sweep, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from semkv.experiments import execute as module
+    from semkv.experiments.metrics import summarise
+
+    seen: list[RunSettings] = []
+    monkeypatch.setattr(module, "execute", lambda settings, **_: seen.append(settings) or summarise([]))
+    before = sweep.settings(**flags)
+    words = run_command(before.to_json()).split()
+    assert words[:2] == ["semkv", "run"]
+    places = ["--cache-dir", str(before.cache.cache_dir), "--data-dir", str(before.data.data_dir)]
+    out = CliRunner().invoke(app, [*words[1:], *places])
+    assert out.exit_code == 0, out.output
+    assert seen == [before]
+
+
+def test_images_are_found_where_the_settings_say(sweep: Sweep) -> None:
+    settings = sweep.rows[0]["settings"]
+    name = read_logs([sweep.folder / "sweep.csv"])[0].records[0].image
+    found = image_files(settings, {name, "no such image", "../../etc/passwd"})
+    assert list(found) == [name]
+    assert found[name].is_file()
+    assert image_files({**settings, "dataset": "gone"}, {name}) == {}
+    assert image_files({"dataset": "minigqa", "data": {"max_samples": "many"}}, {name}) == {}
+
+
+# --- the files
+
+
+def test_the_page_stands_alone_and_trusts_nothing(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "fails &lt;/script&gt;&lt;script&gt;alert(&#34;x&#34;)" in text
+    assert "{{ 7 * 7 }}" in text
+    assert text.count("<script") == text.count("</script") == 1
+    assert "<title>A &lt;b&gt; title</title>" in text
+    assert not re.findall(r"""(?:src|href|srcset)=["'](?!data:)""", text)
+    assert "default-src 'none'" in text
+    pictures = sorted(p.name for p in page.with_name("report_files").iterdir())
+    assert pictures == ["grid-1.png", "latency.png", "tiers.png", "tradeoff.png"]
+
+
+def test_equal_logs_give_equal_files(page: Path, sweep: Sweep, tmp_path: Path) -> None:
+    files = write_report(
+        [sweep.folder / "sweep.jsonl"], tmp_path / "out" / "report.html", markdown=tmp_path / "docs" / "results.md"
+    )
+    again, before = (tmp_path / "docs" / "results.md", sweep.folder / "docs" / "results.md")
+    text = again.read_text(encoding="utf-8")
+    assert text.replace("sweep.jsonl", "sweep.csv") == before.read_text(encoding="utf-8").replace(
+        escape("A <b> title"), "What each tier is worth"
+    )
+    for file in files:
+        if file.suffix == ".png":
+            assert file.read_bytes() == (page.parent / "report_files" / file.name).read_bytes()
+    links = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert len(links) == 4
+    assert all((again.parent / link).is_file() for link in links)
+
+
+def test_markdown_shows_text_as_it_is() -> None:
+    assert escape("a | b\n*c* `d` <e> $x$ [1.0, 2.0]") == r"a \| b \*c\* \`d\` \<e\> \$x\$ [1.0, 2.0]"
+    assert escape("![f](g) [f][g] [f]: g") == r"![f\](g) [f\][g] [f\]: g"
+
+
+def test_experiments_without_samples_still_get_their_figures(sweep: Sweep, tmp_path: Path) -> None:
+    rows = [{**row, "samples": "gone.jsonl" if row["samples"] else None} for row in sweep.rows]
+    files = write_report([written(tmp_path, *rows)], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert sorted(f.name for f in files[1:]) == ["grid-1.png", "tiers.png", "tradeoff.png"]
+    assert "its samples are gone: gone.jsonl" in text
+    assert "single answers cannot be shown" in text
+
+
+def test_a_log_of_failures_alone_makes_a_page(tmp_path: Path) -> None:
+    write_report([written(tmp_path, ROW)], tmp_path / "report.html", markdown=tmp_path / "r.md")
+    assert "1 failed" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "## Not finished" in (tmp_path / "r.md").read_text(encoding="utf-8")
+
+
+def test_the_command_line_names_what_is_wrong(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "semkv", "report", str(written(tmp_path, ROW, "{")), "--out", str(tmp_path / "x")]
+    out = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (out.returncode, out.stdout) == (2, "")
+    assert out.stderr.startswith(f"semkv: {tmp_path / 'sweep.jsonl'}, line 2: not valid JSON")
+
+
+# --- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+class Visit:
+    """The page, opened in a window of its own, with all it said and asked for."""
+
+    def __init__(self, browser: Browser, page: Path, width: int, scheme: Any) -> None:
+        self.context: BrowserContext = browser.new_context(
+            viewport={"width": width, "height": 850}, color_scheme=scheme, offline=True
+        )
+        self.page: Page = self.context.new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(page.as_uri())
+
+    def __enter__(self) -> Page:
+        return self.page
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_in_a_browser(browser: Browser, page: Path, width: int, scheme: str) -> None:
+    visit = Visit(browser, page, width, scheme)
+    with visit as shown:
+        assert visit.said == []
+        assert [url for url in visit.asked if not url.startswith("data:")] == [page.as_uri()]
+        assert shown.evaluate("document.documentElement.scrollWidth") == width
+        # The wide table scrolls in a box of its own.
+        assert shown.evaluate(
+            "(t => t.scrollWidth > t.parentElement.clientWidth)(document.querySelector('#experiments'))"
+        )
+        ground = shown.evaluate("getComputedStyle(document.body).backgroundColor")
+        red = int(re.findall(r"\d+", ground)[0])
+        assert red < 60 if scheme == "dark" else red > 230
+        images = shown.evaluate(
+            "[...document.images].map(i => [i.complete, i.naturalWidth, i.naturalHeight, i.clientWidth, i.alt])"
+        )
+        assert len(images) >= 4
+        for complete, natural, _, shown_width, alt in images:
+            assert complete
+            assert natural > 0
+            assert 0 < shown_width <= width
+            assert alt
+        figures = [row for row in images if row[4].startswith(("Accuracy", "Hit rate", "Latency", "Thresholds"))]
+        assert len(figures) == 4
+        assert all((row[2] > row[1] / 1.6) for row in figures) is (width == 390)  # drawn anew for the phone, not shrunk
+        sources = shown.evaluate(
+            "[...document.querySelectorAll('figure img')].map(i => atob(i.currentSrc.split(',')[1]))"
+        )
+        for svg in sources:
+            assert ("#e7eaee" in svg) is (scheme == "dark")
+            assert ("#1b2026" in svg) is (scheme == "light")
+
+
+def test_the_table_sorts(browser: Browser, page: Path) -> None:
+    def column(shown: Page, number: int) -> list[str]:
+        cells = (
+            f"[...document.querySelectorAll('#experiments tbody tr')].map(r => r.cells[{number}].textContent.trim())"
+        )
+        found: list[str] = shown.evaluate(cells)
+        return found
+
+    with Visit(browser, page, 1280, "light") as shown:
+        heads = shown.locator("#experiments thead th")
+        names = [name.strip() for name in heads.all_text_contents()]
+        rate = names.index("hit rate")
+        heads.nth(rate).get_by_role("button").click()
+        values = column(shown, rate)
+        assert values[-1] == "-"  # the failed one has no figure: last, whichever way
+        numbers = [float(v.split()[0]) for v in values[:-1]]
+        assert numbers == sorted(numbers, reverse=True)
+        assert heads.nth(rate).get_attribute("aria-sort") == "descending"
+        heads.nth(rate).get_by_role("button").click()
+        assert [float(v.split()[0]) for v in column(shown, rate)[:-1]] == sorted(numbers)
+        assert column(shown, rate)[-1] == "-"
+        heads.nth(0).get_by_role("button").press("Enter")
+        assert column(shown, 0)[0] == "exact only"
+        assert heads.nth(rate).get_attribute("aria-sort") == "none"
+        assert len(column(shown, 0)) == 6
+
+
+def test_wrong_hits_show_both_pictures(browser: Browser, page: Path) -> None:
+    with Visit(browser, page, 390, "dark") as shown:
+        cards = shown.locator("article")
+        assert cards.count() > 0
+        assert cards.first.locator("img").count() == 2
+        assert cards.first.locator("mark").count() > 0
+        assert "answer given" in (cards.first.text_content() or "")

@@ -1,0 +1,146 @@
+"""stats, verify, gc and purge over a cache that was really used."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from semkv.cache import SemanticCache
+from semkv.cli import app
+from semkv.config import CacheConfig
+from semkv.errors import StoreError
+from semkv.maintenance import collect, inspect, verify
+from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+from semkv.stores.cachedir import prepare
+from semkv.stores.fusion import FusionState, FusionStore
+from semkv.types import MediaSegment, Namespace, Request, TextSegment
+
+LAYOUT = KVLayout((LayerLayout("layer0", "float32", (64,), (64,), 256),), 16)
+
+
+def call(*words: str, exit_code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == exit_code, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Path:
+    """Two tenants with three entries and a picture each, two KV extents, one fusion state."""
+    root = tmp_path / "cache"
+    config = CacheConfig(root, semantic=False)
+    prepare(config)
+    cache = SemanticCache(config)
+    for tenant in ("alice", "bob"):
+        namespace = Namespace(tenant, "model")
+        picture = tmp_path / f"{tenant}.jpg"
+        picture.write_bytes(f"the picture of {tenant}".encode())
+        media = MediaSegment(digest_of(picture), picture, tenant)
+        for i in range(3):
+            segments = (media, TextSegment(f"question {i}"))
+            report = cache.try_reuse(Request(f"{tenant}{i}", namespace, segments, tags=("t",) * (i > 0)))
+            cache.add_observation(report, "yes")
+    cache.close()
+    kv = KVStore.open(root / "kv", "ns", LAYOUT)
+    for i in range(2):
+        kv.save_rows([bytes([i]) * 32], np.full((1, 256), i, np.uint8))
+    kv.close()
+    fusion = FusionStore.open(root / "fusion", "ns")
+    fusion.save(FusionState.from_array("key", np.zeros((2, 3), np.float32)))
+    fusion.close()
+    return root
+
+
+def digest_of(path: Path) -> str:
+    import hashlib
+
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def extents(root: Path, store: str) -> list[Path]:
+    return sorted((root / store / "extents").glob("??/*.safetensors"))
+
+
+def test_stats_count_what_is_there(used: Path) -> None:
+    found = json.loads(call("stats", "--cache-dir", str(used), "--json"))
+    assert [(e["tenant"], e["entries"]) for e in found["entries"]] == [("alice", 3), ("bob", 3)]
+    stores = {s["store"]: s for s in found["stores"]}
+    assert {name: (s["items"], s["blocks"]) for name, s in stores.items()} == {
+        "kv": (2, 2),
+        "fusion": (1, 1),
+        "media": (2, 0),
+    }
+    assert stores["kv"]["nbytes"] == sum(p.stat().st_size for p in extents(used, "kv"))
+    table = call("stats", "--cache-dir", str(used))
+    assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", "s ago"))
+
+
+def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
+    assert "5 files checked, 0 damaged" in call("verify", "--cache-dir", str(used))
+    for path in (*extents(used, "kv")[:1], *extents(used, "fusion"), next((used / "media").glob("??/*"))):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    found = verify(used)
+    assert (found.checked, sorted(line.split(":")[0] for line in found.damaged)) == (5, ["fusion", "kv", "media"])
+    assert "5 files checked, 3 damaged" in call("verify", "--cache-dir", str(used), exit_code=1)
+    assert "3 deleted" in call("verify", "--cache-dir", str(used), "--repair")
+    assert verify(used).damaged == ()
+    assert inspect(used).nbytes > 0
+
+
+def test_a_damaged_catalog_is_told(used: Path) -> None:
+    path = used / "catalog.sqlite"
+    data = bytearray(path.read_bytes())
+    data[4096:8192] = b"x" * 4096
+    path.write_bytes(data)
+    assert any(line.startswith("catalog:") for line in verify(used).damaged)
+
+
+def test_gc_deletes_strays_old_extents_and_loose_pictures(used: Path) -> None:
+    stray = extents(used, "kv")[0].with_name("0" * 32 + ".safetensors.1.tmp")
+    stray.write_bytes(b"half a file")
+    loose = used / "media" / "ab" / ("ab" * 32)
+    loose.parent.mkdir(exist_ok=True)
+    loose.write_bytes(b"nobody's")
+    young = used / "media" / "cd" / ("cd" * 32)
+    young.parent.mkdir(exist_ok=True)
+    young.write_bytes(b"about to be somebody's")
+    past = time.time() - 10 * 86_400
+    os.utime(loose, (past, past))
+    found = collect(used)
+    assert (found.kv, found.fusion, found.media) == (1, 0, 1)
+    assert young.exists()
+    assert len(extents(used, "kv")) == 2
+    assert "deleted: 2 of KV, 1 of fusion" in call("gc", "--cache-dir", str(used), "--max-age-days", "0.0000001")
+
+
+def test_purge_of_a_tenant_leaves_the_other(used: Path) -> None:
+    assert "3 entries" in call("purge", "--cache-dir", str(used), "--tenant", "alice", "--dry-run")
+    assert len(inspect(used).entries) == 2
+    assert "3 entries and 1 files deleted" in call("purge", "--cache-dir", str(used), "--tenant", "alice")
+    assert [(e.tenant, e.entries) for e in inspect(used).entries] == [("bob", 3)]
+    assert "2 entries" in call("purge", "--cache-dir", str(used), "--tag", "t")
+    assert [e.entries for e in inspect(used).entries] == [1]
+
+
+def test_purge_deletes_what_is_ours_and_nothing_else(used: Path) -> None:
+    mine = used / "notes.txt"
+    mine.write_text("a user's own file")
+    counted = call("purge", "--cache-dir", str(used), "--dry-run")
+    assert extents(used, "kv")
+    assert call("purge", "--cache-dir", str(used)).split()[:4] == counted.split()[:4]
+    assert [p.name for p in used.rglob("*")] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge"])
+def test_a_folder_that_is_no_cache_is_refused_and_left_alone(tmp_path: Path, command: str) -> None:
+    with pytest.raises(StoreError, match="holds no semkv cache"):
+        call(command, "--cache-dir", str(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,233 @@
+"""The policies: what they accept, what they learn, what they keep."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from cache_helpers import Bench, WrittenEncoder
+from semkv.config import CacheConfig
+from semkv.errors import ConfigError
+from semkv.tiers.policies import Bounded, Calibrated, Calibration, FixedThreshold, build_policy
+from semkv.tiers.policies.bounded import band, falling
+from semkv.types import Entry, Exactness, Match, Namespace, PolicyName, Request, TextSegment
+
+TIER = "semantic_text"
+CURVE = Calibration("written", (0.6, 0.8, 1.0), (0.9, 0.2, 0.0), 0.9, {"number": 4.0})
+DONOR = Entry("d", Namespace(), (), "", "")
+
+
+def asking(text: str = "a") -> Request:
+    return Request("1", Namespace(), (TextSegment(text),))
+
+
+def match(score: float, veto: str = "", tier: str = TIER) -> Match:
+    return Match(tier, "d", score, Exactness.APPROXIMATE, veto)
+
+
+def test_the_curve_is_interpolated_and_a_veto_multiplies_the_odds() -> None:
+    assert CURVE.risk(0.59) == 1.0
+    assert CURVE.risk(0.7) == pytest.approx(0.55)
+    assert CURVE.risk(0.9) == pytest.approx(0.1)
+    assert CURVE.risk(1.0) == 0.0
+    assert CURVE.risk(0.9, "number") == pytest.approx((4 / 9) / (1 + 4 / 9))
+    assert CURVE.risk(0.99, "negation") == 1.0, "a reason without evidence is final"
+
+
+def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    CURVE.save(file)
+    assert Calibration.load(file) == CURVE
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 9}, "format 9"),
+        ({"scores": [0.6, 0.6, 1.0]}, "increasing scores"),
+        ({"risks": [0.1, 0.2, 0.3]}, "do not increase"),
+        ({"risks": [0.1]}, "as many risks"),
+        ({"vetoes": {"number": 0.1}}, "odds of at least 1"),
+        ({"vetoes": {"number": float("nan")}}, "odds of at least 1"),
+        ({"threshold": "high"}, "calibrate"),
+    ],
+)
+def test_a_damaged_calibration_is_a_wrong_setting(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    file = tmp_path / "c.json"
+    CURVE.save(file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError, match=said):
+        Calibration.load(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b"{}"])
+def test_what_is_no_calibration_is_a_wrong_setting(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "c.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="--calibration"):
+        Calibration.load(file)
+    with pytest.raises(ConfigError, match="can be read"):
+        Calibration.load(tmp_path / "none")
+
+
+def test_a_calibration_of_another_encoder_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    replace(CURVE, fingerprint="another").save(file)
+    for policy in (PolicyName.CALIBRATED, PolicyName.BOUNDED):
+        config = CacheConfig(tmp_path, policy=policy, calibration=file)
+        with pytest.raises(ConfigError, match="this one is for another"):
+            build_policy(config, WrittenEncoder.fingerprint)
+        with pytest.raises(ConfigError, match="this one is for another"):
+            Bench(tmp_path, policy=policy, calibration=file)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"policy": PolicyName.CALIBRATED}, "--calibration"),
+        ({"calibration": Path("c.json")}, "--calibration"),
+        ({"max_error_rate": 0.0}, "--max-error-rate"),
+        ({"max_error_rate": 1.0}, "--max-error-rate"),
+        ({"verify_rate": -0.1}, "--verify-rate"),
+    ],
+)
+def test_settings_that_do_not_fit_name_the_flag(tmp_path: Path, settings: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        CacheConfig(tmp_path, **settings)  # type: ignore[arg-type]
+
+
+def test_calibrated_judges_its_own_tier_only() -> None:
+    policy = Calibrated(CURVE, frozenset([TIER]), FixedThreshold({"embedding:vision": 0.95}))
+    assert policy.accept(asking(), DONOR, match(0.9)).accept
+    assert not policy.accept(asking(), DONOR, match(0.89)).accept
+    assert not policy.accept(asking(), DONOR, match(0.91, "number")).accept
+    assert policy.accept(asking(), DONOR, match(0.99, "number")).accept
+    assert not policy.accept(asking(), DONOR, match(1.0, "negation")).accept
+    assert policy.accept(asking(), DONOR, match(0.96, tier="embedding:vision")).accept
+    assert not policy.accept(asking(), DONOR, match(0.94, tier="embedding:vision")).accept
+    assert not policy.accept(asking(), DONOR, match(0.99, "number", "embedding:vision")).accept
+
+
+def test_a_text_that_is_served_again_is_worth_a_check() -> None:
+    policy = Calibrated(CURVE, frozenset([TIER]), FixedThreshold({}))
+    assert policy.accept(asking("a"), DONOR, match(0.95)).check == 0.0
+    assert policy.accept(asking("b"), DONOR, match(0.95)).check == 0.0
+    assert policy.accept(asking("a"), DONOR, match(0.95)).check == 1.0
+
+
+def test_pooling_makes_values_fall() -> None:
+    assert falling([0.9, 0.2, 0.4, 0.1], [1, 1, 1, 1]) == pytest.approx([0.9, 0.3, 0.3, 0.1])
+    assert falling([0.1, 0.9], [3, 1]) == pytest.approx([0.3, 0.3])
+
+
+def test_bands_hold_any_score() -> None:
+    assert [band(s) for s in (-1.0, 0.6, 0.999, 1.0, 1.1)] == [0, 0, 19, 19, 19]
+
+
+def traffic(
+    policy: Bounded, wrong: dict[float, float], *, requests: int, seed: int, verify: float = 0.1
+) -> tuple[int, int]:
+    """Requests at the scores given, each wrong with its own chance. Returns hits and wrong hits."""
+    random = Random(seed)
+    hits = bad = 0
+    for number in range(requests):
+        policy.arrived()
+        score = random.choice(list(wrong))
+        correct = random.random() >= wrong[score]
+        decision = policy.accept(asking(str(number)), DONOR, match(score))
+        if not decision.accept:
+            policy.observe(match(score), correct=correct, served=False)
+            continue
+        hits += 1
+        bad += not correct
+        if random.random() < max(verify, decision.check):
+            policy.observe(match(score), correct=correct, served=True)
+    return hits, bad
+
+
+@pytest.mark.parametrize("bound", [0.01, 0.002])
+def test_the_bound_holds_where_scores_mean_what_they_should(bound: float) -> None:
+    found = [traffic(Bounded(bound), {0.99: 0.001, 0.93: 0.05, 0.7: 0.8}, requests=4000, seed=s) for s in range(5)]
+    assert sum(bad for _, bad in found) / 5 <= bound * 4000
+    assert max(bad for _, bad in found) <= 1.3 * bound * 4000, "chance alone, in the worst of five"
+    assert min(hits for hits, _ in found) > 400, "most of the safe third is served"
+
+
+def test_the_bound_holds_where_the_calibration_is_wrong_about_everything() -> None:
+    rosy = Calibration("written", (0.6, 1.0), (0.01, 0.0001), 0.6, {})
+    for seed in range(3):
+        policy = Bounded(0.01, rosy, frozenset([TIER]))
+        _, bad = traffic(policy, {0.99: 0.5, 0.93: 0.5, 0.7: 0.5}, requests=4000, seed=seed)
+        assert bad <= 0.01 * 4000
+
+
+def test_a_shift_is_caught_by_checks() -> None:
+    policy = Bounded(0.01)
+    traffic(policy, {0.99: 0.0}, requests=2000, seed=1)
+    _, bad = traffic(policy, {0.99: 0.6}, requests=2000, seed=2)
+    assert bad <= 0.01 * 4000
+
+
+def test_nothing_approximate_is_served_before_the_budget_covers_it() -> None:
+    policy = Bounded(0.002)
+    policy.arrived()
+    assert not policy.accept(asking(), DONOR, match(0.99)).accept
+
+
+def test_a_veto_is_overruled_only_by_evidence() -> None:
+    policy = Bounded(0.01)
+    traffic(policy, {0.99: 0.0}, requests=1500, seed=0)
+    assert policy.accept(asking("x"), DONOR, match(0.99)).accept
+    assert not policy.accept(asking("y"), DONOR, match(0.99, "number")).accept
+    for number in range(3000):
+        policy.arrived()
+        policy.observe(match(0.99, "word order"), correct=True, served=False)
+        policy.observe(match(0.99, "number"), correct=number % 2 == 0, served=False)
+    assert policy.accept(asking("z"), DONOR, match(0.99, "word order")).accept
+    assert not policy.accept(asking("z"), DONOR, match(0.99, "number")).accept
+
+
+def test_what_was_learned_is_taken_up_again() -> None:
+    policy = Bounded(0.01)
+    traffic(policy, {0.99: 0.0, 0.8: 0.9}, requests=1500, seed=0)
+    kept = json.loads(json.dumps(policy.state()))
+    other = Bounded(0.01)
+    other.restore(kept)
+    assert other.state() == kept
+    assert other.accept(asking(), DONOR, match(0.99)).accept
+    assert not other.accept(asking(), DONOR, match(0.8)).accept
+
+
+@pytest.mark.parametrize(
+    "damage", [{"floor": 0.1}, {"requests": -1}, {"requests": None}, {"arms": [{"key": ["a", "b", True]}]}, {"arms": 3}]
+)
+def test_a_damaged_state_is_refused(damage: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Bounded(0.01).restore({**Bounded(0.01).state(), **damage})
+
+
+def test_threads_lose_no_count() -> None:
+    policy = Bounded(0.5)
+
+    def work(seed: int) -> None:
+        traffic(policy, {0.99: 0.1, 0.9: 0.3}, requests=500, seed=seed)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert policy.state()["requests"] == 2000
+
+
+def test_the_state_stays_small_under_invented_reasons() -> None:
+    policy = Bounded(0.01)
+    for number in range(400):
+        policy.arrived()
+        policy.accept(asking(), DONOR, match(0.9, f"reason {number}"))
+    assert len(policy.state()["arms"]) <= 257

@@ -1,0 +1,438 @@
+"""The response tier: what is kept, for how long, and what happens when the store fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redis_server import RedisServer
+from semkv.errors import ConfigError, StoreError
+from semkv.stores.responses.base import Selector
+from semkv.stores.responses.memory import MemoryStore
+from semkv.stores.responses.redis import RedisStore
+from semkv.stores.responses.sqlite import SqliteStore
+from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, Subject, parse_rule
+from semkv.tiers.response import ResponseCache, refusal
+
+
+@dataclass(frozen=True)
+class Asked:
+    key: str = "a"
+    partition: str = "tenant"
+    model: str = "model"
+    prompt: str = "What is the weather?"
+    sampled: bool = False
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def payload(*reasons: Any, **fields: Any) -> bytes:
+    choices = [{"index": i, "message": {"content": "x"}, "finish_reason": reason} for i, reason in enumerate(reasons)]
+    return json.dumps({"choices": choices, **fields}).encode()
+
+
+GOOD = payload("stop")
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# -- what is kept -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "why"),
+    [
+        (GOOD, 200, ""),
+        (payload("tool_calls"), 200, ""),
+        (payload("stop", "tool_calls"), 200, ""),
+        (GOOD, 201, "status"),
+        (GOOD, 500, "status"),
+        (payload("stop", "length"), 200, "unfinished"),
+        (payload("length"), 200, "unfinished"),
+        (payload("content_filter"), 200, "unfinished"),
+        (payload("abort"), 200, "unfinished"),
+        (payload(None), 200, "unfinished"),
+        (payload(["stop"]), 200, "unfinished"),
+        (payload(), 200, "no choices"),
+        (payload("stop", error={"message": "x"}), 200, "error"),
+        (b"[]", 200, "error"),
+        (b'{"choices": [1]}', 200, "unfinished"),
+        (b'{"choices": {"finish_reason": "stop"}}', 200, "no choices"),
+        (b"data: x", 200, "no JSON"),
+        (b"", 200, "no JSON"),
+        (b"[" * 100_000, 200, "no JSON"),
+    ],
+)
+def test_only_complete_answers_are_kept(body: bytes, status: int, why: str) -> None:
+    assert refusal(body, status) == why
+    cache = ResponseCache(None)
+    assert cache.keep(Asked(), body, status=status) is not bool(why)
+    assert (cache.peek("a") is None) is bool(why)
+    assert cache.counts().get(f"refused:{why}" if why else "kept") == 1
+
+
+def test_random_answers_are_kept_only_if_asked_for() -> None:
+    assert not ResponseCache(None).keep(Asked(sampled=True), GOOD)
+    assert ResponseCache(None, sampled=True).keep(Asked(sampled=True), GOOD)
+
+
+def test_an_answer_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    body = payload("stop", "tool_calls", usage={"total_tokens": 3}, system_fingerprint="é").replace(b": ", b" :  ")
+    cache = ResponseCache(SqliteStore(tmp_path / "a"))
+    assert cache.keep(Asked(), body, tags=("x",))
+    cache.close()
+    again = ResponseCache(SqliteStore(tmp_path / "a"))
+    assert again.peek("a") is None
+    found = again.lookup("a")
+    assert found is not None
+    assert found.response.payload == body
+    assert found.response.tags == ("x",)
+    assert again.peek("a") is not None
+    assert again.lookup("b") is None
+    counts = again.counts()
+    assert (counts["hit:store"], counts["hit:memory"], counts["miss"]) == (1, 1, 1)
+    assert (counts["store_entries"], counts["memory_entries"]) == (1, 1)
+    again.close()
+
+
+# -- how long -----------------------------------------------------------------------------------------------------
+
+
+def test_time_to_live_is_absolute_and_then_stale_and_then_over() -> None:
+    clock = Clock()
+    cache = ResponseCache(None, freshness=Freshness(Lifetime(10.0, stale_s=5.0)), clock=clock)
+    cache.keep(Asked(), GOOD)
+    for after, seen in ((0.0, False), (9.9, False), (10.0, True), (14.9, True), (15.0, None)):
+        clock.now = 1e9 + after
+        found = cache.lookup("a")
+        assert (found.stale if found else None) is seen
+        if found:
+            assert found.age_s == pytest.approx(after)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_sliding_lives_lengthen_when_read_and_end_when_not(shared: bool, tmp_path: Path) -> None:
+    clock = Clock()
+    store = SqliteStore(tmp_path / "a", clock=clock) if shared else None
+    cache = ResponseCache(store, freshness=Freshness(Lifetime(10.0, sliding=True)), clock=clock)
+    cache.keep(Asked(), GOOD)
+    clock.now += 2.0
+    assert cache.peek("a") is not None  # the first half of its life
+    for _ in range(5):
+        clock.now += 7.0
+        assert cache.peek("a") is None
+        assert cache.lookup("a") is not None
+        assert cache.peek("a") is not None
+    clock.now += 10.1
+    assert cache.lookup("a") is None
+    cache.close()
+
+
+def test_jitter_takes_off_at_most_its_share() -> None:
+    cache = ResponseCache(None, freshness=Freshness(Lifetime(100.0, jitter=0.2)), clock=Clock())
+    lives = set()
+    for number in range(200):
+        cache.keep(Asked(str(number)), GOOD)
+        found = cache.peek(str(number))
+        assert found is not None
+        lives.add(found.response.expires - 1e9)
+    assert 80.0 <= min(lives) < 85.0
+    assert 95.0 < max(lives) <= 100.0
+
+
+def test_rules_decide_before_the_default() -> None:
+    def own(subject: Subject) -> Lifetime | None:
+        return Lifetime(7.0) if subject.tags == ("mine",) else None
+
+    texts = ("tag:NEWS=5m,stale=60", "prompt:/weather|rain/=10s", "model:llama*=1d,sliding,jitter=0.1")
+    freshness = Freshness(Lifetime(1.0), [*map(parse_rule, texts), own])
+    assert freshness.lifetime(Subject("x", "m", ("a", "news"))) == Lifetime(300.0, 60.0)
+    assert freshness.lifetime(Subject("The WEATHER?", "m")) == Lifetime(10.0)
+    assert freshness.lifetime(Subject("x", "llama-3")) == Lifetime(86400.0, 0.0, True, 0.1)
+    assert freshness.lifetime(Subject("x", "m", ("mine",))) == Lifetime(7.0)
+    assert freshness.lifetime(Subject("x", "m")) == Lifetime(1.0)
+    assert parse_rule("prompt:a=b=inf").pattern == "a=b"
+    assert parse_rule("prompt:*=0").lifetime.ttl_s == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    "|news=5|tag:=5|tag:x|tag:x=|tag:x=5w|tag:x=-5|tag:x=nan|prompt:/(/=5|tag:x=5,stale=x|tag:x=5,jitter=2|tag:x=5,bogus"
+    "|user:x=5".split("|"),
+)
+def test_wrong_rules_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_rule(text)
+
+
+def test_wrong_lifetimes_are_refused() -> None:
+    for wrong in ({"ttl_s": -1.0}, {"ttl_s": math.nan}, {"stale_s": -1.0}, {"jitter": 1.0}):
+        with pytest.raises(ConfigError):
+            Lifetime(**wrong)
+
+
+def test_a_rule_that_raises_or_says_zero_keeps_nothing() -> None:
+    def broken(subject: Subject) -> Lifetime | None:
+        raise RuntimeError("mine")
+
+    cache = ResponseCache(None, freshness=Freshness(rules=[broken]))
+    assert not cache.keep(Asked(), GOOD)
+    assert cache.counts()["fault:freshness rule"] == 1
+    assert not ResponseCache(None, freshness=Freshness(Lifetime(0.0))).keep(Asked(), GOOD)
+    assert ResponseCache(None, freshness=Freshness(Lifetime(FOREVER))).keep(Asked(), GOOD)
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_bounded_in_bytes_as_the_interpreter_counts_them() -> None:
+    cache = ResponseCache(None, max_bytes=1 << 20)
+    for number in range(3000):
+        assert cache.keep(Asked(f"{number:064}", prompt="ü" * 50), payload("stop", x="y" * 300))
+    counts = cache.counts()
+    assert counts["memory_bytes"] <= 1 << 20
+    assert counts["memory_entries"] + counts["evicted"] == 3000
+    assert cache.peek(f"{2999:064}") is not None
+    assert cache.peek(f"{0:064}") is None
+
+
+def test_the_weight_of_an_entry_is_no_less_than_what_it_takes() -> None:
+    import tracemalloc
+
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    cache = ResponseCache(None, max_bytes=1 << 30)
+    for number in range(2000):
+        asked = Asked(f"{number:064}", f"p{number}", f"m{number}", f"prompt {number}")
+        cache.keep(asked, payload("stop", x=number), tags=(f"t{number}",))
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    weighed = cache.counts()["memory_bytes"]
+    assert taken <= weighed <= 2 * taken
+
+
+def test_a_look_into_memory_is_fast() -> None:
+    cache = ResponseCache(None)
+    cache.keep(Asked(), GOOD)
+    times = []
+    for _ in range(2000):
+        start = time.perf_counter()
+        cache.peek("a")
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[1000] < 20e-6
+
+
+# -- invalidation -------------------------------------------------------------------------------------------------
+
+
+def test_what_was_invalidated_while_it_was_computed_is_not_kept(tmp_path: Path) -> None:
+    for store in (None, SqliteStore(tmp_path / "a")):
+        cache = ResponseCache(store)
+        since = cache.begin()
+        assert cache.invalidate(Selector(model="model")) == 0
+        assert not cache.keep(Asked(), GOOD, since=since)
+        assert cache.lookup("a") is None
+        assert cache.keep(Asked(), GOOD, since=cache.begin())
+        cache.close()
+
+
+def test_every_replica_heeds_an_invalidation_within_the_poll(tmp_path: Path) -> None:
+    caches = [ResponseCache(SqliteStore(tmp_path / "a"), poll_s=0.1) for _ in range(3)]
+    caches[0].keep(Asked("a"), GOOD)
+    caches[0].keep(Asked("b", partition="you"), GOOD)
+    for cache in caches:
+        assert cache.lookup("a") is not None
+        assert cache.lookup("b") is not None
+    since = caches[2].begin()
+    assert caches[1].invalidate(Selector(partition="tenant"), dry_run=True) == 1
+    assert caches[2].peek("a") is not None
+    assert caches[1].invalidate(Selector(partition="tenant")) == 1
+    assert caches[1].peek("a") is None
+    assert all(until(lambda cache=cache: cache.peek("a") is None, 2.0) for cache in caches)  # type: ignore[misc]
+    assert all(cache.lookup("a") is None for cache in caches)
+    assert all(cache.peek("b") is not None for cache in caches)
+    assert not caches[2].keep(Asked("a"), GOOD, since=since)
+    for cache in caches:
+        cache.close()
+
+
+def test_a_value_read_before_an_invalidation_does_not_enter_memory_after_it(tmp_path: Path) -> None:
+    class Slow(SqliteStore):
+        held = threading.Event()
+        go = threading.Event()
+
+        def get(self, key: str) -> Any:
+            found = super().get(key)
+            self.held.set()
+            assert self.go.wait(5.0)
+            return found
+
+    cache = ResponseCache(Slow(tmp_path / "a"), max_bytes=1 << 20)
+    cache.keep(Asked("b"), GOOD)
+    cache._memory.invalidate(Selector())
+    reader = threading.Thread(target=cache.lookup, args=("b",))
+    reader.start()
+    assert Slow.held.wait(5.0)
+    cache.invalidate(Selector(key="b"))
+    Slow.go.set()
+    reader.join()
+    assert cache.peek("b") is None
+    cache.close()
+
+
+# -- faults -------------------------------------------------------------------------------------------------------
+
+
+class Broken(MemoryStore):
+    """A store that fails when told to, and counts how often it was asked."""
+
+    broken, asked = False, 0
+
+    def get(self, key: str) -> Any:
+        self._fail()
+        return super().get(key)
+
+    def put(self, response: Any, since: str = "") -> bool:
+        self._fail()
+        return super().put(response, since)
+
+    def news(self, cursor: str) -> Any:
+        self._fail()
+        return super().news(cursor)
+
+    def _fail(self) -> None:
+        self.asked += 1
+        if self.broken:
+            raise StoreError("down")
+
+
+def test_a_store_that_is_down_is_left_alone_counted_and_taken_up_again() -> None:
+    store = Broken()
+    cache = ResponseCache(store, poll_s=60.0, pause_s=0.3)
+    store.broken, store.asked = True, 0
+    for number in range(100):
+        assert cache.lookup(str(number)) is None
+        assert cache.keep(Asked(f"x{number}"), GOOD)  # memory has it
+    assert store.asked == 2  # one read, one write
+    assert cache.peek("x5") is not None
+    assert cache.counts()["fault:store get"] == 1
+    store.broken = False
+    time.sleep(0.35)
+    assert cache.lookup("none") is None
+    assert cache.keep(Asked("y"), GOOD)
+    assert store.get("y") is not None
+    cache.close()
+
+
+def test_a_full_redis_is_still_read(tmp_path: Path) -> None:
+    import redis
+
+    server = RedisServer(tmp_path)
+    cache = ResponseCache(RedisStore(server.url, timeout_s=2.0), max_bytes=2000, pause_s=0.05)
+    client = redis.Redis(port=server.port)
+    try:
+        for number in range(20):
+            assert cache.keep(Asked(str(number)), GOOD)
+        client.config_set("maxmemory", 1)  # with Redis's default policy, which refuses writes
+        for number in range(20):
+            cache.keep(Asked(f"x{number}"), GOOD)
+            assert cache.lookup(str(number)) is not None
+        assert cache.counts()["fault:store put"] >= 1
+        client.config_set("maxmemory", 0)
+        time.sleep(0.1)
+        assert cache.keep(Asked("y"), GOOD)
+        assert RedisStore(server.url).get("y") is not None
+    finally:
+        cache.close()
+        server.kill()
+
+
+def test_memory_is_not_served_when_the_store_was_unheard_of_for_long() -> None:
+    store = Broken()
+    cache = ResponseCache(store, poll_s=0.05, unheard_s=0.3, pause_s=0.05)
+    cache.keep(Asked(), GOOD)
+    assert cache.peek("a") is not None
+    store.broken = True
+    assert until(lambda: cache.peek("a") is None)
+    store.invalidate(Selector(key="a"))  # by another replica, which reaches the store
+    store.broken = False
+    time.sleep(0.3)
+    assert cache.peek("a") is None
+    assert cache.lookup("a") is None
+    cache.close()
+
+
+def test_a_store_that_is_down_at_the_start_is_found_later() -> None:
+    store = Broken()
+    store.broken = True
+    cache = ResponseCache(store, poll_s=0.05, pause_s=0.05)
+    assert cache.lookup("a") is None
+    store.broken = False
+    assert until(lambda: cache.keep(Asked(), GOOD) and cache.peek("a") is not None)
+    cache.close()
+
+
+def test_invalidation_says_so_when_the_store_is_down(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cache = ResponseCache(store, poll_s=60.0)
+    cache.keep(Asked(), GOOD)
+    store.close()
+    with pytest.raises(StoreError):
+        cache.invalidate(Selector(key="a"))
+    assert cache.lookup("a") is None
+    cache.close()
+
+
+def test_redis_restarted_frozen_and_back(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, durable=True)
+    cache = ResponseCache(RedisStore(server.url, timeout_s=0.2), poll_s=0.1, pause_s=0.1)
+    other = ResponseCache(RedisStore(server.url, timeout_s=0.2), poll_s=0.1, pause_s=0.1)
+    try:
+        assert cache.keep(Asked(), GOOD)
+        assert other.lookup("a") is not None
+        server.kill()
+        start = time.monotonic()
+        for number in range(50):
+            assert cache.lookup(f"none{number}") is None
+        assert time.monotonic() - start < 2.0
+        with pytest.raises(StoreError):
+            cache.invalidate(Selector(key="a"))
+        server.start()
+        assert until(lambda: cache.lookup("a") is not None)
+        assert until(lambda: other.lookup("a") is not None)
+        assert until(lambda: cache.invalidate(Selector(key="a")) == 1)
+        assert until(lambda: other.peek("a") is None)
+        assert other.lookup("a") is None
+        server.freeze()
+        start = time.monotonic()
+        for number in range(50):
+            assert cache.lookup(f"none{number}") is None
+        assert time.monotonic() - start < 3.0
+        server.thaw()
+        assert until(lambda: cache.keep(Asked("b"), GOOD) and other.lookup("b") is not None)
+        assert cache.counts()["fault:store get"] >= 2
+    finally:
+        cache.close()
+        other.close()
+        server.kill()

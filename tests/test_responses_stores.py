@@ -1,0 +1,506 @@
+"""One contract for every store of answers, then what each has of its own: damage, bounds, kills, outages."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from redis_server import RedisServer
+from semkv.errors import ConfigError, CorruptValue, StoreError
+from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
+from semkv.stores.responses.codec import decode, encode
+from semkv.stores.responses.memory import MemoryStore, weight
+from semkv.stores.responses.open import open_store
+from semkv.stores.responses.redis import RedisStore
+from semkv.stores.responses.sqlite import SqliteStore
+
+INF = float("inf")
+Make = Callable[..., ResponseStore]
+
+
+def answer(key: str, **changes: object) -> StoredResponse:
+    made = StoredResponse(key, "tenant", "model", b'{"choices": []}', time.time(), tags=("news",), prompt="What is it?")
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """Opens the store of this test; a second call opens the same one again, as another replica would."""
+    opened: list[ResponseStore] = []
+
+    def open_(**limits: object) -> ResponseStore:
+        if request.param == "memory":
+            store: ResponseStore = (
+                opened[0] if opened else MemoryStore(**{k: v for k, v in limits.items() if k != "max_entries"})
+            )  # type: ignore[arg-type]
+        elif request.param == "sqlite":
+            store = SqliteStore(tmp_path / "answers.sqlite", **limits)  # type: ignore[arg-type]
+        else:
+            server = request.getfixturevalue("redis_server")
+            store = RedisStore(server.url, timeout_s=5.0, name=tmp_path.name, **limits)  # type: ignore[arg-type]
+        opened.append(store)
+        return store
+
+    yield open_
+    for store in opened:
+        store.close()
+
+
+# -- the contract ---------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_comes_back_as_it_was(make: Make) -> None:
+    store = make()
+    mine = answer("a", payload='{"x": "ü\0 \u2028"}'.encode(), prompt="ü\nq", expires=time.time() + 50, slide_s=3.0)
+    assert store.put(mine)
+    assert store.get("a") == mine
+    assert make().get("a") == mine
+    assert store.get("b") is None
+
+
+def test_a_later_answer_replaces_the_earlier(make: Make) -> None:
+    store = make()
+    store.put(answer("a", payload=b"1" * 500))
+    once = store.usage()
+    store.put(answer("a", payload=b"2" * 500))
+    assert store.get("a").payload == b"2" * 500  # type: ignore[union-attr]
+    assert store.usage()[0] == 1
+    assert abs(store.usage()[1] - once[1]) < 20
+
+
+def test_stale_answers_come_until_their_grace_ends(make: Make) -> None:
+    now = time.time()
+    store = make()
+    store.put(answer("stale", expires=now - 1, stale_until=now + 60))
+    store.put(answer("gone", expires=now - 2, stale_until=now - 1))
+    assert store.get("stale") is not None
+    assert store.get("gone") is None
+
+
+def test_a_life_can_be_lengthened_but_not_another_answers(make: Make) -> None:
+    store = make()
+    first = answer("a", expires=time.time() + 5, stale_until=time.time() + 5)
+    store.put(first)
+    longer = replace(first, expires=first.expires + 100, stale_until=first.stale_until + 100)
+    store.slide(longer)
+    assert store.get("a") == longer
+    store.put(replace(first, created=first.created + 1))
+    store.slide(longer)
+    assert store.get("a").expires == first.expires  # type: ignore[union-attr]
+    store.slide(replace(first, key="nobody"))
+    assert store.get("nobody") is None
+
+
+@pytest.mark.parametrize(
+    ("selector", "names"),
+    [
+        (Selector(key="a"), "a"),
+        (Selector(tag="sport"), "b"),
+        (Selector(model="other"), "c"),
+        (Selector(partition="you"), "d"),
+        (Selector(prefix="Who"), "bd"),
+        (Selector(prefix="Who", tag="sport"), "b"),
+        (Selector(tag="nothing"), ""),
+        (Selector(before=1e9), "c"),
+        (Selector(), "abcd"),
+    ],
+)
+def test_invalidation_deletes_what_it_counted_and_nothing_else(make: Make, selector: Selector, names: str) -> None:
+    store = make()
+    store.put(answer("a"))
+    store.put(answer("b", tags=("sport", "news"), prompt="Who won?"))
+    store.put(answer("c", model="other", created=1.0))
+    store.put(answer("d", partition="you", prompt="Who am I?"))
+    assert store.invalidate(selector, dry_run=True) == len(names)
+    assert store.usage()[0] == 4
+    assert store.invalidate(selector) == len(names)
+    assert "".join(k for k in "abcd" if store.get(k) is None) == names
+    assert store.usage()[0] == 4 - len(names)
+
+
+def test_news_reaches_who_was_away(make: Make) -> None:
+    store, replica = make(), make()
+    cursor = replica.news("").cursor
+    assert replica.news(cursor).selectors == ()
+    store.invalidate(Selector(tag="news"))
+    store.invalidate(Selector(tag="sport"), dry_run=True)
+    store.invalidate(Selector(prefix="ü"))
+    news = replica.news(cursor)
+    assert news.selectors == (Selector(tag="news"), Selector(prefix="ü"))
+    assert replica.news(news.cursor).selectors == ()
+
+
+def test_a_log_that_does_not_reach_back_says_so(make: Make) -> None:
+    store = make()
+    cursor = store.news("").cursor
+    for _ in range(1002):
+        store.invalidate(Selector(key="x"))
+    assert store.news(cursor).selectors is None
+    assert not store.put(answer("a"), since=cursor)
+
+
+def test_an_answer_invalidated_while_it_was_computed_is_not_kept(make: Make) -> None:
+    store = make()
+    since = store.news("").cursor
+    store.invalidate(Selector(tag="news"))
+    assert not store.put(answer("a"), since=since)
+    assert store.get("a") is None
+    assert store.put(answer("b", tags=("sport",)), since=since)
+    assert store.put(answer("a"), since=store.news("").cursor)
+
+
+def test_the_bound_on_bytes_holds_and_the_least_recently_used_goes_first(make: Make) -> None:
+    size = weight(answer("00", payload=b"x" * 2000))
+    store = make(max_bytes=size * 10)
+    for number in range(8):
+        store.put(answer(f"{number:02}", payload=b"x" * 2000))
+    for number in range(8, 60):
+        assert store.get("00") is not None
+        store.put(answer(f"{number:02}", payload=b"x" * 2000))
+        assert store.usage()[1] <= size * 10
+    assert store.get("01") is None
+    assert store.get("59") is not None
+    assert not store.put(answer("huge", payload=b"x" * size * 11))
+
+
+def test_the_bound_on_entries_holds(make: Make) -> None:
+    store = make(max_entries=20)
+    if isinstance(store, MemoryStore):
+        pytest.skip("memory is bounded in bytes alone")
+    for number in range(50):
+        store.put(answer(str(number)))
+    assert 15 <= store.usage()[0] <= 20
+    assert store.get("49") is not None
+    assert store.get("0") is None
+
+
+def test_the_latest_come_first(make: Make) -> None:
+    store = make()
+    for number in range(10):
+        store.put(answer(str(number), created=1e9 + number))
+    assert [found.key for found in store.recent(3)] == ["9", "8", "7"]
+    assert store.recent(3)[0].payload
+
+
+def test_many_threads(make: Make) -> None:
+    store = make()
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(20):
+                key = f"{(number + turn) % 7}"
+                store.put(answer(key, payload=key.encode() * 50))
+                found = store.get(key)
+                assert found is None or found.payload == key.encode() * 50
+                if turn % 10 == 0:
+                    store.invalidate(Selector(key=key))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+# -- the stored form --------------------------------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_is_found() -> None:
+    head, payload = encode(answer("a", stale_until=INF))
+    assert decode("a", head, payload).stale_until == INF
+    draw = random.Random(0)
+    for _ in range(300):
+        parts = [bytearray(head), bytearray(payload)]
+        part = draw.choice(parts)
+        part[draw.randrange(len(part))] ^= 1 << draw.randrange(8)
+        with pytest.raises(CorruptValue):
+            decode("a", bytes(parts[0]), bytes(parts[1]))
+    with pytest.raises(CorruptValue):
+        decode("b", head, payload)
+
+
+def test_selectors_as_json() -> None:
+    selector = Selector(tag="a", before=3.5)
+    assert Selector.of(selector.view()) == selector
+    for wrong in ({"tags": "a"}, {"tag": 1}, {"before": "x"}, {"before": True}):
+        with pytest.raises(ValueError, match="is no criterion"):
+            Selector.of(wrong)
+
+
+def test_where_a_store_is(tmp_path: Path) -> None:
+    assert open_store("memory", tmp_path / "x") is None
+    store = open_store("", tmp_path / "deep" / "x.sqlite")
+    assert isinstance(store, SqliteStore)
+    store.close()
+    with pytest.raises(ConfigError, match="--store"):
+        open_store("postgres://user:secret@host", tmp_path / "x")
+    with pytest.raises(ConfigError, match="redis://host:6379/0") as caught:
+        open_store("redis://:hush@host:notaport/0", tmp_path / "x")
+    assert "hush" not in str(caught.value)
+
+
+# -- sqlite -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_row_is_deleted_and_the_rest_served(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a.sqlite")
+    store.put(answer("a"))
+    store.put(answer("b"))
+    with sqlite3.connect(tmp_path / "a.sqlite") as db:
+        db.execute("UPDATE answers SET payload=x'00' WHERE key='a'")
+    with pytest.raises(CorruptValue):
+        store.get("a")
+    assert store.get("a") is None
+    assert store.get("b") is not None
+    store.close()
+
+
+def test_a_damaged_file_is_put_aside_when_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "a.sqlite"
+    path.write_bytes(b"this is no database" * 500)
+    store = SqliteStore(path)
+    assert store.damaged == 1
+    assert store.put(answer("a"))
+    assert (tmp_path / "a.sqlite.damaged").exists()
+    store.close()
+
+
+def test_a_file_that_is_damaged_while_open_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.sqlite"
+    store, other = SqliteStore(path), SqliteStore(path)
+    cursor = store.news("").cursor
+    for number in range(300):
+        store.put(answer(str(number), payload=b"x" * 3000))
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with path.open("r+b") as file:
+        file.seek(0)
+        file.write(b"\xff" * path.stat().st_size)
+    outcomes = []
+    for _ in range(4):
+        for one in (store, other):
+            try:
+                outcomes.append(one.put(answer("new")))
+            except StoreError:
+                outcomes.append(False)
+    assert outcomes[-1]
+    assert outcomes[-2]
+    assert store.get("new") is not None
+    assert other.get("new") is not None
+    assert store.get("5") is None
+    assert store.news(cursor).selectors is None  # so memory forgets what the old file held
+    assert store.damaged + other.damaged == 1
+    store.close()
+    other.close()
+
+
+def test_a_file_deleted_while_open_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a.sqlite"
+    store = SqliteStore(path)
+    store.put(answer("a"))
+    for name in ("a.sqlite", "a.sqlite-wal", "a.sqlite-shm"):
+        (tmp_path / name).unlink(missing_ok=True)
+    assert store.put(answer("b"))
+    store.close()
+    again = SqliteStore(path)
+    assert again.get("b") is not None
+    assert again.get("a") is None
+    again.close()
+
+
+def test_other_programs_and_other_versions_are_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "theirs") as db:
+        db.execute("CREATE TABLE x (y)")
+    with pytest.raises(StoreError, match="not a store of answers"):
+        SqliteStore(tmp_path / "theirs")
+    SqliteStore(tmp_path / "old").close()
+    with sqlite3.connect(tmp_path / "old") as db:
+        db.execute("PRAGMA user_version=99")
+    with pytest.raises(StoreError, match="version 99"):
+        SqliteStore(tmp_path / "old")
+
+
+def test_a_full_disk_and_a_locked_file_are_store_errors(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a.sqlite", timeout_s=0.05)
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count={pages + 2}")
+    with pytest.raises(StoreError, match="full"):
+        store.put(answer("a", payload=b"x" * 100_000))
+    store._db.execute("PRAGMA max_page_count=1000000")
+    assert store.put(answer("a", payload=b"x" * 100_000))
+    blocker = sqlite3.connect(tmp_path / "a.sqlite", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match="locked"):
+        store.put(answer("b"))
+    assert store.get("a") is not None
+    blocker.execute("ROLLBACK")
+    assert store.put(answer("b"))
+    store.close()
+    with pytest.raises(StoreError):
+        store.get("a")
+
+
+WRITER = """
+import os, sys, time
+from pathlib import Path
+from semkv.stores.responses.base import StoredResponse
+
+where = sys.argv[1]
+if "://" in where:
+    from semkv.stores.responses.redis import RedisStore
+else:
+    from semkv.stores.responses.sqlite import SqliteStore
+
+def write(start):
+    store = RedisStore(where, timeout_s=5.0) if "://" in where else SqliteStore(Path(where), timeout_s=10.0)
+    print("ready", os.getpid(), flush=True)
+    for number in range(start, start + 100000):
+        payload = f"{number} ".encode() * 2000
+        assert store.put(StoredResponse(str(number), "t", "m", payload, time.time()))
+        print(number, flush=True)
+
+for line in sys.stdin:
+    if not (child := os.fork()):
+        try:
+            write(int(line))
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    print("\\nend", flush=True)
+"""
+
+
+class Writer:
+    """A process that forks one that writes until it is killed, as often as it is told to."""
+
+    def __init__(self, where: str) -> None:
+        command = [sys.executable, "-c", WRITER, where]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+
+    def write(self, start: int, seconds: float, kill: Callable[[], None] | None = None) -> list[int]:
+        """What it has acknowledged when it, or what ``kill`` ends, is killed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{start}\n")
+        self._process.stdin.flush()
+        word, _, pid = self._process.stdout.readline().partition(" ")
+        assert word == "ready"
+        timer = threading.Timer(seconds, kill or (lambda: os.kill(int(pid), signal.SIGKILL)))
+        timer.start()
+        lines = list(iter(self._process.stdout.readline, "end\n"))
+        timer.join()
+        return [int(line) for line in lines[:-1] if line.strip()]  # the last line may have been cut
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def test_kill_9_loses_nothing_acknowledged_and_tears_nothing(tmp_path: Path) -> None:
+    path, draw, acknowledged = tmp_path / "a.sqlite", random.Random(1), []
+    writer = Writer(str(path))
+    for turn in range(20):
+        new = writer.write(turn * 100_000, draw.uniform(0.005, 0.1))
+        acknowledged += new
+        store = SqliteStore(path)
+        for number in acknowledged if turn == 19 else new:
+            found = store.get(str(number))
+            assert found is not None
+            assert found.payload == f"{number} ".encode() * 2000
+        assert store.damaged == 0
+        assert store.usage()[0] == store._db.execute("SELECT COUNT(*) FROM answers").fetchone()[0]
+        store.close()
+    writer.close()
+    assert len(acknowledged) > 50
+    with sqlite3.connect(path) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+
+
+# -- redis ------------------------------------------------------------------------------------------------------------
+
+
+def test_kill_9_of_a_durable_redis_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, durable=True)
+    writer = Writer(server.url)
+    try:
+        acknowledged: list[int] = []
+        for turn in range(4):
+            acknowledged += writer.write(turn * 100_000, 0.2, server.kill)
+            server.start()
+            store = RedisStore(server.url, timeout_s=5.0)
+            for number in acknowledged:
+                found = store.get(str(number))
+                assert found is not None
+                assert found.payload == f"{number} ".encode() * 2000
+            store.close()
+        assert len(acknowledged) > 50
+    finally:
+        writer.close()
+        server.kill()
+
+
+def test_a_redis_that_is_down_or_frozen_is_a_store_error_soon(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    store = RedisStore(server.url, timeout_s=0.2)
+    try:
+        assert store.put(answer("a"))
+        server.freeze()
+        start = time.monotonic()
+        with pytest.raises(StoreError):
+            store.get("a")
+        assert time.monotonic() - start < 2.0
+        server.thaw()
+        assert store.get("a") is not None
+        server.kill()
+        for work in (lambda: store.get("a"), lambda: store.put(answer("b")), lambda: store.news("1-0")):
+            with pytest.raises(StoreError):
+                work()
+        server.start()
+        assert store.get("a") is None
+        assert store.put(answer("a"))
+    finally:
+        store.close()
+        server.kill()
+
+
+def test_redis_keeps_time_itself_and_loses_damaged_answers(redis_server: RedisServer) -> None:
+    import redis
+
+    store = RedisStore(redis_server.url, name="own", timeout_s=5.0)
+    client = redis.Redis(port=redis_server.port)
+    store.put(answer("a", stale_until=time.time() + 100))
+    store.put(answer("b"))
+    assert 90 < client.ttl("{semkv:own:1}:a:a") <= 100
+    assert client.ttl("{semkv:own:1}:a:b") == -1
+    client.hset("{semkv:own:1}:a:a", "payload", b"torn")
+    with pytest.raises(CorruptValue):
+        store.get("a")
+    assert store.get("a") is None
+    assert store.usage()[0] == 1
+    cursor = store.news("").cursor
+    client.flushall()
+    assert store.news(cursor).selectors is None
+    assert store.usage() == (0, 0)
+    store.close()

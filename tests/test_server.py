@@ -1,0 +1,376 @@
+"""The gateway as its clients see it: the stock OpenAI client in front, a scripted server behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import httpx
+import openai
+import pytest
+
+from gateway_helpers import Pair, chat, wait_until
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Pair(tmp_path_factory.mktemp("gateway")) as running:
+        yield running
+
+
+def calls(pair: Pair, text: str) -> int:
+    """How often the upstream was asked this."""
+    return sum(json.dumps(body).count(json.dumps(text)) > 0 for body in pair.upstream.calls)
+
+
+class TestReplay:
+    def test_the_second_answer_is_the_first_one_byte_for_byte(self, pair: Pair) -> None:
+        first, second = pair.post("twice"), pair.post("twice")
+        assert (first.headers["x-semkv"], calls(pair, "twice")) == ("miss", 1)
+        assert second.headers["x-semkv"].startswith("hit tier=exact age=")
+        assert second.content == first.content
+        assert second.headers["content-type"] == "application/json"
+
+    @pytest.mark.parametrize(
+        "text", ["plain", "[tool] calls", "[think] first", "[think][tool] both", "umlaut äöü 漢字 🙂"]
+    )
+    @pytest.mark.parametrize("more", [{}, {"n": 3}, {"logprobs": True}])
+    def test_every_form_of_an_answer_survives_both_directions(self, pair: Pair, text: str, more: dict) -> None:
+        client = pair.client()
+        for first_streams in (True, False):
+            said = f"{text} {more} {first_streams}"
+            body = chat(said, **more)
+            forms = {}
+            for stream in (first_streams, not first_streams):
+                if stream:
+                    options = {"stream_options": {"include_usage": True}}
+                    forms[stream] = whole(list(client.chat.completions.create(**body, stream=True, **options)))
+                else:
+                    forms[stream] = flat(client.chat.completions.create(**body))
+            assert forms[True] == forms[False]
+            assert len(forms[True]["choices"]) == more.get("n", 1)
+            assert calls(pair, said) == 1
+
+    def test_a_stream_that_was_kept_is_replayed_as_a_stream(self, pair: Pair) -> None:
+        body = chat("stream twice", stream=True)
+        first, second = (httpx.post(f"{pair.url}/v1/chat/completions", json=body) for _ in range(2))
+        assert first.headers["x-semkv"] == "miss"
+        assert second.headers["x-semkv"].startswith("hit")
+        assert second.headers["content-type"].startswith("text/event-stream")
+        for answer in (first, second):
+            assert answer.text.endswith("data: [DONE]\n\n")
+            assert '"usage":{' not in answer.text.replace(" ", ""), "usage was not asked for"
+
+    def test_completions_of_plain_prompts(self, pair: Pair) -> None:
+        client = pair.client()
+        ask = {"model": "scripted", "prompt": "old style", "temperature": 0}
+        first = client.completions.create(**ask)
+        assert client.completions.create(**ask) == first
+        pieces = list(client.completions.create(**ask, stream=True))
+        assert "".join(p.choices[0].text for p in pieces) == first.choices[0].text == "You said: old style"
+        assert calls(pair, "old style") == 1
+
+    def test_a_stream_passes_as_it_comes(self, pair: Pair) -> None:
+        start = time.monotonic()
+        body = chat("slowly [events=4][gap=0.15]", stream=True)
+        with httpx.stream("POST", f"{pair.url}/v1/chat/completions", json=body) as answer:
+            times = [time.monotonic() - start for line in answer.iter_lines() if line.startswith("data:")]
+        assert times[-1] - times[0] > 0.6
+
+    def test_what_the_upstream_is_sent_means_the_same(self, pair: Pair) -> None:
+        pair.post(
+            "sent on",
+            top_p=0.5,
+            headers={"Authorization": "Bearer k", "X-Request-Id": "7", "Connection": "x-odd", "X-Odd": "1"},
+        )
+        (at,) = [i for i, body in enumerate(pair.upstream.calls) if json.dumps(body).count('"sent on"')]
+        body, headers = pair.upstream.calls[at], pair.upstream.headers[at]
+        assert body["top_p"] == 0.5
+        assert body["messages"] == chat("sent on")["messages"]
+        assert (headers["authorization"], headers["x-request-id"]) == ("Bearer k", "7")
+        assert "x-odd" not in headers
+
+
+class TestNotKept:
+    @pytest.mark.parametrize(
+        ("text", "status"),
+        [("[length] cut off", 200), ("[status=500] fails", 500), ("[status=429] busy", 429), ("[status=400] bad", 400)],
+    )
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_incomplete_answers_and_errors(self, pair: Pair, text: str, status: int, stream: bool) -> None:
+        said = f"{text} {stream}"
+        answers = [pair.post(said, stream=stream) for _ in range(2)]
+        assert [a.status_code for a in answers] == [status] * 2
+        assert [a.headers["x-semkv"] for a in answers] == ["miss"] * 2
+        if status != 200:
+            assert answers[0].json()["error"]["message"] == "scripted"
+        assert calls(pair, said) == 2
+
+    @pytest.mark.parametrize("how", ["cut", "error"])
+    def test_a_stream_that_breaks(self, pair: Pair, how: str) -> None:
+        said = f"[{how}] in the middle"
+        for _ in range(2):
+            with pytest.raises(openai.APIError):
+                for _piece in pair.client().chat.completions.create(**chat(said), stream=True):
+                    pass
+        assert calls(pair, said) == 2
+
+    def test_what_is_drawn_at_random(self, pair: Pair) -> None:
+        bodies = [{**chat("drawn"), "temperature": 0.7} for _ in range(2)]
+        answers = [httpx.post(f"{pair.url}/v1/chat/completions", json=body) for body in bodies]
+        assert not any("hit" in a.headers["x-semkv"] for a in answers)
+        assert calls(pair, "drawn") == 2
+
+    def test_no_json_goes_to_the_upstream_as_it_is(self, pair: Pair) -> None:
+        for raw in (b"{", b"[]", b"[" * 100_000, b'{"a": NaN}', b"\xff\xfe", b""):
+            answer = httpx.post(f"{pair.url}/v1/chat/completions", content=raw)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == "no request"
+
+    def test_other_routes_pass_through(self, pair: Pair) -> None:
+        assert pair.client().models.list().data[0].id == "scripted"
+        assert pair.client().embeddings.create(model="e", input="x", encoding_format="float").data[0].embedding == [0.5]
+
+
+class TestControls:
+    @pytest.mark.parametrize(
+        ("headers", "second", "third"),
+        [
+            ({"Cache-Control": "no-cache"}, "miss", "hit"),
+            ({"Cache-Control": "max-age=0"}, "miss", "hit"),
+            ({"Cache-Control": "max-age=60"}, "hit", "hit"),
+            ({"Cache-Control": "no-store"}, "hit", "hit"),
+            ({"X-Semkv-Bypass": "1"}, "pass", "hit"),
+            ({"Cache-Control": "no-cache, no-store"}, "pass", "hit"),
+        ],
+    )
+    def test_a_client_may_ask_for_less(self, pair: Pair, headers: dict, second: str, third: str) -> None:
+        said = f"controls {headers}"
+        pair.post(said)
+        assert pair.post(said, headers=headers).headers["x-semkv"].split()[0] == second
+        assert pair.post(said).headers["x-semkv"].split()[0] == third
+
+    def test_no_store_leaves_nothing(self, pair: Pair) -> None:
+        for _ in range(2):
+            assert pair.post("not stored", headers={"Cache-Control": "no-store"}).headers["x-semkv"] == "miss"
+
+    def test_no_cache_brings_a_fresh_answer_to_all(self, pair: Pair) -> None:
+        first, fresh = pair.post("renew"), pair.post("renew", headers={"Cache-Control": "no-cache"})
+        assert first.json()["id"] != fresh.json()["id"] == pair.post("renew").json()["id"]
+
+
+class TestTenants:
+    def test_two_keys_never_share(self, pair: Pair) -> None:
+        one, two = (pair.client(key).chat.completions.create(**chat("whose?")) for key in ("one", "two"))
+        assert one.id != two.id
+        assert pair.client("one").chat.completions.create(**chat("whose?")).id == one.id
+
+    def test_a_client_cannot_name_its_tenant(self, pair: Pair) -> None:
+        ids = {pair.post("named", headers={"X-Semkv-Tenant": name}).json()["id"] for name in ("a", "b")}
+        assert len(ids) == 1
+
+    def test_a_trusted_proxy_can(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, trusted_proxies=("127.0.0.0/8",), tell=False) as pair:
+            ids = [pair.post("x", headers={"X-Semkv-Tenant": name}).json()["id"] for name in ("a", "b", "a")]
+            assert ids[0] == ids[2] != ids[1]
+            assert "x-semkv" not in pair.post("x").headers
+
+    def test_one_tenant_for_all_keys_still_lets_the_upstream_refuse(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, single_tenant=True) as pair:
+            kinds = []
+            for key in ("a", "b", "b"):
+                answer = pair.post("common", headers={"Authorization": f"Bearer {key}"})
+                kinds.append(answer.headers["x-semkv"].split()[0])
+            assert kinds == ["miss", "miss", "hit"], "a key counts once the upstream has accepted it"
+
+
+class TestSingleFlight:
+    def test_500_equal_requests_reach_the_upstream_once(self, pair: Pair) -> None:
+        answers = asyncio.run(many(pair, 500 * [chat("stampede [delay=0.5]")]))
+        assert {a.status for a in answers} == {200}
+        assert len({a.text for a in answers}) == 1
+        assert calls(pair, "stampede [delay=0.5]") == 1
+        assert pair.metric("semkv_single_flight_joins_total") >= 400
+
+    def test_500_equal_streams_share_one(self, pair: Pair) -> None:
+        said = "stampede of streams [events=5][gap=0.2]"
+        answers = asyncio.run(many(pair, 500 * [chat(said, stream=True)]))
+        assert len({a.text for a in answers}) == 1
+        assert answers[0].text.endswith("[DONE]\n\n")
+        assert calls(pair, said) == 1
+
+    def test_when_the_upstream_fails_all_are_told_at_once(self, pair: Pair) -> None:
+        said = "stampede [delay=2][status=503]"
+        start = time.monotonic()
+        answers = asyncio.run(many(pair, 500 * [chat(said)]))
+        assert {(a.status, json.loads(a.text)["error"]["message"]) for a in answers} == {(503, "scripted")}
+        assert time.monotonic() - start < 20, "one after the other it would be 1,000 seconds"
+        assert calls(pair, said) == 1
+
+    def test_a_caller_of_the_other_form_gets_its_own_form(self, pair: Pair) -> None:
+        said = "both forms [delay=0.3]"
+
+        async def both() -> list[httpx.Response]:
+            async with httpx.AsyncClient(timeout=20) as client:
+                ask = [client.post(f"{pair.url}/v1/chat/completions", json=chat(said, stream=s)) for s in (True, False)]
+                return list(await asyncio.gather(*ask))
+
+        stream, plain = asyncio.run(both())
+        assert stream.text.startswith("data:")
+        assert plain.json()["choices"][0]["message"]["content"] == f"You said: {said}"
+        assert calls(pair, said) == 1
+
+    def test_the_first_caller_hangs_up_and_the_others_are_served(self, pair: Pair) -> None:
+        said = "hang up [delay=0.6]"
+
+        async def story() -> httpx.Response:
+            async with httpx.AsyncClient(timeout=20) as client:
+                url, body = f"{pair.url}/v1/chat/completions", chat(said, stream=True)
+                first = asyncio.create_task(client.post(url, json=body))
+                await asyncio.sleep(0.2)
+                second = asyncio.create_task(client.post(url, json=body))
+                await asyncio.sleep(0.2)
+                first.cancel()
+                return await second
+
+        assert asyncio.run(story()).text.endswith("[DONE]\n\n")
+        assert calls(pair, said) == 1
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_when_nobody_is_left_the_upstream_is_told(self, pair: Pair, stream: bool) -> None:
+        before = pair.upstream.aborted
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{pair.url}/v1/chat/completions", json=chat(f"[delay=5] {stream}", stream=stream), timeout=0.3)
+        wait_until(lambda: pair.upstream.aborted == before + 1)
+        wait_until(lambda: pair.upstream.running == 0)
+
+
+class TestFaults:
+    def test_the_upstream_is_down(self, tmp_path: Path) -> None:
+        with Pair(tmp_path) as pair:
+            kept = pair.post("kept")
+            pair.behind.stop()
+            assert pair.post("kept").content == kept.content
+            start = time.monotonic()
+            lost = pair.post("lost")
+            assert time.monotonic() - start < 1
+            assert (lost.status_code, lost.json()["error"]["type"]) == (502, "upstream_error")
+            with pytest.raises(openai.InternalServerError, match="cannot be reached"):
+                pair.client().models.list()
+            assert httpx.get(f"{pair.url}/healthz").status_code == 200
+            assert httpx.get(f"{pair.url}/readyz").status_code == 503
+
+    def test_bodies(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, max_body_mib=11) as pair:
+            large = "[big=10]" + "x" * 10_000_000
+            assert pair.post(large).headers["x-semkv"] == "miss"
+            assert pair.post(large).headers["x-semkv"].startswith("hit")
+            refused = pair.post("x" * 12_000_000)
+            assert refused.status_code == 413
+            assert "11 MiB" in refused.json()["error"]["message"]
+
+            def pieces() -> Iterator[bytes]:
+                for _ in range(12):
+                    yield b"x" * (1 << 20)
+
+            refused = httpx.post(f"{pair.url}/v1/chat/completions", content=pieces(), timeout=20)
+            assert refused.status_code == 413
+
+    def test_an_answer_too_large_to_hold_is_passed_on_and_not_kept(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, max_answer_mib=1) as pair:
+            for stream in (False, True):
+                for _ in range(2):
+                    answer = pair.post("[big=3000000][events=30]", stream=stream)
+                    assert answer.text.count("x") >= 3_000_000
+                    assert answer.headers["x-semkv"] == "miss"
+            wait_until(lambda: pair.app.gateway.desk.held == 0)
+
+    def test_1000_open_streams(self, pair: Pair) -> None:
+        answers = asyncio.run(many(pair, [chat(f"open {i} [delay=2][events=1]", stream=True) for i in range(1000)]))
+        for i, answer in enumerate(answers):
+            assert f"You said: open {i} " in answer.text
+            assert answer.text.endswith("[DONE]\n\n")
+        assert pair.upstream.most_running >= 900
+        wait_until(lambda: pair.app.gateway.desk.held == 0)
+
+    def test_a_store_that_hangs_costs_its_time_limit_and_recovers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with Pair(tmp_path, store_timeout=0.1) as pair:
+            responses = pair.app.gateway.caches.responses
+            monkeypatch.setattr(responses, "lookup", lambda key: time.sleep(1.0))
+            monkeypatch.setattr(responses, "keep", lambda *a, **k: time.sleep(1.0))
+            start = time.monotonic()
+            assert pair.post("slow store").status_code == 200
+            assert time.monotonic() - start < 0.8
+            monkeypatch.undo()
+            wait_until(lambda: pair.post("later").status_code == 200)
+            assert pair.post("later").headers["x-semkv"].startswith("hit")
+            assert pair.metric("semkv_faults_total") >= 2
+
+    def test_a_fault_of_ours_does_not_cost_the_answer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with Pair(tmp_path) as pair:
+            gateway = pair.app.gateway
+            for target, name in ((gateway, "_canonicalise"), (gateway.caches, "find"), (gateway.desk, "join")):
+
+                def broken(*_: object, **__: object) -> None:
+                    raise RuntimeError("scripted fault")
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(target, name, broken)
+                    assert pair.post(f"with a broken {name}").json()["choices"]
+
+
+def flat(answer: openai.types.chat.ChatCompletion) -> dict:
+    """A whole answer as `whole` puts a stream."""
+    choices = []
+    for choice in answer.choices:
+        message = choice.message
+        tools = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()]
+        logprobs = [t.token for t in choice.logprobs.content] if choice.logprobs else []
+        thought = getattr(message, "reasoning", None) or ""
+        choices.append((message.content or "", thought, tools, logprobs, choice.finish_reason))
+    return {"choices": choices, "usage": answer.usage.model_dump(), "id": answer.id, "created": answer.created}
+
+
+def whole(chunks: list[openai.types.chat.ChatCompletionChunk]) -> dict:
+    """A stream put together by hand, independently of the gateway's own code."""
+    found: dict[int, list] = {}
+    usage = None
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text = found.setdefault(choice.index, ["", "", {}, [], None])
+            text[0] += choice.delta.content or ""
+            text[1] += getattr(choice.delta, "reasoning", None) or ""
+            for call in choice.delta.tool_calls or ():
+                known = text[2].setdefault(call.index, [None, "", ""])
+                known[0] = call.id or known[0]
+                known[1] += call.function.name or ""
+                known[2] += call.function.arguments or ""
+            text[3] += [t.token for t in choice.logprobs.content] if choice.logprobs else []
+            text[4] = choice.finish_reason or text[4]
+    choices = [(t[0], t[1], [tuple(c) for c in t[2].values()], t[3], t[4]) for _, t in sorted(found.items())]
+    return {"choices": choices, "usage": usage.model_dump(), "id": chunks[0].id, "created": chunks[0].created}
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    text: str
+
+
+async def many(pair: Pair, bodies: list[dict]) -> list[Reply]:
+    """All at once, through a client that is quick enough for it."""
+
+    async def post(client: aiohttp.ClientSession, body: dict) -> Reply:
+        async with client.post(f"{pair.url}/v1/chat/completions", json=body) as answer:
+            return Reply(answer.status, await answer.text())
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        return list(await asyncio.gather(*(post(client, body) for body in bodies)))

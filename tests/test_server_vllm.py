@@ -1,0 +1,168 @@
+"""The gateway before a stock vLLM server, and the middleware inside one: real model, stock OpenAI client."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gateway_helpers import ADMIN, SECRET, Served
+from semkv.server.assemble import app_of
+from semkv.server.settings import ServerSettings
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[1]
+MODEL = "minigqa-vlm"
+
+
+class Vllm:
+    """vLLM's own server on a free port."""
+
+    def __init__(self, log: Path, *arguments: str, **environment: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(ROOT / "src/semkv/assets/minigqa-vlm"), "--served-model-name", MODEL]
+        command += ["--max-model-len", "512", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+        command += ["--kv-cache-memory-bytes", str(1 << 28), "--enable-prompt-tokens-details", *arguments]
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+        self.log = log.open("w")
+        self.process = subprocess.Popen(
+            command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, env=variables
+        )
+
+    def ready(self) -> Vllm:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                httpx.get(f"{self.url}/health", timeout=2).raise_for_status()
+            except httpx.HTTPError:
+                time.sleep(0.5)
+            else:
+                return self
+        raise AssertionError(f"the server did not start: {Path(self.log.name).read_text()[-2000:]}")
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.log.close()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vllm, Vllm]]:
+    """A stock server, and one with the middleware and an API key; started side by side."""
+    folder = tmp_path_factory.mktemp("servers")
+    secrets = {"SEMKV_SECRET": SECRET, "SEMKV_ADMIN_KEY": ADMIN, "SEMKV_CACHE_DIR": str(folder / "inside")}
+    stock = Vllm(folder / "stock.log")
+    inside = Vllm(
+        folder / "inside.log", "--middleware", "semkv.server.Middleware", "--api-key", "right", **secrets
+    )  # fmt: skip
+    try:
+        yield stock.ready(), inside.ready()
+    finally:
+        stock.stop()
+        inside.stop()
+
+
+@pytest.fixture(scope="module")
+def gateway(servers: tuple[Vllm, Vllm], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    settings = ServerSettings(upstream=servers[0].url, cache_dir=tmp_path_factory.mktemp("front"))
+    with Served(app_of(settings, {"SEMKV_SECRET": SECRET, "SEMKV_ADMIN_KEY": ADMIN})) as served:
+        yield served
+
+
+def ask(url: str, question: str, *, picture: str = "", key: str = "right", **more: Any) -> tuple[Any, str]:
+    """The answer, and what the cache said."""
+    content: Any = question
+    if picture:
+        data = base64.b64encode((ROOT / "docs/pictures" / picture).read_bytes()).decode()
+        image = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}}
+        content = [image, {"type": "text", "text": question}]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 16}
+    raw = client.chat.completions.with_raw_response.create(**{**body, **more})
+    return raw.parse(), raw.headers.get("x-semkv", "")
+
+
+def text(answer: Any) -> str:
+    return answer.choices[0].message.content.strip()
+
+
+def test_a_picture_question_repeated_reworded_and_streamed(gateway: Served, servers: tuple[Vllm, Vllm]) -> None:
+    question = "What color is the large cube?"
+    own, _ = ask(servers[0].url, question, picture="scene.jpg")
+    first, said = ask(gateway.url, question, picture="scene.jpg")
+    assert (text(first), said) == (text(own), "miss")
+    again, said = ask(gateway.url, question, picture="scene.jpg")
+    assert again == first
+    assert said.startswith("hit tier=exact")
+    deadline = time.monotonic() + 20  # the entry is recorded beside the requests
+    while not (answer := ask(gateway.url, "what COLOR  is the large cube?", picture="scene.jpg"))[1].startswith("hit"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert answer[1].startswith("hit tier=text:normalised")
+    assert text(answer[0]) == text(first)
+    pieces, said = ask(gateway.url, question, picture="scene.jpg", stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces).strip() == text(first)
+    assert said.startswith("hit")
+
+
+def test_text_alone_streams_logprobs_and_several_choices(gateway: Served) -> None:
+    more = {"n": 2, "logprobs": True, "top_logprobs": 2, "seed": 7, "temperature": 0.8}
+    first, said = ask(gateway.url, "What is blue?", **more)
+    again, repeated = ask(gateway.url, "What is blue?", **more)
+    assert (said, repeated.split()[0], first) == ("miss", "hit", again)
+    streamed, said = ask(gateway.url, "What is red?", stream=True, stream_options={"include_usage": True})
+    pieces = list(streamed)
+    whole, repeated = ask(gateway.url, "What is red?")
+    assert said == "miss"
+    if pieces[-2].choices[0].finish_reason == "stop":  # what was cut off is not kept
+        assert repeated.startswith("hit")
+        assert whole.usage == pieces[-1].usage
+    assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == whole.choices[0].message.content
+
+
+def test_errors_are_the_servers_own(gateway: Served, servers: tuple[Vllm, Vllm]) -> None:
+    for more in ({"model": "nobody"}, {"temperature": -1}, {"tools": [{"type": "function"}]}, {"max_tokens": 9999}):
+        found = []
+        for url in (servers[0].url, gateway.url):
+            with pytest.raises(openai.APIStatusError) as error:
+                ask(url, "Why?", **more)
+            found.append((error.value.status_code, error.value.body))
+        assert found[0] == found[1]
+
+
+def test_inside_vllm(servers: tuple[Vllm, Vllm]) -> None:
+    url, question = servers[1].url, "What color is the large cube?"
+    first, said = ask(url, question, picture="scene.jpg")
+    again, repeated = ask(url, question, picture="scene.jpg")
+    assert (said, repeated.split()[0], first) == ("miss", "hit", again)
+    for _ in range(2):
+        with pytest.raises(openai.AuthenticationError):
+            ask(url, question, picture="scene.jpg", key="wrong")
+    pieces, said = ask(url, "What shape is blue?", picture="scene.jpg", stream=True)
+    streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    whole, repeated = ask(url, "What shape is blue?", picture="scene.jpg")
+    assert (said, repeated.split()[0], whole.choices[0].message.content) == ("miss", "hit", streamed)
+    assert "vllm:" in httpx.get(f"{url}/metrics").text, "vLLM's own metrics stay where they are"
+    assert "semkv_requests_total" in httpx.get(f"{url}/semkv/metrics").text
+    stats = httpx.get(f"{url}/semkv/api/stats", headers={"Authorization": f"Bearer {ADMIN}"}).json()
+    assert stats["totals"]["tiers"]["exact"] == 2

@@ -1,0 +1,317 @@
+"""Sweeps: what a spec may hold, what a row says, and that a killed sweep ends as an unbroken one."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from semkv.errors import ConfigError
+from semkv.experiments.sweep.log import SweepLog, open_log
+from semkv.experiments.sweep.spec import read_spec
+
+REPO = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data set of a few questions, and nothing else."""
+    rows = [{"id": f"q{i}", "question": f"What is number {i % 150}?", "answer": "x"} for i in range(400)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return tmp_path
+
+
+def spec(folder: Path, experiments: list[dict[str, Any]], **defaults: Any) -> Path:
+    base = {"preset": "opt-125m", "engine": "scripted", "dataset": str(folder / "data.jsonl")}
+    document = {"defaults": {**base, "disable-semantic-cache": True, **defaults}, "experiments": experiments}
+    path = folder / "spec.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return path
+
+
+def command(folder: Path, *flags: str) -> list[str]:
+    run = [sys.executable, "-m", "semkv", "sweep", "--specs", str(folder / "spec.json")]
+    return [*run, "--log-file", str(folder / "log.csv"), "--samples-dir", str(folder / "samples"), *flags]
+
+
+def sweep(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(folder, *flags), capture_output=True, text=True, timeout=120, check=False)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "log.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words"),
+    [
+        ({"name": "a", "similarity-treshold": 0.5}, ("experiment a", "similarity-treshold", "similarity-threshold")),
+        ({"name": "a", "similarity-threshold": 1.5}, ("experiment a", "--similarity-threshold", "1.5", "from 0 to 1")),
+        ({"name": "a", "similarity_threshold": "high"}, ("experiment a", "similarity_threshold", "'high'", "a number")),
+        ({"name": "a", "max-samples": True}, ("experiment a", "max-samples", "True", "a whole number")),
+        ({"name": "a", "max-samples": 0}, ("experiment a", "--max-samples", "0", "a positive number")),
+        ({"name": "a", "disable-guards": "yes"}, ("experiment a", "disable-guards", "'yes'", "true or false")),
+        ({"name": "a", "match": "some"}, ("experiment a", "--match", "'some'", "all", "any")),
+        ({"name": "a", "preset": "gpt"}, ("experiment a", "--preset", "'gpt'", "minigqa", "qwen3-vl-2b")),
+        ({"name": "a", "trace": "random"}, ("experiment a", "--trace", "'random'", "in-order", "zipf")),
+        ({"name": "a", "samples-out": "x"}, ("experiment a", "samples-out")),
+        ({"name": "a/b"}, ("name of experiment 2", "'a/b'", "letters")),
+        ({"name": "../a"}, ("name of experiment 2", "letters")),
+        ({"preset": "minigqa"}, ("name of experiment 2", "None")),
+        ({"name": "first"}, ("name of experiment 2", "'first'", "no other")),
+    ],
+)
+def test_a_wrong_spec_names_experiment_key_and_what_is_allowed(
+    folder: Path, experiment: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_spec(spec(folder, [{"name": "first"}, experiment]))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"experiments": []}', '{"experiments": {}}', '{"runs": []}', "\0"])
+def test_a_file_that_is_no_spec_is_a_config_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"x\.json"):
+        read_spec(tmp_path / "x.json")
+
+
+def test_toml_says_the_same_as_json(folder: Path) -> None:
+    given = [{"name": "a", "similarity_threshold": 0.5, "notes": "half", "embedding-layer": []}, {"name": "b"}]
+    from_json = read_spec(spec(folder, given))
+    (folder / "spec.toml").write_text(
+        'defaults = {preset = "opt-125m", engine = "scripted", disable-semantic-cache = true, dataset = "%s"}\n'
+        '[[experiments]]\nname = "a"\nsimilarity_threshold = 0.5\nnotes = "half"\nembedding-layer = []\n'
+        '[[experiments]]\nname = "b"\n' % (folder / "data.jsonl"),
+        encoding="utf-8",
+    )
+    assert read_spec(folder / "spec.toml") == from_json
+
+
+@pytest.mark.parametrize("name", ["ablation.json", "ablation-minigqa.json"])
+def test_the_ablations_are_two_times_the_same_sixteen(name: str) -> None:
+    experiments = read_spec(REPO / "specs" / name)
+    assert len({e.name for e in experiments}) == 32
+    caches = [e.settings.cache for e in experiments]
+    for half in (caches[:16], caches[16:]):
+        alone = [c for c in half if not c.embedding_layers]
+        assert sum(c.exact and not c.semantic and not c.fusion for c in alone) == 1
+        assert sum(c.fusion and not c.exact and not c.semantic for c in alone) == 1
+        semantic = [c.similarity_threshold for c in alone if c.semantic and not c.exact and not c.fusion]
+        assert semantic == [0.5, 0.6, 0.7, 0.8, 0.9]
+        grid = {tuple(layer.threshold for layer in c.embedding_layers) for c in half if c.embedding_layers}
+        assert len(grid) == 9
+        assert [len({pair[i] for pair in grid}) for i in (0, 1)] == [3, 3]
+    assert all(e.settings.baseline for e in experiments)
+
+
+def test_a_wrong_spec_runs_nothing(folder: Path) -> None:
+    spec(folder, [{"name": "good"}, {"name": "bad", "scope": "all"}])
+    done = sweep(folder)
+    assert done.returncode == 2
+    assert "experiment bad: --scope: 'all' is not allowed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "log.csv").exists()
+    assert not (folder / "samples").exists()
+
+
+def test_a_failure_is_a_row_and_the_sweep_goes_on(folder: Path) -> None:
+    crash = "import os, sys; sys.stderr.write('the end is near'); sys.stderr.flush(); os.kill(os.getpid(), 11)"
+    (folder / "crashing.py").write_text(crash, encoding="utf-8")
+    crashing = {"embedding-hook": "crashing:Hook", "embedding-layer": ["x:2:0.9"]}
+    missing = {"dataset": str(folder / "gone.jsonl")}
+    names = [{"name": "lost", **missing}, {"name": "crash", **crashing}, {"name": "fine", "baseline": True}]
+    spec(folder, [*names, {"name": "also-fine", "baseline": True}])
+    # ``-m`` puts the working directory on the path of the experiments, too.
+    done = subprocess.run(command(folder), capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+    assert done.returncode == 1, done.stderr
+    found = {row["name"]: row for row in rows(folder)}
+    assert {name: row["status"] for name, row in found.items()} == {
+        "lost": "failed", "crash": "failed", "fine": "ok", "also-fine": "ok",
+    }  # fmt: skip
+    assert "gone.jsonl" in found["lost"]["error"]
+    assert "the end is near" in found["crash"]["error"]
+    assert found["fine"]["summary"]["samples"] == 400
+    assert found["fine"]["environment"]["python"]
+    assert found["fine"]["settings"]["cache"]["exact"] is True
+    for name in ("fine", "also-fine"):
+        lines = (folder / found[name]["samples"]).read_text(encoding="utf-8").splitlines()
+        assert len(lines) == 400
+    assert found["fine"]["summary"]["baseline_accuracy"] == found["also-fine"]["summary"]["baseline_accuracy"]
+    flat = table(folder)
+    assert sorted(row["name"] for row in flat) == sorted(found)
+    assert all(None not in row and None not in row.values() for row in flat)  # as many cells as columns
+    again = sweep(folder)
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+
+
+def test_a_dry_run_writes_nothing(folder: Path) -> None:
+    spec(folder, [{"name": "one", "max-samples": 7, "notes": "a remark"}, {"name": "two"}])
+    done = sweep(folder, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in ("one", "two", "a remark", "max-samples=7"))
+    assert sorted(p.name for p in folder.iterdir()) == ["data.jsonl", "spec.json"]
+
+
+def test_a_killed_sweep_resumes_to_the_rows_of_an_unbroken_one(folder: Path) -> None:
+    names = [f"e{i}" for i in range(5)]
+    spec(folder, [{"name": name, "max-samples": 300} for name in names])
+    draws, kills = random.Random(7), 0
+    for _ in range(6):
+        with subprocess.Popen(command(folder, "--resume"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+            try:
+                run.wait(draws.uniform(0.8, 4.5))
+                break
+            except subprocess.TimeoutExpired:
+                run.kill()
+                kills += 1
+        if (folder / "log.jsonl").exists():
+            whole = (folder / "log.jsonl").read_bytes().rpartition(b"\n")[0]
+            assert len({json.loads(line)["name"] for line in whole.splitlines()}) == len(whole.splitlines())
+    last = sweep(folder, "--resume")
+    assert last.returncode == 0, last.stderr
+    assert kills >= 1
+    assert [row["name"] for row in rows(folder)] == names
+    assert [row["name"] for row in table(folder)] == names
+    assert {row["status"] for row in rows(folder)} == {"ok"}
+    for row in rows(folder):
+        lines = (folder / row["samples"]).read_text(encoding="utf-8").splitlines()
+        assert len({json.loads(line)["sample_id"] for line in lines}) == len(lines) == 300
+
+
+def test_nothing_of_a_killed_sweep_runs_on(folder: Path) -> None:
+    spec(folder, [{"name": "long", "trace-requests": 200_000}])
+    samples = folder / "samples" / "long.jsonl"
+    with subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        _until(lambda: samples.exists() and samples.stat().st_size > 0)
+        run.kill()
+    time.sleep(1)
+    size = samples.stat().st_size
+    time.sleep(1)
+    assert samples.stat().st_size == size
+
+
+def test_ctrl_c_leaves_a_log_to_go_on_with(folder: Path) -> None:
+    spec(folder, [{"name": "short", "max-samples": 5}, {"name": "long", "trace-requests": 200_000}])
+    samples = folder / "samples" / "long.jsonl"
+    with subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        _until(lambda: samples.exists() and samples.stat().st_size > 0)
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=30)
+    assert run.returncode == 130, err
+    assert "Traceback" not in err
+    assert [row["name"] for row in rows(folder) if row["status"] == "ok"] == ["short"]
+    assert {row["name"] for row in table(folder)} == {row["name"] for row in rows(folder)}
+    size = samples.stat().st_size
+    time.sleep(0.5)
+    assert samples.stat().st_size == size
+
+
+def _until(true: Any, seconds: float = 40) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
+
+
+def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path) -> None:
+    log = SweepLog(tmp_path / "log.csv", resume=False)
+    log.append({"name": "a", "status": "ok"})
+    log.append({"name": "b", "status": "ok"})
+    lines = tmp_path / "log.jsonl"
+    whole = lines.read_bytes()
+    for cut in range(1, len(whole)):
+        lines.write_bytes(whole[:cut])
+        left = ["a", "b"][: whole[:cut].count(b"\n")]
+        assert [row["name"] for row in SweepLog(tmp_path / "log.csv", resume=True).rows] == left
+        assert lines.read_bytes() == whole[:cut]  # reading alone, as a dry run does, changes nothing
+        with open_log(tmp_path / "log.csv", resume=True) as mended:
+            mended.append({"name": "c", "status": "ok"})
+        assert [json.loads(line)["name"] for line in lines.read_bytes().splitlines()] == [*left, "c"]
+
+
+def test_a_table_that_a_kill_left_behind_the_log_is_written_again(tmp_path: Path) -> None:
+    log = SweepLog(tmp_path / "log.csv", resume=False)
+    log.append({"name": "a", "status": "ok"})
+    older = (tmp_path / "log.csv").read_bytes()
+    log.append({"name": "b", "status": "ok"})
+    (tmp_path / "log.csv").write_bytes(older)
+    with open_log(tmp_path / "log.csv", resume=True):
+        pass
+    assert [row["name"] for row in table(tmp_path)] == ["a", "b"]
+
+
+def test_two_sweeps_never_write_one_log(tmp_path: Path) -> None:
+    with open_log(tmp_path / "log.csv", resume=True) as log:
+        log.append({"name": "a", "status": "ok"})
+        with pytest.raises(ConfigError, match="no other sweep"), open_log(tmp_path / "log.csv", resume=True):
+            pass
+    with open_log(tmp_path / "log.csv", resume=True) as log:
+        assert log.named("a")
+
+
+def test_no_name_is_logged_twice(tmp_path: Path) -> None:
+    log = SweepLog(tmp_path / "log.csv", resume=False)
+    log.append({"name": "a", "status": "ok"})
+    with pytest.raises(ValueError, match="'a' is in the log already"):
+        log.append({"name": "a", "status": "ok"})
+
+
+def test_other_settings_under_a_logged_name_are_refused(folder: Path) -> None:
+    spec(folder, [{"name": "a", "max-samples": 5}])
+    assert sweep(folder).returncode == 0
+    spec(folder, [{"name": "a", "max-samples": 6}, {"name": "b"}])
+    done = sweep(folder, "--resume")
+    assert done.returncode == 2
+    assert "experiment a" in done.stderr
+    assert [row["name"] for row in rows(folder)] == ["a"]
+
+
+@pytest.mark.engine
+def test_two_real_engines_in_one_sweep_share_a_baseline(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    defaults = {
+        "preset": "minigqa",
+        "max-samples": 6,
+        "baseline": True,
+        "embedding-layer": [],
+        "embedding-hook": "none",
+    }
+    names = ["first", "second"]
+    document = {"defaults": {**defaults, "disable-semantic-cache": True}, "experiments": [{"name": n} for n in names]}
+    (tmp_path / "spec.json").write_text(json.dumps(document), encoding="utf-8")
+    done = sweep(tmp_path, "--purge-cache-between-runs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(row["name"], row["status"]) for row in rows(tmp_path)] == [(name, "ok") for name in names]
+    first, second = ((tmp_path / row["samples"]).read_text(encoding="utf-8").splitlines() for row in rows(tmp_path))
+    cold = [[json.loads(line)["cold"] for line in lines] for lines in (first, second)]
+    assert cold[0] == cold[1]  # times and all: measured once
+    for lines in (first, second):
+        assert all(json.loads(line)["token_ids"] == json.loads(line)["cold"]["token_ids"] for line in lines)
+    assert all(rows(tmp_path)[0]["environment"][library] for library in ("torch", "vllm"))
+
+
+def test_ray_logs_the_same_rows(folder: Path) -> None:
+    pytest.importorskip("ray")
+    spec(folder, [{"name": "a", "max-samples": 5}, {"name": "b", "dataset": str(folder / "gone.jsonl")}])
+    done = sweep(folder, "--executor", "ray")
+    assert done.returncode == 1, done.stderr
+    assert {row["name"]: row["status"] for row in rows(folder)} == {"a": "ok", "b": "failed"}
+    assert "gone.jsonl" in next(row["error"] for row in rows(folder) if row["name"] == "b")
+    assert len((folder / "samples" / "a.jsonl").read_text(encoding="utf-8").splitlines()) == 5
+    again = sweep(folder, "--executor", "ray", "--resume")
+    assert [row["name"] for row in rows(folder)].count("a") == 1, again.stderr

@@ -1,0 +1,102 @@
+"""Traces: which samples are asked, in which order, how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from semkv.errors import ConfigError
+from semkv.experiments.datasets import ImageRef, Sample
+from semkv.experiments.settings import RunFlags, resolve
+from semkv.experiments.traces import SESSION_USERS, Trace, TraceKind, arrange
+
+SAMPLES = [
+    Sample(f"{image}-{number}", f"question {number} on {image}", images=(ImageRef(f"i{image}", None),))
+    for image in range(40)
+    for number in range(5)
+]
+ORIGINALS = {sample.sample_id: sample for sample in SAMPLES}
+
+
+def ids(trace: Trace) -> list[str]:
+    return [sample.sample_id for sample in arrange(SAMPLES, trace)]
+
+
+@pytest.mark.parametrize("kind", TraceKind)
+def test_equal_settings_give_equal_requests_under_ids_of_their_own(kind: TraceKind) -> None:
+    requests = arrange(SAMPLES, Trace(kind, seed=3, requests=700))
+    assert requests == arrange(SAMPLES, Trace(kind, seed=3, requests=700))
+    assert len({r.sample_id for r in requests}) == len(requests) == 700
+    for request in requests:
+        original = ORIGINALS[request.sample_id.partition("#")[0]]
+        assert (request.question, request.images) == (original.question, original.images)
+
+
+@pytest.mark.parametrize("kind", [k for k in TraceKind if k is not TraceKind.IN_ORDER])
+def test_another_seed_gives_another_order(kind: TraceKind) -> None:
+    assert ids(Trace(kind, seed=1)) != ids(Trace(kind, seed=2))
+
+
+@pytest.mark.parametrize("kind", TraceKind)
+def test_a_longer_trace_begins_as_a_shorter_one(kind: TraceKind) -> None:
+    assert ids(Trace(kind, seed=5, requests=500))[:90] == ids(Trace(kind, seed=5, requests=90))
+
+
+def test_in_order_is_the_data_sets_own_order_round_and_round() -> None:
+    assert arrange(SAMPLES, Trace()) == SAMPLES
+    assert ids(Trace(requests=202))[200:] == ["0-0#2", "0-1#2"]
+    assert ids(Trace(requests=3)) == ["0-0", "0-1", "0-2"]
+
+
+def test_shuffled_asks_everything_once_before_anything_twice() -> None:
+    order = ids(Trace(TraceKind.SHUFFLED))
+    assert order != [s.sample_id for s in SAMPLES]
+    assert sorted(order) == sorted(ORIGINALS)
+
+
+def test_zipf_asks_for_the_image_of_rank_r_in_proportion_to_r_to_the_minus_exponent() -> None:
+    asked = Counter(r.image_name for r in arrange(SAMPLES, Trace(TraceKind.ZIPF, requests=40_000, exponent=1.0)))
+    counts = [n for _, n in asked.most_common()]
+    total = sum(1 / rank for rank in range(1, 41))
+    for rank in (1, 2, 4, 8):
+        assert counts[rank - 1] / 40_000 == pytest.approx(1 / rank / total, rel=0.1)
+
+
+def test_a_greater_exponent_asks_for_fewer_images() -> None:
+    few, many = (
+        len({r.image_name for r in arrange(SAMPLES, Trace(TraceKind.ZIPF, requests=100, exponent=e))})
+        for e in (3.0, 0.1)
+    )
+    assert few < many
+
+
+def test_sessions_stay_with_an_image_and_come_interleaved() -> None:
+    images = [r.image_name for r in arrange(SAMPLES, Trace(TraceKind.SESSIONS, requests=4_000))]
+    window = [len(set(images[i : i + SESSION_USERS])) for i in range(0, 4_000, SESSION_USERS)]
+    assert max(window) > 1  # several users at a time
+    again = sum(images[i] in images[max(0, i - 3 * SESSION_USERS) : i] for i in range(len(images))) / len(images)
+    evenly = [r.image_name for r in arrange(SAMPLES, Trace(TraceKind.SHUFFLED, requests=4_000))]
+    by_chance = sum(evenly[i] in evenly[max(0, i - 3 * SESSION_USERS) : i] for i in range(4_000)) / 4_000
+    assert again > by_chance + 0.1
+
+
+def test_no_samples_give_no_requests() -> None:
+    assert arrange([], Trace(TraceKind.ZIPF, requests=5)) == []
+
+
+def test_wrong_values_are_named(tmp_path: Path) -> None:
+    for flags, words in (
+        ({"trace": "random"}, ("--trace", "'random'", "in-order", "sessions")),
+        ({"trace_requests": 0}, ("--trace-requests", "0", "positive")),
+        ({"trace_exponent": -1.0}, ("--trace-exponent", "-1.0")),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            resolve(RunFlags(cache_dir=tmp_path, **flags))  # type: ignore[arg-type]
+        assert all(word in str(caught.value) for word in words)
+
+
+def test_the_trace_stands_in_the_settings_of_a_run(tmp_path: Path) -> None:
+    flags = RunFlags(cache_dir=tmp_path, trace="zipf", trace_seed=4, trace_requests=9, trace_exponent=0.5)
+    assert resolve(flags).to_json()["trace"] == {"kind": "zipf", "seed": 4, "requests": 9, "exponent": 0.5}
