@@ -2,8 +2,9 @@
 # make test    run the tests
 # make check   lint and type-check
 # make bench   identity and long-context benchmarks on this machine
+# make ablation   32 runs of the demo's model: what each tier is worth, at which threshold
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test check bench ablation clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 STAMP := $(VENV)/.installed-$(DEVICE)
-EXTRAS := $(DEVICE),encoders,datasets,dev
+EXTRAS := $(DEVICE),encoders,datasets,report,calibration,ray,server,redis,dev
 
 ifeq ($(DEVICE),cpu)
 OVERRIDES := --overrides overrides-cpu.txt
@@ -55,6 +56,11 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/identity.py --shape minigqa-vlm --samples 500 --out bench/results/identity-$(DEVICE).json
 	$(BIN)/python bench/long_context.py --out bench/results/long-context-$(DEVICE).json
+
+ablation: $(STAMP)
+	$(BIN)/semkv sweep --specs specs/ablation-minigqa.json --log-file runs/ablation/sweep.csv \
+		--samples-dir runs/ablation/samples --purge-cache-between-runs --resume
+	$(BIN)/semkv report runs/ablation/sweep.csv --out runs/ablation/report.html
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -465,7 +465,7 @@ def main() -> int:
             model, dummy = str(work / args.shape), True
             Path(model).mkdir()
             SHAPES[args.shape](Path(model), args.layers)
-        elif not Path(model).is_dir():
+        elif not model or not Path(model).is_dir():
             from semkv.presets import PRESETS
 
             model = PRESETS[model or "minigqa"].model

@@ -2,4 +2,5 @@
 
 from semkv.cli import main
 
-main()
+if __name__ == "__main__":  # a spawned engine process imports this module again
+    main()

@@ -1,0 +1,211 @@
+"""The vector index at several sizes: search, recall, writes, memory; beside FAISS by itself. Prints JSON.
+
+One partition of clustered unit vectors: questions through the real encoder are the centres, and the rows lie about them
+at cosines of .6 to .97, in directions drawn with the centres' own covariance. A query lies at a cosine of .8 to .99
+from a row. The nearest row by brute force is the truth. Each size runs in a process of its own, for its memory.
+
+    python bench/index.py --sizes 100000 300000 1000000 > bench/results/index.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from semkv.encoders.text import SentenceEncoder
+from semkv.indexes.base import Row
+from semkv.indexes.faiss import FaissIndex
+
+PAGE = 10_000
+QUERIES = 500
+THINGS = "car dog house tree boat lamp table cup horse phone bridge train bottle clock chair river".split()
+ASKED = (
+    "What color is the {a} next to the {b}?",
+    "How many {a}s are behind the {b}?",
+    "Is the {a} larger than the {b}?",
+    "Why would a {a} need a {b}?",
+    "Where can I buy a {a} with a {b} in {c}?",
+    "Who made the first {a} for a {b} in {c}?",
+    "How do I repair a {a} that hit a {b}?",
+    "Can a {a} carry a {b} to {c}?",
+)
+PLACES = "Norway Lima Texas Cairo Kyoto".split()
+console = Console(stderr=True)
+
+
+def centres(encoder: SentenceEncoder) -> np.ndarray:
+    texts = [
+        t.format(a=a, b=b, c=PLACES[(len(a) + i) % 5]) for i, a in enumerate(THINGS) for b in THINGS for t in ASKED
+    ]
+    with Progress(console=console) as progress:
+        parts = [encoder.encode(texts[s : s + 64]) for s in progress.track(range(0, len(texts), 64), None, 0)]
+    return np.concatenate(parts)
+
+
+class Draw:
+    """Rows about centres, in pages that can be drawn again."""
+
+    def __init__(self, middles: np.ndarray, count: int) -> None:
+        self.count, self._middles = count, middles
+        spread = np.cov(middles.T) + 1e-5 * np.eye(middles.shape[1])
+        self._shape = np.linalg.cholesky(spread).astype(np.float32).T
+
+    def near(self, points: np.ndarray, low: float, high: float, random: np.random.Generator) -> np.ndarray:
+        """A unit vector per point, at a cosine between ``low`` and ``high`` from it."""
+        aside = random.normal(size=points.shape).astype(np.float32) @ self._shape
+        aside -= np.sum(aside * points, axis=1, keepdims=True) * points
+        aside /= np.linalg.norm(aside, axis=1, keepdims=True)
+        cosine = random.uniform(low, high, size=(len(points), 1)).astype(np.float32)
+        return cosine * points + np.sqrt(1 - cosine**2) * aside
+
+    def pages(self) -> Iterator[np.ndarray]:
+        for start in range(0, self.count, PAGE):
+            random = np.random.default_rng(start + 1)
+            size = min(PAGE, self.count - start)
+            yield self.near(self._middles[random.integers(len(self._middles), size=size)], 0.6, 0.97, random)
+
+    def queries(self) -> np.ndarray:
+        random = np.random.default_rng(0)
+        rows = np.concatenate([page[:: max(1, self.count // QUERIES)] for page in self.pages()])
+        return self.near(rows[random.integers(len(rows), size=QUERIES)], 0.8, 0.99, random)
+
+
+def resident() -> int:
+    """Bytes of this process in memory (Linux)."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * 4096
+
+
+def times(act: Callable[[Any], object], values: Any) -> dict[str, float]:
+    """Milliseconds of one call per value, by the clock and of the processor (which other work delays less)."""
+    taken, worked = [], []
+    for value in values:
+        start, busy = time.perf_counter(), time.thread_time()
+        act(value)
+        taken.append(1e3 * (time.perf_counter() - start))
+        worked.append(1e3 * (time.thread_time() - busy))
+    found = {f"p{q}_ms": round(float(np.percentile(taken, q)), 4) for q in (50, 99)}
+    return found | {f"cpu_p{q}_ms": round(float(np.percentile(worked, q)), 4) for q in (50, 99)}
+
+
+def searched(find: Callable[[np.ndarray], int], queries: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    for query in queries[:50]:
+        find(query)
+    found: list[int] = []
+    row = times(lambda q: found.append(find(q)), queries)
+    return row | {"recall_at_1": round(float(np.mean(np.array(found) == truth)), 4)}
+
+
+def ours(draw: Draw, queries: np.ndarray, truth: np.ndarray, progress: Progress) -> dict[str, Any]:
+    def find(query: np.ndarray) -> int:
+        return int(index.search("p", query, 1)[0].item, 16)
+
+    before = resident()
+    index = FaissIndex(queries.shape[1])
+    start = time.perf_counter()
+    for number, page in enumerate(draw.pages()):
+        index.extend(Row(f"{number * PAGE + i:032x}", "p", vector) for i, vector in enumerate(page))
+    loaded = time.perf_counter() - start
+    early = searched(find, queries[:50], truth[:50])
+    task = progress.add_task(f"graph of {draw.count:,}", total=draw.count)
+    during = []
+    while not index.settle(2.0):
+        progress.update(task, completed=index.sizes().graph)
+        during.append(times(find, queries[:20])["p50_ms"])
+    progress.update(task, completed=draw.count)
+    built = time.perf_counter() - start
+    row = {
+        "load_s": round(loaded, 2),
+        "graph_ready_s": round(built, 1),
+        "bytes_per_entry": round((resident() - before) / draw.count),
+        "search_before_graph": early,
+        "search_while_building_p50_ms": [round(x, 2) for x in during[:: max(1, len(during) // 8)]],
+        "search": searched(find, queries, truth),
+        "search_k4": times(lambda q: index.search("p", q, 4), queries),
+    }
+    fresh = [Row(f"new{i}", "p", vector) for i, vector in enumerate(queries)]
+    row["add_one"] = times(lambda r: index.extend([r]), fresh)
+    row["remove_one"] = times(lambda r: index.remove([r.item]), fresh)
+    gone = [f"{i:032x}" for i in range(0, draw.count, 10)]
+    index.remove(gone)
+    left = np.flatnonzero(truth % 10)
+    row["search_with_a_tenth_removed"] = searched(find, queries[left], truth[left])
+    index.close()
+    return row
+
+
+def faiss_alone(draw: Draw, queries: np.ndarray, truth: np.ndarray, graph: bool) -> dict[str, Any]:
+    import faiss
+
+    faiss.omp_set_num_threads(1)
+    dim = queries.shape[1]
+    index = faiss.IndexHNSWFlat(dim, 16, faiss.METRIC_INNER_PRODUCT) if graph else faiss.IndexFlatIP(dim)
+    if graph:
+        index.hnsw.efConstruction, index.hnsw.efSearch = 80, 64
+    before, start = resident(), time.perf_counter()
+    for page in draw.pages():
+        index.add(page)
+    built = time.perf_counter() - start
+    size = round((resident() - before) / draw.count)
+    found = searched(lambda q: int(index.search(q[None], 1)[1][0, 0]), queries, truth)
+    return {"build_s": round(built, 1), "bytes_per_entry": size, "search": found}
+
+
+def one_size(count: int, middles: np.ndarray, alone: bool) -> dict[str, Any]:
+    draw = Draw(middles, count)
+    queries = draw.queries()
+    best, truth = np.full(QUERIES, -2.0, np.float32), np.zeros(QUERIES, np.int64)
+    for number, page in enumerate(draw.pages()):
+        cosines = queries @ page.T
+        top = cosines.argmax(1)
+        better = cosines[np.arange(QUERIES), top] > best
+        truth[better], best[better] = number * PAGE + top[better], cosines[better, top[better]]
+    with Progress(console=console) as progress:
+        row: dict[str, Any] = {"entries": count, "semkv": ours(draw, queries, truth, progress)}
+    if alone:
+        row["faiss_flat"] = faiss_alone(draw, queries, truth, graph=False)
+        row["faiss_hnsw_float32"] = faiss_alone(draw, queries, truth, graph=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 300_000, 1_000_000])
+    parser.add_argument("--alone-up-to", type=int, default=100_000, help="largest size at which FAISS alone is run too")
+    parser.add_argument("--centres", type=Path, help="a .npy of unit vectors instead of encoded questions")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    middles = np.load(options.centres) if options.centres else centres(SentenceEncoder())
+    if options.one:
+        print(json.dumps(one_size(options.one, middles, options.one <= options.alone_up_to)))
+        return
+    rows = []
+    for size in options.sizes:
+        again = [sys.executable, __file__, "--one", str(size), "--alone-up-to", str(options.alone_up_to)]
+        again += ["--centres", str(options.centres)] if options.centres else []
+        rows.append(json.loads(subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True).stdout))
+    result = {
+        "dim": int(middles.shape[1]),
+        "centres": len(middles),
+        "queries": QUERIES,
+        "machine": {"arch": platform.machine(), "python": platform.python_version()},
+        "versions": {name: importlib.metadata.version(name) for name in ("faiss-cpu", "numpy")},
+        "sizes": rows,
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Hits against wrong answers, for every policy, on streams that none of them was fitted on; writes JSON and figures.
+
+The labelled pairs are split into two halves that share no cluster: one fits the calibration, from the other
+streams of 10,000 requests are drawn (70% by Zipf's law over clusters of several texts, 30% single texts). MiniGQA's
+questions, with 30% hard negatives, are the second data set. A third stream is made up, of answers that are wrong by
+chance alone. No row of any data is written.
+
+    python bench/quality.py --pairs ../shared/data/question_pairs_dev.jsonl.gz
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
+from semkv.experiments.quality.calibrate import Fit, fit
+from semkv.experiments.quality.corpus import Corpus, build_corpus
+from semkv.experiments.quality.figures import figure
+from semkv.experiments.quality.replay import TIER, Outcome, Replay
+from semkv.experiments.quality.rows import Asked, clusters, read_pairs
+from semkv.experiments.quality.streams import draw_stream, halves, minigqa_stream, pairs_of
+from semkv.tiers.guards import no_veto, veto
+from semkv.tiers.policies import Bounded, Calibrated, Calibration, Decider, FixedThreshold
+from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
+
+ROOT = Path(__file__).parents[1]
+BOUNDS = (0.01, 0.005, 0.002)
+COSINES = (
+    0.7,
+    0.75,
+    0.8,
+    0.84,
+    0.86,
+    0.88,
+    0.9,
+    0.91,
+    0.92,
+    0.93,
+    0.94,
+    0.95,
+    0.96,
+    0.97,
+    0.98,
+    0.99,
+    1.01,
+)  # the last: exact hits alone
+CURVES = 5  # streams for the curves; the bound is measured on all
+CHECKS = 0.1
+SETTLED = 500  # requests before which a share says little, as in the replay
+TIERS = frozenset([TIER])
+MADE_UP = {"streams": 12, "requests": 4000, "risk": 0.05}
+MADE_UP_COSINES = (0.99, 0.93)  # where the prior without a calibration is too hopeful, and where it is too careful
+
+
+def row(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "requests": outcome.requests,
+        "hits": outcome.hits,
+        "exact": outcome.exact,
+        "approximate": outcome.approximate,
+        "wrong": outcome.wrong,
+        "checks": outcome.checks,
+        "overruled": outcome.overruled,
+        "worst_at_any_time": round(outcome.worst, 5),
+    }
+
+
+def mean(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    n = [o.requests for o in outcomes]
+    return {
+        "hits": round(float(np.mean([o.hit_rate for o in outcomes])), 5),
+        "wrong": round(float(np.mean([o.wrong_rate for o in outcomes])), 6),
+        "wrong_worst": round(max(o.wrong_rate for o in outcomes), 6),
+        "wrong_per_approximate": round(float(np.mean([o.wrong_per_approximate for o in outcomes])), 5),
+        "checks": round(float(np.mean([o.checks / k for o, k in zip(outcomes, n, strict=True)])), 5),
+        "overruled": round(float(np.mean([o.overruled / k for o, k in zip(outcomes, n, strict=True)])), 5),
+        "worst_at_any_time": round(max(o.worst for o in outcomes), 6),
+    }
+
+
+def sweep(replays: Sequence[Replay], make: Callable[[float], Decider], checks: float) -> list[dict[str, Any]]:
+    """Every threshold over every stream."""
+    rows = []
+    for cosine in COSINES:
+        outcomes = [replay.play(make(cosine), verify_rate=checks, seed=n) for n, replay in enumerate(replays)]
+        rows.append({"threshold": cosine, **mean(outcomes), "streams": [[o.hits, o.wrong] for o in outcomes]})
+    return rows
+
+
+def fixed(cosine: float) -> Decider:
+    return FixedThreshold({TIER: cosine})
+
+
+def bounded(
+    replays: Sequence[Replay], static: Sequence[dict[str, Any]], calibration: Calibration | None
+) -> list[dict[str, Any]]:
+    """The bound against the threshold that would have been best on each stream, known only afterwards."""
+    found = []
+    for bound in BOUNDS:
+        outcomes = [
+            replay.play(Bounded(bound, calibration, TIERS), verify_rate=CHECKS, seed=n)
+            for n, replay in enumerate(replays)
+        ]
+        best = [
+            max(s["streams"][n][0] for s in static if s["streams"][n][1] <= bound * o.requests)
+            for n, o in enumerate(outcomes)
+        ]
+        more = [(o.hits - b) / o.requests for o, b in zip(outcomes, best, strict=True)]
+        found.append(
+            {
+                "bound": bound,
+                **mean(outcomes),
+                "held": sum(o.wrong_rate <= bound for o in outcomes),
+                "static_hits": round(float(np.mean([b / o.requests for b, o in zip(best, outcomes, strict=True)])), 5),
+                "more_hits_mean": round(float(np.mean(more)), 5),
+                "more_hits_least": round(min(more), 5),
+                "streams": [row(o) for o in outcomes],
+            }
+        )
+    return found
+
+
+def measure(
+    streams: Sequence[Sequence[Asked]], corpora: tuple[Corpus, Corpus], fitted: Fit, other: Calibration | None
+) -> dict[str, Any]:
+    """All policies on all streams. ``corpora`` without and with guards; ``other`` was fitted on the other data set."""
+    start = time.perf_counter()
+    bare = [Replay(stream, corpora[0]) for stream in streams]
+    guarded = [Replay(stream, corpora[1]) for stream in streams]
+    few = guarded[:CURVES]
+    curve = fitted.calibration
+
+    def calibrated(cosine: float) -> Decider:
+        return Calibrated(replace(curve, threshold=cosine), TIERS, fixed(1.0))
+
+    static = sweep(bare, fixed, 0.0)
+    result = {
+        "streams": len(streams),
+        "requests": [len(stream) for stream in streams],
+        "calibration": {
+            "method": fitted.method,
+            "losses": fitted.losses,
+            "vetoes": dict(curve.vetoes),
+            "scores": curve.scores,
+            "risks": curve.risks,
+        },
+        "static": static,
+        "fixed with guards": sweep(few, fixed, 0.0),
+        "calibrated with guards": sweep(few, calibrated, 0.0),
+        "calibrated with guards and checks": sweep(few, calibrated, CHECKS),
+        "bounded": bounded(guarded, static, curve),
+        "bounded, no calibration": bounded(guarded, static, None),
+    }
+    if other is not None:
+        result["bounded, calibrated on the other data"] = bounded(guarded, static, other)
+    result["seconds"] = round(time.perf_counter() - start, 1)
+    return result
+
+
+def chance_alone(bound: float, cosine: float, seed: int) -> dict[str, float]:
+    """A stream of new texts whose nearest donor always has one cosine and is wrong independently with one chance."""
+    random = Random(seed)  # noqa: S311
+    policy = Bounded(bound)
+    donor, match = Entry("d", Namespace(), (), "", ""), Match(TIER, "d", cosine, Exactness.APPROXIMATE)
+    requests, hits, wrong, worst = int(MADE_UP["requests"]), 0, 0, 0.0
+    for number in range(1, requests + 1):
+        policy.arrived()
+        correct = random.random() >= MADE_UP["risk"]
+        decision = policy.accept(Request(str(number), Namespace(), (TextSegment(str(number)),)), donor, match)
+        hits += decision.accept
+        wrong += decision.accept and not correct
+        if not decision.accept or random.random() < max(CHECKS, decision.check):
+            policy.observe(match, correct=correct, served=decision.accept)
+        if number >= SETTLED:
+            worst = max(worst, wrong / number)
+    return {"hits": hits / requests, "wrong": wrong / requests, "worst_at_any_time": worst}
+
+
+def made_up() -> dict[str, Any]:
+    rows = []
+    for cosine in MADE_UP_COSINES:
+        for bound in BOUNDS:
+            found = [chance_alone(bound, cosine, seed) for seed in range(int(MADE_UP["streams"]))]
+            rows.append(
+                {
+                    "cosine": cosine,
+                    "bound": bound,
+                    "hits": round(float(np.mean([f["hits"] for f in found])), 5),
+                    "wrong": round(float(np.mean([f["wrong"] for f in found])), 6),
+                    "wrong_worst": max(f["wrong"] for f in found),
+                    "held": sum(f["wrong"] <= bound for f in found),
+                    "worst_at_any_time": round(max(f["worst_at_any_time"] for f in found), 6),
+                }
+            )
+    return {**MADE_UP, "rows": rows}
+
+
+class Remembering:
+    """An encoder that keeps vectors in a file between runs."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._encoder = SentenceEncoder(DEFAULT_MODEL)
+        self._file = file
+        self._known: dict[str, Any] = {}
+        if file is not None and file.is_file():
+            kept = np.load(file)
+            self._known = dict(zip(kept["texts"].tolist(), kept["vectors"], strict=True))
+        self.dim, self.fingerprint = self._encoder.dim, self._encoder.fingerprint
+
+    def fits(self, text: str) -> bool:
+        return len(text.split()) < 100 or self._encoder.fits(text)
+
+    def encode(self, texts: Sequence[str]) -> Any:
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        if new:
+            self._known |= dict(zip(new, self._encoder.encode(new), strict=True))
+        return np.stack([self._known[text] for text in texts])
+
+    def keep(self) -> None:
+        if self._file is not None and self._known:
+            np.savez(self._file, texts=np.array(list(self._known)), vectors=np.stack(list(self._known.values())))
+
+
+def quora(path: Path, seeds: int, encoder: Remembering) -> tuple[Fit, list[list[Asked]], tuple[Corpus, Corpus]]:
+    pairs = read_pairs(path)
+    first, second = halves(pairs, 0)
+    fitted = fit(first, build_corpus(list(clusters(first)), encoder, veto), encoder.fingerprint)
+    streams = [draw_stream(second, seed) for seed in range(seeds)]
+    return fitted, streams, both(list(clusters(second)), encoder)
+
+
+def both(items: list[tuple[str, str]], encoder: Remembering) -> tuple[Corpus, Corpus]:
+    bare = build_corpus(items, encoder, no_veto)
+    return bare, bare.with_guard(veto)
+
+
+def minigqa(seeds: int, images: int, encoder: Remembering) -> tuple[Fit, list[list[Asked]], tuple[Corpus, Corpus]]:
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = [minigqa_stream(Path(folder) / str(n), 100 + n, images=images) for n in range(seeds + 1)]
+    pairs = pairs_of(drawn[0])
+    fitted = fit(pairs, build_corpus(list(clusters(pairs)), encoder, veto), encoder.fingerprint)
+    streams = [[Asked(a.text, f"{n}/{a.answer}", f"{n}/{a.group}") for a in s] for n, s in enumerate(drawn[1:])]
+    return fitted, streams, both([(a.group, a.text) for stream in streams for a in stream], encoder)
+
+
+def draw(name: str, result: dict[str, Any], path: Path) -> None:
+    """Hits against wrong answers: a curve per policy over its thresholds, a point per bound."""
+    with figure(path, "wrong answers, % of requests", "hits, % of requests") as axes:
+        styles = {"static": "o-", "fixed with guards": "s:", "calibrated with guards": "^--"}
+        styles["calibrated with guards and checks"] = "v-"
+        for label, style in styles.items():
+            rows = result[label]
+            sizes = result["requests"][:CURVES]
+            points = sorted(
+                (
+                    100 * float(np.mean([w / n for (_, w), n in zip(row["streams"], sizes, strict=False)])),
+                    100 * float(np.mean([h / n for (h, _), n in zip(row["streams"], sizes, strict=False)])),
+                )
+                for row in rows
+            )
+            axes.plot(*zip(*points, strict=True), style, markersize=4, label=label)
+        points = [(100 * row["wrong"], 100 * row["hits"]) for row in result["bounded"]]
+        axes.plot(*zip(*points, strict=True), "*", color="black", markersize=11, label="bounded (1%, 0.5%, 0.2%)")
+        axes.set_xlim(0, 2)
+        axes.set_title(name)
+        axes.legend(frameon=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--pairs", type=Path, default=ROOT.parent / "shared" / "data" / "question_pairs_dev.jsonl.gz")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--images", type=int, default=100, help="pictures of a MiniGQA stream")
+    parser.add_argument("--only", choices=("pairs", "minigqa", "made-up"), help="measure one, keep the others' figures")
+    parser.add_argument("--vectors", type=Path, help="keep the vectors in this .npz for the next time")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "quality.json")
+    parser.add_argument("--pictures", type=Path, default=ROOT / "docs" / "pictures")
+    options = parser.parse_args()
+    result: dict[str, Any] = {}
+    if options.only and options.out.is_file():
+        result = json.loads(options.out.read_text(encoding="utf-8"))
+    result |= {"encoder": DEFAULT_MODEL, "machine": platform.machine(), "checks": CHECKS}
+    if options.only in (None, "made-up"):
+        result["made up"] = made_up()
+    encoder = Remembering(options.vectors)
+    drawn = {}
+    if options.only in (None, "minigqa"):
+        drawn["minigqa"] = minigqa(options.seeds, options.images, encoder)
+    if options.only in (None, "pairs"):
+        if options.pairs.is_file():
+            drawn["question pairs"] = quora(options.pairs, options.seeds, encoder)
+        else:
+            print(f"{options.pairs} is not there: question pairs are left out")
+    encoder.keep()
+    for name, (fitted, streams, corpora) in drawn.items():
+        other = next((fit.calibration for key, (fit, _, _) in drawn.items() if key != name), None)
+        result[name] = measure(streams, corpora, fitted, other)
+        print(name, result[name]["seconds"], "s", flush=True)
+        draw(name, result[name], options.pictures / f"quality-{name.replace(' ', '-')}.png")
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

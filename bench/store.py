@@ -1,0 +1,80 @@
+"""How long a store directory takes to open, with its index and without: prints JSON.
+
+python bench/store.py --extents 10000 --out bench/results/store.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import struct
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.progress import track
+
+from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+
+BLOCKS = 8
+LAYOUT = KVLayout(tuple(LayerLayout(f"layer{i}", "bfloat16", (1, 64), (64, 1), 128) for i in range(4)), 16)
+
+
+def blocks(extent: int) -> list[bytes]:
+    return [struct.pack(">QQ", extent, i) * 2 for i in range(BLOCKS)]
+
+
+def fill(root: Path, extents: int) -> float:
+    """Seconds to write ``extents`` extents of 8 blocks."""
+    rows = np.zeros((BLOCKS, LAYOUT.row_bytes), np.uint8)
+    store, start = KVStore.open(root, "ns", LAYOUT), time.perf_counter()
+    for extent in track(range(extents), "Writing"):
+        store.save_rows(blocks(extent), rows)
+    seconds = time.perf_counter() - start
+    store.close()
+    return seconds
+
+
+def opened(root: Path) -> float:
+    start = time.perf_counter()
+    store = KVStore.open(root, "ns", LAYOUT)
+    seconds = time.perf_counter() - start
+    assert store.lookup(blocks(0)) == BLOCKS
+    store.close()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--extents", type=int, default=10_000)
+    parser.add_argument("--dir", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        root = Path(folder) / "kv"
+        written = fill(root, args.extents)
+        with_index = [opened(root) for _ in range(5)]
+        without = []
+        for _ in range(3):
+            for path in root.glob("index.sqlite*"):
+                path.unlink()
+            without.append(opened(root))
+        found = {
+            "extents": args.extents,
+            "write_ms_per_extent": round(1000 * written / args.extents, 3),
+            "open_s": round(statistics.median(with_index), 3),
+            "open_without_index_s": round(statistics.median(without), 3),
+            "python": platform.python_version(),
+            "cores": os.cpu_count(),
+        }
+    print(json.dumps(found, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

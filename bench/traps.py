@@ -1,0 +1,185 @@
+"""How many traps the guards let pass, how many paraphrases they keep, and what they cost; prints JSON.
+
+Traps are pairs of near-equal texts with different answers, paraphrases pairs with the same; both are our own
+(``bench/data``). Every third trap and every second paraphrase of a category was held out while the guards were tuned.
+Labelled pairs (JSONL, ``a``, ``b``, ``same``; gzip or not) show what the guards do to the cosine's own decisions.
+
+    python bench/traps.py > bench/results/traps.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
+from semkv.tiers.guards import veto
+
+DATA = Path(__file__).parent / "data"
+PAIRS = Path(__file__).parents[2] / "shared" / "data" / "question_pairs_dev.jsonl.gz"
+ACCEPTED = 0.85
+THRESHOLDS = (0.8, 0.85, 0.9, 0.92, 0.95)
+SHARES = (0.2, 0.14, 0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002)
+_BATCH = 128
+
+Row = dict[str, Any]
+
+
+def load(path: Path) -> list[Row]:
+    """Rows of a JSONL file, gzip or not."""
+    raw = path.read_bytes()
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def cosines(rows: Sequence[Row], encoder: SentenceEncoder) -> list[float]:
+    """Cosine of ``a`` and ``b`` by row; texts of a length are encoded together."""
+    texts = sorted({row[side] for row in rows for side in "ab"}, key=lambda text: (len(text), text))
+    vectors: dict[str, Any] = {}
+    for start in range(0, len(texts), _BATCH):
+        batch = texts[start : start + _BATCH]
+        vectors.update(zip(batch, encoder.encode(batch), strict=True))
+    return [float(vectors[row["a"]] @ vectors[row["b"]]) for row in rows]
+
+
+def traps(rows: Sequence[Row]) -> Row:
+    """The traps that pass, whatever their cosine; by category and half."""
+    passed = [row for row in rows if veto(row["a"], row["b"]) is None]
+    return _rates(rows, passed, "category", "passed") | {
+        "tuned on": _rates(*_half(rows, passed, held=False), "category", "passed"),
+        "held out": _rates(*_half(rows, passed, held=True), "category", "passed"),
+        "reasons": dict(Counter(veto(row["a"], row["b"]) or "none" for row in rows).most_common()),
+    }
+
+
+def paraphrases(rows: Sequence[Row], encoder: SentenceEncoder) -> Row:
+    """The paraphrases that cosine accepts and the guards keep; by kind and half."""
+    accepted = [row for row, cosine in zip(rows, cosines(rows, encoder), strict=True) if cosine >= ACCEPTED]
+    kept = [row for row in accepted if veto(row["a"], row["b"]) is None]
+    return (
+        {"written": len(rows), "cosine at least": ACCEPTED}
+        | _rates(accepted, kept, "kind", "kept")
+        | {
+            "tuned on": _rates(*_half(accepted, kept, held=False), "kind", "kept"),
+            "held out": _rates(*_half(accepted, kept, held=True), "kind", "kept"),
+            "lost by reason": dict(Counter(filter(None, (veto(r["a"], r["b"]) for r in accepted))).most_common()),
+        }
+    )
+
+
+def _half(rows: Sequence[Row], some: Sequence[Row], *, held: bool) -> tuple[list[Row], list[Row]]:
+    return [r for r in rows if r["held_out"] is held], [r for r in some if r["held_out"] is held]
+
+
+def _rates(rows: Iterable[Row], some: Iterable[Row], field: str, name: str) -> Row:
+    every, part = Counter(row[field] for row in rows), Counter(row[field] for row in some)
+    return {
+        "pairs": every.total(),
+        name: part.total(),
+        "rate": round(part.total() / max(1, every.total()), 4),
+        "by": {kind: f"{part[kind]} of {count}" for kind, count in every.items()},
+    }
+
+
+def labelled(rows: Sequence[Row], encoder: SentenceEncoder) -> Row:
+    """What the guards do to labelled pairs: at fixed cosines, and at equal shares of different pairs let through."""
+    cosine, same = np.array(cosines(rows, encoder)), np.array([bool(row["same"]) for row in rows])
+    reasons = [veto(row["a"], row["b"]) for row in rows]
+    free = np.array([reason is None for reason in reasons])
+    fixed = {}
+    for least in THRESHOLDS:
+        over = cosine >= least
+        fixed[str(least)] = {
+            "different let through": [_share(over, ~same), _share(over & free, ~same)],
+            "same found": [_share(over, same), _share(over & free, same)],
+        }
+    guarded = np.where(free, cosine, -1.0)
+    equal = {str(share): [_found(cosine, same, share), _found(guarded, same, share)] for share in SHARES}
+    over = list(zip(reasons, same, cosine >= ACCEPTED, strict=True))
+    counted = {
+        reason: {
+            "different": sum(bool(r == reason and high and not alike) for r, alike, high in over),
+            "same": sum(bool(r == reason and high and alike) for r, alike, high in over),
+        }
+        for reason in sorted(set(filter(None, reasons)))
+    }
+    return {
+        "pairs": len(rows),
+        "same": int(same.sum()),
+        "at a cosine: without guards, with": fixed,
+        "same found at a share of different let through: without guards, with": equal,
+        f"vetoes at {ACCEPTED}": counted,
+    }
+
+
+def _share(chosen: Any, among: Any) -> float:
+    return round(float(chosen[among].mean()), 4)
+
+
+def _found(score: Any, same: Any, share: float) -> float:
+    limit = np.sort(score[~same])[::-1][int(share * (~same).sum())]
+    return round(float((score[same] > limit).mean()), 4)
+
+
+def latency(rows: Sequence[Row], rounds: int) -> Row:
+    """Microseconds for a pair: two new texts, and a new request against a donor that is still taken apart."""
+    cold, warm = [], []
+    for turn in range(rounds):
+        for row in rows:
+            mark = " ." * (turn + 1)  # so that the texts of an earlier round are not remembered
+            a, b = row["a"] + mark, row["b"] + mark
+            cold.append(_timed(a, b))
+            warm.append(_timed(f"{a} .", b))
+    return {"two new texts": _quantiles(cold), "a new request, a known donor": _quantiles(warm)}
+
+
+def _timed(a: str, b: str) -> float:
+    start = time.perf_counter()
+    veto(a, b)
+    return 1e6 * (time.perf_counter() - start)
+
+
+def _quantiles(values: list[float]) -> Row:
+    cuts = statistics.quantiles(values, n=100)
+    return {
+        "calls": len(values),
+        "p50_us": round(cuts[49], 1),
+        "p99_us": round(cuts[98], 1),
+        "min_us": round(min(values), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--pairs", type=Path, default=PAIRS, help="labelled pairs; left out where missing")
+    parser.add_argument("--index-encoder", default=DEFAULT_MODEL)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    encoder = SentenceEncoder(options.index_encoder)
+    trap_rows, paraphrase_rows = load(DATA / "traps.jsonl"), load(DATA / "paraphrases.jsonl")
+    result = {
+        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "versions": {name: version(name) for name in ("semkv", "sentence-transformers", "numpy")},
+        "encoder": options.index_encoder,
+        "traps": traps(trap_rows),
+        "paraphrases": paraphrases(paraphrase_rows, encoder),
+        "latency": latency(paraphrase_rows, options.rounds),
+    }
+    if options.pairs.is_file():
+        result["labelled pairs"] = labelled(load(options.pairs), encoder)
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
