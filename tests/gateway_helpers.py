@@ -95,7 +95,7 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "scripted", "temperature": 0, "messages": [{"role": "user", "content": text}], **more}
 
 
-def wait_until(ready: Any, seconds: float = 5.0) -> None:
+def wait_until(ready: Any, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, "it did not happen in time"

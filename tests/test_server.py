@@ -80,7 +80,7 @@ class TestReplay:
         body = chat("slowly [events=4][gap=0.15]", stream=True)
         with httpx.stream("POST", f"{pair.url}/v1/chat/completions", json=body) as answer:
             times = [time.monotonic() - start for line in answer.iter_lines() if line.startswith("data:")]
-        assert times[-1] - times[0] > 0.6
+        assert times[-1] - times[0] > 0.3, "it came in one piece"
 
     def test_what_the_upstream_is_sent_means_the_same(self, pair: Pair) -> None:
         pair.post(
@@ -258,7 +258,7 @@ class TestFaults:
             assert pair.post("kept").content == kept.content
             start = time.monotonic()
             lost = pair.post("lost")
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < 5, "at once, but for a busy machine"
             assert (lost.status_code, lost.json()["error"]["type"]) == (502, "upstream_error")
             with pytest.raises(openai.InternalServerError, match="cannot be reached"):
                 pair.client().models.list()
@@ -303,11 +303,11 @@ class TestFaults:
     ) -> None:
         with Pair(tmp_path, store_timeout=0.1) as pair:
             responses = pair.app.gateway.caches.responses
-            monkeypatch.setattr(responses, "lookup", lambda key: time.sleep(1.0))
-            monkeypatch.setattr(responses, "keep", lambda *a, **k: time.sleep(1.0))
+            monkeypatch.setattr(responses, "lookup", lambda key: time.sleep(5.0))
+            monkeypatch.setattr(responses, "keep", lambda *a, **k: time.sleep(5.0))
             start = time.monotonic()
             assert pair.post("slow store").status_code == 200
-            assert time.monotonic() - start < 0.8
+            assert time.monotonic() - start < 4
             monkeypatch.undo()
             wait_until(lambda: pair.post("later").status_code == 200)
             assert pair.post("later").headers["x-semkv"].startswith("hit")
