@@ -75,7 +75,7 @@ def test_same_media_same_text_is_exact(bench: Bench) -> None:
     assert line(report) == "exact_text=hit, embedding:vision=skip, embedding:prompt=skip, semantic_text=skip"
 
 
-@pytest.mark.parametrize("text", ["What  COLOR", "what\tcolor\n", "ｗｈａｔ color"])
+@pytest.mark.parametrize("text", ["What  color", " what color\n", "ｗｈａｔ color"])
 def test_same_text_after_folding_is_normalised(bench: Bench, text: str) -> None:
     bench.ask("what color", "car")
     report = bench.ask(text, "car")
@@ -111,7 +111,7 @@ def test_similar_media_and_text_substitute_both(bench: Bench) -> None:
 
 def test_similar_media_and_the_same_text_substitute_both(bench: Bench) -> None:
     bench.ask("color", "car")
-    report = bench.ask("COLOR", "car~0.95")
+    report = bench.ask("Color", "car~0.95")
     assert seen(report.plan.segments) == "<car> | color"
     assert report.provenance == "embedding:vision"
 
@@ -145,7 +145,7 @@ def test_another_question_on_the_same_image_is_no_hit(bench: Bench) -> None:
 
 def test_a_context_with_other_white_space_is_the_donors_and_the_question_ones_own(bench: Bench) -> None:
     bench.ask("one", context=DOCUMENT, system="sys")
-    loose = DOCUMENT.replace(" ", "  \n").upper()
+    loose = DOCUMENT.replace(" ", "  ").upper()
     report = bench.ask("two", context=loose, system="sys")
     assert seen(report.plan.segments) == f"sys | {DOCUMENT} | two"
     assert report.plan.substituted == 2
@@ -183,7 +183,7 @@ def test_a_context_that_differs_more_is_not(bench: Bench, change: Callable[[str]
 def test_a_reworded_context_after_another_prompt_is_not(bench: Bench) -> None:
     bench.ask("one", context=DOCUMENT + " the last one.", system="sys")
     assert not bench.look("two", context=DOCUMENT + " the last one.~0.97", system="other").hit
-    assert bench.look("two", context=DOCUMENT + " the last one.~0.97", system="SYS").hit
+    assert bench.look("two", context=DOCUMENT + " the last one.~0.97", system="Sys").hit
 
 
 def test_several_contexts_match_as_far_as_they_go(bench: Bench) -> None:
@@ -203,7 +203,7 @@ def test_a_shared_system_prompt_or_image_is_no_context(bench: Bench) -> None:
 
 def test_text_alone_uses_the_prompt_layer_within_the_same_prompt(bench: Bench) -> None:
     bench.ask("color", system="sys")
-    report = bench.look("color~0.9", system="SYS")
+    report = bench.look("color~0.9", system="Sys")
     assert report.provenance == "embedding:prompt"
     assert seen(report.plan.segments) == "sys | color"
     assert line(report) == "exact_text=miss, embedding:vision=skip, embedding:prompt=hit, semantic_text=skip"
@@ -224,7 +224,7 @@ def test_the_semantic_text_tier_stands_without_layers(make: Make) -> None:
 def test_the_text_before_an_image_must_match_for_it_to_be_substituted(bench: Bench) -> None:
     bench.ask("color", "car", system="sys")
     assert not bench.look("shape", "car~0.95", system="other").hit
-    report = bench.look("shape", "car~0.95", system="SYS")
+    report = bench.look("shape", "car~0.95", system="Sys")
     assert seen(report.plan.segments) == "sys | <car> | shape"
     assert report.plan.substituted == 2
 
@@ -284,7 +284,7 @@ def test_match_any_takes_the_best_layer_whatever_the_others_say(make: Make) -> N
 def test_scope_any_takes_all_images_as_one(make: Make) -> None:
     bench = make(scope=Scope.ANY, embedding_layers=(), similarity_threshold=0.9)
     bench.ask("color", "car")
-    report = bench.look("COLOR", "house")
+    report = bench.look("Color", "house")
     assert seen(report.plan.segments) == "<car> | color"
     match = report.plan.match
     assert match is not None
@@ -364,7 +364,7 @@ def test_a_decider_may_refuse_an_approximate_match_and_no_other(tmp_path: Path) 
     assert "embedding:prompt=miss, semantic_text=miss" in line(report)
     assert asked == ["embedding:prompt", "semantic_text"]
     assert cache.stats().refused == 2
-    assert cache.try_reuse(helper.request("COLOR", "car")).hit
+    assert cache.try_reuse(helper.request("Color", "car")).hit
 
 
 # -- who shares with whom ---------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_tenants_share_nothing(make: Make, options: dict[str, Any]) -> None:
     document = DOCUMENT + " the last one."
     for context in ((), document):
         bench.ask("color", "car", tenant="a", context=context)
-        for question in ("color", "COLOR", "color~0.99", "else"):
+        for question in ("color", "Color", "color~0.99", "else"):
             for image in ("car", "car~0.99"):
                 for other in (context, DOCUMENT + " the last one.~0.99") if context else ((),):
                     assert not bench.look(question, image, tenant="b", context=other).hit
@@ -474,7 +474,7 @@ def test_a_restart_gives_the_same_hits(bench: Bench) -> None:
     bench.ask("color", "car", system="sys")
     bench.ask("one", context=document)
     asked = [
-        {"question": "COLOR", "image": "car", "system": "sys"},
+        {"question": "Color", "image": "car", "system": "sys"},
         {"question": "color~0.9", "image": "car", "system": "sys"},
         {"question": "color~0.9", "image": "car~0.95", "system": "sys"},
         {"question": "shape", "image": "car~0.95", "system": "sys"},
@@ -532,7 +532,7 @@ def test_a_text_beyond_the_window_never_matches_semantically(make: Make) -> None
     assert not report.hit
     assert line(report) == "exact_text=miss, semantic_text=skip"
     assert not bench.encoder.calls
-    assert bench.look(long + "FIRST", "car").provenance == "text:normalised"
+    assert bench.look((long + "first").upper(), "car").provenance == "text:normalised"
 
 
 def test_a_sentence_beyond_the_window_is_not_compared(bench: Bench) -> None:
@@ -702,12 +702,12 @@ def test_many_threads_may_ask(bench: Bench) -> None:
 
 # -- a property of every plan -----------------------------------------------------------------------------------------
 
-_words = st.sampled_from(["color", "COLOR", "color~0.9", "shape", "shape~0.85", " shape ", "size"])
+_words = st.sampled_from(["color", "Color", "color~0.9", "shape", "shape~0.85", " shape ", "size"])
 _images = st.sampled_from([(), ("car",), ("car~0.95",), ("house",), ("car", "house"), ("car~0.95", "house~0.95")])
 _contexts = st.sampled_from(
     [(), (DOCUMENT + " last.",), (DOCUMENT.upper() + " LAST.",), (DOCUMENT + " last.~0.97",), ("Short.", "Other.")]
 )
-_prompts = st.lists(st.tuples(_words, _images, _contexts, st.sampled_from(["", "sys", "SYS"])), min_size=2, max_size=12)
+_prompts = st.lists(st.tuples(_words, _images, _contexts, st.sampled_from(["", "sys", "Sys"])), min_size=2, max_size=12)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -752,6 +752,17 @@ def test_roles_are_part_of_a_prompt(bench: Bench) -> None:
     second = Request("2", Namespace(), (TextSegment("x", Role.CONTEXT), TextSegment("color")))
     bench.cache.add_observation(bench.cache.try_reuse(first), "red")
     assert not bench.cache.try_reuse(second).hit
+
+
+def test_the_questions_are_guarded_where_other_texts_are_compared(make: Make) -> None:
+    bench = make(guards=True, embedding_layers=())
+    donor = bench.request("how many cubes are left of it", "car")
+    bench.cache.add_observation(bench.cache.try_reuse(replace(donor, chunk_text="cubes")), "two")
+    same = bench.request("how many cubes are on the left of it", "car")
+    other = bench.request("how many cubes are right of it", "car")
+    assert bench.cache.try_reuse(replace(same, chunk_text="cubes")).hit
+    assert not bench.cache.try_reuse(replace(other, chunk_text="cubes")).hit
+    assert bench.cache.stats().vetoes == {"direction": 1}
 
 
 def test_a_guard_vetoes_a_similar_question_and_a_similar_sentence(make: Make) -> None:

@@ -40,7 +40,7 @@ def semkv(*arguments: object, **environment: str) -> subprocess.CompletedProcess
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
-    questions = ["What is the capital of France?", "what is the  capital of FRANCE?", "Who wrote Faust?"]
+    questions = ["What is the capital of France?", "what is the  capital of France?", "Who wrote Faust?"]
     rows = [{"id": f"{i}", "question": q, "answer": "x"} for i, q in enumerate(questions)]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path

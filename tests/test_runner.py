@@ -106,9 +106,9 @@ def go(
 
 
 CAR = Sample("1", "What color is the car?", "red")
-CAR_AGAIN = Sample("2", "what  color is the CAR?", "red")
+CAR_AGAIN = Sample("2", "what  color is the car?", "red")
 SKY = Sample("3", "What is in the sky above us?", "bird")
-ANSWERS = {"What color is the car?": "Red.", "what  color is the CAR?": "blue", "What is in the sky above us?": "plane"}
+ANSWERS = {"What color is the car?": "Red.", "what  color is the car?": "blue", "What is in the sky above us?": "plane"}
 
 
 def test_a_live_run_sends_the_donors_prompt(tmp_path: Path) -> None:
@@ -131,12 +131,12 @@ def test_a_live_run_sends_the_donors_prompt(tmp_path: Path) -> None:
 def test_a_dry_run_reports_but_sends_the_request_unchanged(tmp_path: Path) -> None:
     engine, cache = ScriptedEngine(ANSWERS, store=set()), NormalisingCache(CacheMode.DRY_RUN)
     records, summary = go([CAR, CAR_AGAIN], settings(tmp_path, cache_mode="dry-run"), engine, cache=cache)
-    assert engine.prompts[1].segments == (TextSegment("what  color is the CAR?"),)
+    assert engine.prompts[1].segments == (TextSegment("what  color is the car?"),)
     assert records[1].hit
     assert not records[1].applied
     # What is recorded belongs to what was computed: the request's own text.
     report, response = cache.observed[1]
-    assert (report.plan.segments, response) == ((TextSegment("what  color is the CAR?"),), "blue")
+    assert (report.plan.segments, response) == ((TextSegment("what  color is the car?"),), "blue")
     assert summary.donor_agreement.value == 0.0
 
 
@@ -162,7 +162,7 @@ def test_the_cold_pass_goes_first_on_an_engine_of_its_own(tmp_path: Path) -> Non
     # Each is asked twice, for the noise floor, the second time where nothing is cached.
     assert [p.segments[0] for p in cold.prompts[1:3]] == [
         TextSegment("What color is the car?"),
-        TextSegment("what  color is the CAR?"),
+        TextSegment("what  color is the car?"),
     ]
     assert len({p.cache_salt for p in cold.prompts}) == 3
     assert records[1].cold is not None
@@ -209,7 +209,7 @@ def test_the_noise_floor_counts_answers_that_differ_by_themselves(tmp_path: Path
 def test_a_record_names_what_stood_in(tmp_path: Path) -> None:
     path = picture(tmp_path / "a.png", "red")
     sample = Sample("1", "What is it?", "red", images=(ImageRef("a", path),), entailed=("2",))
-    again = replace(sample, sample_id="2", question="what  is IT?", entailed=())
+    again = replace(sample, sample_id="2", question="what  is it?", entailed=())
     for mode in ("live", "dry-run"):
         chosen = settings(tmp_path, cache_mode=mode)
         (first, second), _ = go([sample, again], chosen, ScriptedEngine(ANSWERS, store=set()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
@@ -14,8 +15,6 @@ from pathlib import Path
 
 from semkv.types import MediaSegment, Namespace, Segment
 
-_CHUNK = 1 << 20
-_SPACES = re.compile(r"(\s+)")
 _NOT_WEIGHTS = frozenset({".md", ".jsonl", ".log"})
 
 
@@ -34,27 +33,47 @@ def media_id(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-# Words whose case carries meaning: code, paths, flags, addresses, camelCase, quantities such as 5m and 5M.
+# What keeps its case throughout: code, paths, flags, addresses, quotations.
 _LITERAL = re.compile(
-    r"[`\\{}<>=_|~^]|\w[(\[]|::|://|->|[a-z][A-Z]|\w{2}\.\w{2}|(?<!\S)(?:--?[A-Za-z]|\.{0,2}/\w)|\d[kKmMgGbBtT]\b"
+    r"[`\\{}<>=_|~^\"“”„«»]|(?<!\w)['‘][^\n]+['’](?!\w)|\w[(\[]|::|://|->|[a-z][A-Z]|\w{2}\.\w{2}|"
+    r"(?<!\S)(?:--?[A-Za-z]|\.{0,2}/\w)|\d[kKmMgGbBtT]\b"
 )
-# Text whose line ends and indents carry meaning.
-_BLOCK = re.compile(r"```|[{};:][ \t]*\n[ \t]+\S")
+_STARTS = re.compile(r"(?:^|(?<=[.?!] ))[A-Z](?=[a-z'’]*(?:[ ,.:;?!]|$))[^.?!\n]*")  # one that begins with a word
+_GAP = re.compile(r"(?<=\S)(?:[^\S\n]+(?=\n)|[^\S\n]{2,}|[^\S\n ])")  # in a line or at its end, but for one space
+_STYLED = 2  # words from which a text in capitals, or in Title Case, is taken for a way of typing
 
 
 def normalise(text: str) -> str:
-    """Fold what does not change a question's meaning: Unicode form, width, case, runs of white space.
+    """Fold what does not change a question's meaning: Unicode form, width, white space, the case of typing.
 
-    Words that look like code, a path or an address keep their case, and a text that holds a block of code keeps its
-    lines: ``ls -l`` is not ``ls -L``.
+    Case is folded at the start of a sentence, and throughout where a text of several words is in one style: all
+    small, ALL CAPITALS, Each Word Capitalised. Within a sentence it stays: ``Polish`` is not ``polish``, ``HELLO`` has
+    other letters than ``hello``. Sentences with code, a path, an address or a quotation keep their case. Lines stay
+    lines, with their indents, and a tab stays one.
     """
     if not text.isascii():
         text = unicodedata.normalize("NFC", "".join(_same_meaning(c) for c in text))
+    text = _GAP.sub(_folded_space, text.strip())
     if not _LITERAL.search(text):
-        folded = text.casefold()
-    else:
-        folded = "".join(part if _LITERAL.search(part) else part.casefold() for part in _SPACES.split(text))
-    return folded.strip() if _BLOCK.search(text) else " ".join(folded.split())
+        return text.lower() if _one_style(text) else _STARTS.sub(_small_start, text)
+    return _STARTS.sub(lambda found: found[0] if _LITERAL.search(found[0]) else _small_start(found), text)
+
+
+def _small_start(sentence: re.Match[str]) -> str:
+    return sentence[0][0].lower() + sentence[0][1:]
+
+
+def _folded_space(run: re.Match[str]) -> str:
+    if run.string.startswith("\n", run.end()):
+        return ""
+    return "\t" if "\t" in run[0] else " "
+
+
+def _one_style(text: str) -> bool:
+    if text.islower() or text.isupper():
+        return len(text.split(None, _STYLED)) >= _STYLED
+    words = text.split()
+    return len(words) >= _STYLED and text.istitle()
 
 
 def _same_meaning(character: str) -> str:
@@ -109,13 +128,16 @@ def weights_digest(model: str | Path) -> str:
     root = Path(model)
     if not root.is_dir():
         return digest("hub", str(model))
-    h = hashlib.sha256()
-    for file in sorted(p for p in root.rglob("*") if p.is_file() and p.suffix not in _NOT_WEIGHTS and p.name[0] != "."):
-        h.update(file.relative_to(root).as_posix().encode() + b"\0")
-        with file.open("rb") as f:
-            while block := f.read(_CHUNK):
-                h.update(block)
-    return h.hexdigest()
+    parts, seen = [], set()
+    for folder, below, names in os.walk(root, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            below.clear()  # a link back up
+        seen.add(real)
+        for file in (Path(folder, name) for name in names if name[0] != "."):
+            if file.is_file() and file.suffix not in _NOT_WEIGHTS:
+                with file.open("rb") as f:
+                    parts.append((file.relative_to(root).as_posix(), hashlib.file_digest(f, "sha256").hexdigest()))
+    return digest("weights", *(part for pair in sorted(parts) for part in pair))
 
 
 def model_fingerprint(settings: Mapping[str, object]) -> str:
