@@ -68,9 +68,25 @@ def test_an_interval_widens_with_the_clusters() -> None:
 def test_an_interval_holds_its_value(outcomes: list[tuple[str, bool]]) -> None:
     share = metrics.share(outcomes)
     assert share.value == pytest.approx(sum(x for _, x in outcomes) / len(outcomes))
-    assert share.low is not None
-    assert share.high is not None
-    assert 0 <= share.low <= share.high <= 1
+    assert share.value is not None
+    if share.low is None or share.high is None:
+        assert len({image for image, _ in outcomes}) == 1
+    else:
+        assert 0 <= share.low <= share.value <= share.high <= 1
+        assert share.low < share.high or 0 < share.value < 1
+
+
+def test_equal_outcomes_leave_an_interval_that_narrows_with_the_images() -> None:
+    for value in (True, False):
+        widths = []
+        for images in (1, 10, 100):
+            share = metrics.share([(str(i % images), value) for i in range(200)])
+            assert share.low is not None
+            assert share.high is not None
+            widths.append(share.high - share.low)
+        assert widths[0] > 0.7
+        assert widths[1] == pytest.approx(0.278, abs=0.001)  # Wilson: 10 of 10 is 72.2 to 100%
+        assert widths[2] < 0.04
 
 
 def test_no_records_make_a_summary() -> None:
@@ -118,8 +134,9 @@ def test_means_and_medians_lie_inside_the_values(values: list[tuple[str, float]]
     numbers = [v for _, v in values]
     for figure, value in ((metrics.mean(values), np.mean(numbers)), (metrics.median(values), np.median(numbers))):
         assert figure.value == pytest.approx(value)
-        assert figure.low is not None
-        assert figure.high is not None
+        if figure.low is None or figure.high is None:
+            assert len({image for image, _ in values}) == 1
+            continue
         assert min(numbers) - 1e-9 <= figure.low <= figure.high <= max(numbers) + 1e-9
 
 

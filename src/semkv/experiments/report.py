@@ -199,6 +199,7 @@ def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
         ("hits", f"{summary.hits} of {summary.samples}: {percent(summary.hit_share)}"),
         ("similar, but refused", str(summary.refused)),
         ("lookup p50 / p95", times(summary.lookup)),
+        ("after the answer p50 / p95", times(summary.after)),
         *_token_rows(summary),
         ("accuracy", percent(summary.accuracy)),
         ("accuracy on hits", percent(summary.accuracy_on_hits)),
@@ -285,17 +286,21 @@ def _optional(name: str, value: Estimate, more: str = "") -> list[tuple[str, str
 
 
 def interval(value: Estimate, form: str, unit: str = "", *, factor: float = 1.0) -> str:
-    """``12.3 ms [11.0, 14.1]``, or ``-`` for no samples; ``form`` formats one number times ``factor``."""
-    if value.value is None or value.low is None or value.high is None:
+    """``12.3 ms [11.0, 14.1]``, ``-`` for no samples, no interval from one image; ``form`` is for one number."""
+    if value.value is None:
         return "-"
+    if value.low is None or value.high is None:
+        return f"{form.format(factor * value.value)}{unit}"
     middle, low, high = (form.format(factor * x) for x in (value.value, value.low, value.high))
     return f"{middle}{unit} [{low}, {high}]"
 
 
 def percent(value: Estimate) -> str:
-    """``93.1% [91.0, 95.0]``, or ``-`` for no samples."""
-    if value.value is None or value.low is None or value.high is None:
+    """``93.1% [91.0, 95.0]``, ``-`` for no samples, no interval from one image."""
+    if value.value is None:
         return "-"
+    if value.low is None or value.high is None:
+        return f"{value.value:.1%}"
     return f"{value.value:.1%} [{100 * value.low:.1f}, {100 * value.high:.1f}]"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -228,12 +229,14 @@ def _answer(
         progress.count("donor image lost")
         report = replace(report, plan=Plan(request.segments), statuses=_as_misses(report))
         result = engine.generate(_prompt(request.segments, settings))
+    start = time.perf_counter()
     if cache is not None:
         cache.add_observation(report, result.text, metadata={"finish_reason": result.finish_reason})
         if report.plan.substituted and cache.should_check(report):
             _check(report, result.text, engine, cache, settings)
+    after_s = time.perf_counter() - start
     report = report.with_status(kv_cache=result.kv, fusion=result.fusion)
-    return _record(sample, report, result, cold=progress.cold.get(sample.sample_id))
+    return _record(sample, report, result, cold=progress.cold.get(sample.sample_id), after_s=after_s)
 
 
 def _check(report: ReuseReport, answer: str, engine: Engine, cache: Cache, settings: RunSettings) -> None:
@@ -248,7 +251,9 @@ def _as_misses(report: ReuseReport) -> dict[str, Status]:
     return {tier: Status.MISS if status is Status.HIT else status for tier, status in report.statuses.items()}
 
 
-def _record(sample: Sample, report: ReuseReport, result: EngineResult, *, cold: Cold | None) -> SampleRecord:
+def _record(
+    sample: Sample, report: ReuseReport, result: EngineResult, *, cold: Cold | None, after_s: float
+) -> SampleRecord:
     match = report.plan.match
     donor_question, donor_image = _donor_inputs(report)
     return SampleRecord(
@@ -279,6 +284,7 @@ def _record(sample: Sample, report: ReuseReport, result: EngineResult, *, cold: 
         donor_image=donor_image,
         entailed=sample.entailed,
         cold=cold,
+        after_s=after_s,
     )
 
 

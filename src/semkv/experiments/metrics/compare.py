@@ -33,7 +33,8 @@ class Tokens:
 class Saved:
     """What a request saved over vLLM's prefix cache and encoder cache: cold less cached, sample by sample.
 
-    The lookup is paid for in the times. Negative where the cache costs more than it saves.
+    The lookup is paid for in the times, recording and checks are not: they come after the answer (``after_s`` of a
+    record). Negative where the cache costs more than it saves.
 
     Attributes:
         tokens: mean of computed prompt tokens saved a request.

@@ -8,8 +8,10 @@ intervals.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from semkv.tiers.checking import wilson
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +27,7 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure over ``n`` values with its 95% interval; all None for no values."""
+    """A figure over ``n`` values with its 95% interval; all None for no values, no interval from one image."""
 
     n: int
     value: float | None
@@ -52,14 +54,25 @@ def mean(values: Sequence[tuple[str, float]]) -> Estimate:
         return Estimate(0, None)
     groups, numbers = split(values)
     total = np.bincount(groups).astype(np.float64)
+    if len(total) == 1:
+        return Estimate(len(values), float(numbers.mean()))
     sums = np.bincount(groups, weights=numbers)
     drawn = (sums[d].sum(axis=1) / total[d].sum(axis=1) for d in resamples(len(total)))
     return estimate(len(values), float(sums.sum() / total.sum()), drawn)
 
 
 def share(outcomes: Sequence[tuple[str, bool]]) -> Estimate:
-    """The share of True among (image, outcome) pairs."""
-    return mean([(image, float(outcome)) for image, outcome in outcomes])
+    """The share of True among (image, outcome) pairs.
+
+    Where all outcomes are alike, drawing images again shows no spread, though there is one: the interval is Wilson's
+    then, with as many trials as images.
+    """
+    found = mean([(image, float(outcome)) for image, outcome in outcomes])
+    if found.value not in (0.0, 1.0):
+        return found
+    images = len({image for image, _ in outcomes})
+    low, high = wilson(int(found.value) * images, images)
+    return replace(found, low=low, high=high)
 
 
 def median(values: Sequence[tuple[str, float]]) -> Estimate:
@@ -72,6 +85,8 @@ def median(values: Sequence[tuple[str, float]]) -> Estimate:
     order = np.argsort(numbers, kind="stable")
     groups, numbers = groups[order], numbers[order]
     count = int(groups.max()) + 1
+    if count == 1:
+        return Estimate(len(values), float(np.median(numbers)))
 
     def medians() -> Iterator[Floats]:
         for drawn in resamples(count):
@@ -145,6 +160,8 @@ def statistic(images: Sequence[str], figure: Callable[[Integers], float], value:
     import numpy as np
 
     groups, _ = split([(image, 0.0) for image in images])
+    if not groups.any():
+        return Estimate(len(images), value)
     order, sizes = np.argsort(groups, kind="stable"), np.bincount(groups)
     starts = sizes.cumsum() - sizes
     rng = np.random.default_rng(_SEED)

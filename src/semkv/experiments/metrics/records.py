@@ -71,6 +71,8 @@ class SampleRecord:
         match: whether the text equals ``answer`` (`answers_match`), None without an answer.
         latency_s: lookup and generation together.
         lookup_s: the lookup alone, encoders included.
+        after_s: what the cache did once the answer was there, and no latency holds: recording it, and the check of an
+            approximate hit.
         cached_tokens: prompt tokens not computed; ``loaded_tokens`` of them from our KV store (None: no connector),
             ``prefix_tokens`` from vLLM's own prefix cache.
         entailed: ids of samples whose answer follows from this one's.
@@ -104,6 +106,7 @@ class SampleRecord:
     donor_image: str = ""
     entailed: tuple[str, ...] = ()
     cold: Cold | None = None
+    after_s: float = 0.0
 
     @property
     def hit(self) -> bool:

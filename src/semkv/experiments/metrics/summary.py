@@ -59,6 +59,7 @@ class Summary:
     hit_share: Estimate
     tiers: tuple[TierRow, ...]
     lookup: Times
+    after: Times
     tokens: Tokens
     accuracy: Estimate
     accuracy_on_hits: Estimate
@@ -138,6 +139,7 @@ def summarise(
         hit_share=share([(r.image, r.hit) for r in records]),
         tiers=tuple(rows),
         lookup=times((r.image, r.lookup_s) for r in records),
+        after=times((r.image, r.after_s) for r in records),
         tokens=tokens(records),
         accuracy=accuracy(records),
         accuracy_on_hits=accuracy(hits),
