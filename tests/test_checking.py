@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cache_helpers import Bench, WrittenEncoder
@@ -41,12 +43,36 @@ def test_short_answers_are_compared_as_strings(first: str, second: str, same: bo
     assert SameMeaning(WrittenEncoder())(first, second) is same
 
 
+class At(WrittenEncoder):
+    """Any two texts have this cosine."""
+
+    def __init__(self, cosine: float) -> None:
+        super().__init__()
+        self.cosine = cosine
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        return np.array([[1, 0], [self.cosine, (1 - self.cosine**2) ** 0.5]], dtype=np.float32)
+
+
 def test_long_answers_are_compared_by_meaning() -> None:
-    compare = SameMeaning(WrittenEncoder())
-    long = "one two three four five six seven eight"
-    assert compare(long, f"{long}~0.95")
-    assert not compare(long, f"{long}~0.8")
-    assert not compare("word " * 30, "word " * 31), "beyond the window nothing is known"
+    first, second = "the cube in front is a red one", "the cube in front is red, as you see"
+    assert SameMeaning(At(0.95))(first, second)
+    assert not SameMeaning(At(0.8))(first, second)
+    assert not SameMeaning(At(0.95))("word " * 30, "word " * 31), "beyond the window nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("Yes, you can safely take both of them together.", "No, you cannot safely take both of them together."),
+        ("The usual dose for an adult is 50 mg a day.", "The usual dose for an adult is 500 mg a day."),
+        ("You will find the button on the left of the screen.", "You will find the button on the right of the screen."),
+        ("The value will increase over the next ten years.", "The value will decrease over the next ten years."),
+    ],
+)
+def test_answers_that_contradict_each_other_are_not_the_same(first: str, second: str) -> None:
+    assert not SameMeaning(At(0.99))(first, second)
+    assert SameMeaning(At(0.99))(first, first.replace(".", " indeed."))
 
 
 def test_the_share_is_drawn_and_the_policy_may_ask_for_more() -> None:
@@ -170,8 +196,19 @@ def test_the_bounded_policy_learns_from_misses_at_no_cost(tmp_path: Path) -> Non
     assert sum(kept["policy"]["arms"][0]["seen"]) > 5
     bench.open()
     assert bench.cache.stats().faults == {}
-    bench.ask("fresh", response="yes")
-    assert bench.look("fresh~0.97").hit, "what was learned outlives the process"
+    for number in range(20):
+        bench.ask(f"fresh {number}", response="yes")
+        bench.ask(f"fresh {number}~0.97", response="yes")
+    assert bench.cache.stats().hits.get("semantic_text", 0) > 5, "what was learned outlives the process"
+
+
+def test_a_policy_that_weighs_the_wording_gets_it(tmp_path: Path) -> None:
+    bench = plain(tmp_path, policy=PolicyName.BOUNDED, max_error_rate=0.01)
+    bench.ask("one red topic", response="yes")
+    near = bench.look("one red topic~0.97").near
+    assert near is not None
+    assert near.match.wording is not None
+    assert near.match.wording[1] > 0.0
 
 
 def test_the_bounded_policy_stays_shut_where_answers_differ(tmp_path: Path) -> None:

@@ -170,8 +170,12 @@ class Request:
     @property
     def question(self) -> str:
         """The text of the last question segment, or an empty string."""
-        texts = [s.text for s in self.segments if isinstance(s, TextSegment) and s.role is Role.QUESTION]
-        return texts[-1] if texts else ""
+        return _question(self.segments)
+
+
+def _question(segments: tuple[Segment, ...]) -> str:
+    texts = [s.text for s in segments if isinstance(s, TextSegment) and s.role is Role.QUESTION]
+    return texts[-1] if texts else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,7 @@ class Match:
         exactness: of the weakest substituted segment.
         veto: what a guard objected and the policy overruled; empty where none did.
         whole: whether the donor's whole prompt matched, so that its own answer would do.
+        wording: how the words differ (`semkv.tiers.guards.Wording`); None where nobody asked.
     """
 
     tier: str
@@ -193,6 +198,7 @@ class Match:
     exactness: Exactness
     veto: str = ""
     whole: bool = True
+    wording: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,3 +315,8 @@ class Entry:
     last_hit: float = 0.0
     hits: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def question(self) -> str:
+        """The text of the last question segment, or an empty string."""
+        return _question(self.segments)

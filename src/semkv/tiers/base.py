@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from semkv.encoders.text import TextEncoder
-from semkv.errors import ConfigError, CorruptValue, SemkvError
+from semkv.errors import ConfigError, SemkvError
 from semkv.types import Entry
 
 if TYPE_CHECKING:
@@ -97,12 +96,11 @@ class GuardedEncoder:
             raise PartError(f"text encoder: {error!r}") from error
 
 
-# What may go wrong inside the cache: storage, damaged values, a part that was plugged in, a text that is no Unicode.
-FAULTS = (sqlite3.Error, OSError, CorruptValue, PartError, ValueError)
-
-
 class Boundary:
-    """A ``with`` block where faults end: counted, logged, and the code after the block goes on."""
+    """A ``with`` block where faults end: counted, logged, and the code after the block goes on.
+
+    A fault is any exception but a `ConfigError`, which says what to change.
+    """
 
     def __init__(self, tally: Tally, kind: str) -> None:
         self._tally, self._kind = tally, kind
@@ -111,7 +109,7 @@ class Boundary:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, FAULTS):
+        if not isinstance(error, Exception) or isinstance(error, ConfigError):
             return False
         self._tally.fault(self._kind, error)
         return True

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from semkv.keys import digest, normalise
 from semkv.tiers.base import Boundary, Tally
+from semkv.tiers.guards import veto
 from semkv.tiers.memory import load_memory, save_memory
 from semkv.tiers.policies import Decider
 from semkv.types import Exactness, Match, Request, ReuseReport
@@ -31,7 +32,7 @@ _BARRED = 65_536
 _BARRED_MOST = 2  # a donor found wrong for so many texts is removed
 _SAVE_AFTER = 256  # outcomes between two writes of what was learned
 _SHORT = 6  # words up to which answers are compared as strings
-_EDGES = re.compile(r"^(?:the|a|an)\s+|[\s.!]+$")
+_ARTICLE = re.compile(r"(?:the|a|an) ")
 _SAME_MEANING = 0.9
 
 
@@ -43,11 +44,19 @@ class Comparator(Protocol):
 
 def same_text(first: str, second: str) -> bool:
     """Equal but for case, white space, a leading article and a final stop: for short answers, as in GQA."""
-    return _EDGES.sub("", normalise(first).strip()) == _EDGES.sub("", normalise(second).strip())
+    return _bare(first) == _bare(second)
+
+
+def _bare(answer: str) -> str:
+    text = " ".join(normalise(answer).casefold().split()).rstrip(" .!")
+    article = _ARTICLE.match(text)
+    return text[article.end() :] if article else text
 
 
 class SameMeaning:
-    """Short answers by `same_text`; longer ones by the cosine of their sentence vectors.
+    """Short answers by `same_text`; longer ones by the guards and the cosine of their sentence vectors.
+
+    ``you can`` and ``you cannot``, 50 mg and 500 mg have a cosine above any threshold, so a veto means another answer.
 
     Args:
         encoder: of the answers; one beyond its window equals only itself.
@@ -62,7 +71,7 @@ class SameMeaning:
             return True
         if min(len(first.split()), len(second.split())) <= _SHORT:
             return False
-        if not (self._encoder.fits(first) and self._encoder.fits(second)):
+        if veto(first, second) is not None or not (self._encoder.fits(first) and self._encoder.fits(second)):
             return False
         a, b = self._encoder.encode([first, second])
         return float(a @ b) >= self._threshold
