@@ -1,13 +1,17 @@
 """Time to first token when an image's encoder output comes back: encoder, GPU memory, our store, vLLM's example.
 
     python bench/fusion_load.py --out bench/results/h200/fusion-load.json
+    python bench/fusion_load.py --engines semkv --sides 512,1024 --budget 200 --out ...     (a part)
+    python bench/fusion_load.py --dry-run                                        (the plan, with rough times)
+    python bench/fusion_load.py --tiny --out /tmp/fusion.json                    (on a CPU, to see that it runs)
     python bench/fusion_load.py --table bench/results/h200/fusion-load.json
 
-The shape of a vision-language model (see identity.py) with dummy weights, one prompt at a time, the KV always computed:
+The shape of a vision-language model (see identity.py) with dummy weights, one prompt at a time, the KV always computed.
+Each engine runs in a process of its own (`load_runs`):
 
     plain    ``encoder``: the encoder runs; ``gpu``: its output is still in vLLM's own encoder cache
-    semkv    ``encoder``: it also stores; ``host`` and ``disk``: its output is loaded from there
-    example  ``encoder``, and ``disk``: vLLM's ECExampleConnector
+    semkv    ``encoder``: it also stores; ``gpu``; ``host`` and ``disk``: its output is loaded from there
+    example  ``encoder``, ``gpu`` and ``disk``: vLLM's ECExampleConnector
 
 The image has been through the processor before, so that its time is not part of this.
 """
@@ -16,55 +20,80 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import load_runs
 from identity import SHAPES, draw
 from kv_load import drop_pages
+from load_runs import Cell, cell_of, number
 
 ENGINES = ("plain", "semkv", "example")
+LEVELS = {"plain": ["gpu"], "semkv": ["gpu", "host", "disk"], "example": ["gpu", "disk"]}
+TINY = "minigqa"  # the package's own model
+# vLLM 0.26's second model runner has no encoder-cache connector.
+ENVIRONMENT = load_runs.ENVIRONMENT | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
-def connector(engine: str, folder: str) -> dict[str, Any] | None:
+def connector(engine: str, folder: str, host_bytes: int) -> dict[str, Any] | None:
     if engine == "plain":
         return None
     if engine == "example":
-        extra = {"shared_storage_path": folder}
+        extra: dict[str, Any] = {"shared_storage_path": folder}
         return {"ec_connector": "ECExampleConnector", "ec_role": "ec_both", "ec_connector_extra_config": extra}
     return {
         "ec_connector": "SemECConnector", "ec_connector_module_path": "semkv.connectors.ec", "ec_role": "ec_both",
-        "ec_connector_extra_config": {"cache_dir": folder},
+        "ec_connector_extra_config": {"cache_dir": folder, "host_bytes": host_bytes},
     }  # fmt: skip
+
+
+def checkpoint(shape: str, folder: str) -> dict[str, Any]:
+    """Which model, as vLLM's arguments: one of the full shapes with dummy weights, or the tiny one of the package."""
+    if shape == TINY:
+        from semkv.presets import get_preset
+
+        small = {"max_model_len": 512, "enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 28}
+        return {"model": get_preset(TINY).model, **small}
+    SHAPES[shape](Path(folder), None)
+    return {"model": folder, "load_format": "dummy", "max_model_len": 8192, "gpu_memory_utilization": 0.5}
 
 
 class Bench:
     """One engine in this process."""
 
-    def __init__(self, spec: dict[str, Any], folder: str, model: str) -> None:
+    def __init__(self, spec: Mapping[str, Any], folder: str, model: str) -> None:
         from vllm import LLM
         from vllm.config import ECTransferConfig
 
         self.engine, self.folder = spec["engine"], folder
-        SHAPES[spec["shape"]](Path(model), None)
-        config = connector(self.engine, folder)
+        config = connector(self.engine, folder, spec["host_bytes"])
         self.llm: Any = LLM(
-            model,
-            load_format="dummy",
-            max_model_len=8192,
-            gpu_memory_utilization=0.5,
+            **checkpoint(spec["shape"], model),
             limit_mm_per_prompt={"image": 1, "video": 0},
             seed=0,
             prefix_caching_hash_algo="sha256_cbor",
             ec_transfer_config=ECTransferConfig(**config) if config else None,
         )
 
+    def facts(self) -> dict[str, Any]:
+        if self.engine != "semkv":
+            return {}
+        return {"counters": self.halves[0].counters.totals()}
+
+    @property
+    def halves(self) -> tuple[Any, Any]:
+        """Our connector's scheduler half and worker half."""
+        from vllm.distributed.ec_transfer import get_ec_transfer
+
+        core = self.llm.llm_engine.engine_core.engine_core
+        return core.scheduler.ec_connector.scheduler_half, get_ec_transfer().worker_half
+
     def ask(self, picture: Any) -> float:
+        """Milliseconds until the first token."""
         from vllm import SamplingParams
 
         content = [{"type": "image_pil", "image_pil": picture}, {"type": "text", "text": "What is in this picture?"}]
@@ -75,27 +104,26 @@ class Bench:
         return (time.perf_counter() - start) * 1e3
 
     def forget(self, level: str) -> None:
+        """Empty what lies above a level."""
         if self.engine == "semkv":
-            from vllm.distributed.ec_transfer import get_ec_transfer
-
-            get_ec_transfer().worker_half.flush()
+            self.halves[1].flush()
         self.llm.reset_prefix_cache()
         if level != "gpu":
             self.llm.llm_engine.reset_encoder_cache()
-        if level == "disk" and self.engine == "semkv":
-            core = self.llm.llm_engine.engine_core.engine_core
-            core.scheduler.ec_connector.scheduler_half.host.clear()
         if level == "disk":
+            if self.engine == "semkv" and (pool := self.halves[0].host.get()) is not None:
+                pool.clear()
             drop_pages(self.folder)
 
-    def measure(self, side: int, repeats: int) -> dict[str, Any]:
-        levels = {"plain": ["gpu"], "semkv": ["disk", "host"], "example": ["disk"]}[self.engine]
+    def measure(self, cell: Cell, repeats: int, in_time: Callable[[], bool]) -> dict[str, Any]:
         times: dict[str, list[float]] = {}
         for i in range(repeats + 2):
-            picture = draw(side * 1000 + i, side, side)
+            if i > 2 and not in_time():
+                break
+            picture = draw(cell.size * 1000 + i, cell.size, cell.size)
             if self.engine == "plain":
                 self.ask(picture)  # through the processor
-            for level in ["encoder", *levels]:
+            for level in ["encoder", *LEVELS[self.engine]]:
                 if level == "encoder" and self.engine != "plain":
                     self.ask(picture)
                     continue
@@ -104,85 +132,50 @@ class Bench:
                 if i > 1:
                     times.setdefault(level, []).append(milliseconds)
         medians = {name: round(statistics.median(values), 2) for name, values in times.items()}
-        return {"side": side, "prompt_tokens": self.prompt_tokens, "median_ms": medians, "ms": times}
+        return {"prompt_tokens": self.prompt_tokens, "median_ms": medians, "ms": times}
 
 
-def child(spec: dict[str, Any]) -> None:
-    import torch
-    import vllm
-
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as model:
-        bench = Bench(spec, folder, model)
-        found: dict[str, Any] = {"vllm": vllm.__version__, "torch": torch.__version__, "rows": []}
-        if torch.cuda.is_available():
-            found["device"] = torch.cuda.get_device_name(0)
-        for side in spec["sides"]:
-            found["rows"].append(bench.measure(side, spec["repeats"]))
-            print(spec["engine"], found["rows"][-1]["side"], found["rows"][-1]["median_ms"], flush=True)
-            Path(spec["out"]).write_text(json.dumps(found))
+def estimate(engine: str, cell: Cell) -> float:
+    """Seconds on an H200 for the default repetitions, roughly."""
+    return 17 * (len(LEVELS[engine]) + 1) * (0.03 + cell.size**2 * 3e-8)
 
 
-def run_engine(engine: str, options: argparse.Namespace) -> dict[str, Any]:
-    # vLLM 0.26's second model runner has no encoder-cache connector.
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "PYTHONHASHSEED": "0",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with tempfile.TemporaryDirectory() as work:
-        out = Path(work) / "out.json"
-        spec = {
-            "engine": engine, "shape": options.shape, "sides": options.sides, "repeats": options.repeats,
-            "out": str(out),
-        }  # fmt: skip
-        command = [sys.executable, __file__, "--child", json.dumps(spec)]
-        done = subprocess.run(command, env=environment | os.environ, check=False)
-        result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-        return result | ({"failure": f"exit status {done.returncode}"} if done.returncode else {})
-
-
-def table(result: dict[str, Any]) -> str:
-    """Markdown: a line per image size."""
-    rows = {(name, row["side"]): row for name, e in result["engines"].items() for row in e.get("rows", [])}
+def tables(result: Mapping[str, Any]) -> str:
+    """Markdown: a line for each size of the image; in brackets what it takes beyond GPU memory."""
     columns = [
-        ("encoder runs", "plain", "encoder"), ("in GPU memory", "plain", "gpu"), ("semkv, host", "semkv", "host"),
-        ("semkv, disk", "semkv", "disk"), ("ECExampleConnector", "example", "disk"),
+        ("encoder runs", "plain", "encoder"), ("in GPU memory", "plain", "gpu"),
+        ("in GPU memory, semkv on", "semkv", "gpu"), ("semkv, host", "semkv", "host"), ("semkv, disk", "semkv", "disk"),
+        ("ECExampleConnector", "example", "disk"),
     ]  # fmt: skip
-    text = ["| pixels | prompt tokens | " + " | ".join(c[0] for c in columns) + " |"]
-    text.append("|---" * (len(columns) + 2) + "|")
-    for side in result["settings"]["sides"]:
-        cells = [f"{side} x {side}", str(rows.get(("plain", side), {}).get("prompt_tokens", "-"))]
-        for _, engine, level in columns:
-            value = rows.get((engine, side), {}).get("median_ms", {}).get(level)
-            cells.append("-" if value is None else f"{value:.1f}")
-        text.append("| " + " | ".join(cells) + " |")
+    text = ["| pixels | prompt tokens | " + " | ".join(c[0] for c in columns) + " | host beyond GPU memory |"]
+    text.append("|---" * (len(columns) + 3) + "|")
+    for side in load_runs.sizes(result, 1):
+        found = [cell_of(result, engine, side, 1).get("median_ms", {}).get(level) for _, engine, level in columns]
+        tokens = next(
+            (row["prompt_tokens"] for e in ENGINES if (row := cell_of(result, e, side, 1)).get("prompt_tokens")), "-"
+        )
+        beyond = "-" if found[2] is None or found[3] is None else f"{found[3] - found[2]:+.1f}"
+        text.append(
+            f"| {side} x {side} | {tokens} | " + " | ".join(number(value) for value in found) + f" | {beyond} |"
+        )
     return "\n".join(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3-vl-2b", choices=SHAPES)
-    parser.add_argument("--sides", type=int, nargs="+", default=[256, 512, 768, 1024], help="pixels")
+    load_runs.add_arguments(parser, ENGINES, "fusion-load.json")
+    parser.add_argument("--shape", default="qwen3-vl-2b", choices=[*SHAPES, TINY])
+    parser.add_argument("--sides", type=load_runs.whole_numbers, help="pixels; 256,512,768,1024 by default")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
-    parser.add_argument("--out", type=Path, default=Path("fusion-load.json"))
-    parser.add_argument("--table", type=Path, help="print the table of a result instead")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--host-gib", type=int, default=4)
     options = parser.parse_args()
     if options.child:
-        child(json.loads(options.child))
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as model:
+            load_runs.child(json.loads(options.child), lambda spec: Bench(spec, folder, model))
         return
-    if options.table:
-        print(table(json.loads(options.table.read_text())))
-        return
-    settings = {key: getattr(options, key) for key in ("shape", "sides", "repeats")}
-    result: dict[str, Any] = {"settings": settings, "engines": {}}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    for engine in options.engines:
-        result["engines"][engine] = run_engine(engine, options)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
+    settings = {"shape": TINY if options.tiny else options.shape, "host_bytes": options.host_gib << 30}
+    cells = [Cell(side) for side in options.sides or ([96] if options.tiny else [256, 512, 768, 1024])]
+    load_runs.run(options, settings, cells, estimate=estimate, tables=tables, environment=ENVIRONMENT)
 
 
 if __name__ == "__main__":

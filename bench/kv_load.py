@@ -1,21 +1,23 @@
 """Time to first token when the KV blocks of a prompt come back: from where, and at what cost for those who compute.
 
     python bench/kv_load.py --out bench/results/h200/kv-load.json
-    python bench/kv_load.py --table bench/results/h200/kv-load.json        (prints the tables)
+    python bench/kv_load.py --engines plain,semkv --lengths 512,8192 --requests 16 --budget 300 --out ...   (a part)
+    python bench/kv_load.py --dry-run                                             (the plan, with rough times)
+    python bench/kv_load.py --tiny --out /tmp/kv.json                             (on a CPU, to see that it runs)
+    python bench/kv_load.py --table bench/results/h200/kv-load.json               (prints the tables)
 
-Random tokens through Qwen2.5-7B's shape with dummy weights. Each engine runs in a process of its own:
+Random tokens through Qwen2.5-7B's shape with dummy weights. Each engine runs in a process of its own (`load_runs`):
 
     plain        vLLM's prefix cache alone: ``cold`` computes everything, ``prefix`` finds it in GPU memory
     semkv        our connector: ``cold`` also stores, ``host`` loads from host memory, ``disk`` from files whose pages
-                 were dropped from the page cache
+                 were dropped from the page cache (with ``--break-even`` only where that pays)
     offload-cpu  vLLM's OffloadingConnector with enough host memory
     offload-fs   the same with its file tier, and a host tier too small to hold what is asked for
     example      vLLM's ExampleConnector
     lmcache      LMCache, where it is installed
 
-One request at a time (median of ``--repeats``) and ``--concurrent`` at once (the time until all have their first
-token). The floor is the prefix cache's time and the bytes over the rate of a plain copy from page-locked memory, both
-measured in the same run.
+One request at a time (median of ``--repeats``) and several at once (the time until all have their first token). The
+floor is the prefix cache's time and the bytes over the rate of a plain copy from page-locked memory, both measured.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import load_runs
+from load_runs import Cell, cell_of, number
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
@@ -41,18 +43,27 @@ SHAPE = {
     "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+TINY = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 151000,
+}  # fmt: skip
+TINY_ENGINE = {"kv_cache_memory_bytes": 1 << 28, "block_size": 32, "enforce_eager": True}
 ENGINES = ("plain", "semkv", "offload-cpu", "offload-fs", "example", "lmcache")
+NOT_ON_A_CPU = ("offload-cpu", "offload-fs", "lmcache")
 SMALL_TIER = 2 << 30  # of offload-fs: less than the prompts that are stored before one comes back
+LEVELS = {"plain": [], "semkv": ["host", "disk"], "offload-fs": ["disk"], "example": ["disk"]}
 
 
-def connector(engine: str, folder: str, host_bytes: int) -> dict[str, Any] | None:
+def connector(engine: str, folder: str, spec: Mapping[str, Any]) -> dict[str, Any] | None:
     """The transfer configuration of an engine."""
     if engine == "plain":
         return None
+    host_bytes = spec["host_bytes"]
     extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes}
     name = "OffloadingConnector"
     if engine == "semkv":
         name, extra = "SemKVConnector", {"cache_dir": folder, "host_bytes": host_bytes, "queue_bytes": host_bytes // 2}
+        extra["break_even"] = spec["break_even"]
     elif engine == "offload-fs":
         tier = {"type": "fs", "root_dir": folder}
         extra = {"cpu_bytes_to_use": SMALL_TIER, "spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
@@ -67,27 +78,46 @@ def connector(engine: str, folder: str, host_bytes: int) -> dict[str, Any] | Non
 class Bench:
     """One engine in this process."""
 
-    def __init__(self, spec: dict[str, Any], folder: str) -> None:
+    def __init__(self, spec: Mapping[str, Any], folder: str) -> None:
         import numpy as np
+        import torch
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
         self.spec, self.folder, self.engine = spec, folder, spec["engine"]
         self.rng = np.random.default_rng(0)
-        config = connector(self.engine, folder, spec["host_bytes"])
+        config = connector(self.engine, folder, spec)
         with tempfile.TemporaryDirectory() as model:
             (Path(model) / "config.json").write_text(json.dumps(SHAPE | spec["shape"]))
             self.llm: Any = LLM(
                 model,
                 load_format="dummy",
                 skip_tokenizer_init=True,
-                max_model_len=max(spec["tokens"]) + 64,
-                enforce_eager=spec["eager"],
+                max_model_len=max(size for size, _ in spec["cells"]) + 64,
                 seed=0,
                 prefix_caching_hash_algo="sha256_cbor",
                 kv_transfer_config=KVTransferConfig(**config) if config else None,
                 **spec["engine_args"],
             )
+
+        self.on_gpu = torch.cuda.is_available()
+        if self.on_gpu:
+            self.copy_gb_s = copy_rate()
+            self.ask(self.prompts(max(size for size, _ in spec["cells"]), 1))
+            torch.cuda.synchronize()
+            self.free = torch.cuda.mem_get_info()[0]
+
+    def facts(self) -> dict[str, Any]:
+        import torch
+
+        found: dict[str, Any] = {}
+        if self.on_gpu:
+            found = {"copy_gb_s": self.copy_gb_s}
+            found["gpu_growth_mib"] = round((self.free - torch.cuda.mem_get_info()[0]) / 2**20)
+        if self.engine == "semkv":
+            self.settle()
+            found["counters"] = self.worker.counters.totals() | dict(self.worker.pool.counters)
+        return found
 
     def ask(self, prompts: list[list[int]]) -> tuple[float, int]:
         """Milliseconds until every prompt has its first token, and the prompt tokens that were not computed."""
@@ -138,25 +168,32 @@ class Bench:
             self.llm.reset_prefix_cache()
         drop_pages(self.folder)
 
-    def measure(self, tokens: int, count: int, repeats: int) -> dict[str, Any]:
+    def measure(self, cell: Cell, repeats: int, in_time: Callable[[], bool]) -> dict[str, Any]:
         """Medians by level, in milliseconds, and the tokens that were not computed."""
-        levels = {"plain": [], "semkv": ["host", "disk"], "offload-fs": ["disk"], "example": ["disk"]}
         times: dict[str, list[float]] = {}
         cached: dict[str, int] = {}
-        for i in range(repeats + 1):
-            prompts = self.prompts(tokens, count)
+        for i in range((repeats if cell.requests == 1 else min(repeats, 2)) + 1):
+            if i > 1 and not in_time():
+                break
+            prompts = self.prompts(cell.size, cell.requests)
             ways: list[tuple[str, Callable[[], None]]] = [("cold", lambda: None), ("prefix", self.settle)]
-            ways += [(level, lambda level=level: self.forget(level)) for level in levels.get(self.engine, ["host"])]  # type: ignore[misc]
+            ways += [(level, lambda level=level: self.forget(level)) for level in LEVELS.get(self.engine, ["host"])]  # type: ignore[misc]
             for name, before in ways:
                 before()
                 milliseconds, cached[name] = self.ask(prompts)
                 if i:  # the first time compiles
                     times.setdefault(name, []).append(milliseconds)
             self.forget("")
-        return {
-            "tokens": tokens, "requests": count, "not_computed": cached, "ms": times,
-            "median_ms": {name: round(statistics.median(values), 2) for name, values in times.items()},
-        }  # fmt: skip
+        if self.engine == "example":  # it has no bound
+            shutil.rmtree(self.folder, ignore_errors=True)
+            Path(self.folder).mkdir()
+        row = {"not_computed": cached, "ms": times}
+        if self.engine == "semkv":
+            layout = self.worker.transfer.layout
+            row["bytes"] = cached["host"] // layout.block_size * layout.row_bytes * cell.requests
+        if self.on_gpu:
+            row["copy_gb_s"] = self.copy_gb_s
+        return row | {"median_ms": {name: round(statistics.median(values), 2) for name, values in times.items()}}
 
 
 def drop_pages(folder: str) -> None:
@@ -166,45 +203,6 @@ def drop_pages(folder: str) -> None:
             fd = os.open(path, os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
-
-
-def child(spec: dict[str, Any]) -> None:
-    """Measure one engine and write its results."""
-    import torch
-    import vllm
-
-    folder, start = tempfile.mkdtemp(dir=spec["scratch"]), time.perf_counter()
-    found: dict[str, Any] = {"vllm": vllm.__version__, "torch": torch.__version__, "rows": []}
-    try:
-        bench = Bench(spec, folder)
-        found["start_s"] = round(time.perf_counter() - start, 1)
-        gpu = torch.cuda.is_available()
-        if gpu:
-            found["device"] = torch.cuda.get_device_name(0)
-            found["copy_gb_s"] = copy_rate()
-            bench.ask(bench.prompts(max(spec["tokens"]), 1))
-            torch.cuda.synchronize()
-            free = torch.cuda.mem_get_info()[0]
-        if spec["engine"] == "semkv":
-            found["row_bytes"] = bench.worker.transfer.layout.row_bytes
-            found["block_size"] = bench.worker.transfer.layout.block_size
-        for count in (1, spec["concurrent"]):
-            for tokens in spec["tokens"]:
-                row = bench.measure(tokens, count, spec["repeats"] if count == 1 else 2)
-                found["rows"].append(row)
-                print(spec["engine"], tokens, count, row["median_ms"], row["not_computed"], flush=True)
-                if spec["engine"] == "example":
-                    shutil.rmtree(folder, ignore_errors=True)
-                Path(folder).mkdir(exist_ok=True)
-                Path(spec["out"]).write_text(json.dumps(found))
-        if gpu:
-            found["gpu_growth_mib"] = round((free - torch.cuda.mem_get_info()[0]) / 2**20)
-        if spec["engine"] == "semkv":
-            bench.settle()
-            found["counters"] = bench.worker.counters.totals() | dict(bench.worker.pool.counters)
-        Path(spec["out"]).write_text(json.dumps(found))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def copy_rate() -> float:
@@ -224,58 +222,48 @@ def copy_rate() -> float:
     return round((1 << 29) / best / 1e9, 1)
 
 
-def run_engine(engine: str, options: argparse.Namespace) -> dict[str, Any]:
-    if engine == "lmcache" and importlib.util.find_spec("lmcache") is None:
-        return {"not_run": "LMCache is not installed"}
-    with tempfile.TemporaryDirectory() as work:
-        out = Path(work) / "out.json"
-        spec = {
-            "engine": engine, "tokens": options.tokens, "repeats": options.repeats, "concurrent": options.concurrent,
-            "host_bytes": options.host_gib << 30, "eager": options.eager, "out": str(out), "scratch": options.scratch,
-            "shape": json.loads(options.shape), "engine_args": json.loads(options.engine_args),
-        }  # fmt: skip
-        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, __file__, "--child", json.dumps(spec)]
-        failure = ""
-        try:
-            done = subprocess.run(command, env=environment | os.environ, timeout=options.timeout, check=False)
-            failure = f"exit status {done.returncode}" if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            failure = f"more than {options.timeout} s"
-        result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-        return result | ({"failure": failure} if failure else {})
+def estimate(engine: str, cell: Cell) -> float:
+    """Seconds on an H200, roughly: from the results of the first runs."""
+    nbytes, cold = cell.size * cell.requests * 57_344, 0.01 + 25e-6 * cell.size * cell.requests
+    once = 2 * cold
+    if engine == "semkv":
+        once += nbytes / 1e9 + nbytes / 2.3e9
+    elif engine == "offload-fs":
+        once += nbytes / 1e9 + nbytes / 2.3e9 + 2.5
+    elif engine == "example":
+        once += cold + nbytes / 0.5e9
+    return once * (6 if cell.requests == 1 else 3)
 
 
-def tables(result: dict[str, Any]) -> str:
-    """Markdown: one table for single requests and one for concurrent ones."""
-    engines, text = result["engines"], []
-    rows = {
-        (name, row["requests"], row["tokens"]): row
-        for name, engine in engines.items()
-        for row in engine.get("rows", [])
-    }
-    ours = engines.get("semkv", {})
-    per_token = ours.get("row_bytes", 0) / max(1, ours.get("block_size", 1))
+def tables(result: Mapping[str, Any]) -> str:
+    """Markdown: one table for each number of requests at once."""
+    text: list[str] = []
     columns = [
         ("recompute", "plain", "cold"), ("prefix cache", "plain", "prefix"), ("semkv, host", "semkv", "host"),
         ("semkv, disk", "semkv", "disk"), ("Offloading, CPU", "offload-cpu", "host"),
-        ("Offloading, fs", "offload-fs", "disk"), ("Example", "example", "disk"), ("cold, store on", "semkv", "cold"),
+        ("Offloading, fs", "offload-fs", "disk"), ("Example", "example", "disk"), ("LMCache", "lmcache", "host"),
+        ("cold, store on", "semkv", "cold"),
     ]  # fmt: skip
-    for count in sorted({key[1] for key in rows}):
+    counts = {row["requests"] for engine in result["engines"].values() for row in engine.get("rows", [])}
+    for count in sorted(counts):
         title = "One request" if count == 1 else f"{count} requests at once, until all have their first token"
         text += [f"{title} (ms):", ""]
         text.append("| tokens | MB | floor | host / floor | " + " | ".join(c[0] for c in columns) + " | overhead |")
         text.append("|---" * (len(columns) + 5) + "|")
-        for tokens in result["settings"]["tokens"]:
+        for tokens in load_runs.sizes(result, count):
 
             def ms(engine: str, level: str, count: int = count, tokens: int = tokens) -> float | None:
-                row = rows.get((engine, count, tokens))
-                return row["median_ms"].get(level) if row else None
+                value: float | None = cell_of(result, engine, tokens, count).get("median_ms", {}).get(level)
+                return value
 
-            nbytes = rows.get(("semkv", count, tokens), {}).get("not_computed", {}).get("host", 0) * per_token * count
-            prefix, host = ms("plain", "prefix"), ms("semkv", "host")
-            floor = prefix + nbytes / ours.get("copy_gb_s", 1) / 1e6 if prefix is not None else None
-            plain, stored = ms("plain", "cold"), ms("semkv", "cold")
+            nbytes, rate = moved(cell_of(result, "semkv", tokens, count))
+            prefix, host, plain, stored = (
+                ms("plain", "prefix"),
+                ms("semkv", "host"),
+                ms("plain", "cold"),
+                ms("semkv", "cold"),
+            )
+            floor = prefix + nbytes / rate / 1e6 if prefix is not None and rate else None
             cells = [str(tokens), f"{nbytes / 1e6:.0f}", number(floor)]
             cells.append(f"{host / floor:.2f}" if host and floor else "-")
             cells += [number(ms(engine, level)) for _, engine, level in columns]
@@ -285,43 +273,47 @@ def tables(result: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def moved(row: Mapping[str, Any]) -> tuple[float, float]:
+    """The bytes that came from host memory, and the rate of a plain copy in GB/s on that machine; 0 for unknown."""
+    facts = row.get("run", {})
+    nbytes = row.get("bytes")
+    if nbytes is None:  # the first form of these files
+        per_token = facts.get("row_bytes", 0) / max(1, facts.get("block_size", 1))
+        nbytes = row.get("not_computed", {}).get("host", 0) * per_token * row.get("requests", 1)
+    return nbytes, row.get("copy_gb_s") or facts.get("copy_gb_s", 0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192, 16000])
+    load_runs.add_arguments(parser, ENGINES, "kv-load.json")
+    parser.add_argument("--lengths", type=load_runs.whole_numbers, help="tokens; 512,2048,8192,16000 by default")
+    parser.add_argument("--requests", type=load_runs.whole_numbers, help="at once; 1,16 by default")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--concurrent", type=int, default=16)
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--host-gib", type=int, default=32)
+    parser.add_argument("--break-even", action="store_true", help="let semkv refuse loads that do not pay")
     parser.add_argument("--scratch", default=tempfile.gettempdir(), help="where the stores' folders go")
-    parser.add_argument("--timeout", type=int, default=600, help="seconds an engine may take")
-    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--shape", default="{}", help="JSON: changes of the model's configuration")
     parser.add_argument("--engine-args", default='{"gpu_memory_utilization": 0.8}', help="JSON")
-    parser.add_argument("--out", type=Path, default=Path("kv-load.json"))
-    parser.add_argument("--table", type=Path, help="print the tables of a result instead")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(json.loads(options.child))
+        spec = json.loads(options.child)
+        with tempfile.TemporaryDirectory(dir=spec["scratch"]) as folder:
+            load_runs.child(spec, lambda spec: Bench(spec, folder))
         return
-    if options.table:
-        print(tables(json.loads(options.table.read_text())))
-        return
-    known = ("tokens", "repeats", "concurrent", "host_gib", "engine_args", "eager")
-    result: dict[str, Any] = {
-        "settings": {key: getattr(options, key) for key in known},
-        "python": platform.python_version(),
-        "engines": {},
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    for engine in options.engines:
-        result["engines"][engine] = run_engine(engine, options)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(tables(result))
+    shape, arguments = json.loads(options.shape), json.loads(options.engine_args)
+    lengths, requests, host = options.lengths or [512, 2048, 8192, 16000], options.requests or [1, 16], options.host_gib
+    if options.tiny:
+        shape, arguments, host = TINY, TINY_ENGINE, 1
+        lengths, requests = options.lengths or [128, 256], options.requests or [1, 4]
+        options.engines = [engine for engine in options.engines if engine not in NOT_ON_A_CPU]
+    if "lmcache" in options.engines and importlib.util.find_spec("lmcache") is None:
+        print("lmcache: not installed, left out")
+        options.engines.remove("lmcache")
+    settings = {
+        "shape": shape, "engine_args": arguments, "host_bytes": host << 30, "break_even": options.break_even,
+    }  # fmt: skip
+    cells = [Cell(size, count) for count in requests for size in lengths]
+    load_runs.run(options, settings, cells, estimate=estimate, tables=tables, place={"scratch": options.scratch})
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import pytest
 import tiny_models
 from semkv.connectors import namespace, register
 from semkv.connectors.adapter import KVAdapter
+from semkv.connectors.host import SharedPool
 from semkv.connectors.kv_plan import LoadPlan
 from semkv.connectors.kv_scheduler import KVScheduler, rank_namespace
 from semkv.connectors.kv_worker import KVWorker
@@ -32,6 +33,7 @@ from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
 from semkv.stores.extents import Bounds, ExtentStore
 
 BLOCK = 32
+ADAPTER = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/nowhere")  # weights that are not known
 SKIP = {"kv_transfer_params": {"semkv": {"skip": True}}}
 
 
@@ -345,6 +347,21 @@ class TestEngine:
         tokens, outcome = engine.one(prompt, extra=SKIP)
         assert (tokens, outcome.fusion_loaded, outcome.fusion_encoded) == (cold, 0, 1)
 
+    def test_encoder_outputs_share_host_memory_with_the_kv(self, engine: Engine) -> None:
+        assert engine.cache_dir is not None
+        prompt, root = engine.prompt("shared", picture=24), engine.cache_dir / "fusion" / "extents"
+        before = set(root.glob("*/*"))
+        cold, _ = engine.one(prompt, extra=SKIP)
+        engine.forget(host=False)
+        rows = len(engine.worker.pool)
+        (file,) = set(root.glob("*/*")) - before
+        file.unlink()  # what was encoded is in host memory at once; the disk is not asked
+        assert engine.one(prompt, extra=SKIP) == (cold, ConnectorOutcome(0, False, 1, 0, 0))
+        engine.forget()
+        assert len(engine.worker.pool) == 0 < rows  # one memory, and nothing of it lent out any more
+        tokens, outcome = engine.one(prompt, extra=SKIP)
+        assert (tokens, outcome.fusion_loaded, outcome.fusion_encoded) == (cold, 0, 1)
+
     def test_capture_and_inject_by_hand(self, engine: Engine) -> None:
         from vllm import SamplingParams
 
@@ -590,7 +607,7 @@ def test_one_token_is_left_and_asking_twice_changes_nothing(tmp_path: Path) -> N
     assert kv.matched_tokens(request("a", 97), 0) == 96
     assert kv.matched_tokens(request("b", 97), 0) == 0
     for fields in (
-        {"lora_request": object()},
+        {"lora_request": ADAPTER},
         {"skip_reading_prefix_cache": True},
         {"kv_transfer_params": {"semkv": {"skip": True}}},
     ):
@@ -616,6 +633,22 @@ def test_blocks_missing_in_one_rank_are_not_promised(tmp_path: Path) -> None:
     assert kv.matched_tokens(r, 0) == 0
     put(tmp_path, 1, r.block_hashes[:2])
     assert kv.matched_tokens(r, 0) == 64
+
+
+def test_several_ranks_read_ahead_what_waits_for_room(tmp_path: Path) -> None:
+    kv, one, two = half(tmp_path, ranks=2), request("a", 96), request("b", 96)
+    for rank in (0, 1):
+        put(tmp_path, rank, one.block_hashes)
+        put(tmp_path, rank, two.block_hashes)
+    assert kv.matched_tokens(one, 0) == kv.matched_tokens(two, 0) == 64
+    kv.allocated(one, [1, 2, 3], 64)  # no room for the other
+    step = kv.build_step(scheduled())
+    assert [(p.request_id, p.block_hashes) for p in step.prefetches] == [("b", two.block_hashes[:2])]
+    assert kv.matched_tokens(two, 0) == 64
+    assert not kv.build_step(scheduled()).prefetches  # once
+    kv.allocated(two, [4, 5, 6], 64)
+    step = kv.build_step(scheduled())
+    assert ([p.block_ids for p in step.loads], step.prefetches) == ([[4, 5]], [])
 
 
 def test_several_ranks_capture_only_when_every_load_is_confirmed(tmp_path: Path) -> None:
@@ -750,7 +783,7 @@ def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
         return SimpleNamespace(**(base | {"ec_transfer_params": None} | fields))
 
     store = FusionStore.open(tmp_path, "ns")
-    ec = ECScheduler(ECSettings(tmp_path), store, "ns")
+    ec = ECScheduler(ECSettings(tmp_path), store, "ns", SharedPool(tmp_path, 0))
     mine, yours = media("1", "me"), media("2", "you")
     ec.observe(mine)
     assert not ec.has("cat.jpg")
@@ -764,7 +797,7 @@ def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
     assert not ec.has("cat.jpg")
     ec.finished(yours)
     for ignored in (
-        media("3", "me", lora_request=object()),
+        media("3", "me", lora_request=ADAPTER),
         media("4", "me", ec_transfer_params={"semkv": {"skip": True}}),
     ):
         ec.observe(ignored)

@@ -5,22 +5,25 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 
-from semkv.stores.host_pool import HostItems, HostPool, Run, runs
+from semkv.stores import host_pool
+from semkv.stores.host_policy import FOREVER
+from semkv.stores.host_pool import HostPool, Run, runs
 
 
 def keys(*names: str) -> list[bytes]:
     return [name.encode() for name in names]
 
 
-def fill(pool: HostPool, names: list[bytes]) -> None:
+def fill(pool: HostPool, names: list[bytes], ends: float = FOREVER) -> None:
     taken, found = pool.reserve(names)
     at = 0
     for run in found:
         for row in pool.view(run):
             row[:] = names[taken[at]][0]
             at += 1
-    pool.publish(names[i] for i in taken)
+    pool.publish((names[i] for i in taken), ends)
     pool.release(names[i] for i in taken)
 
 
@@ -79,14 +82,48 @@ def test_random_use_keeps_every_row_its_own() -> None:
         assert len(pool) <= 8
 
 
-def test_items_are_bounded_by_their_bytes() -> None:
-    items: HostItems[str] = HostItems(100)
-    items.put("a", "A", 60)
-    items.put("b", "B", 40)
-    assert items.get("a") == "A"
-    items.put("c", "C", 30)
-    assert (items.get("b"), items.get("a"), items.get("c"), items.nbytes) == (None, "A", "C", 90)
-    items.put("a", "larger than all", 101)
-    assert (items.get("a"), items.nbytes) == (None, 30)
-    items.clear()
-    assert (items.get("c"), items.nbytes) == (None, 0)
+def test_what_is_too_old_is_not_read_and_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(host_pool.time, "time", lambda: now[0])
+    pool = HostPool(np.zeros(40, np.uint8), 10)
+    fill(pool, keys("a"))
+    fill(pool, keys("b"), ends=1010.0)
+    assert pool.ready(keys("b", "a")) == 2
+    held = pool.lend(keys("b"))
+    now[0] = 1011.0
+    assert pool.ready(keys("a", "b")) == 1
+    assert pool.lend(keys("b")) is None
+    assert b"b" not in pool
+    assert pool.reserve(keys("b"))[0] == []  # still in use by who got it in time
+    del held
+    fill(pool, keys("c", "d"), ends=1020.0)
+    now[0] = 1021.0
+    fill(pool, keys("e", "f"))  # c and d go before a, which was used longer ago; b was too old already
+    assert pool.ready(keys("a", "e", "f")) == 3
+    fill(pool, keys("b"))  # a new copy is as good as any
+    assert pool.ready(keys("b")) == 1
+
+
+def test_a_loan_ends_when_it_is_dropped() -> None:
+    pool = HostPool(np.zeros(20, np.uint8), 10)
+    fill(pool, keys("a", "b"))
+    loan = pool.lend(keys("a", "b"))
+    assert loan is not None
+    assert [part.shape for part in loan.parts] == [(2, 10)]
+    assert pool.lend(keys("a", "x")) is None
+    assert pool.reserve(keys("c"))[0] == []
+    del loan
+    assert pool.reserve(keys("c"))[0] == [0]
+
+
+def test_rows_of_one_value_come_and_go_together() -> None:
+    pool = HostPool(np.zeros(40, np.uint8), 10)
+    assert pool.reserve_all(keys("1", "2", "3", "4", "5")) is None
+    assert len(pool) == 0
+    fill(pool, keys("1", "2"))
+    assert pool.reserve_all(keys("2", "3", "4")) is not None  # what is left of an older copy goes
+    assert pool.ready(keys("2")) == 0
+    assert pool.reserve_all(keys("2", "3", "4")) is None  # another thread fills it
+    assert pool.ready(keys("1")) == 1
+    pool.release(keys("2", "3", "4"))
+    assert len(pool) == 1

@@ -81,6 +81,19 @@ def test_stats_count_what_is_there(used: Path) -> None:
     assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", "s ago"))
 
 
+def test_a_lost_index_is_read_again_before_anything_is_counted(used: Path) -> None:
+    for path in (used / "kv").glob("index.sqlite*"):
+        path.unlink()
+    head = extents(used, "kv")[0]
+    stores = {use.store: (use.items, use.blocks) for use in inspect(used).stores}
+    assert stores["kv"] == (2, 2)
+    for path in (used / "kv").glob("index.sqlite*"):
+        path.unlink()
+    head.write_bytes(b"damaged")
+    assert verify(used).damaged == ("kv: a file whose head was damaged",)  # which nobody could read, so it went
+    assert not head.exists()
+
+
 def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
     assert "5 files checked, 0 damaged" in call("verify", "--cache-dir", str(used))
     for path in (*extents(used, "kv")[:1], *extents(used, "fusion"), next((used / "media").glob("??/*"))):

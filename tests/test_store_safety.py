@@ -36,7 +36,6 @@ ROW = 512
 LAYOUT = KVLayout(tuple(LayerLayout(f"layer{i}", "bfloat16", (1, 128), (128, 1), 256) for i in range(2)), 16, "TEST")
 OTHER = KVLayout(LAYOUT.layers, 32, "TEST")
 SPAWN = multiprocessing.get_context("spawn")
-FORK = multiprocessing.get_context("forkserver")
 
 
 def key(i: int) -> bytes:
@@ -144,47 +143,75 @@ def test_a_walk_through_many_extents_does_not_push_out_what_is_used_again(tmp_pa
 # -- crashes --------------------------------------------------------------------------------------------------------
 
 
-def _write_until_killed(root: Path, bounds: Bounds, seed: int, acknowledged: Connection) -> None:
+def write_until_killed(root: Path, bounds: Bounds, seed: int) -> None:
+    """Store and read for ever; what is acknowledged is a line on the standard output."""
     kv, rng = open_store(root, bounds), random.Random(seed)
-    acknowledged.send(-1)
+    os.write(1, b"ready\n")
     while True:
         first = 8 * rng.randrange(2000)
         if save(kv, first, rng.randint(1, 8)):
-            acknowledged.send(first)
+            os.write(1, b"%d\n" % first)
         right(kv, 8 * rng.randrange(2000), 8)
+
+
+# A process that has everything imported and forks one writer for each line: the seed. It tells the writer's id first,
+# and its end.
+FORKS_WRITERS = """
+import os, sys
+from pathlib import Path
+from semkv.stores.bounds import Bounds
+from test_store_safety import write_until_killed
+for line in sys.stdin:
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        os.write(1, b"dead\\n")
+    else:
+        os.write(1, b"%d\\n" % os.getpid())
+        write_until_killed(Path(sys.argv[1]), Bounds(max_bytes=int(sys.argv[2])), int(line))
+"""
+
+
+@contextlib.contextmanager
+def writers(root: Path, bounds: Bounds) -> Iterator[subprocess.Popen[str]]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-c", FORKS_WRITERS, str(root), str(bounds.max_bytes)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes) as parent:  # type: ignore[call-overload]
+        yield parent
+        parent.stdin.close()
 
 
 def test_killed_at_any_moment_the_store_opens_and_serves_only_what_is_right(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kill -9 at 200 random moments of capture, eviction and commit; every second time with the index thrown away."""
+    """kill -9 at 200 random moments of capture, eviction and commit; every tenth time with the index thrown away."""
     root, bounds, rng = memory / "kv", Bounds(max_bytes=400_000), random.Random(7)
-    FORK.set_forkserver_preload(["semkv.stores.blocks", "numpy"])
     kept = 0
-    for number in range(200):
-        source, sink = FORK.Pipe(duplex=False)
-        writer = FORK.Process(target=_write_until_killed, args=(root, bounds, number, sink))
-        writer.start()
-        assert source.recv() == -1
-        saved = [source.recv() for _ in range(rng.randrange(4))]
-        time.sleep(rng.uniform(0, 0.01))
-        assert writer.pid is not None
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join()
-        saved += [source.recv() for _ in iter(source.poll, False)]
-        if number % 10 == 9:
-            (root / "index.sqlite").unlink()
-            for suffix in ("-wal", "-shm"):
-                (root / f"index.sqlite{suffix}").unlink(missing_ok=True)
-        kv = open_store(root, bounds)
-        assert kv.on
-        named = set(kv._extents._index.extents())  # type: ignore[union-attr]
-        there = {path.name.partition(".")[0] for path in (root / "extents").glob("??/*")}
-        assert there <= named  # no file that nobody knows outlives a start
-        assert on_disk(root) <= bounds.max_bytes
-        kept += sum(right(kv, first, 1) for first in saved[-8:])
-        assert not kv.stats().counters.get("corrupt")
-        kv.close()
+    with writers(root, bounds) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        for number in range(200):
+            parent.stdin.write(f"{number}\n")
+            pid = int(parent.stdout.readline())
+            assert parent.stdout.readline() == "ready\n"
+            saved = [int(parent.stdout.readline()) for _ in range(rng.randrange(4))]
+            time.sleep(rng.uniform(0, 0.01))
+            os.kill(pid, signal.SIGKILL)
+            saved += [int(line) for line in iter(parent.stdout.readline, "dead\n")]
+            if number % 10 == 9:
+                (root / "index.sqlite").unlink()
+                for suffix in ("-wal", "-shm"):
+                    (root / f"index.sqlite{suffix}").unlink(missing_ok=True)
+            kv = open_store(root, bounds)
+            assert kv.on
+            named = set(kv._extents._index.extents())  # type: ignore[union-attr]
+            there = {path.name.partition(".")[0] for path in (root / "extents").glob("??/*")}
+            assert there <= named  # no file that nobody knows outlives a start
+            assert on_disk(root) <= bounds.max_bytes
+            kv.adopt()
+            kept += sum(right(kv, first, 1) for first in saved[-8:])
+            assert not kv.stats().counters.get("corrupt")
+            kv.close()
     assert kept > 200  # the latest acknowledged values survive the kill
     monkeypatch.setattr(block_index, "PENDING_SECONDS", 0.0)  # dead writers' reservations are given up in time
     kv = open_store(root, bounds)
@@ -241,7 +268,7 @@ def _relabel(path: Path, rng: random.Random, _: list[Path]) -> None:
         "extent": "f" * 32,
         "checksums": header.checksums[::-1],
     }
-    path.write_bytes(encode_head(ExtentHeader(**{**other, field: changes[field]}), rows) + rows.tobytes())
+    path.write_bytes(encode_head(ExtentHeader(**{**other, field: changes[field]}), rows.shape) + rows.tobytes())
 
 
 def _remove(path: Path, rng: random.Random, _: list[Path]) -> None:
@@ -313,7 +340,7 @@ def test_the_reader_takes_any_header(tmp_path: Path, field: str, junk: object) -
         "position": 0,
     }
     path = tmp_path / "file"
-    path.write_bytes(encode_head(ExtentHeader(**{**good, field: junk}), rows) + rows.tobytes())  # type: ignore[arg-type]
+    path.write_bytes(encode_head(ExtentHeader(**{**good, field: junk}), rows.shape) + rows.tobytes())  # type: ignore[arg-type]
     out = np.empty((2, 8), np.uint8)
     with contextlib.suppress(CorruptValue), ExtentFile.open(path) as file:
         file.read_rows(0, out)

@@ -129,6 +129,8 @@ def verify(
     images = _media(cache_dir)
     with _extents(cache_dir, fusion_dir) as opened:
         extents = [(name, store, extent) for name, store in opened for extent in store.extents()]
+        for name, store in opened:  # deleted when a lost index was built again
+            damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
         done, total = 0, len(extents) + len(images)
         for name, store, extent in extents:
             if reason := store.damage(extent):
@@ -192,7 +194,9 @@ def _extents(
         found = []
         for name, root in (("kv", cache_dir / "kv"), ("fusion", fusion_dir or cache_dir / "fusion")):
             if (root / "semkv.json").is_file():
-                found.append((name, open_stores.enter_context(closing(ExtentStore(root, name, bounds)))))
+                store = open_stores.enter_context(closing(ExtentStore(root, name, bounds)))
+                store.adopt()
+                found.append((name, store))
         yield found
 
 

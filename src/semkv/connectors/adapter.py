@@ -116,6 +116,8 @@ class KVAdapter:
             return InjectCheck(False, f"no live request {request_id}")
         if request.num_computed_tokens:
             return InjectCheck(False, "the request has started")
+        if request.lora_request is not None:  # the engine's hashes do not say which weights the adapter had
+            return InjectCheck(False, "the request has a LoRA adapter")
         if chunk.layout != self._worker.transfer.layout:
             return InjectCheck(False, "the chunk has another layout than this engine")
         own = tuple(bytes(h) for h in request.block_hashes[chunk.position :][: len(chunk.block_hashes)])

@@ -1,11 +1,12 @@
 """`SemECConnector`: encoder outputs on disk, so that a media item seen before needs no encoder.
 
-An identifier of vLLM's is not a key by itself: ours covers identifier, model, weights, dtype, processor settings and
-the request's ``cache_salt``. vLLM's own encoder cache on the device knows identifiers only; two tenants that name the
-same item alike share it there while it lasts, as they do without this connector.
+An identifier of vLLM's is not a key by itself: ours covers identifier, model, weights, dtype, processor settings, the
+request's ``cache_salt`` and its LoRA adapter's weights. vLLM's own encoder cache on the device knows identifiers only;
+two tenants that name the same item alike share it there while it lasts, as they do without this connector.
 
 A promised item that then cannot be loaded ends the engine, so `has_cache_item` reads and checks the bytes, and they
-travel to the workers inside the step's metadata.
+travel to the workers inside the step's metadata. What was encoded or read lately is in host memory, which is shared
+with the KV connector where both are in one process.
 
 vLLM tells an encoder-cache connector nothing of weights exchanged in a running engine: such an engine must not use it.
 """
@@ -20,13 +21,16 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 
 from semkv.connectors import namespace as ns
 from semkv.connectors.counters import Counters
+from semkv.connectors.host import SharedPool
+from semkv.connectors.lora import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.settings import ECSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.keys import digest
 from semkv.stores.extents import ExtentStore
 from semkv.stores.fusion import FusionState, FusionStore
-from semkv.stores.host_pool import HostItems
+from semkv.stores.host_policy import until_from_now
+from semkv.stores.host_states import HeldState, HostStates
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +43,13 @@ class SemECMetadata(ECConnectorMetadata):
     """One step's work: states to put in by identifier, and the keys under which to save what gets encoded."""
 
     namespace: str = ""
-    loads: dict[str, FusionState] = field(default_factory=dict)
+    loads: dict[str, HeldState] = field(default_factory=dict)
     saves: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request with media. ``tenant``: its salt, or None when its items are to be left alone."""
+    """A request with media. ``tenant``: its salt and LoRA adapter, or None when its items are to be left alone."""
 
     tenant: str | None
     rows: dict[str, int]
@@ -56,24 +60,29 @@ class _Live:
 class ECScheduler:
     """Which items to load and to save. Runs in the scheduler's thread."""
 
-    def __init__(self, settings: ECSettings, store: FusionStore, namespace: str) -> None:
+    def __init__(self, settings: ECSettings, store: FusionStore, namespace: str, host: SharedPool) -> None:
         self.settings, self.store, self.namespace, self.counters = settings, store, namespace, Counters()
+        self.host, self._adapters = host, Adapters(settings.cache_dir)
         self._live: dict[str, _Live] = {}
-        self._promised: dict[str, tuple[str, FusionState]] = {}  # by identifier: key and state
-        self.host: HostItems[FusionState] = HostItems(settings.host_bytes)  # checked already
+        self._promised: dict[str, tuple[str, HeldState]] = {}  # by identifier: key and state
         self._step = SemECMetadata(namespace)
 
     def observe(self, request: Any) -> _Live:
         """Remember whose items these are; called before `has` for the same request."""
         live = self._live.get(request.request_id)
         if live is None:
-            ignore = request.lora_request is not None or wants_skip(request.ec_transfer_params)
+            adapter = None if wants_skip(request.ec_transfer_params) else self._adapters.identity(request.lora_request)
             rows = {
                 f.identifier: f.mm_position.get_num_embeds()
                 for f in request.mm_features
                 if f.modality != "prompt_embeds"
             }
-            live = self._live[request.request_id] = _Live(None if ignore else request.cache_salt or "", rows)
+            tenant = request.cache_salt or ""
+            if adapter is None:
+                tenant = None
+            elif adapter:
+                tenant = digest("adapter", tenant, adapter)
+            live = self._live[request.request_id] = _Live(tenant, rows)
         return live
 
     def _key(self, identifier: str) -> str | None:
@@ -97,11 +106,17 @@ class ECScheduler:
         self._promised[identifier] = key, state
         return True
 
-    def _read(self, key: str) -> FusionState | None:
-        state = self.host.get(key)
-        if state is None and (state := self.store.load(key)) is not None:
-            self.host.put(key, state, state.data.nbytes)
-        return state
+    def _read(self, key: str) -> HeldState | None:
+        pool = self.host.get()
+        states = None if pool is None else HostStates(pool, self.namespace)
+        if states is not None and (held := states.get(key)) is not None:
+            return held
+        ends = self.store.ends(key)
+        if (state := self.store.load(key)) is None:
+            return None
+        if states is not None:
+            states.put(key, state, ends)
+        return HeldState.of(state)
 
     def allocated(self, request: Any, index: int) -> None:
         """An encoder-cache entry was set aside: for a promised item to be loaded, else for the encoder."""
@@ -132,35 +147,52 @@ class ECScheduler:
 class ECWorker:
     """Loads into and saves from the runner's encoder cache; rank 0 of the tensor-parallel group saves."""
 
-    def __init__(self, settings: ECSettings, extents: ExtentStore, device: str, saves: bool) -> None:
-        self.counters = Counters()
-        self._extents, self._device, self._saves = extents, device, saves
+    def __init__(
+        self, settings: ECSettings, extents: ExtentStore, device: str, *, saves: bool, host: SharedPool
+    ) -> None:
+        self.counters, self.host = Counters(), host
+        self._settings, self._extents, self._device, self._saves = settings, extents, device, saves
         self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes)
         self._stream: torch.cuda.Stream | None = None
+        self._landing: list[tuple[torch.cuda.Event, HeldState]] = []
 
     def load(self, step: SemECMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Start to copy the step's states to the device; the engine's stream waits for them, this thread does not."""
         import torch
 
-        for identifier, state in step.loads.items():
-            if identifier not in encoder_cache:
-                flat = torch.from_numpy(state.data).to(self._device)
-                encoder_cache[identifier] = flat.view(getattr(torch, state.dtype)).view(state.shape)
+        self._landing = [(event, state) for event, state in self._landing if not event.query()]
+        while step.loads:
+            identifier, state = step.loads.popitem()
+            if identifier in encoder_cache:
+                continue
+            flat, at = torch.empty(state.nbytes, dtype=torch.uint8, device=self._device), 0
+            for part in state.parts:
+                flat[at : at + len(part)].copy_(torch.from_numpy(part), non_blocking=True)
+                at += len(part)
+            encoder_cache[identifier] = flat.view(getattr(torch, state.dtype)).view(state.shape)
+            if flat.is_cuda:  # what lies in host memory stays there until it has been copied
+                copied = torch.cuda.Event()
+                copied.record(torch.cuda.current_stream(flat.device))
+                self._landing.append((copied, state))
 
     def save(self, step: SemECMetadata, encoder_cache: dict[str, torch.Tensor], identifier: str) -> None:
         import torch
 
         key = step.saves.get(identifier)
-        if key is None or not self._saves or not self._extents.writable:
+        if key is None or not self._saves:
             return
         tensor = encoder_cache[identifier].detach()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         flat, copied = self._to_host(tensor.contiguous().view(-1).view(torch.uint8))
-        store = FusionStore(self._extents, step.namespace)
+        store, ends = FusionStore(self._extents, step.namespace), until_from_now(self._settings.max_age_s)
 
         def save() -> None:
             if copied is not None:
                 copied.synchronize()
-            store.save(FusionState(key, flat.numpy(), shape, dtype))
+            state = FusionState(key, flat.numpy(), shape, dtype)
+            if (pool := self.host.get()) is not None:
+                HostStates(pool, step.namespace).put(key, state, ends)
+            store.save(state)
 
         if not self._writer.submit(save, flat.nbytes):
             self.counters.add("dropped")
@@ -188,6 +220,7 @@ class ECWorker:
 
     def close(self) -> None:
         self._writer.close()
+        self._landing.clear()
         self._extents.close()
 
 
@@ -204,17 +237,22 @@ class SemECConnector(ECConnectorBase):
         super().__init__(vllm_config=vllm_config, role=role)
         settings = read_settings(ECSettings, vllm_config.ec_transfer_config.ec_connector_extra_config)
         self._extents = ExtentStore(settings.root, "fusion", settings.bounds())
+        # A worker in another process than the scheduler has no use for host memory: states are read where they are
+        # promised.
+        alone = vllm_config.parallel_config.world_size > 1 and role != ECConnectorRole.SCHEDULER
+        self._host = SharedPool(settings.cache_dir, 0 if alone else settings.host_bytes)
         self._scheduler: ECScheduler | None = None
         self._worker: ECWorker | None = None
         if role == ECConnectorRole.SCHEDULER:
             name = ns.namespace_digest(ns.model_facts(vllm_config, settings.cache_dir))
-            self._scheduler = ECScheduler(settings, FusionStore(self._extents, name), name)
+            self._scheduler = ECScheduler(settings, FusionStore(self._extents, name), name, self._host)
         else:
             from vllm.distributed.parallel_state import get_tp_group
             from vllm.platforms import current_platform
 
             first = get_tp_group().rank_in_group == 0
-            self._worker = ECWorker(settings, self._extents, current_platform.device_type, first)
+            device = current_platform.device_type
+            self._worker = ECWorker(settings, self._extents, device, saves=first, host=self._host)
 
     # ------------------------------------------------------------------ scheduler half
 
@@ -262,3 +300,4 @@ class SemECConnector(ECConnectorBase):
             self._worker.close()
         else:
             self._extents.close()
+        self._host.close()

@@ -4,9 +4,9 @@ Newer optional methods are always defined; older vLLM never calls them. Loads an
 the forward pass, never in the per-layer hooks, so CUDA graphs need nothing special. On a GPU a request waits for its
 load while others go on.
 
-Left alone: requests with a LoRA adapter (vLLM's block hashes know adapters by name only); models with several KV cache
-groups, where the connector stays idle. `SupportsHMA` is not claimed, so vLLM turns its hybrid KV cache manager off and
-sliding-window layers keep all of their blocks.
+Left alone: requests whose LoRA adapter is not known for certain (`lora`); models with several KV cache groups, where
+the connector stays idle. `SupportsHMA` is not claimed, so vLLM turns its hybrid KV cache manager off and sliding-window
+layers keep all of their blocks.
 """
 
 from __future__ import annotations
@@ -233,9 +233,10 @@ class SemKVConnector(KVConnectorBase_V1):
         return SemKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Write what waits and close the files."""
-        if self._worker is not None:
-            self._worker.close()
+        """Write what waits, close the files and let go of host memory. Calling it again changes nothing."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
         elif self._extents is not None:
             self._extents.close()
 

@@ -30,6 +30,14 @@ class LoadPlan:
 
 
 @dataclass(slots=True)
+class PrefetchPlan:
+    """Blocks of a request that waits for room in the engine's cache: workers may read them into host memory."""
+
+    request_id: str
+    block_hashes: list[bytes]
+
+
+@dataclass(slots=True)
 class CapturePlan:
     """Full blocks to copy out after the forward pass. ``position``: index in the prompt of the first."""
 
@@ -50,6 +58,7 @@ class KVStep:
         tokens: that the forward pass computes; with none of them the engine only waits for loads.
         loads: before the forward pass.
         captures: after it.
+        prefetches: whenever there is time. Sent to workers in other processes, which the scheduler cannot ask.
     """
 
     namespace: str = ""
@@ -58,3 +67,4 @@ class KVStep:
     tokens: int = 0
     loads: list[LoadPlan] = field(default_factory=list)
     captures: list[CapturePlan] = field(default_factory=list)
+    prefetches: list[PrefetchPlan] = field(default_factory=list)

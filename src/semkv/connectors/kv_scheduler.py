@@ -6,6 +6,7 @@ attributes used are the same from 0.26 to 0.33.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from semkv.connectors.counters import Counters
-from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan
+from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan, PrefetchPlan
+from semkv.connectors.lora import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.settings import KVSettings
 from semkv.errors import CorruptValue
@@ -36,6 +38,13 @@ _REMEMBERED = 256
 def rank_namespace(namespace: str, rank: int) -> str:
     """The namespace of one rank's blocks."""
     return digest("rank", namespace, str(rank))
+
+
+def keyed(hashes: Sequence[bytes], adapter: str) -> list[bytes]:
+    """The engine's block hashes as keys of the store, apart for each LoRA adapter's weights."""
+    if not adapter:
+        return [bytes(h) for h in hashes]
+    return [hashlib.sha256(adapter.encode() + h).digest() for h in hashes]
 
 
 class LocalWorker(Protocol):
@@ -64,10 +73,15 @@ class _Promise:
 
 @dataclass(slots=True)
 class _Track:
-    """An admitted request. ``checked``: leading blocks that need no more capturing."""
+    """An admitted request.
+
+    Attributes:
+        adapter: see `Adapters.identity`; None where the request is left alone.
+        checked: leading blocks that need no more capturing.
+    """
 
     request: Any
-    skip: bool
+    adapter: str | None
     block_ids: list[int] = field(default_factory=list)
     checked: int = 0
     loaded_tokens: int = 0
@@ -96,6 +110,7 @@ class KVScheduler:
         self._capture_decode = settings.capture_decode and not speculative
         if settings.capture_decode and speculative:
             log.warning("semkv: capture_decode has no effect with speculative decoding")
+        self._adapters = Adapters(settings.cache_dir)
         self._namespace = ""
         self._stores: list[KVStore] = []
         self._tracks: dict[str, _Track] = {}
@@ -103,6 +118,7 @@ class KVScheduler:
         self._injected: dict[str, KVChunk] = {}
         self._offered: OrderedDict[bytes, float] = OrderedDict()
         self._recent: OrderedDict[str, list[bytes]] = OrderedDict()
+        self._waiting: dict[str, list[bytes]] = {}
         self._loads: list[LoadPlan] = []
         self._step = self._epoch = 0
         self._last_load_step = self._confirmed_step = 0
@@ -142,9 +158,11 @@ class KVScheduler:
         """
         if num_computed_tokens % self.block_size or not self._may_load(request):
             return 0
+        if (adapter := self._adapter(request)) is None:
+            return 0
         start = num_computed_tokens // self.block_size
         end = (request.num_tokens - 1) // self.block_size
-        hashes = [bytes(h) for h in request.block_hashes[start:end]]
+        hashes = keyed(request.block_hashes[start:end], adapter)
         if not hashes:
             return 0
         promise = self._promises.get(request.request_id)
@@ -157,14 +175,11 @@ class KVScheduler:
         return len(promise.hashes) * self.block_size
 
     def _may_load(self, request: Any) -> bool:
-        if getattr(request, "skip_reading_prefix_cache", False) or self._skips(request):
-            return False
-        return bool(self.stores())
+        return not getattr(request, "skip_reading_prefix_cache", False) and bool(self.stores())
 
-    @staticmethod
-    def _skips(request: Any) -> bool:
-        # A LoRA adapter is in vLLM's block hashes by name only, and a name may come to mean other weights.
-        return request.lora_request is not None or wants_skip(request.kv_transfer_params)
+    def _adapter(self, request: Any) -> str | None:
+        """`Adapters.identity` of the request's, or None where the request wants no cache."""
+        return None if wants_skip(request.kv_transfer_params) else self._adapters.identity(request.lora_request)
 
     def _promise(self, request_id: str, start: int, hashes: list[bytes]) -> _Promise | None:
         injected = self._injected.get(request_id)
@@ -178,6 +193,7 @@ class KVScheduler:
             count = worker.available(request_id, self.namespace, hashes)
         else:  # the workers read and check when they load
             count = min(store.lookup(hashes, self._holder(request_id)) for store in self.stores())
+            self._waiting[request_id] = hashes[:count]
         if count is None:
             return None
         # Stored by now. What turned out damaged may be captured again; a local worker knows what is under way.
@@ -197,10 +213,12 @@ class KVScheduler:
         request_id = request.request_id
         track = self._tracks.get(request_id)
         if track is None:
-            track = self._tracks[request_id] = _Track(request, self._skips(request))
+            track = self._tracks[request_id] = _Track(request, self._adapter(request))
+            self.counters.add("lora_skipped", int(track.adapter is None and request.lora_request is not None))
         track.block_ids, track.checked = list(block_ids), 0
         promise = self._promises.pop(request_id, None)
         self._injected.pop(request_id, None)
+        self._waiting.pop(request_id, None)
         if num_external_tokens <= 0:
             return
         count = num_external_tokens // self.block_size
@@ -227,6 +245,8 @@ class KVScheduler:
             self._last_load_step = self._step
         tokens = sum(scheduler_output.num_scheduled_tokens.values())
         step = KVStep(self.namespace if self.stores() else "", self._step, self._epoch, tokens, loads)
+        step.prefetches = [PrefetchPlan(name, hashes) for name, hashes in self._waiting.items() if hashes]
+        self._waiting.clear()
         self._update_block_ids(scheduler_output)
         # With several ranks one rank's failed load spoils what all of them compute: wait for their reports.
         if self.stores() and (self._world_size == 1 or self._last_load_step <= self._confirmed_step):
@@ -257,7 +277,7 @@ class KVScheduler:
         complete = []
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             track = self._tracks.get(request_id)
-            if track is None or track.skip or request_id not in computed:
+            if track is None or track.adapter is None or request_id not in computed:
                 continue
             # A block's hash exists once all of its tokens are known, so a hash plus a scheduled token is a full block.
             tokens = computed[request_id] + scheduled
@@ -275,7 +295,11 @@ class KVScheduler:
         out what is stored all the same. What was there before is as a rule stored as a whole or not at all, and
         eviction starts at the end, so the last of it is looked up first.
         """
-        hashes = [bytes(h) for h in track.request.block_hashes[track.checked : complete]]
+        adapter = self._adapter(track.request)
+        if adapter is None or adapter != track.adapter:  # its files were changed meanwhile
+            track.adapter = None
+            return []
+        hashes = keyed(track.request.block_hashes[track.checked : complete], adapter)
         first, old = track.checked, computed - track.checked
         if old > 0 and self._kept([hashes[old - 1]]):
             hashes, first, old = hashes[old:], computed, 0

@@ -13,23 +13,23 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from semkv.connectors.break_even import BreakEven
 from semkv.connectors.counters import Counters
+from semkv.connectors.host import PROCESS, allocate
 from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan
 from semkv.connectors.kv_scheduler import rank_namespace
-from semkv.connectors.kv_transfer import Landing, PagedTransfer
+from semkv.connectors.kv_transfer import Job, Landing, PagedTransfer
 from semkv.connectors.settings import KVSettings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.stores.blocks import KVStore
 from semkv.stores.container import Bytes
 from semkv.stores.extents import ExtentStore
-from semkv.stores.host_pool import HostPool
+from semkv.stores.host_memory import HostMemories
+from semkv.stores.host_policy import until_from_now
 
 log = logging.getLogger("semkv.connectors")
 
@@ -39,24 +39,58 @@ _IDLE_SECONDS = 1e-3  # how long an engine with nothing to compute waits for a c
 _POLL_SECONDS = 2e-5  # meanwhile the reading threads get Python's lock
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a request loads, in host memory: rows and where they go, and the keys of the pool's rows among them."""
+
+    request_id: str
+    job: Job
+    keys: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class _Load:
-    """A load under way: what to wait for, which pool rows it uses, and how many bytes it moves."""
+    """A load under way: what to wait for, which pool rows it uses, its bytes, and how many those are."""
 
     landing: Landing
     keys: Sequence[bytes]
+    rows: Sequence[Bytes]
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    """Blocks on their way out: hashes and pool keys in the order of the job's rows; see `CapturePlan.position`."""
+
+    job: Job
+    hashes: list[bytes]
+    keys: list[bytes]
+    position: int
 
 
 class KVWorker:
     """One rank's blocks. Called from the model runner's thread, and by the scheduler half in the same process."""
 
     def __init__(
-        self, settings: KVSettings, extents: ExtentStore, transfer: PagedTransfer, *, engine: str, rank: int
+        self,
+        settings: KVSettings,
+        extents: ExtentStore,
+        transfer: PagedTransfer,
+        *,
+        engine: str,
+        rank: int,
+        memories: HostMemories = PROCESS,
     ) -> None:
+        """Take host memory, and tell the scheduler how this rank's blocks look.
+
+        Raises:
+            ConfigError: the host memory cannot be had.
+        """
         self.settings, self.transfer, self.counters = settings, transfer, Counters()
         self.gate = BreakEven()
-        self.pool = HostPool(transfer.host_memory(settings.host_bytes), transfer.layout.row_bytes)
+        row_bytes = transfer.layout.row_bytes
+        self.pool = memories.acquire(settings.cache_dir, settings.host_bytes, allocate, row_bytes)
+        self._memories = memories
         self._extents, self._rank = extents, rank
         self._stores: dict[str, KVStore] = {}
         self._landings = BackgroundWriter("semkv-kv-landings", 1 << 62)
@@ -64,6 +98,7 @@ class KVWorker:
         self._readers = ThreadPoolExecutor(settings.read_threads, "semkv-kv-reader")
         self._jobs = ThreadPoolExecutor(2, "semkv-kv-jobs")
         self._fetches: dict[str, Future[None]] = {}
+        self._prefetches: dict[str, Future[None]] = {}
         self._lock = threading.Lock()
         self._loads: dict[str, _Load] = {}
         self._coming: dict[str, Future[None]] = {}
@@ -92,10 +127,10 @@ class KVWorker:
 
         The first question starts the reading, where it is worth it.
         """
-        keys = self._keys(namespace, hashes)
         fetch = self._fetches.get(request_id)
         if fetch is not None and not fetch.done():
             return None
+        keys = self._keys(namespace, hashes)
         ready, store = self.pool.ready(keys), self._store(namespace)
         if ready < len(keys) and keys[ready] in self.pool:  # a capture, or another request's reading, brings it
             return None
@@ -147,16 +182,17 @@ class KVWorker:
                 parts.append((taken[at : at + len(rows)], rows))
                 at += len(rows)
 
-        def read(part: tuple[list[int], Bytes]) -> int:
-            which, rows = part
-            return len(store.read_rows([hashes[i] for i in which], rows))
+        def read(part: tuple[list[int], Bytes]) -> tuple[int, float]:
+            mine, rows = [hashes[i] for i in part[0]], part[1]
+            ends = store.ends(mine)
+            return len(store.read_rows(mine, rows)), ends
 
         # One part needs no other thread, and a worker of several threads may be called from one.
         good = map(read, parts) if len(parts) == 1 else self._readers.map(read, parts)
         done = 0
         try:
-            for n, (which, _) in zip(good, parts, strict=True):
-                self.pool.publish(keys[i] for i in which[:n])
+            for (n, ends), (which, _) in zip(good, parts, strict=True):
+                self.pool.publish((keys[i] for i in which[:n]), ends)
                 done += n
         finally:
             self.pool.release(keys[i] for i in taken)
@@ -170,16 +206,36 @@ class KVWorker:
         """Start to put the planned blocks into the cache. What fails is kept for `take_failed_blocks`."""
         self._started = self.transfer.mark() if step.tokens >= _MEASURED_TOKENS else None
         after = self.transfer.mark() if step.loads else None
+        here: list[_Read] = []
         for plan in step.loads:
-            if not self.transfer.asynchronous:
-                self._load(step, plan, after)
-                self._settle(plan.request_id)
-            elif plan.rows is not None or self.holds(step.namespace, plan.block_hashes[-1]):
-                self._load(step, plan, after)
+            if not self.transfer.asynchronous or plan.rows is not None or self._all_here(step.namespace, plan):
+                here.append(self._read(step, plan))
             else:  # another process promised it, or it was evicted since
-                self._coming[plan.request_id] = self._jobs.submit(self._load, step, plan, after)
+                self._coming[plan.request_id] = self._jobs.submit(self._load_late, step, plan, after)
+        self._copy_in(here, after)
+        if self.transfer.asynchronous:
+            self._prefetch(step)
+        else:
+            for read in here:
+                self._settle(read.request_id)
 
-    def _load(self, step: KVStep, plan: LoadPlan, after: Any) -> None:
+    def _prefetch(self, step: KVStep) -> None:
+        self._prefetches = {name: job for name, job in self._prefetches.items() if not job.done()}
+        for plan in step.prefetches:
+            if not self.holds(step.namespace, plan.block_hashes[-1]):
+                job = self._jobs.submit(self._fetch, plan.request_id, step.namespace, plan.block_hashes)
+                self._prefetches[plan.request_id] = job
+
+    def _all_here(self, namespace: str, plan: LoadPlan) -> bool:
+        return plan.request_id not in self._prefetches and self.holds(namespace, plan.block_hashes[-1])
+
+    def _load_late(self, step: KVStep, plan: LoadPlan, after: Any) -> None:
+        if (under_way := self._prefetches.get(plan.request_id)) is not None:  # submitted before, so it has begun
+            wait([under_way])
+        self._copy_in([self._read(step, plan)], after)
+
+    def _read(self, step: KVStep, plan: LoadPlan) -> _Read:
+        """The rows of a planned load; what host memory lacks is read from the disk."""
         keys = self._keys(step.namespace, plan.block_hashes)
         used: Sequence[bytes] = ()
         if plan.rows is not None:
@@ -195,15 +251,23 @@ class KVWorker:
             if len(used) < len(keys):  # too much for the pool
                 rows.append(self._store(step.namespace).read_rows(plan.block_hashes[len(used) :]))
         good = sum(map(len, rows))
-        landing = self.transfer.copy_in(rows, plan.block_ids[:good], after) if good else Landing()
-        nbytes = good * self.transfer.layout.row_bytes
-        with self._lock:
-            self._loads[plan.request_id] = _Load(landing, used, nbytes)
-            if good < len(plan.block_ids):
-                log.warning("semkv: %d of %d blocks were gone", len(plan.block_ids) - good, len(plan.block_ids))
+        if good < len(plan.block_ids):
+            log.warning("semkv: %d of %d blocks were gone", len(plan.block_ids) - good, len(plan.block_ids))
+            with self._lock:
                 self._failed_blocks.update(plan.block_ids[good:])
                 self._poisoned_epoch = step.epoch
         plan.rows = None
+        return _Read(plan.request_id, Job(rows, plan.block_ids[:good]), used)
+
+    def _copy_in(self, reads: Sequence[_Read], after: Any) -> None:
+        """Start one copy for all of them."""
+        landings = iter(self.transfer.copy_in([read.job for read in reads if read.job.block_ids], after))
+        row_bytes = self.transfer.layout.row_bytes
+        with self._lock:
+            for read in reads:
+                count = len(read.job.block_ids)
+                landing = next(landings) if count else Landing()
+                self._loads[read.request_id] = _Load(landing, read.keys, read.job.rows, count * row_bytes)
 
     def _settle(self, request_id: str) -> None:
         load = self._loads.pop(request_id)
@@ -236,8 +300,10 @@ class KVWorker:
         self._measure(step)
         if step.epoch <= self._poisoned_epoch:
             return
-        for plan in step.captures:
-            self._capture(step.namespace, plan)
+        captures = [c for plan in step.captures if (c := self._reserve(step.namespace, plan)) is not None]
+        landings = self.transfer.copy_out([capture.job for capture in captures])
+        for capture, landing in zip(captures, landings, strict=True):
+            self._save(step.namespace, capture, landing)
 
     def _measure(self, step: KVStep) -> None:
         if self._started is not None:
@@ -247,28 +313,32 @@ class KVWorker:
             tokens, landing = self._prefills.pop(0)
             self.gate.prefill.measured(tokens, landing.seconds())
 
-    def _capture(self, namespace: str, plan: CapturePlan) -> None:
+    def _reserve(self, namespace: str, plan: CapturePlan) -> _Capture | None:
+        """Host memory for those planned blocks that are not there; None for none."""
         wanted = self._keys(namespace, plan.block_hashes)
         taken, runs = self.pool.reserve(wanted)
         there = sum(key in self.pool for key in wanted)
-        if there < len(plan.block_hashes):
-            self.counters.add("dropped", len(plan.block_hashes) - there)
+        if there < len(wanted):
+            self.counters.add("dropped", len(wanted) - there)
         if not taken:
-            return
-        hashes = [plan.block_hashes[i] for i in taken]
-        keys, rows = self._keys(namespace, hashes), [self.pool.view(run) for run in runs]
-        landing = self.transfer.copy_out([plan.block_ids[i] for i in taken], rows)
-        store, position = self._store(namespace), plan.position
+            return None
+        job = Job([self.pool.view(run) for run in runs], [plan.block_ids[i] for i in taken])
+        return _Capture(job, [plan.block_hashes[i] for i in taken], [wanted[i] for i in taken], plan.position)
+
+    def _save(self, namespace: str, capture: _Capture, landing: Landing) -> None:
+        """Publish a capture when it has landed, and queue it for the disk."""
+        store, keys, rows = self._store(namespace), capture.keys, capture.job.rows
+        ends = until_from_now(self.settings.max_age_s)
 
         def save() -> None:
             try:
-                store.save_rows(hashes, rows[0] if len(rows) == 1 else np.concatenate(rows), position=position)
+                store.save_rows(capture.hashes, *rows, position=capture.position)
             finally:
                 self.pool.release(keys)
 
         def land() -> None:
             landing.wait()
-            self.pool.publish(keys)
+            self.pool.publish(keys, ends)
             if self._extents.writable and self._writer.submit(save, len(keys) * self.transfer.layout.row_bytes):
                 return
             self.pool.release(keys)
@@ -301,3 +371,4 @@ class KVWorker:
         self._landings.close()
         self._writer.close()
         self._extents.close()
+        self._memories.release(self.pool)

@@ -11,6 +11,7 @@ KV_COUNTERS = {
     "loads": "Requests whose KV blocks were loaded",
     "loaded_tokens": "Prompt tokens loaded from the store",
     "refused_loads": "Loads not done because computing was faster",
+    "lora_skipped": "Requests left alone because the weights of their LoRA adapter are not known for certain",
     "host_tokens": "Prompt tokens found in host memory",
     "disk_tokens": "Prompt tokens read from the disk into host memory",
     "host_evicted": "KV blocks evicted from host memory",

@@ -39,7 +39,16 @@ def model_facts(vllm_config: Any, cache_dir: Path) -> dict[str, object]:
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "speculative": None if speculative is None else [str(speculative.method), str(speculative.model)],
         "media": _media_facts(model),
+        **_lora_facts(vllm_config.lora_config),
     }
+
+
+def _lora_facts(config: Any) -> dict[str, list[str]]:
+    """How adapters are applied, where the engine takes any; which one, is in each request's keys (`lora`)."""
+    if config is None:
+        return {}
+    keys = ("max_lora_rank", "lora_dtype", "fully_sharded_loras", "enable_tower_connector_lora")
+    return {"lora": [repr(getattr(config, key, None)) for key in keys]}
 
 
 def _device_name(current_platform: Any) -> str:
@@ -110,10 +119,12 @@ def weights_identity(vllm_config: Any, cache_dir: Path) -> str:
 def cached_weights_digest(model: Path, cache_dir: Path) -> str:
     """`keys.weights_digest`, computed once per state of the files (their names, sizes and times in nanoseconds).
 
+    Among the times is that of the last change of the inode, which a copy that keeps the other times cannot keep.
+
     A file that cannot be written costs time at the next start and nothing else.
     """
     files = sorted(p for p in model.rglob("*") if p.is_file()) if model.is_dir() else [model]
-    state = [[str(p), (s := p.stat()).st_size, s.st_mtime_ns] for p in files]
+    state = [[str(p), (s := p.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns] for p in files]
     note = cache_dir / (digest("path", str(model.resolve())) + ".json")
     try:
         known = json.loads(note.read_text())

@@ -28,10 +28,11 @@ class KVSettings:
         cache_dir: the directory; KV blocks go under ``kv``.
         max_bytes: bound on the bytes of all KV extents in the directory; 0 for none.
         max_blocks: bound on the blocks of all KV extents in the directory (of every rank); 0 for none.
-        max_age_s: seconds after which nothing is read from the disk or kept there; 0 for ever. What is in host memory
-            by then is served until it is pushed out.
+        max_age_s: seconds after which what was stored is neither served, from host memory or the disk, nor kept;
+            0 for ever.
         capture_decode: also keep the blocks of generated tokens.
-        host_bytes: host memory of each rank for blocks; page-locked on a GPU. Captures pass through it, and loads.
+        host_bytes: bound of the host memory of each process, for KV blocks and fusion states together; page-locked
+            on a GPU. Captures pass through it, and loads.
         staging_bytes: GPU memory of each rank for copies, taken beyond what vLLM was told to use. Where it is smaller
             than what a step computes, the step may wait for the bus.
         read_threads: of each rank, for the disk.
@@ -79,8 +80,10 @@ class ECSettings:
         fusion_dir: the fusion states' own directory instead; empty for ``cache_dir/fusion``.
         max_bytes: bound on the bytes of all fusion states in the directory; 0 for none.
         max_items: bound on their number; 0 for none.
-        max_age_s: seconds after which nothing is read from the disk or kept there; 0 for ever.
-        host_bytes: host memory for states that were read and checked; 0 for none.
+        max_age_s: seconds after which what was stored is neither served, from host memory or the disk, nor kept;
+            0 for ever.
+        host_bytes: bound of the host memory where the KV connector is not in the same process with the same
+            ``cache_dir``; where it is, fusion states share its memory, under its bound. 0 keeps none in either.
         queue_bytes: bytes that may wait for the disk; what comes on top is dropped and counted.
         report: tell each request's outcome in its ``ec_transfer_params``, under ``semkv``.
     """

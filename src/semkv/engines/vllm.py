@@ -47,6 +47,7 @@ class ConnectorOptions:
         fusion: attach the encoder connector.
         max_blocks: bound on stored KV blocks; 0 for none.
         max_bytes: bound on each store's bytes; 0 for the connector's own default.
+        host_bytes: bound on the host memory that both share; 0 for the connector's own default.
     """
 
     cache_dir: Path
@@ -55,6 +56,7 @@ class ConnectorOptions:
     fusion: bool = False
     max_blocks: int = 0
     max_bytes: int = 0
+    host_bytes: int = 0
 
     def kv_config(self) -> dict[str, Any]:
         return {"cache_dir": str(self.cache_dir), **self._bounds(), **_given("max_blocks", self.max_blocks)}
@@ -64,7 +66,7 @@ class ConnectorOptions:
         return {"cache_dir": str(self.cache_dir), **own, **self._bounds()}
 
     def _bounds(self) -> dict[str, Any]:
-        return _given("max_bytes", self.max_bytes)
+        return {**_given("max_bytes", self.max_bytes), **_given("host_bytes", self.host_bytes)}
 
 
 def _given(key: str, value: int) -> dict[str, Any]:

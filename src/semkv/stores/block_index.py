@@ -1,12 +1,17 @@
 """Which extent holds which block: one SQLite file per store directory, shared by every process that uses it.
 
-The index is never the only copy: it is built again from the headers of the extents when it is missing or damaged. It is
-also where the processes agree: an extent's bytes are reserved, and what must go for them is chosen, in one transaction
-before the file is written, so that the bounds hold at every moment; and what a load is about to read is held.
+The index is never the only copy: it is built again from the extents when it is missing or damaged. Then the sizes of
+the files count at once, and the blocks are named as the headers are read (`adoption`): an extent of no blocks is one
+that was found and not read yet.
+
+It is also where the processes agree: an extent's bytes are reserved, and what must go for them is chosen, in one
+transaction before the file is written, so that the bounds hold at every moment; and what a load is about to read is
+held.
 """
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import threading
 import time
@@ -43,6 +48,7 @@ CREATE TABLE layouts(
   PRIMARY KEY(engine, rank)) WITHOUT ROWID;
 """
 _INSERT = "INSERT OR REPLACE INTO extents VALUES(?,?,?,?,?,?,?,?,?,?)"
+_MOST_ASKED = 512  # hashes in one query
 _LAYOUT_SECONDS = 7 * 86_400.0
 
 PENDING_SECONDS = 600.0
@@ -78,11 +84,11 @@ class NewExtent:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundExtent:
-    """An extent whose file is there: ``hashes`` of its blocks, ``created`` in seconds since the epoch."""
+class FoundFile:
+    """An extent's file, not read yet: its size in bytes, and when it was written in seconds since the epoch."""
 
-    new: NewExtent
-    hashes: tuple[bytes, ...]
+    extent: str
+    nbytes: int
     created: float
 
 
@@ -92,12 +98,12 @@ class BlockIndex:
     Every method may raise `sqlite3.Error`: the disk is full, read-only, or the file was damaged meanwhile.
     """
 
-    def __init__(self, path: Path, found: Callable[[], Iterable[FoundExtent]]) -> None:
+    def __init__(self, path: Path, found: Callable[[], Iterable[FoundFile]]) -> None:
         """Open or create the file.
 
         Args:
             path: the file.
-            found: the extents that are there; asked when the index is created, whose first transaction takes them over.
+            found: the files that are there; asked when the index is created, whose first transaction counts them.
 
         Raises:
             sqlite3.DatabaseError: the file is damaged, or of another version.
@@ -115,7 +121,7 @@ class BlockIndex:
             self._db.close()
             raise
 
-    def _create(self, found: Callable[[], Iterable[FoundExtent]]) -> None:
+    def _create(self, found: Callable[[], Iterable[FoundFile]]) -> None:
         with self._write() as db:  # one transaction: another process sees all of it or nothing
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version == _VERSION:
@@ -124,10 +130,8 @@ class BlockIndex:
                 raise sqlite3.DatabaseError(f"index of version {version}, this one is {_VERSION}")
             for statement in _SCHEMA.split(";"):
                 db.execute(statement)
-            for extent in found():
-                if self._name(db, extent.new.namespace, extent.new.extent, extent.hashes):
-                    times = (extent.created, extent.created)
-                    db.execute(_INSERT, (*_key(extent.new), *times, False, True, extent.new.first))
+            rows = ((f.extent, "", 0, f.nbytes, 0, f.created, f.created, False, True, b"") for f in found())
+            db.executemany(_INSERT, rows)
             db.execute(f"PRAGMA user_version={_VERSION}")
 
     def close(self) -> None:
@@ -145,11 +149,14 @@ class BlockIndex:
 
     def find(self, namespace: str, hashes: Iterable[bytes]) -> Iterator[BlockRef | None]:
         """Where each of ``hashes`` is, None for what is not stored; lazily, so that a caller may stop at a miss."""
-        query = "SELECT extent, row FROM blocks WHERE namespace=? AND hash=?"
-        for h in hashes:
+        rest, count = iter(hashes), 1
+        while some := list(itertools.islice(rest, count)):
+            marks = ",".join("?" * len(some))
+            query = f"SELECT hash, extent, row FROM blocks WHERE namespace=? AND hash IN ({marks})"  # noqa: S608
             with self._lock:
-                row = self._db.execute(query, (namespace, h)).fetchone()
-            yield None if row is None else BlockRef(*row)
+                found = {h: BlockRef(extent, row) for h, extent, row in self._db.execute(query, (namespace, *some))}
+            yield from map(found.get, some)
+            count = min(8 * count, _MOST_ASKED)
 
     def created(self, extent: str) -> float | None:
         """When an extent was written, in seconds since the epoch; None where it is unknown."""
@@ -254,6 +261,28 @@ class BlockIndex:
         rows = ((namespace, h, extent, row) for row, h in enumerate(hashes))
         return int(db.executemany("INSERT OR IGNORE INTO blocks VALUES(?,?,?,?)", rows).rowcount)
 
+    def unread(self, most: int) -> list[str]:
+        """Extents that were found without an index and not read yet, the youngest first."""
+        query = "SELECT extent FROM extents WHERE blocks=0 ORDER BY created DESC LIMIT ?"
+        with self._lock:
+            return [row[0] for row in self._db.execute(query, (most,))]
+
+    def adopt(self, read: Iterable[tuple[NewExtent, Sequence[bytes]]]) -> list[str]:
+        """Name the blocks of extents that were `unread`; what another process adopted or evicted meanwhile is left.
+
+        Returns:
+            Those without a block that is not stored already; they are forgotten, and their files must go.
+        """
+        query = "UPDATE extents SET namespace=?, blocks=?, position=?, first=? WHERE extent=? AND blocks=0"
+        useless: list[str] = []
+        with self._write() as db:
+            for new, hashes in read:
+                row = (new.namespace, new.blocks, new.position, new.first, new.extent)
+                if db.execute(query, row).rowcount and not self._name(db, new.namespace, new.extent, hashes):
+                    useless.append(new.extent)
+            _delete(db, useless)
+        return useless
+
     def remove(self, extents: Iterable[str]) -> None:
         with self._write() as db:
             _delete(db, extents)
@@ -267,7 +296,7 @@ class BlockIndex:
     # -- looking at it ------------------------------------------------------------------------------------------
 
     def totals(self, namespace: str | None = None) -> tuple[int, int, int]:
-        """Extents, blocks and bytes, of one namespace or of all, reserved ones included."""
+        """Extents, blocks and bytes, of one namespace or of all; reserved and unread ones are among all."""
         with self._lock:
             return _totals(self._db, namespace)
 
@@ -338,7 +367,8 @@ def _leave_ghosts(db: sqlite3.Connection, gone: Sequence[ExtentUse], bounds: Bou
     """Remember what was evicted; each list's ghosts stand for as many bytes as the store may hold."""
     for use in gone:
         db.execute(
-            "INSERT OR REPLACE INTO ghosts SELECT namespace, first, nbytes, frequent, ? FROM extents WHERE extent=?",
+            "INSERT OR REPLACE INTO ghosts SELECT namespace, first, nbytes, frequent, ? FROM extents "
+            "WHERE extent=? AND blocks",
             (now, use.extent),
         )
     for frequent, nbytes in enumerate((lambda g: (g.recent, g.frequent))(_ghost_bytes(db)) if gone else ()):

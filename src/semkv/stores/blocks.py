@@ -18,9 +18,10 @@ import numpy.typing as npt
 from semkv.errors import CorruptValue
 from semkv.keys import digest
 from semkv.stores.bounds import Bounds
-from semkv.stores.container import Bytes
+from semkv.stores.container import Bytes, room
 from semkv.stores.directory import valid_id
 from semkv.stores.extents import ExtentStore
+from semkv.stores.host_pool import runs
 
 KVBounds = Bounds
 
@@ -188,6 +189,10 @@ class KVStore:
         """False after a fault that put the store out of use."""
         return self._extents.on
 
+    def adopt(self) -> None:
+        """See `ExtentStore.adopt`."""
+        self._extents.adopt()
+
     def lookup(self, hashes: Sequence[bytes], holder: str = "") -> int:
         """How many leading blocks of ``hashes`` are stored. Nothing is read but the index.
 
@@ -200,6 +205,10 @@ class KVStore:
     def release(self, holder: str) -> None:
         """``holder`` has read what its lookup found, or will not."""
         self._extents.release(holder)
+
+    def ends(self, hashes: Sequence[bytes]) -> float:
+        """When the first of the stored ``hashes`` is too old to be served, in seconds since the epoch."""
+        return self._extents.ends(self.namespace, hashes)
 
     def stored(self, hashes: Sequence[bytes]) -> list[bool]:
         """Which of ``hashes`` are stored, and note that they were used."""
@@ -217,7 +226,7 @@ class KVStore:
         """
         refs = self._extents.find_prefix(self.namespace, hashes)
         if out is None:
-            out = np.empty((len(refs), self.layout.row_bytes), np.uint8)
+            out = room(len(refs), self.layout.row_bytes)
         return out[: self._extents.read(self.namespace, self._document, hashes, refs, out[: len(refs)])]
 
     def load(self, chunk_id: str) -> KVChunk | None:
@@ -246,17 +255,17 @@ class KVStore:
             raise ValueError("the chunk's layout differs from the store's")
         return self.save_rows(chunk.block_hashes, chunk.rows(), position=chunk.position)
 
-    def save_rows(self, hashes: Sequence[bytes], rows: Bytes, *, position: int = 0) -> str | None:
-        """`save` for rows (uint8 ``[len(hashes), row_bytes]``)."""
-        if rows.shape != (len(hashes), self.layout.row_bytes):
-            raise ValueError(f"rows of shape {rows.shape}, expected {(len(hashes), self.layout.row_bytes)}")
+    def save_rows(self, hashes: Sequence[bytes], *parts: Bytes, position: int = 0) -> str | None:
+        """`save` for rows, in any number of parts (uint8 ``[n, row_bytes]`` each) with one row for each hash."""
+        if sum(map(len, parts)) != len(hashes) or any(part.shape[1:] != (self.layout.row_bytes,) for part in parts):
+            shapes = ", ".join(str(part.shape) for part in parts)
+            raise ValueError(f"rows of shape {shapes}, expected {(len(hashes), self.layout.row_bytes)}")
         there = self._extents.stored(self.namespace, hashes)
         if any(there):
-            keep = [i for i, known in enumerate(there) if not known]
-            hashes, rows = [hashes[i] for i in keep], rows[keep]
+            hashes, parts = _without(there, hashes, parts)
         sizes = {layer.nbytes for layer in self.layout.layers}
         shape = (len(hashes), len(self.layout.layers), sizes.pop()) if len(sizes) == 1 else None
-        return self._extents.write(self.namespace, self._document, hashes, rows, position=position, shape=shape)
+        return self._extents.write(self.namespace, self._document, hashes, parts, position=position, shape=shape)
 
     def stats(self) -> StoreStats:
         return StoreStats(*self._extents.totals(self.namespace), dict(self._extents.counters))
@@ -267,3 +276,16 @@ class KVStore:
 
     def close(self) -> None:
         self._extents.close()
+
+
+def _without(
+    there: Sequence[bool], hashes: Sequence[bytes], parts: Sequence[Bytes]
+) -> tuple[list[bytes], tuple[Bytes, ...]]:
+    """What is not there; of the rows, views."""
+    kept: list[Bytes] = []
+    at = 0
+    for part in parts:
+        new = [i for i in range(len(part)) if not there[at + i]]
+        kept += [part[run.first : run.first + run.count] for run in runs(new)]
+        at += len(part)
+    return [h for h, known in zip(hashes, there, strict=True) if not known], tuple(kept)

@@ -10,9 +10,13 @@ JSON header, then the tensors' bytes).
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import math
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,12 @@ FORMAT_VERSION = 1
 
 Bytes = npt.NDArray[np.uint8]
 
+PAGE = 4096
+"""What direct reading wants places to be a multiple of, in the file and in memory."""
+
+_PADDED_BYTES = 1 << 20  # where rows are worth a page of padding, so that they begin at a page
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 _TENSOR = "blocks"
 _MAX_HEADER = 64 << 20  # an honest header is some hundred bytes a block
 
@@ -62,6 +72,14 @@ def checksum(row: Bytes) -> str:
     return xxhash.xxh3_128_hexdigest(row.data)
 
 
+def room(rows: int, row_bytes: int) -> Bytes:
+    """Memory to read rows into, uint8 ``[rows, row_bytes]``, that begins at a page."""
+    nbytes = rows * row_bytes
+    memory = np.empty(nbytes + PAGE, np.uint8)
+    start = -memory.ctypes.data % PAGE
+    return memory[start : start + nbytes].reshape(rows, row_bytes)
+
+
 def _head_checksum(text: str, tensor: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([text, tensor]).encode())
 
@@ -75,29 +93,29 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def encode_head(header: ExtentHeader, rows: Bytes, shape: tuple[int, ...] | None = None) -> bytes:
+def encode_head(header: ExtentHeader, shape: tuple[int, ...]) -> bytes:
     """What stands before the rows in a file; the file is as long as this and the rows together.
 
     Args:
         header: checksums filled in.
-        rows: uint8 ``[n_blocks, row_bytes]``.
-        shape: how the tensor is declared, with as many bytes as ``rows``.
+        shape: of the tensor of bytes that the rows are.
     """
-    tensor = {"dtype": "U8", "shape": list(shape or rows.shape), "data_offsets": [0, rows.nbytes]}
+    nbytes = math.prod(shape)
+    tensor = {"dtype": "U8", "shape": list(shape), "data_offsets": [0, nbytes]}
     text = json.dumps(asdict(header))
     document = {"__metadata__": {"semkv": text, "checksum": _head_checksum(text, tensor)}, _TENSOR: tensor}
     head = json.dumps(document).encode()
-    head += b" " * (-len(head) % 8)
+    head += b" " * (-(8 + len(head)) % (PAGE if nbytes >= _PADDED_BYTES else 8))
     return struct.pack("<Q", len(head)) + head
 
 
-def write_extent(path: Path, head: bytes, rows: Bytes) -> None:
+def write_extent(path: Path, head: bytes, parts: Sequence[Bytes]) -> None:
     """Write a file so that it is there in full or not at all: temporary name, fsync, rename, fsync of the directory.
 
     Args:
         path: the final name; its parent exists.
         head: of `encode_head`.
-        rows: uint8 ``[n_blocks, row_bytes]``, C-contiguous.
+        parts: the rows in order, uint8 ``[n, row_bytes]`` each, C-contiguous.
 
     Raises:
         OSError: the disk is full or read-only; the temporary file is gone.
@@ -106,7 +124,8 @@ def write_extent(path: Path, head: bytes, rows: Bytes) -> None:
     try:
         with temporary.open("wb") as f:
             f.write(head)
-            f.write(rows.data.cast("B"))
+            for rows in parts:
+                f.write(rows.data.cast("B"))
             f.flush()
             os.fsync(f.fileno())
         temporary.replace(path)
@@ -124,6 +143,11 @@ class ExtentFile:
     row_bytes: int
     _fd: int
     _data: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the whole file."""
+        return self._data + self.row_bytes * len(self.header.hashes)
 
     @classmethod
     def open(cls, path: Path) -> ExtentFile:
@@ -163,15 +187,48 @@ class ExtentFile:
         n = len(out)
         if start < 0 or start + n > len(self.header.hashes) or out.shape[1] != self.row_bytes:
             raise CorruptValue("rows outside the extent")
-        view, done = out.data.cast("B"), 0
+        view, at = out.data.cast("B"), self._data + start * self.row_bytes
+        done, whole = _read_cached(self._fd, view, at), len(view) // PAGE * PAGE
+        if done < whole and not (at | out.ctypes.data) % PAGE:
+            done = _read_direct(self._fd, view[:whole], at, done // PAGE * PAGE)
         while done < len(view):
-            got = os.preadv(self._fd, [view[done:]], self._data + start * self.row_bytes + done)
+            got = os.preadv(self._fd, [view[done:]], at + done)
             if got <= 0:
                 raise CorruptValue("file ends early")
             done += got
         for i in range(n):
             if checksum(out[i]) != self.header.checksums[start + i]:
                 raise CorruptValue(f"checksum of row {start + i}")
+
+
+def _read_cached(fd: int, out: memoryview, at: int) -> int:
+    """Fill ``out`` as far as the file's bytes are in the system's page cache; returns how many came."""
+    done = 0
+    with contextlib.suppress(OSError):  # not cached, or a file system that does not tell
+        if _NO_WAIT and os.preadv(fd, [out[:PAGE]], at, _NO_WAIT) == min(PAGE, len(out)):
+            while done < len(out) and (got := os.preadv(fd, [out[done:]], at + done, _NO_WAIT)) > 0:
+                done += got
+    return done
+
+
+def _read_direct(fd: int, out: memoryview, at: int, done: int) -> int:
+    """Go on past the page cache, which would cost a copy, where the file system can; returns how many bytes are there.
+
+    Nothing else is read from ``fd`` meanwhile.
+    """
+    try:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
+    except OSError:
+        return done
+    try:
+        while done < len(out) and (got := os.preadv(fd, [out[done:]], at + done)) > 0:
+            done += got
+    except OSError:
+        return done  # tried again through the page cache
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return done
 
 
 def _parse(fd: int, path: Path) -> tuple[ExtentHeader, int, int, int]:

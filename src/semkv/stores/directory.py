@@ -19,7 +19,7 @@ from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores import container
-from semkv.stores.block_index import FoundExtent, NewExtent
+from semkv.stores.block_index import FoundFile, NewExtent
 from semkv.stores.container import ExtentFile, ExtentHeader
 
 
@@ -91,16 +91,25 @@ class ExtentDirectory:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def found(self) -> Iterator[FoundExtent]:
-        """What the files' own headers say."""
+    def found(self) -> Iterator[FoundFile]:
+        """The extents' files, by name, size and time alone; nothing is read."""
         for path in self:
-            try:
-                with ExtentFile.open(path) as file:
-                    header = file.header
-                status = path.stat()
-            except (CorruptValue, OSError):
-                continue
-            if header.kind == self.kind and path == self.path(header.extent):
-                hashes = tuple(bytes.fromhex(h) for h in header.hashes)
-                new = new_extent(header, status.st_size)
-                yield FoundExtent(new, hashes, status.st_mtime)
+            extent, _, suffix = path.name.partition(".")
+            if suffix == "safetensors" and path == self.path(extent) and valid_id(extent):
+                with contextlib.suppress(OSError):
+                    status = path.stat()
+                    yield FoundFile(extent, status.st_size, status.st_mtime)
+
+    def read_head(self, extent: str) -> tuple[NewExtent, tuple[bytes, ...]]:
+        """What a file says of itself: the extent, and the hashes of its blocks.
+
+        Raises:
+            CorruptValue: it is damaged, or not what its name says.
+            OSError: it is gone or cannot be read.
+        """
+        path = self.path(extent)
+        with ExtentFile.open(path) as file:
+            header, nbytes = file.header, file.nbytes
+        if (header.kind, header.extent) != (self.kind, extent):
+            raise CorruptValue(f"{path.name}: another file's content")
+        return new_extent(header, nbytes), tuple(bytes.fromhex(h) for h in header.hashes)

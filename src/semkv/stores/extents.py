@@ -11,6 +11,7 @@ import errno
 import itertools
 import logging
 import sqlite3
+import threading
 import time
 import uuid
 from collections import Counter
@@ -21,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from semkv.errors import CorruptValue
-from semkv.stores import container
+from semkv.stores import container, host_policy
+from semkv.stores.adoption import BATCH, adopt
 from semkv.stores.block_index import BlockIndex, BlockRef, NewExtent
 from semkv.stores.bounds import Bounds
 from semkv.stores.container import Bytes, ExtentFile, ExtentHeader
@@ -59,6 +61,8 @@ class ExtentStore:
         self._swept_at, self.swept = 0.0, 0
         self._index: BlockIndex | None = None
         self._writable = False
+        self._adopting, self._adopted, self._closing = threading.Lock(), False, threading.Event()
+        self._adopter = threading.Thread(target=self.adopt, name="semkv-adopter", daemon=True)
         try:
             self._open()
         except (OSError, sqlite3.Error) as error:
@@ -80,6 +84,9 @@ class ExtentStore:
             self._index = self._open_index(self._files.index)
             self._writable = True
             self.swept = self.sweep()
+            self._adopted = not self._index.unread(1)
+        if not self._adopted:
+            self._adopter.start()
 
     def _open_index(self, path: Path) -> BlockIndex:
         try:
@@ -90,6 +97,28 @@ class ExtentStore:
             log.warning("semkv: rebuilding the index %s (%s)", path, error)
             self._files.discard_index()
             return BlockIndex(path, self._files.found)
+
+    def adopt(self) -> None:
+        """Read the headers of all extents that were found without an index; on return their blocks are found.
+
+        A thread does so from the start on; until it has come to an extent, its blocks are misses.
+        """
+        with self._adopting:
+            while not self._adopted and not self._closing.is_set() and self._adopt_some():
+                pass
+
+    def _adopt_some(self) -> bool:
+        """Whether a batch was adopted, so that it is worth going on."""
+        batch: list[str] = []
+        with self._guard():
+            if self._index is not None and self._writable and (batch := self._index.unread(BATCH)):
+                found = adopt(self._index, self._files, batch)
+                for extent in (*found.useless, *found.corrupt):
+                    self._unlink(extent)
+                self.counters["corrupt"] += len(found.corrupt)
+            self._adopted = not batch
+            return bool(batch)
+        return False  # type: ignore[unreachable]  # the guard took a fault of the index
 
     def sweep(self) -> int:
         """Remove what is too old, and files that no index names; returns how many extents and files went.
@@ -170,6 +199,16 @@ class ExtentStore:
                 break
             refs.append(ref)
         return refs
+
+    def ends(self, namespace: str, hashes: Sequence[bytes]) -> float:
+        """When the first of the stored ``hashes`` is too old to be served, in seconds since the epoch."""
+        first = host_policy.FOREVER
+        with self._guard():
+            if self._index is not None and self.bounds.max_age_s:
+                extents = {ref.extent for ref in self._index.find(namespace, hashes) if ref is not None}
+                written = [created for e in extents if (created := self._index.created(e)) is not None]
+                first = min((host_policy.until(at, self.bounds.max_age_s) for at in written), default=first)
+        return first
 
     def release(self, holder: str) -> None:
         """End what a lookup of ``holder`` holds."""
@@ -252,12 +291,12 @@ class ExtentStore:
         namespace: str,
         layout: Any,
         hashes: Sequence[bytes],
-        rows: Bytes,
+        parts: Sequence[Bytes],
         *,
         position: int = 0,
         shape: tuple[int, ...] | None = None,
     ) -> str | None:
-        """Store rows (uint8 ``[len(hashes), row_bytes]``) and return the new extent's id.
+        """Store rows, one for each hash (uint8 ``[n, row_bytes]`` in each part), and return the new extent's id.
 
         None when nothing was kept: all blocks were there already, the rows exceed the bounds, or the disk failed.
         The file is durable before the index names it.
@@ -266,7 +305,10 @@ class ExtentStore:
             return None
         if time.monotonic() - self._swept_at > SWEEP_SECONDS:
             self.sweep()
-        rows = np.ascontiguousarray(rows)
+        if self.bounds.max_blocks:  # how many there are is known when all headers have been read
+            self.adopt()
+        parts = [np.ascontiguousarray(rows) for rows in parts]
+        nbytes = sum(rows.nbytes for rows in parts)
         header = ExtentHeader(
             version=container.FORMAT_VERSION,
             kind=self.kind,
@@ -274,14 +316,14 @@ class ExtentStore:
             namespace=namespace,
             layout=layout,
             hashes=tuple(h.hex() for h in hashes),
-            checksums=tuple(container.checksum(row) for row in rows),
+            checksums=tuple(container.checksum(row) for rows in parts for row in rows),
             position=position,
         )
-        head = container.encode_head(header, rows, shape)
-        new = new_extent(header, len(head) + rows.nbytes)
+        head = container.encode_head(header, shape or (len(hashes), nbytes // len(hashes)))
+        new = new_extent(header, len(head) + nbytes)
         if not self._make_room(new):
             return None
-        if not self._write_file(self._files.path(new.extent), head, rows) or not self._commit(new, hashes):
+        if not self._write_file(self._files.path(new.extent), head, parts) or not self._commit(new, hashes):
             self.drop([new.extent])
             return None
         self.counters["stored_blocks"] += len(hashes)
@@ -301,10 +343,10 @@ class ExtentStore:
         self.counters["rejected"] += not found.granted
         return found.granted
 
-    def _write_file(self, path: Path, head: bytes, rows: Bytes) -> bool:
+    def _write_file(self, path: Path, head: bytes, parts: Sequence[Bytes]) -> bool:
         try:
             path.parent.mkdir(exist_ok=True)
-            container.write_extent(path, head, rows)
+            container.write_extent(path, head, parts)
             return True
         except OSError as error:
             if error.errno in _NO_WRITING:
@@ -342,6 +384,7 @@ class ExtentStore:
 
     def purge(self, namespace: str | None = None) -> int:
         """Delete all extents of a namespace, or of the directory; returns how many."""
+        self.adopt()
         with self._guard():
             if self._index is not None:
                 extents = self._index.extents(namespace)
@@ -397,6 +440,9 @@ class ExtentStore:
         return {}
 
     def close(self) -> None:
+        self._closing.set()
+        if self._adopter.is_alive():
+            self._adopter.join()
         index, self._index, self._writable = self._index, None, False
         if index is not None:
             index.close()

@@ -13,7 +13,7 @@ from semkv.errors import CorruptValue
 from semkv.keys import digest
 from semkv.stores.blocks import StoreStats
 from semkv.stores.bounds import Bounds
-from semkv.stores.container import Bytes
+from semkv.stores.container import Bytes, room
 from semkv.stores.extents import ExtentStore
 
 FUSION_MAX_BYTES = 8 << 30
@@ -89,7 +89,7 @@ class FusionStore:
         if not refs:
             return None
         header, row_bytes = self._extents.describe(refs[0].extent) or (None, 0)
-        row = np.empty((1, row_bytes), np.uint8)
+        row = room(1, row_bytes)
         layout: Any = None if header is None else header.layout
         if self._extents.read(self.namespace, layout, hashes, refs, row) != 1:  # counts and deletes what is damaged
             return None
@@ -100,13 +100,17 @@ class FusionStore:
             self._extents.reject(refs[0].extent)
             return None
 
+    def ends(self, key: str) -> float:
+        """When a stored state is too old to be served, in seconds since the epoch."""
+        return self._extents.ends(self.namespace, [self._hash(key)])
+
     def save(self, state: FusionState) -> bool:
         """Store a state; False when it was there already, or the disk or the bounds did not allow it."""
         if state.key in self:
             return False
         layout = {"shape": list(state.shape), "dtype": state.dtype}
         rows = state.data.reshape(1, -1)
-        return self._extents.write(self.namespace, layout, [self._hash(state.key)], rows) is not None
+        return self._extents.write(self.namespace, layout, [self._hash(state.key)], [rows]) is not None
 
     def stats(self) -> StoreStats:
         return StoreStats(*self._extents.totals(self.namespace), dict(self._extents.counters))

@@ -1,0 +1,221 @@
+"""The worker half on its own, over a paged cache of a few layers on the CPU: the path that a GPU takes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan, PrefetchPlan
+from semkv.connectors.settings import KVSettings
+from semkv.stores import host_pool
+from semkv.stores.bounds import Bounds
+from semkv.stores.extents import ExtentStore
+from semkv.stores.host_memory import HostMemories
+
+torch = pytest.importorskip("torch")
+BLOCKS = 64
+
+
+def caches() -> dict[str, Any]:
+    """Layers of three layouts: permuted, two kernel blocks in one, and an odd number of bytes."""
+    return {
+        "a": torch.zeros(BLOCKS, 4, 2, 8, dtype=torch.bfloat16).permute(0, 2, 1, 3),
+        "b": torch.zeros(2 * BLOCKS, 3, dtype=torch.float32),
+        "c": torch.zeros(BLOCKS, 5, dtype=torch.uint8),
+    }
+
+
+def block_hash(i: int) -> bytes:
+    return i.to_bytes(4, "big") * 8
+
+
+def fill(cache: dict[str, Any], block: int, number: int) -> None:
+    """What the engine computes for the block of this number."""
+    for tensor in cache.values():
+        ratio = len(tensor) // BLOCKS
+        rows = tensor[block * ratio : (block + 1) * ratio]
+        rows.copy_(torch.arange(rows.numel()).reshape(rows.shape) % 3 + number % 50)
+
+
+Maker = Callable[..., Any]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Maker]:
+    from semkv.connectors.kv_transfer import PagedTransfer
+    from semkv.connectors.kv_worker import KVWorker
+
+    made: list[KVWorker] = []
+
+    def worker(cache: dict[str, Any], *, staging_rows: int = 100, host_rows: int = 100, **settings: Any) -> KVWorker:
+        row = PagedTransfer(cache, BLOCKS, 16).layout.row_bytes
+        transfer = PagedTransfer(cache, BLOCKS, 16, staging_bytes=8 * row * staging_rows)
+        given = KVSettings(tmp_path, host_bytes=host_rows * row, break_even=False, **settings)
+        extents = ExtentStore(tmp_path / "kv", "kv", Bounds(max_age_s=given.max_age_s))
+        made.append(KVWorker(given, extents, transfer, engine="e", rank=0, memories=HostMemories()))
+        return made[-1]
+
+    yield worker
+    for one in made:
+        if len(one._memories):
+            one.close()
+
+
+def capture(worker: Any, plans: list[tuple[list[int], list[int]]], step: int = 1) -> None:
+    """Plans as (engine's blocks, numbers)."""
+    captures = [CapturePlan(ids, [block_hash(n) for n in numbers], 0) for ids, numbers in plans]
+    worker.capture(KVStep("ns", step, captures=captures))
+    assert worker.flush(60)
+
+
+def load(worker: Any, plans: list[tuple[list[int], list[int]]], step: int = 2) -> set[int]:
+    """Load and return the blocks that failed."""
+    loads = [LoadPlan(str(i), ids, [block_hash(n) for n in numbers]) for i, (ids, numbers) in enumerate(plans)]
+    worker.load(KVStep("ns", step, loads=loads))
+    return worker.take_failed_blocks()
+
+
+def same(cache: dict[str, Any], block: int, number: int) -> bool:
+    want = caches()
+    fill(want, block, number)
+    return all(
+        torch.equal(tensor[block * r : (block + 1) * r], want[name][block * r : (block + 1) * r])
+        for name, tensor in cache.items()
+        for r in [len(tensor) // BLOCKS]
+    )
+
+
+@pytest.mark.parametrize("staging_rows", [1, 2, 5, 100])
+@pytest.mark.parametrize("host", [True, False])
+def test_a_steps_requests_travel_together_and_each_gets_its_own(make: Maker, staging_rows: int, host: bool) -> None:
+    """Twelve requests of one to four blocks, to shuffled places, through staging that cuts them anywhere."""
+    rng = random.Random(staging_rows)
+    source, target = caches(), caches()
+    one = make(source, staging_rows=staging_rows)
+    places = rng.sample(range(BLOCKS), 30)
+    requests: list[tuple[list[int], list[int]]] = []
+    while len(places) > 4:
+        count = rng.randint(1, 4)
+        ids = [places.pop() for _ in range(count)]
+        requests.append((ids, [100 + i for i in ids]))
+        for i in ids:
+            fill(source, i, 100 + i)
+    capture(one, requests)
+    if not host:
+        one.pool.clear()
+    calls: list[int] = []
+    # The same rows through another engine's cache: same directory, own host memory where it is the disk's turn.
+    two = one if host else make(target, staging_rows=staging_rows)
+    if host:
+        for tensor in source.values():
+            tensor.zero_()
+    where = source if host else target
+    free = rng.sample(range(BLOCKS), 30)
+    moved = [([free.pop() for _ in ids], numbers) for ids, numbers in requests]
+    real = two.transfer.copy_in
+    two.transfer.copy_in = lambda jobs, after=None: calls.append(len(jobs)) or real(jobs, after)
+    assert load(two, moved) == set()
+    assert calls == [len(requests)]
+    for ids, numbers in moved:
+        assert all(same(where, i, n) for i, n in zip(ids, numbers, strict=True))
+    assert all(not where["b"][2 * i : 2 * i + 2].any() for i in free)  # and nobody else's blocks were written
+    assert two.finished(KVStep()) == set()  # on the CPU a load is done when it was asked for
+
+
+def test_one_request_without_its_file_fails_alone(make: Maker, tmp_path: Path) -> None:
+    source = caches()
+    worker = make(source)
+    for i in range(6):
+        fill(source, i, i)
+    capture(worker, [([0, 1], [0, 1])])
+    capture(worker, [([2, 3], [2, 3])])
+    capture(worker, [([4, 5], [4, 5])])
+    worker.pool.clear()
+    middle = sorted((tmp_path / "kv").rglob("*.safetensors"), key=lambda p: p.stat().st_mtime_ns)[1]
+    middle.unlink()
+    failed = load(worker, [([10, 11], [0, 1]), ([12, 13], [2, 3]), ([14, 15], [4, 5])])
+    assert failed == {12, 13}
+    assert [same(source, 10 + i, i) for i in range(6)] == [True, True, False, False, True, True]
+    fill(source, 20, 20)
+    capture(worker, [([20], [20])])  # of the same epoch: what was computed may rest on the missing blocks
+    assert worker.available("r", "ns", [block_hash(20)]) == 0
+
+
+def test_more_than_host_memory_holds_is_loaded_all_the_same(make: Maker) -> None:
+    source = caches()
+    worker = make(source, host_rows=4)
+    for first in range(0, 12, 4):
+        for i in range(first, first + 4):
+            fill(source, i, i)
+        capture(worker, [(list(range(first, first + 4)), list(range(first, first + 4)))])
+    worker.pool.clear()
+    assert load(worker, [(list(range(20, 32)), list(range(12)))]) == set()
+    assert all(same(source, 20 + i, i) for i in range(12))
+
+
+def test_what_is_read_ahead_is_loaded_from_host_memory(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with several ranks, whose workers the scheduler cannot ask. A load waits for the reading under way."""
+    source = caches()
+    worker = make(source)
+    for i in range(4):
+        fill(source, i, i)
+    capture(worker, [([0, 1], [0, 1]), ([2, 3], [2, 3])])
+    worker.pool.clear()
+    monkeypatch.setattr(worker.transfer, "asynchronous", True)
+    gate, real, reads = threading.Event(), worker._fetch, []
+
+    def fetch(request_id: str, *rest: Any) -> None:
+        reads.append(request_id)
+        gate.wait()
+        real(request_id, *rest)
+
+    monkeypatch.setattr(worker, "_fetch", fetch)
+    plans = [PrefetchPlan(str(i), [block_hash(2 * i), block_hash(2 * i + 1)]) for i in range(2)]
+    worker.load(KVStep("ns", 1, prefetches=plans))
+    load(worker, [([10, 11], [0, 1])])
+    gate.set()
+    while not worker.finished(KVStep("ns", 2)):
+        pass
+    worker._prefetches["1"].result()
+    load(worker, [([12, 13], [2, 3])])
+    while worker._loads or worker._coming:
+        worker.finished(KVStep("ns", 3))
+    assert [same(source, 10 + i, i) for i in range(4)] == [True] * 4
+    assert sorted(reads) == ["0", "1"]  # each once
+    assert not worker.take_failed_blocks()
+
+
+def test_nothing_is_served_beyond_its_age(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From host memory as from the disk; what is read from the disk into host memory is not younger for that."""
+    now = [2_000_000_000.0]
+    monkeypatch.setattr(host_pool.time, "time", lambda: now[0])  # one clock for all modules
+    source = caches()
+    worker = make(source, max_age_s=100.0)
+    for i in range(4):
+        fill(source, i, i)
+    capture(worker, [([0, 1], [0, 1])])
+    hashes = [block_hash(0), block_hash(1)]
+    now[0] += 60
+    worker.pool.clear()
+    assert worker.available("r", "ns", hashes) == 2  # from the disk
+    worker.forget("r")
+    assert worker.pool.ready(worker._keys("ns", hashes)) == 2
+    now[0] += 41
+    assert worker.available("s", "ns", hashes) == 0
+    assert not worker.holds("ns", hashes[0])
+    assert worker.available("s", "another model", hashes) == 0
+    capture(worker, [([0, 1], [0, 1])])  # computed again
+    assert worker.available("t", "ns", hashes) == 2
+
+
+def test_host_memory_is_given_back(make: Maker) -> None:
+    worker = make(caches())
+    memories = worker._memories
+    assert len(memories) == 1
+    worker.close()
+    assert len(memories) == 0

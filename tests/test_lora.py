@@ -1,0 +1,79 @@
+"""LoRA adapters inside a real vLLM (CPU backend): one's own blocks, and nobody else's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_models
+from semkv.connectors.adapter import KVAdapter
+from semkv.connectors.outcome import read_outcome
+from test_connectors import Engine, answer, full_blocks
+
+
+def adapter(path: Path, model: Path, seed: int) -> None:
+    """A random adapter of rank 8, large enough to change every answer."""
+    import torch
+    from safetensors.torch import save_file
+
+    config, generator = json.loads((model / "config.json").read_text()), torch.Generator().manual_seed(seed)
+    width, tensors = config["hidden_size"], {}
+    for layer in range(config["num_hidden_layers"]):
+        for name in ("q_proj", "v_proj"):
+            prefix = f"base_model.model.model.decoder.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, width, generator=generator)
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(width, 8, generator=generator)
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    about |= {"base_model_name_or_path": str(model), "task_type": "CAUSAL_LM"}
+    (path / "adapter_config.json").write_text(json.dumps(about))
+
+
+@pytest.mark.engine
+def test_the_same_name_with_other_weights_loads_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    model = tiny_models.make("opt", tmp_path / "opt")
+    path, params = tmp_path / "adapter", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+    def ask(engine: Engine, lora: Any) -> tuple[list[int], int, int]:
+        (output,) = engine.llm.generate([engine.prompt("lora")], params, use_tqdm=False, lora_request=lora)
+        return answer(output), read_outcome(output).loaded_tokens or 0, full_blocks(output)
+
+    answers = []
+    for seed in (1, 2):
+        if path.exists():
+            shutil.rmtree(path)
+        adapter(path, model, seed)
+        engine = Engine(model, tmp_path / "cache", enable_lora=True, max_lora_rank=8)
+        lora = LoRARequest("sql", 1, str(path))
+        cold, loaded, usable = ask(engine, lora)
+        assert loaded == 0  # the first engine's blocks lie under the same name and path
+        engine.forget()
+        assert ask(engine, lora) == (cold, usable, usable)
+        plain, loaded, _ = ask(engine, None)
+        assert loaded == (0 if seed == 1 else usable)
+        answers += [cold, plain]
+        adapter_of_blocks = KVAdapter(engine.llm)
+        chunk = adapter_of_blocks.capture(engine.run(engine.prompt("lora"))[0].request_id)
+        assert chunk is not None
+        for name, request in (("with", lora), ("without", None)):
+            engine.llm.llm_engine.add_request(name, engine.prompt("lora"), params, lora_request=request)
+            assert bool(adapter_of_blocks.can_inject(name, chunk)) == (request is None)
+            engine.llm.llm_engine.abort_request([name])
+        engine.forget()
+        path.joinpath("adapter_config.json").touch()  # changed under the running engine
+        engine.llm.llm_engine.reset_prefix_cache()
+        assert ask(engine, lora)[:2] == (cold, 0)
+        assert engine.kv.counters.totals()["lora_skipped"] == 1
+        engine.close()
+    assert answers[1] == answers[3]
+    assert answers[0] != answers[2]
+    assert answers[1] not in (answers[0], answers[2])
