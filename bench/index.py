@@ -1,8 +1,9 @@
-"""The vector index at several sizes: search, recall, writes, memory; beside FAISS by itself. Prints JSON.
+"""The vector index at several sizes: search, recall, writes, memory by part; beside FAISS by itself. Prints JSON.
 
 One partition of clustered unit vectors: questions through the real encoder are the centres, and the rows lie about them
 at cosines of .6 to .97, in directions drawn with the centres' own covariance. A query lies at a cosine of .8 to .99
-from a row. The nearest row by brute force is the truth. Each size runs in a process of its own, for its memory.
+from a row. The nearest row by brute force is the truth. Each size runs in a process of its own, for its memory. Graphs
+are built before the lock is taken, where one is given; what is timed afterwards holds it.
 
     python bench/index.py --sizes 100000 300000 1000000 > bench/results/index.json
 """
@@ -15,12 +16,14 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from quiet import quiet, resident
 from rich.console import Console
 from rich.progress import Progress
 
@@ -55,12 +58,17 @@ def centres(encoder: SentenceEncoder) -> np.ndarray:
 
 
 class Draw:
-    """Rows about centres, in pages that can be drawn again."""
+    """Rows about centres, drawn once into a file and read in pages: what they take is no memory of the index."""
 
-    def __init__(self, middles: np.ndarray, count: int) -> None:
+    def __init__(self, middles: np.ndarray, count: int, file: Path) -> None:
         self.count, self._middles = count, middles
         spread = np.cov(middles.T) + 1e-5 * np.eye(middles.shape[1])
         self._shape = np.linalg.cholesky(spread).astype(np.float32).T
+        self._rows = np.lib.format.open_memmap(file, "w+", np.float32, (count, middles.shape[1]))
+        for start in range(0, count, PAGE):
+            random = np.random.default_rng(start + 1)
+            about = middles[random.integers(len(middles), size=min(PAGE, count - start))]
+            self._rows[start : start + PAGE] = self.near(about, 0.6, 0.97, random)
 
     def near(self, points: np.ndarray, low: float, high: float, random: np.random.Generator) -> np.ndarray:
         """A unit vector per point, at a cosine between ``low`` and ``high`` from it."""
@@ -72,20 +80,35 @@ class Draw:
 
     def pages(self) -> Iterator[np.ndarray]:
         for start in range(0, self.count, PAGE):
-            random = np.random.default_rng(start + 1)
-            size = min(PAGE, self.count - start)
-            yield self.near(self._middles[random.integers(len(self._middles), size=size)], 0.6, 0.97, random)
+            yield np.asarray(self._rows[start : start + PAGE])
 
     def queries(self) -> np.ndarray:
         random = np.random.default_rng(0)
-        rows = np.concatenate([page[:: max(1, self.count // QUERIES)] for page in self.pages()])
-        return self.near(rows[random.integers(len(rows), size=QUERIES)], 0.8, 0.99, random)
+        rows = np.asarray(self._rows[np.sort(random.integers(self.count, size=QUERIES))])
+        return self.near(rows, 0.8, 0.99, random)
 
 
-def resident() -> int:
-    """Bytes of this process in memory (Linux)."""
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * 4096
+def by_part(index: FaissIndex) -> dict[str, int]:
+    """Bytes an entry of what the index is made of, counted object by object."""
+    partitions = index._partitions.values()
+    graphs = [graph for partition in partitions for graph in partition.graphs]
+    blocks = [block for partition in partitions for block in partition.blocks]
+    hnsw = [graph.index.hnsw for graph in graphs]
+    found = {
+        "float16_vectors": sum(2 * index.dim * graph.count for graph in graphs),
+        "links": sum(4 * h.neighbors.size() + 8 * h.offsets.size() + 4 * h.levels.size() for h in hnsw),
+        "plain_rows": sum(block.vectors.nbytes + block.slots.nbytes for block in blocks),
+        "rows_of_graphs": sum(graph.slots.nbytes + graph._alive.nbytes for graph in graphs),
+        "item_names": sum(sys.getsizeof(item) for item in index._items if item is not None),
+        "slot_of_item": sys.getsizeof(index._slot_of) + 32 * len(index._slot_of),
+        "columns_by_slot": sys.getsizeof(index._items)
+        + sys.getsizeof(index._home)
+        + index._part.nbytes
+        + index._row.nbytes
+        + index._named_in.nbytes,
+    }
+    sizes = {name: round(size / len(index)) for name, size in found.items()}
+    return sizes | {"together": sum(sizes.values())}
 
 
 def times(act: Callable[[Any], object], values: Any) -> dict[str, float]:
@@ -108,63 +131,71 @@ def searched(find: Callable[[np.ndarray], int], queries: np.ndarray, truth: np.n
     return row | {"recall_at_1": round(float(np.mean(np.array(found) == truth)), 4)}
 
 
-def ours(draw: Draw, queries: np.ndarray, truth: np.ndarray, progress: Progress) -> dict[str, Any]:
+def ours(draw: Draw, queries: np.ndarray, truth: np.ndarray, progress: Progress, lock: Path | None) -> dict[str, Any]:
     def find(query: np.ndarray) -> int:
         return int(index.search("p", query, 1)[0].item, 16)
 
-    before = resident()
     index = FaissIndex(queries.shape[1])
+    index.extend([Row("first", "p", queries[0])])  # what is loaded once is no part of an entry
+    index.search("p", queries[0])
+    index.remove(["first"])
+    before = resident()
     start = time.perf_counter()
     for number, page in enumerate(draw.pages()):
         index.extend(Row(f"{number * PAGE + i:032x}", "p", vector) for i, vector in enumerate(page))
     loaded = time.perf_counter() - start
     early = searched(find, queries[:50], truth[:50])
     task = progress.add_task(f"graph of {draw.count:,}", total=draw.count)
-    during = []
+    during, most = [], resident()
     while not index.settle(2.0):
+        most = max(most, resident())
         progress.update(task, completed=index.sizes().graph)
         during.append(times(find, queries[:20])["p50_ms"])
     progress.update(task, completed=draw.count)
     built = time.perf_counter() - start
-    row = {
+    row: dict[str, Any] = {
         "load_s": round(loaded, 2),
         "graph_ready_s": round(built, 1),
         "bytes_per_entry": round((resident() - before) / draw.count),
+        "bytes_per_entry_at_most": round((most - before) / draw.count),
+        "bytes_per_entry_by_part": by_part(index),
         "search_before_graph": early,
         "search_while_building_p50_ms": [round(x, 2) for x in during[:: max(1, len(during) // 8)]],
-        "search": searched(find, queries, truth),
-        "search_k4": times(lambda q: index.search("p", q, 4), queries),
     }
-    fresh = [Row(f"new{i}", "p", vector) for i, vector in enumerate(queries)]
-    row["add_one"] = times(lambda r: index.extend([r]), fresh)
-    row["remove_one"] = times(lambda r: index.remove([r.item]), fresh)
-    gone = [f"{i:032x}" for i in range(0, draw.count, 10)]
-    index.remove(gone)
-    left = np.flatnonzero(truth % 10)
-    row["search_with_a_tenth_removed"] = searched(find, queries[left], truth[left])
+    with quiet(lock, row):
+        row["search"] = searched(find, queries, truth)
+        row["search_k4"] = times(lambda q: index.search("p", q, 4), queries)
+        fresh = [Row(f"new{i}", "p", vector) for i, vector in enumerate(queries)]
+        row["add_one"] = times(lambda r: index.extend([r]), fresh)
+        row["remove_one"] = times(lambda r: index.remove([r.item]), fresh)
+        gone = [f"{i:032x}" for i in range(0, draw.count, 10)]
+        index.remove(gone)
+        left = np.flatnonzero(truth % 10)
+        row["search_with_a_tenth_removed"] = searched(find, queries[left], truth[left])
     index.close()
     return row
 
 
-def faiss_alone(draw: Draw, queries: np.ndarray, truth: np.ndarray, graph: bool) -> dict[str, Any]:
+def faiss_alone(draw: Draw, queries: np.ndarray, truth: np.ndarray, graph: bool, lock: Path | None) -> dict[str, Any]:
     import faiss
 
     faiss.omp_set_num_threads(1)
     dim = queries.shape[1]
     index = faiss.IndexHNSWFlat(dim, 16, faiss.METRIC_INNER_PRODUCT) if graph else faiss.IndexFlatIP(dim)
     if graph:
-        index.hnsw.efConstruction, index.hnsw.efSearch = 80, 64
+        index.hnsw.efConstruction, index.hnsw.efSearch = 80, 96
     before, start = resident(), time.perf_counter()
     for page in draw.pages():
         index.add(page)
     built = time.perf_counter() - start
-    size = round((resident() - before) / draw.count)
-    found = searched(lambda q: int(index.search(q[None], 1)[1][0, 0]), queries, truth)
-    return {"build_s": round(built, 1), "bytes_per_entry": size, "search": found}
+    row: dict[str, Any] = {"build_s": round(built, 1), "bytes_per_entry": round((resident() - before) / draw.count)}
+    with quiet(lock, row):
+        row["search"] = searched(lambda q: int(index.search(q[None], 1)[1][0, 0]), queries, truth)
+    return row
 
 
-def one_size(count: int, middles: np.ndarray, alone: bool) -> dict[str, Any]:
-    draw = Draw(middles, count)
+def one_size(count: int, middles: np.ndarray, alone: bool, lock: Path | None, file: Path) -> dict[str, Any]:
+    draw = Draw(middles, count, file)
     queries = draw.queries()
     best, truth = np.full(QUERIES, -2.0, np.float32), np.zeros(QUERIES, np.int64)
     for number, page in enumerate(draw.pages()):
@@ -173,10 +204,10 @@ def one_size(count: int, middles: np.ndarray, alone: bool) -> dict[str, Any]:
         better = cosines[np.arange(QUERIES), top] > best
         truth[better], best[better] = number * PAGE + top[better], cosines[better, top[better]]
     with Progress(console=console) as progress:
-        row: dict[str, Any] = {"entries": count, "semkv": ours(draw, queries, truth, progress)}
+        row: dict[str, Any] = {"entries": count, "semkv": ours(draw, queries, truth, progress, lock)}
     if alone:
-        row["faiss_flat"] = faiss_alone(draw, queries, truth, graph=False)
-        row["faiss_hnsw_float32"] = faiss_alone(draw, queries, truth, graph=True)
+        row["faiss_flat"] = faiss_alone(draw, queries, truth, graph=False, lock=lock)
+        row["faiss_hnsw_float32"] = faiss_alone(draw, queries, truth, graph=True, lock=lock)
     return row
 
 
@@ -185,16 +216,20 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 300_000, 1_000_000])
     parser.add_argument("--alone-up-to", type=int, default=100_000, help="largest size at which FAISS alone is run too")
     parser.add_argument("--centres", type=Path, help="a .npy of unit vectors instead of encoded questions")
+    parser.add_argument("--lock", type=Path, help="a file to lock while times are taken")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     middles = np.load(options.centres) if options.centres else centres(SentenceEncoder())
     if options.one:
-        print(json.dumps(one_size(options.one, middles, options.one <= options.alone_up_to)))
+        with tempfile.TemporaryDirectory() as folder:
+            alone = options.one <= options.alone_up_to
+            print(json.dumps(one_size(options.one, middles, alone, options.lock, Path(folder) / "rows.npy")))
         return
     rows = []
     for size in options.sizes:
         again = [sys.executable, __file__, "--one", str(size), "--alone-up-to", str(options.alone_up_to)]
         again += ["--centres", str(options.centres)] if options.centres else []
+        again += ["--lock", str(options.lock)] if options.lock else []
         rows.append(json.loads(subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True).stdout))
     result = {
         "dim": int(middles.shape[1]),

@@ -16,6 +16,7 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
+from semkv.stores import catalog as catalog_module
 from semkv.stores.catalog import FORMAT, Catalog
 from semkv.stores.catalog_rows import Record, pack, unpack
 from semkv.types import Entry, MediaSegment, Namespace, Request, Role, TextSegment
@@ -281,6 +282,19 @@ def test_the_bound_holds_although_entries_are_not_counted_each_time(tmp_path: Pa
         most = max(most, catalog._db.execute("SELECT COUNT (*) FROM entries").fetchone()[0])
     assert most == 100
     assert len([sql for sql in counted[:120] if "COUNT(*)" in sql]) < 60
+
+
+def test_a_large_catalog_makes_room_in_small_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "_AT_ONCE", 3)
+    catalog = Catalog(tmp_path / "c.sqlite", max_entries=500)
+    went = [len(catalog.add(record(str(i), created=float(i)))[1].entry_ids) for i in range(520)]
+    assert max(went) == 3
+    assert sum(went) == 520 - len(catalog)
+    assert len(catalog) <= 500
+    catalog.close()
+    smaller = Catalog(tmp_path / "c.sqlite", max_entries=400)  # what is too many goes at once
+    assert len(smaller.add(record("last", created=1000.0))[1].entry_ids) > 90
+    assert len(smaller) <= 400
 
 
 def test_many_threads_may_write(tmp_path: Path) -> None:

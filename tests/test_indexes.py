@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from semkv.indexes.base import Row
 from semkv.indexes.faiss import FaissIndex, IndexSizes
-from semkv.indexes.parts import Graph
+from semkv.indexes.parts import Block, Graph
 
 HALF = 1e-3  # what float16 may cost a score
 
@@ -144,6 +144,16 @@ def test_a_graph_returns_nothing_removed_and_is_built_anew(grown: tuple[FaissInd
     index.remove([str(i) for i in range(6000)])
     assert index.search("p", vectors[1]) == []
     assert index.sizes() == IndexSizes(0, 0, 0)
+
+
+def test_what_moved_into_a_graph_leaves_no_plain_rows_behind() -> None:
+    index = FaissIndex(8, flat=512)
+    for start in range(0, 3000, 100):  # the tables of slots grow on the way
+        index.extend(Row(str(start + i), "p", v) for i, v in enumerate(drawn(100, seed=start)))
+    assert index.settle(60)
+    held = {part for part in index._part if isinstance(part, Block)}
+    assert held <= set(index._partitions["p"].blocks)
+    index.close()
 
 
 def test_searches_and_writes_at_once(grown: tuple[FaissIndex, np.ndarray]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.encoders.text import SentenceEncoder
+from semkv.errors import ConfigError
 from semkv.keys import normalise
 from semkv.tiers.base import Boundary, GuardedEncoder, PartError, Tally
 from semkv.tiers.keying import Keyed, exactness_of, with_media
@@ -159,13 +160,16 @@ def test_the_fixed_threshold_is_that_of_the_tier() -> None:
     assert accepts("exact_text", 0.0)
 
 
-def test_faults_end_at_a_boundary_and_bugs_do_not() -> None:
+def test_faults_end_at_a_boundary_and_wrong_settings_do_not() -> None:
     tally = Tally()
-    with Boundary(tally, "x"):
-        raise OSError("disk")
-    assert tally.counts() == {"fault:x": 1}
-    with pytest.raises(AttributeError), Boundary(tally, "x"):
-        raise AttributeError("a bug")
+    for error in (OSError("disk"), AttributeError("a bug")):
+        with Boundary(tally, "x"):
+            raise error
+    assert tally.counts() == {"fault:x": 2}
+    for stops in (ConfigError("--key", "value", "another"), KeyboardInterrupt()):
+        with pytest.raises(type(stops)), Boundary(tally, "x"):
+            raise stops
+    assert tally.counts() == {"fault:x": 2}
 
 
 def test_whatever_an_encoder_raises_is_a_fault_of_that_part() -> None:

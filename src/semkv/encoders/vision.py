@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CLIP = "clip-ViT-B-32"
 _KEY = "--vision-encoder"
+_MOST_PIXELS = 40_000_000  # 120 MB when unpacked, however small the file
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))  # the engine needs the rest
 
 
@@ -41,11 +42,13 @@ def open_image(data: bytes) -> Any:
     """A PIL image in RGB.
 
     Raises:
-        OSError: the bytes are not an image that Pillow reads.
+        OSError: the bytes are not an image that Pillow reads, or one of too many pixels.
     """
     from PIL import Image
 
-    with Image.open(io.BytesIO(data)) as image:
+    with Image.open(io.BytesIO(data)) as image:  # reads the header alone
+        if image.width * image.height > _MOST_PIXELS:
+            raise OSError(f"an image of {image.width} x {image.height} pixels, of at most {_MOST_PIXELS}")
         return image.convert("RGB")
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from semkv.indexes.base import Neighbour, Row
-from semkv.indexes.parts import GONE, LARGEST_BLOCK, Block, Graph, use_threads
+from semkv.indexes.parts import GONE, LARGEST_BLOCK, Block, Graph, nearest_rows, use_threads
 
 if TYPE_CHECKING:
     from semkv.indexes.parts import Matrix, Slots
@@ -79,7 +79,7 @@ class FaissIndex:
         if not 4 <= flat <= graph:
             raise ValueError(f"flat {flat} and graph {graph}: flat must be 4 or more, and graph no less than flat")
         self.dim, self._flat, self._graph = dim, flat, graph
-        self._block = min(LARGEST_BLOCK, flat // 4)
+        self._block = min(LARGEST_BLOCK, flat // 2)
         self._partitions: dict[str, _Partition] = {}
         self._slot_of: dict[str, int] = {}
         self._items: list[str | None] = []  # by slot, as are the next four
@@ -138,8 +138,8 @@ class FaissIndex:
         self._home += [None] * more
         if len(self._items) > len(self._row):
             room = max(64, len(self._items) * 5 // 4)
-            self._row, self._part = np.resize(self._row, room), np.resize(self._part, room)
-            self._named_in = np.resize(self._named_in, room)
+            self._row, self._named_in = _widened(self._row, room), _widened(self._named_in, room)
+            self._part = _widened(self._part, room)
         self._named_in[slots] = self._epoch  # before the items, see _named
         for item, slot in zip(items, slots.tolist(), strict=True):
             self._items[slot], self._home[slot], self._slot_of[item] = item, home, slot
@@ -229,16 +229,11 @@ class FaissIndex:
             graphs = tuple(found.graphs)
             blocks = tuple((block, block.count) for block in found.blocks)
         query = np.ascontiguousarray(vector, dtype=np.float32)
-        scores: list[float] = []
-        slots: list[int] = []
+        scores, slots = nearest_rows(blocks, query, k)
         for graph in graphs:
             best, rows = graph.search(query, k)
             scores += best.tolist()
             slots += np.where(rows < 0, GONE, graph.slots[rows]).tolist()
-        for block, count in blocks:
-            best, rows = block.search(query, k, count)
-            scores += best.tolist()
-            slots += block.slots[rows].tolist()
         return self._named(scores, slots, k, epoch)
 
     def _named(self, scores: list[float], slots: list[int], k: int, epoch: int) -> list[Neighbour]:
@@ -333,7 +328,8 @@ class FaissIndex:
     def _rebuild(self, partition: _Partition, stale: Graph) -> None:
         rows = np.flatnonzero(stale.slots[: stale.count] != GONE)
         target = Graph(self.dim, self._graph)
-        index = target.grown(stale.vectors(rows), self._wanted)
+        pages = (stale.vectors(rows[start : start + LARGEST_BLOCK]) for start in range(0, len(rows), LARGEST_BLOCK))
+        index = target.grown(pages, self._wanted)
         with self._lock:
             if index is not None and stale in partition.graphs:
                 partition.graphs[partition.graphs.index(stale)] = target
@@ -345,7 +341,7 @@ class FaissIndex:
             target = next(room, None) or Graph(self.dim, self._graph)
             # Twice the size at a time: a row is copied a few times in all, and a search soon has less to compare.
             blocks = _first(partition.blocks, min(target.room - target.count, max(self._flat, target.count)))
-        index = target.grown(np.concatenate([block.vectors for block in blocks]), self._wanted)
+        index = target.grown((block.vectors for block in blocks), self._wanted)
         with self._lock:
             moved = set(blocks)
             if index is None or not moved.issubset(partition.blocks):
@@ -357,6 +353,13 @@ class FaissIndex:
 
     def _publish(self, graph: Graph, index: Any, slots: Slots) -> None:
         self._settle_rows(graph, graph.publish(index, slots), slots)
+
+
+def _widened(column: Any, room: int) -> Any:
+    """The same array with more room. Not `numpy.resize`, which fills it with what is there: more owners of parts."""
+    wider = np.empty(room, dtype=column.dtype)  # an object array is made of None
+    wider[: len(column)] = column
+    return wider
 
 
 def _living(parts: Iterable[Block | Graph]) -> int:

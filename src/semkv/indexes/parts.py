@@ -6,8 +6,10 @@ Rows are only ever appended; a removed row is marked by the slot -1 and skipped.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ GONE = -1
 
 _LINKS = 16  # M of HNSW: links of a node; 32 at the lowest level
 _BUILD_BREADTH = 80  # efConstruction
-_SEARCH_BREADTH = 64  # efSearch
+_SEARCH_BREADTH = 96  # efSearch
 
 
 def _faiss() -> Any:
@@ -48,7 +50,8 @@ def _rows(room: int, dim: int) -> Matrix:
     size = 4 * room * dim
     if size >= _MAPPED:
         with suppress(OSError):  # a process may have so many mappings only
-            return np.frombuffer(mmap.mmap(-1, size), dtype=np.float32).reshape(room, dim)
+            mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a forked process has its own
+            return np.frombuffer(mapped, dtype=np.float32).reshape(room, dim)
     return np.empty((room, dim), dtype=np.float32)
 
 
@@ -87,19 +90,32 @@ class Block:
         found: Vector = self.vectors[row]
         return found
 
-    def search(self, query: Vector, k: int, count: int) -> tuple[Vector, Slots]:
-        """The best ``k`` of the first ``count`` rows: scores and rows, in no order."""
+    def compare(self, query: Vector, scores: Vector) -> None:
+        """Write the scores of the first ``len(scores)`` rows, -inf for a removed one."""
         faiss = _faiss()
-        scores = np.empty(count, dtype=np.float32)
+        count = len(scores)
         faiss.fvec_inner_products_ny(  # in the calling thread alone, unlike a product of matrices
             faiss.swig_ptr(scores), faiss.swig_ptr(query), faiss.swig_ptr(self.vectors), len(query), count
         )
         if self.dead:
             scores[self.slots[:count] == GONE] = -np.inf
-        if count <= k:
-            return scores, np.arange(count)
-        rows = np.argmax(scores).reshape(1) if k == 1 else np.argpartition(-scores, k - 1)[:k]
-        return scores[rows], rows
+
+
+def nearest_rows(blocks: Sequence[tuple[Block, int]], query: Vector, k: int) -> tuple[list[float], list[int]]:
+    """The best ``k`` of the first rows of each block, as many as stand beside it: scores and slots, in no order."""
+    ends = list(itertools.accumulate(count for _, count in blocks))
+    scores = np.empty(ends[-1] if ends else 0, dtype=np.float32)
+    for (block, count), end in zip(blocks, ends, strict=True):
+        block.compare(query, scores[end - count : end])
+    if len(scores) <= k:
+        rows = np.arange(len(scores))
+    else:  # chosen once over all blocks, of which there are thousands before a large partition has its graphs
+        rows = np.argmax(scores).reshape(1) if k == 1 else np.argpartition(scores, -k)[-k:]
+    slots = []
+    for row in rows.tolist():
+        place = bisect.bisect_right(ends, row)
+        slots.append(int(blocks[place][0].slots[row - ends[place] + blocks[place][1]]))
+    return scores[rows].tolist(), slots
 
 
 class Graph:
@@ -123,17 +139,17 @@ class Graph:
         self._alive = np.zeros((room + 7) // 8, dtype=np.uint8)  # one bit a row
         self._breadth: dict[int, Any] = {}
 
-    def grown(self, vectors: Matrix, wanted: Callable[[], bool]) -> Any:
+    def grown(self, pages: Iterable[Matrix], wanted: Callable[[], bool]) -> Any:
         """A copy of ``index`` with more rows, for `publish`; None where it was not ``wanted`` any more.
 
         Takes a good part of a millisecond a row.
         """
         faiss = _faiss()
         copy = faiss.clone_index(self.index)
-        for start in range(0, len(vectors), LARGEST_BLOCK):
+        for page in pages:
             if not wanted():
                 return None
-            copy.add(vectors[start : start + LARGEST_BLOCK])
+            copy.add(page)
         return copy
 
     def publish(self, index: Any, slots: Slots) -> int:

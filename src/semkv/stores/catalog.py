@@ -12,18 +12,18 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
 from semkv.stores.catalog_rows import (
+    WHOLE_ENTRY,
     MediaRow,
     NamespaceUse,
     Record,
     Removed,
     VectorRow,
     dump_segments,
-    load_segments,
+    load_entry,
     pack,
 )
 from semkv.stores.recent import Recent
@@ -32,6 +32,7 @@ from semkv.types import Entry, MediaSegment, Namespace
 FORMAT = 1
 _APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
 _BATCH = 500  # below SQLite's bound on parameters of one statement
+_AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
 
 _SCHEMA = """
 CREATE TABLE entries (
@@ -76,7 +77,7 @@ class Catalog:
 
     Args:
         path: the file; made when missing, as is its folder.
-        max_entries: bound on entries; when passed, the least recently used hundredth goes.
+        max_entries: bound on entries; when passed, the least recently used hundredth goes, or 2,000.
         timeout_s: how long a write waits for another process's write.
 
     Raises:
@@ -229,9 +230,8 @@ class Catalog:
         self._uncounted = -excess // 4
         if excess <= 0:
             return Removed()
-        rows = self._db.execute(
-            "SELECT id FROM entries WHERE id<>? ORDER BY used, id LIMIT ?", (keep, max(excess, self.max_entries // 100))
-        )
+        most = max(excess, min(self.max_entries // 100, _AT_ONCE))
+        rows = self._db.execute("SELECT id FROM entries WHERE id<>? ORDER BY used, id LIMIT ?", (keep, most))
         return self._delete([int(r[0]) for r in rows.fetchall()])
 
     def invalidate(
@@ -310,7 +310,7 @@ class Catalog:
 
     def get(self, entry_id: str) -> Entry | None:
         """One entry, without its embeddings, or None."""
-        return next(iter(self._entries("SELECT * FROM entries WHERE entry_id=?", entry_id)), None)
+        return next(iter(self._entries(f"SELECT {WHOLE_ENTRY} FROM entries WHERE entry_id=?", entry_id)), None)  # noqa: S608
 
     def find(self, key: str, limit: int = 4) -> list[Entry]:
         """The entries registered under a key, oldest first, so that every request settles on the same donor.
@@ -323,7 +323,7 @@ class Catalog:
             if found is not None:
                 return list(found)
             entries = self._entries(
-                "SELECT entries.* FROM entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?",
+                f"SELECT {WHOLE_ENTRY} FROM entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?",  # noqa: S608
                 key,
                 limit,
             )
@@ -337,33 +337,15 @@ class Catalog:
 
     def _entries(self, statement: str, *values: object) -> list[Entry]:
         with self._lock:
-            cursor = self._db.execute(statement, values)
-            names = [column[0] for column in cursor.description]
-            rows = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
             found = []
-            for row in rows:
-                tags = self._db.execute("SELECT tag FROM tags WHERE entry=? ORDER BY tag", (row["id"],)).fetchall()
+            for row in self._db.execute(statement, values).fetchall():
                 try:
-                    found.append(self._entry(row, tuple(t[0] for t in tags)))
+                    found.append(load_entry(*row[1:]))
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     with self._write():
-                        self._delete([row["id"]])
-                    raise CorruptValue(f"entry {row['entry_id']}: {error}") from error
+                        self._delete([row[0]])
+                    raise CorruptValue(f"entry {row[1]}: {error}") from error
             return found
-
-    def _entry(self, row: dict[str, Any], tags: tuple[str, ...]) -> Entry:
-        return Entry(
-            entry_id=row["entry_id"],
-            namespace=Namespace(row["tenant"], row["model"]),
-            segments=load_segments(row["segments"]),
-            chunk_text=row["chunk_text"],
-            response=row["response"],
-            tags=tags,
-            created=row["created"],
-            last_hit=row["last_hit"],
-            hits=row["hits"],
-            metadata=json.loads(row["metadata"]),
-        )
 
     def vote(self, hashes: Iterable[int], limit: int = 4, postings: int = 64) -> list[str]:
         """Keys of the contexts that share the most sentences, best first.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semkv.errors import CorruptValue
-from semkv.types import Entry, MediaSegment, Role, Segment, TextSegment
+from semkv.types import Entry, MediaSegment, Namespace, Role, Segment, TextSegment
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -99,15 +100,15 @@ def pack(vector: Vector) -> bytes:
 
 
 def unpack(data: bytes, dim: int) -> Vector:
-    """The vector behind `pack`.
+    """The vector behind `pack`, read-only.
 
     Raises:
         CorruptValue: another length than ``dim``, or not finite.
     """
     if len(data) != 4 * dim:
         raise CorruptValue(f"a vector of {len(data)} bytes where {dim} numbers belong")
-    vector = np.frombuffer(data, dtype="<f4").astype(np.float32)
-    if not np.isfinite(vector).all():
+    vector = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
+    if not math.isfinite(np.dot(vector, vector)):  # one pass; a catalog is opened by reading all of them
         raise CorruptValue("a vector that is not finite")
     return vector
 
@@ -130,3 +131,38 @@ def _load_segment(row: dict[str, str]) -> Segment:
 def load_segments(text: str) -> tuple[Segment, ...]:
     """The segments behind `dump_segments`; raises what JSON and a missing field raise."""
     return tuple(_load_segment(row) for row in json.loads(text))
+
+
+# What to select from ``entries`` for `load_entry`, after the number of the row.
+WHOLE_ENTRY = (
+    "id, entry_id, tenant, model, segments, chunk_text, response, created, last_hit, hits, metadata,"
+    " (SELECT json_group_array(tag) FROM tags WHERE entry=entries.id)"
+)
+
+
+def load_entry(
+    entry_id: str,
+    tenant: str,
+    model: str,
+    segments: str,
+    chunk_text: str,
+    response: str,
+    created: float,
+    last_hit: float,
+    hits: int,
+    metadata: str,
+    tags: str,
+) -> Entry:
+    """The entry behind the columns of `WHOLE_ENTRY`; raises what JSON and a missing field raise."""
+    return Entry(
+        entry_id=entry_id,
+        namespace=Namespace(tenant, model),
+        segments=load_segments(segments),
+        chunk_text=chunk_text,
+        response=response,
+        tags=tuple(sorted(json.loads(tags))),
+        created=created,
+        last_hit=last_hit,
+        hits=hits,
+        metadata=json.loads(metadata),
+    )

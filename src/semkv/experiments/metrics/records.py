@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -11,14 +12,17 @@ from semkv.types import Status
 
 _TEXTS = ("sample_id", "image", "question", "text", "provenance")
 _NUMBERS = ("latency_s", "lookup_s", "prompt_tokens", "cached_tokens")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}](?!\d)")
 
 _T = TypeVar("_T")
 
 
 def normalise_answer(text: str) -> str:
-    """Lowercase, punctuation removed, outer white space stripped: lmms-eval's exact match for GQA."""
-    return text.lower().translate(_PUNCTUATION).strip()
+    """Lowercase, punctuation removed, outer white space stripped: lmms-eval's exact match for GQA.
+
+    Other than there, what stands before a digit stays: -5 is not 5, and 1.5 is not 15.
+    """
+    return _PUNCTUATION.sub("", text.lower()).strip()
 
 
 def answers_match(prediction: str, answer: str) -> bool:
