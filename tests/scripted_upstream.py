@@ -1,10 +1,12 @@
 """An OpenAI-compatible server that does what the prompt says, for tests and benches of the gateway.
 
-The last user text may hold directives in brackets: ``[delay=0.2]`` seconds before the answer, ``[status=500]``,
+The last user text may hold directives in brackets: ``[delay=0.2]`` seconds before the answer,
+``[together=9]`` to wait until so many requests are running, ``[status=500]``,
 ``[length]`` for an answer cut off, ``[cut]`` for a stream that breaks, ``[error]`` for an error event in the stream,
+``[odd]`` for a field in it that nobody knows,
 ``[tool]`` for a tool call, ``[think]`` for reasoning, ``[big=100000]`` for that many characters, ``[events=N]`` for the
 number of content events, ``[gap=0.1]`` seconds between them. The answer is the text itself, so that every test can tell
-whose answer it got.
+whose answer it got. ``/v1/responses`` knows no directives.
 
     python -m uvicorn --app-dir tests scripted_upstream:app --port 9000
 """
@@ -14,18 +16,28 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 _DIRECTIVE = re.compile(r"\[(\w+)(?:=([\d.]+))?\]")
 CREATED = 1_700_000_000
+EVENTS = b"text/event-stream; charset=utf-8"
 
 
 class Scripted:
-    """The ASGI application. ``calls`` holds every body it was sent, ``open_streams`` and ``aborted`` count."""
+    """The ASGI application. ``calls`` holds every body it was sent, ``running`` and ``aborted`` count.
+
+    ``script`` adds directives to a text that does not hold them itself. While ``gate`` is closed (cleared), no answer
+    begins; with ``hold_at`` streams begin and wait before the event with that number.
+    """
 
     def __init__(self, keep: int = 10_000) -> None:
+        self.script: dict[str, dict[str, str]] = {}
+        self.gate, self.hold_at = threading.Event(), 0
+        self.gate.set()
+        self._together = asyncio.Event()
         self.calls: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.keep, self.total, self.running, self.most_running, self.aborted = keep, 0, 0, 0, 0
@@ -51,8 +63,27 @@ class Scripted:
             await self._json(send, 200, {"object": "list", "data": [{"id": "scripted", "object": "model"}]})
         elif path == "/v1/embeddings":
             await self._json(send, 200, {"object": "list", "data": [{"embedding": [0.5], "index": 0}]})
+        elif path == "/v1/responses":
+            await self._respond(scope, json.loads(body), send)
         else:
             await self._answer(scope, body, receive, send)
+
+    def _note(self, scope: Any, body: dict[str, Any]) -> None:
+        if len(self.calls) < self.keep:
+            self.calls.append(body)
+            self.headers.append({k.decode(): v.decode("latin-1") for k, v in scope["headers"]})
+
+    async def _respond(self, scope: Any, body: dict[str, Any], send: Any) -> None:
+        self._note(scope, body)
+        events = list(response_events(body))
+        if body.get("stream"):
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]})
+            for name, data in events:
+                lines = f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
+                await send({"type": "http.response.body", "body": lines, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await self._json(send, 200, events[-1][1]["response"])
 
     async def _json(self, send: Any, status: int, value: Any) -> None:
         body = json.dumps(value).encode()
@@ -65,14 +96,12 @@ class Scripted:
         try:
             body = json.loads(raw)
             text = prompt_of(body)
-            said = dict(_DIRECTIVE.findall(text))
+            said = dict(_DIRECTIVE.findall(text)) | self.script.get(text, {})
             content = list(chunks(body, text, said)) if body.get("stream") else answer(body, text, said)
         except Exception:
             await self._json(send, 400, {"error": {"message": "no request", "type": "BadRequestError", "code": 400}})
             return
-        if len(self.calls) < self.keep:
-            self.calls.append(body)
-            self.headers.append({k.decode(): v.decode("latin-1") for k, v in scope["headers"]})
+        self._note(scope, body)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         gone = asyncio.ensure_future(self._gone(receive))
@@ -93,6 +122,12 @@ class Scripted:
     async def _work(self, content: Any, said: dict[str, str], send: Any) -> None:
         if "delay" in said:
             await asyncio.sleep(float(said["delay"]))
+        if "together" in said:
+            if self.running >= int(said["together"]):
+                self._together.set()
+            await self._together.wait()
+        if not (self.hold_at and isinstance(content, list)):
+            await self._opened()
         if "status" in said:
             status = int(said["status"])
             await self._json(send, status, {"error": {"message": "scripted", "type": "Scripted", "code": status}})
@@ -101,10 +136,17 @@ class Scripted:
         else:
             await self._json(send, 200, content)
 
+    async def _opened(self) -> None:
+        while not self.gate.is_set():
+            await asyncio.sleep(0.01)
+
     async def _stream(self, content: list[Any], said: dict[str, str], send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]})
         for number, chunk in enumerate(content):
+            if number == self.hold_at:
+                await self._opened()
+            if number == 0 and "odd" in said:
+                chunk = {**chunk, "odd": "a field that nobody knows"}
             if number == 2 and "cut" in said:
                 raise RuntimeError("scripted break")
             if number == 2 and "error" in said:
@@ -201,6 +243,25 @@ def chunks(body: dict[str, Any], text: str, said: dict[str, str]) -> Iterator[di
     yield from (chunk(i, {}, _finish(said)) for i in numbers)
     if (body.get("stream_options") or {}).get("include_usage"):
         yield {**top, "choices": [], "usage": _usage(out)}
+
+
+def response_events(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events of the Responses API; the last one holds the whole answer."""
+    text = f"You said: {body['input']}"
+    at = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
+    content = {"type": "output_text", "text": text, "annotations": []}
+    item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [content]}
+    top = {
+        "id": f"resp_{time.time_ns()}", "object": "response", "created_at": CREATED, "model": "scripted", "tools": [],
+        "tool_choice": "auto", "parallel_tool_calls": True, "previous_response_id": body.get("previous_response_id"),
+    }  # fmt: skip
+    yield "response.created", {"type": "response.created", "response": {**top, "status": "in_progress", "output": []}}
+    for piece in (text[:5], text[5:]):
+        yield "response.output_text.delta", {"type": "response.output_text.delta", "delta": piece, **at, "logprobs": []}
+    yield (
+        "response.completed",
+        {"type": "response.completed", "response": {**top, "status": "completed", "output": [item]}},
+    )
 
 
 app = Scripted(keep=0)

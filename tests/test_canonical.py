@@ -416,6 +416,13 @@ def test_chats_without_a_question_are_exact_only() -> None:
     assert canonical(chat(return_token_ids=True)).request is None
 
 
+def test_long_requests_are_exact_only() -> None:
+    """One of them would hold up the lookups of all the others."""
+    for parts, length, looks in ((1000, 3, True), (1001, 3, False), (2, 500_000, True), (2, 500_001, False)):
+        body = {"messages": [{"role": "user", "content": "x" * length}] * parts, "temperature": 0}
+        assert (canonical(body).request is not None) is looks
+
+
 def test_a_namespace_is_everything_but_texts_images_and_sampling() -> None:
     def space(body: dict[str, Any], **more: Any) -> Any:
         request = canonical(body, **more).request
@@ -470,6 +477,20 @@ def test_a_leading_part_may_come_from_the_donor_with_the_users_own_rest(tmp_path
     expected["messages"][0]["content"] = "Be  brief."
     assert planned is not None
     assert planned.key == canonical(expected).key
+
+
+def test_labels_are_in_the_key_and_stay_with_the_asker() -> None:
+    """A donor that was labelled otherwise lends its prompt, not its answer."""
+    body = chat(*TURNS)
+    bare, labelled, *others = (canonical(body, tags=tags) for tags in ((), ("a",), ("a", "b"), ("ab",)))
+    assert len({one.key for one in (bare, labelled, *others)}) == 4
+    assert bare.request is not None
+    assert labelled.request is not None
+    assert bare.request.namespace == labelled.request.namespace, "so donors are found across labels"
+    planned = labelled.with_plan(Plan(bare.request.segments, len(bare.request.segments)))
+    assert planned is not None
+    assert (planned.key, planned.tags) == (labelled.key, ("a",))
+    assert planned.body() == bare.body(), "labels do not go upstream"
 
 
 def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:

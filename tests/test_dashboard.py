@@ -49,10 +49,10 @@ class TestAdminRoutes:
         assert pair.admin("invalidate", body).status_code == 400
 
     def test_a_wrong_hit_is_removed_with_its_donor(self, pair: Pair) -> None:
-        near_repeat(pair, "Where is the Eiffel tower?", "where is  the EIFFEL tower?")
+        near_repeat(pair, "Where is the Eiffel tower?", "where is  the Eiffel tower?")
         hit = next(h for h in pair.admin("hits").json()["hits"] if h["tier"] == "text:normalised")
         assert (hit["asked"][0]["text"], hit["donor"][0]["text"]) == (
-            "where is  the EIFFEL tower?",
+            "where is  the Eiffel tower?",
             "Where is the Eiffel tower?",
         )
         assert pair.admin("wrong", {"id": hit["id"]}).json() == {"removed": 1}
@@ -76,8 +76,10 @@ class TestAdminRoutes:
 
 def near_repeat(pair: Pair, first: str, second: str) -> None:
     """A request, and another that is answered through it."""
-    pair.post(first)
-    wait_until(lambda: pair.post(second).headers["x-semkv"].startswith("hit"), 20)
+    before = pair.metric("semkv_semantic_entries")
+    assert pair.post(first).headers["x-semkv"] == "miss"
+    wait_until(lambda: pair.metric("semkv_semantic_entries") > before)  # recorded beside the requests
+    assert pair.post(second).headers["x-semkv"].startswith("hit tier=text:normalised")
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +95,8 @@ def browser() -> Iterator[object]:
 
 
 def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
-    near_repeat(pair, f"What is {EVIL}?", f"what is  {EVIL}?")
-    near_repeat(pair, "How tall is the Eiffel tower in Paris?", "How tall is the  eiffel tower in Paris?")
+    near_repeat(pair, f"What is {EVIL}?", f"What is  {EVIL}?")
+    near_repeat(pair, "How tall is the Eiffel tower in Paris?", "how tall is the  Eiffel tower in Paris?")
     for _ in range(5):
         pair.post("How tall is the Eiffel tower in Paris?")
     page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,11 +15,21 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import typer
+
+from gateway_helpers import Served, wait_until
+from redis_server import RedisServer
+from scripted_upstream import Scripted
+from semkv.cli import app
+from semkv.server import Middleware
+from semkv.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -159,3 +170,140 @@ def test_vllm_serve_finds_its_blocks_after_a_restart_and_keeps_tenants_apart(tmp
         answer, cached = server.ask(question)
         assert answer == "blue"
         assert cached >= 128
+
+
+# -- docs/serving.md, typed as it stands there -------------------------------------------------------------------------
+
+SERVING = (ROOT / "docs/serving.md").read_text("utf-8")
+_VARIABLES = {f"SEMKV_{field.name.upper()}" for field in fields(ServerSettings)} | {"SEMKV_SECRET", "SEMKV_ADMIN_KEY"}
+_NUMBER = r"(?<=age=)\d+"
+
+
+def typed() -> list[tuple[str, str]]:
+    """Commands of the page's console blocks, and what it says they print."""
+    found = []
+    for text in (text for page, text in blocks("console") if page == "serving.md"):
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            lines = part.splitlines()
+            size = next(n for n in range(1, len(lines) + 1) if complete("\n".join(lines[:n])))
+            found.append(("\n".join(lines[:size]), "\n".join(lines[size:])))
+    return found
+
+
+def complete(command: str) -> bool:
+    """Whether a shell would run this, or wait for more."""
+    done = subprocess.run(["bash", "-n", "-c", command], capture_output=True, check=False)
+    return done.returncode == 0 and not command.endswith("\\")
+
+
+def test_flags_and_variables_on_the_page_exist() -> None:
+    known = {
+        option
+        for command in typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+        for parameter in command.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    vllms = {"--served-model-name", "--max-model-len", "--middleware", "--model", "--api-key", "--api-server-count"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", SERVING)) - known - vllms == set()
+    assert set(re.findall(r"\bSEMKV_[A-Z_]+", SERVING)) - _VARIABLES == set()
+    (vllm,) = (command for command, _ in typed() if command.startswith("vllm"))
+    assert shlex.split(vllm)[-1] == f"{Middleware.__module__.rpartition('.')[0]}.{Middleware.__name__}"
+
+
+class Newcomer:
+    """Types what the page shows, with ports of this machine and an upstream that repeats what it is asked."""
+
+    def __init__(self, folder: Path, redis: str) -> None:
+        self.folder, self.exported, self.defined = folder, "", ""
+        self.upstream = Served(Scripted())
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._named = {"127.0.0.1:8000": self.upstream.url[7:], "127.0.0.1:8080": f"127.0.0.1:{self.port}"}
+        self._named["127.0.0.1:6379"] = redis
+        self._gateway: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Newcomer:
+        self.upstream.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self.upstream.stop()
+
+    def stop(self) -> None:
+        if self._gateway is not None:
+            self._gateway.terminate()
+            self._gateway.wait(30)
+            self._gateway = None
+
+    def type(self, command: str) -> str:
+        """What the command prints. One that serves takes the place of the one before; exports and functions stay."""
+        for shown, real in self._named.items():
+            command = command.replace(shown, real)
+        if "semkv serve" in command:
+            if self._gateway is not None:  # what the later ones show needs no encoder, which takes its time to load
+                command += " --no-semantic"
+            self.stop()
+            if "--port" not in command:
+                command += f" --port {self.port}"
+            command = command.replace("--port 8080", f"--port {self.port}").replace("semkv serve", "exec semkv serve")
+            self._gateway = subprocess.Popen(self._shell(command), cwd=self.folder, env=self._environment())
+            wait_until(self._answers, 300)
+            return ""
+        if command.startswith("export "):
+            self.exported += command + "\n"
+        elif re.match(r"\w+\(\)", command):
+            self.defined += command + "\n"
+        else:
+            wait_until(self._at_rest)
+            done = subprocess.run(
+                self._shell(command),
+                cwd=self.folder,
+                env=self._environment(),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            return done.stdout.replace("\r", "").strip()
+        return ""
+
+    def _shell(self, command: str) -> list[str]:
+        return ["bash", "-c", self.exported + self.defined + command]
+
+    def _environment(self) -> dict[str, str]:
+        return environment(SEMKV_CACHE_DIR=str(self.folder / "cache"), TERM="dumb")
+
+    def _answers(self) -> bool:
+        assert self._gateway is not None
+        assert self._gateway.poll() is None
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}/healthz").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def _at_rest(self) -> bool:
+        """What was computed is recorded, as it is by the time a person has typed the next line."""
+        lines = httpx.get(f"http://127.0.0.1:{self.port}/metrics").text.splitlines()
+        counted = {
+            name: float(number) for name, _, number in (line.rpartition(" ") for line in lines) if name[:1] != "#"
+        }
+        events = 'semkv_cache_events_total{event="semantic recorded"}'
+        return events not in counted or counted[events] >= counted.get(
+            'semkv_requests_total{status="200",tier="miss"}', 0.0
+        )
+
+
+def test_the_guide_to_serving_does_what_it_says(tmp_path: Path) -> None:
+    if not all(map(shutil.which, ("curl", "redis-server"))):
+        pytest.skip("needs curl and redis-server")
+    redis = RedisServer(tmp_path)
+    try:
+        with Newcomer(tmp_path, f"127.0.0.1:{redis.port}") as newcomer:
+            commands = [(command, said) for command, said in typed() if not command.startswith("vllm")]
+            assert sum(bool(said) for _, said in commands) >= 6
+            for command, said in commands:
+                printed = newcomer.type(command)
+                assert re.sub(_NUMBER, "N", printed) == re.sub(_NUMBER, "N", said), command
+    finally:
+        redis.kill()

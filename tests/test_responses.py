@@ -382,6 +382,21 @@ def test_a_store_that_is_down_at_the_start_is_found_later() -> None:
     cache.close()
 
 
+def test_what_was_begun_before_the_store_was_heard_of_does_not_reach_it() -> None:
+    store = Broken()
+    store.broken = True
+    cache = ResponseCache(store, poll_s=60.0, pause_s=0.0)
+    since = cache.begin()
+    store.broken = False
+    store.invalidate(Selector(key="a"))  # by another replica, and no cursor says whether before or after
+    assert cache.keep(Asked(), GOOD, since=since)
+    assert store.get("a") is None
+    cache.follow()
+    assert cache.keep(Asked(), GOOD, since=cache.begin())
+    assert store.get("a") is not None
+    cache.close()
+
+
 def test_invalidation_says_so_when_the_store_is_down(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "a")
     cache = ResponseCache(store, poll_s=60.0)

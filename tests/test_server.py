@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 
 import aiohttp
@@ -15,11 +17,13 @@ import openai
 import pytest
 
 from gateway_helpers import Pair, chat, wait_until
+from semkv.server.admission import Tenants
+from semkv.server.workers import Late, Workers
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with Pair(tmp_path_factory.mktemp("gateway")) as running:
+    with Pair(tmp_path_factory.mktemp("gateway"), connect_timeout=60.0) as running:  # all of it is one busy process
         yield running
 
 
@@ -126,11 +130,13 @@ class TestNotKept:
         assert not any("hit" in a.headers["x-semkv"] for a in answers)
         assert calls(pair, "drawn") == 2
 
-    def test_no_json_goes_to_the_upstream_as_it_is(self, pair: Pair) -> None:
-        for raw in (b"{", b"[]", b"[" * 100_000, b'{"a": NaN}', b"\xff\xfe", b""):
+    def test_no_json_is_refused_as_there_is_no_place_for_a_salt(self, pair: Pair) -> None:
+        for raw in (b"{", b"[]", b"[" * 100_000, b"\xff\xfe", b""):
             answer = httpx.post(f"{pair.url}/v1/chat/completions", content=raw)
             assert answer.status_code == 400
-            assert answer.json()["error"]["message"] == "no request"
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        answer = httpx.post(f"{pair.url}/v1/chat/completions", content=b'{"a": NaN}')
+        assert answer.json()["error"]["message"] == "no request", "the upstream's own words"
 
     def test_other_routes_pass_through(self, pair: Pair) -> None:
         assert pair.client().models.list().data[0].id == "scripted"
@@ -171,14 +177,52 @@ class TestTenants:
         assert pair.client("one").chat.completions.create(**chat("whose?")).id == one.id
 
     def test_a_client_cannot_name_its_tenant(self, pair: Pair) -> None:
-        ids = {pair.post("named", headers={"X-Semkv-Tenant": name}).json()["id"] for name in ("a", "b")}
-        assert len(ids) == 1
+        """Somebody counts on the name, so it is not ignored: what cannot be told apart is not cached."""
+        for name in ("a", "b", "a"):
+            answer = pair.post("named", headers={"X-Semkv-Tenant": name})
+            assert answer.headers["x-semkv"] == "pass reason=tenant"
+        assert pair.post("named").headers["x-semkv"] == "miss"
 
     def test_a_trusted_proxy_can(self, tmp_path: Path) -> None:
         with Pair(tmp_path, trusted_proxies=("127.0.0.0/8",), tell=False) as pair:
             ids = [pair.post("x", headers={"X-Semkv-Tenant": name}).json()["id"] for name in ("a", "b", "a")]
             assert ids[0] == ids[2] != ids[1]
             assert "x-semkv" not in pair.post("x").headers
+
+    @pytest.mark.parametrize(
+        ("client", "believed"),
+        [(("10.0.0.1", 5), True), (("::ffff:10.0.0.1", 5), True), (("10.0.0.1", 0), False), (None, False),
+         (("11.0.0.1", 5), False), (("somewhere", 5), False)],
+    )  # fmt: skip
+    def test_whose_word_counts(self, client: tuple[str, int] | None, believed: bool) -> None:
+        """Port 0 is what uvicorn writes where it took the address from a header, which anybody may send."""
+        tenants = Tenants(b"secret", trusted=(ip_network("10.0.0.0/8"),))
+        scope = {"client": client, "headers": [(b"x-semkv-tenant", b"a"), (b"authorization", b"k")]}
+        other = {"client": client, "headers": [(b"x-semkv-tenant", b"a"), (b"authorization", b"other")]}
+        assert tenants.believed(scope) is believed
+        assert (tenants.of(scope) == tenants.of(other)) is believed
+        assert tenants.of(scope) != tenants.of({**scope, "headers": scope["headers"][1:]})
+
+    def test_every_kind_of_credential_makes_a_tenant(self) -> None:
+        tenants = Tenants(b"secret")
+        names = (b"authorization", b"x-api-key", b"cookie", b"x-goog-api-key")
+        assert len({tenants.of({"client": None, "headers": [(name, b"v")]}) for name in names}) == len(names)
+
+    def test_a_key_that_is_refused_reads_no_more(self, pair: Pair) -> None:
+        revoked = {"Authorization": "Bearer revoked"}
+        assert pair.post("before", headers=revoked).headers["x-semkv"] == "miss"
+        assert pair.post("before", headers=revoked).headers["x-semkv"].startswith("hit")
+        assert pair.post("after [status=401]", headers=revoked).status_code == 401
+        assert pair.post("before", headers=revoked).headers["x-semkv"] == "miss"
+        assert pair.post("before", headers=revoked).headers["x-semkv"].startswith("hit"), "accepted again"
+
+    @pytest.mark.parametrize("status", [429, 400, 503])
+    def test_only_a_success_lets_a_key_in(self, tmp_path: Path, status: int) -> None:
+        with Pair(tmp_path, single_tenant=True) as pair:
+            assert pair.post("common", headers={"Authorization": "Bearer a"}).headers["x-semkv"] == "miss"
+            stranger = {"Authorization": "Bearer stranger"}
+            assert pair.post(f"x [status={status}]", headers=stranger).status_code == status
+            assert pair.post("common", headers=stranger).headers["x-semkv"] == "miss"
 
     def test_one_tenant_for_all_keys_still_lets_the_upstream_refuse(self, tmp_path: Path) -> None:
         with Pair(tmp_path, single_tenant=True) as pair:
@@ -191,11 +235,24 @@ class TestTenants:
 
 class TestSingleFlight:
     def test_500_equal_requests_reach_the_upstream_once(self, pair: Pair) -> None:
-        answers = asyncio.run(many(pair, 500 * [chat("stampede [delay=0.5]")]))
+        joins = pair.metric("semkv_single_flight_joins_total")
+
+        async def story() -> list[Reply]:
+            pair.upstream.gate.clear()
+            asking = asyncio.create_task(many(pair, 500 * [chat("stampede")]))
+            try:
+                async with asyncio.timeout(60):
+                    while sum(len(flight._readers) for flight in list(pair.app.gateway.desk._running)) < 500:
+                        await asyncio.sleep(0.01)
+            finally:
+                pair.upstream.gate.set()
+            return await asking
+
+        answers = asyncio.run(story())
         assert {a.status for a in answers} == {200}
         assert len({a.text for a in answers}) == 1
-        assert calls(pair, "stampede [delay=0.5]") == 1
-        assert pair.metric("semkv_single_flight_joins_total") >= 400
+        assert calls(pair, "stampede") == 1
+        assert pair.metric("semkv_single_flight_joins_total") == joins + 499
 
     def test_500_equal_streams_share_one(self, pair: Pair) -> None:
         said = "stampede of streams [events=5][gap=0.2]"
@@ -291,12 +348,22 @@ class TestFaults:
             wait_until(lambda: pair.app.gateway.desk.held == 0)
 
     def test_1000_open_streams(self, pair: Pair) -> None:
-        answers = asyncio.run(many(pair, [chat(f"open {i} [delay=2][events=1]", stream=True) for i in range(1000)]))
+        said = [f"open {i} [together=1000][events=1]" for i in range(1000)]
+        answers = asyncio.run(many(pair, [chat(text, stream=True) for text in said]))
         for i, answer in enumerate(answers):
             assert f"You said: open {i} " in answer.text
             assert answer.text.endswith("[DONE]\n\n")
-        assert pair.upstream.most_running >= 900
+        assert pair.upstream.most_running >= 1000
         wait_until(lambda: pair.app.gateway.desk.held == 0)
+
+    def test_300_different_misses_at_once_are_all_looked_up_and_kept(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, store_timeout=20.0) as pair:
+            bodies = [chat(f"one of many: {i}") for i in range(300)]
+            asyncio.run(many(pair, bodies))
+            assert pair.metric("semkv_faults_total") == 0
+            assert len(pair.upstream.calls) == 300
+            asyncio.run(many(pair, bodies))
+            assert len(pair.upstream.calls) == 300
 
     def test_a_store_that_hangs_costs_its_time_limit_and_recovers(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -324,6 +391,27 @@ class TestFaults:
                 with monkeypatch.context() as patch:
                     patch.setattr(target, name, broken)
                     assert pair.post(f"with a broken {name}").json()["choices"]
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_late_questions_are_dropped_and_late_orders_are_carried_out(drops: bool) -> None:
+    workers, go, done = Workers("test", threads=1, queued=1, drops=drops), threading.Event(), []
+
+    async def story() -> None:
+        first = asyncio.ensure_future(workers.run(None, go.wait))
+        await asyncio.sleep(0)
+        with pytest.raises(Late, match="slow"):
+            await workers.run(0.05, done.append, "late")
+        if not drops:
+            with pytest.raises(Late, match="too much"):
+                await workers.run(None, done.append, "one too many")
+        go.set()
+        await first
+        await workers.run(None, done.append, "last")
+
+    asyncio.run(story())
+    workers.close()
+    assert done == (["last"] if drops else ["late", "last"])
 
 
 def flat(answer: openai.types.chat.ChatCompletion) -> dict:

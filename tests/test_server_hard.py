@@ -105,7 +105,8 @@ def test_open_requests_are_finished_on_a_signal_to_stop(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def semantic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with Pair(tmp_path_factory.mktemp("semantic"), semantic=True, tell=False, similarity_threshold=0.8) as running:
+    settings = {"tell": False, "similarity_threshold": 0.8, "store_timeout": 60.0}  # a busy machine is no fault
+    with Pair(tmp_path_factory.mktemp("semantic"), semantic=True, **settings) as running:
         yield running
 
 
@@ -161,17 +162,19 @@ def test_checked_hits_count_wrong_ones_and_keep_the_own_answer(tmp_path: Path, m
     one, other = TestTenantsWithNeighbours.QUESTIONS
     with Pair(tmp_path, semantic=True, similarity_threshold=0.8, verify_rate=1.0) as pair:
         monkeypatch.setattr(pair.app.gateway.caches.semantic, "same_answer", lambda first, second: first == second)
-        pair.post(one)
-        wait_until(
-            lambda: pair.post(other, seed=3).headers["x-semkv"].startswith(("hit tier=text:semantic", "miss reuse")), 20
-        )
         pair.post(one, seed=4)
+        wait_until(lambda: pair.metric("semkv_semantic_entries") == 1)
         assert pair.post(other, seed=4).headers["x-semkv"].startswith("hit tier=text:semantic")
-        wait_until(lambda: pair.metric("semkv_hits_checked") >= 1, 20)
+        wait_until(lambda: pair.metric("semkv_hits_checked") == 1)
         assert pair.metric("semkv_wrong_hit_share") == 1.0, "the scripted server says what it was asked"
         answer = pair.post(other, seed=4)
         assert answer.headers["x-semkv"].startswith("hit tier=exact")
         assert answer.json()["choices"][0]["message"]["content"] == f"You said: {other}"
+        wait_until(lambda: pair.metric("semkv_semantic_entries") == 2)
+        third = "How could I bake sourdough bread at home?"  # with a seed for which the donor's answer is not there yet
+        assert pair.post(third, seed=5).headers["x-semkv"].startswith("miss reuse=text:semantic")
+        wait_until(lambda: pair.metric("semkv_hits_checked") == 2)
+        wait_until(lambda: pair.post(third, seed=5).headers["x-semkv"].startswith("hit tier=exact"))
 
 
 def test_a_stale_answer_is_served_while_a_fresh_one_is_fetched(tmp_path: Path) -> None:
@@ -224,7 +227,8 @@ class TestFuzz:
     )
     def test_hand_made_malice(self, semantic: Pair, raw: bytes) -> None:
         for path in ("/v1/chat/completions", "/v1/completions"):
-            answer = httpx.post(f"{semantic.url}{path}", content=raw, timeout=20)
+            headers = {"Content-Type": "application/json"}
+            answer = httpx.post(f"{semantic.url}{path}", content=raw, headers=headers, timeout=20)
             assert answer.status_code in (200, 400)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import signal
 import socket
@@ -71,7 +72,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vllm, Vl
     """A stock server, and one with the middleware and an API key; started side by side."""
     folder = tmp_path_factory.mktemp("servers")
     secrets = {"SEMKV_SECRET": SECRET, "SEMKV_ADMIN_KEY": ADMIN, "SEMKV_CACHE_DIR": str(folder / "inside")}
-    stock = Vllm(folder / "stock.log")
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "pythonic"]
+    plain = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+    stock = Vllm(folder / "stock.log", *tools, *plain)  # an untrained model would fill an answer with blanks
     inside = Vllm(
         folder / "inside.log", "--middleware", "semkv.server.Middleware", "--api-key", "right", **secrets
     )  # fmt: skip
@@ -115,7 +118,7 @@ def test_a_picture_question_repeated_reworded_and_streamed(gateway: Served, serv
     assert again == first
     assert said.startswith("hit tier=exact")
     deadline = time.monotonic() + 20  # the entry is recorded beside the requests
-    while not (answer := ask(gateway.url, "what COLOR  is the large cube?", picture="scene.jpg"))[1].startswith("hit"):
+    while not (answer := ask(gateway.url, "what color  is the large cube?", picture="scene.jpg"))[1].startswith("hit"):
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert answer[1].startswith("hit tier=text:normalised")
@@ -140,6 +143,101 @@ def test_text_alone_streams_logprobs_and_several_choices(gateway: Served) -> Non
     assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == whole.choices[0].message.content
 
 
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at one thing of the picture.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "color": {"type": "string", "enum": ["red", "blue", "green"]},
+                "large": {"type": "boolean"},
+            },
+            "required": ["color", "large"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def called(answer: Any) -> tuple[Any, ...]:
+    """Id, name and arguments of the one tool call of an answer, and why it ended; of a stream as well."""
+    if hasattr(answer, "choices"):
+        (choice,) = answer.choices
+        (call,) = choice.message.tool_calls
+        return call.id, call.function.name, json.loads(call.function.arguments), choice.finish_reason
+    name = arguments = ""
+    known = reason = None
+    for piece in answer:
+        for choice in piece.choices:
+            reason = choice.finish_reason or reason
+            for call in choice.delta.tool_calls or ():
+                known = call.id or known
+                name += call.function.name or ""
+                arguments += call.function.arguments or ""
+    return known, name, json.loads(arguments), reason
+
+
+@pytest.mark.parametrize("first_streams", [False, True])
+def test_a_tool_call_is_kept_and_replayed_in_both_forms(gateway: Served, first_streams: bool) -> None:
+    """The model knows no tools; the server holds it to the schema of the one that the request names."""
+    choice = {"type": "function", "function": {"name": "look"}}
+    tools: dict[str, Any] = {"tools": [LOOK], "tool_choice": choice, "max_tokens": 96}
+    question = f"What is there to see, if {first_streams}?"
+    first, said = ask(gateway.url, question, stream=first_streams, **tools)
+    assert said == "miss"
+    known, name, arguments, reason = called(first)
+    assert known
+    assert name == "look"
+    assert arguments["color"] in ("red", "blue", "green")
+    assert isinstance(arguments["large"], bool)
+    assert reason in ("stop", "tool_calls")
+    for stream in (first_streams, not first_streams):
+        again, said = ask(gateway.url, question, stream=stream, **tools)
+        assert said.startswith("hit tier=exact")
+        assert called(again) == (known, name, arguments, reason)
+    other = {**LOOK["function"], "description": "Another tool."}
+    changed = {**tools, "tools": [{"type": "function", "function": other}]}
+    assert ask(gateway.url, question, **changed)[1] == "miss", "tools are part of the key"
+
+
+def test_structured_answers_are_kept(gateway: Served) -> None:
+    schema = LOOK["function"]["parameters"]
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "seen", "schema": schema}}}
+    first, said = ask(gateway.url, "What is there?", max_tokens=96, **form)
+    again, repeated = ask(gateway.url, "What is there?", max_tokens=96, **form)
+    assert (said, repeated.split()[0], first) == ("miss", "hit", again)
+    assert json.loads(text(first)).keys() == {"color", "large"}
+
+
+def test_the_responses_api_passes_and_keeps_tenants_apart(gateway: Served) -> None:
+    def respond(key: str, **more: Any) -> Any:
+        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=120)
+        prompt = "What color is the large cube? " * 30
+        return client.responses.create(model=MODEL, input=prompt, max_output_tokens=8, temperature=0, **more)
+
+    first = respond("one")
+    assert first.output_text
+    assert [event.type for event in respond("one", stream=True)][-1] in ("response.completed", "response.incomplete")
+    cached = {key: respond(key).usage.input_tokens_details.cached_tokens for key in ("one", "two")}
+    assert cached["one"] > 0
+    assert cached["two"] == 0, "another tenant finds nothing in the server's prefix cache"
+
+
+def test_what_is_not_cached_does_not_share_the_servers_prefixes_either(gateway: Served) -> None:
+    question = "What shape is the small green thing? " * 30
+
+    def cached(key: str) -> int:
+        answer, said = ask(gateway.url, question, key=key, extra_headers={"X-Semkv-Bypass": "1"})
+        assert said.startswith("pass")
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached("first") == 0
+    assert cached("first") > 0
+    assert cached("second") == 0
+
+
 def test_errors_are_the_servers_own(gateway: Served, servers: tuple[Vllm, Vllm]) -> None:
     for more in ({"model": "nobody"}, {"temperature": -1}, {"tools": [{"type": "function"}]}, {"max_tokens": 9999}):
         found = []
@@ -162,6 +260,16 @@ def test_inside_vllm(servers: tuple[Vllm, Vllm]) -> None:
     streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces)
     whole, repeated = ask(url, "What shape is blue?", picture="scene.jpg")
     assert (said, repeated.split()[0], whole.choices[0].message.content) == ("miss", "hit", streamed)
+    prompt = "What shape is to the left of the large cube? " * 30
+    body = {"model": MODEL, "input": prompt, "max_output_tokens": 4, "temperature": 0}
+    cached = []
+    for salt in ("mine", "mine", "another"):
+        headers = {"Authorization": "Bearer right"}
+        passed = httpx.post(f"{url}/v1/responses", json={**body, "cache_salt": salt}, headers=headers, timeout=120)
+        assert passed.headers["x-semkv"] == "pass"
+        cached.append(passed.json()["usage"]["input_tokens_details"]["cached_tokens"])
+    assert (cached[0], cached[1] > 0, cached[2]) == (0, True, 0)
+    assert httpx.post(f"{url}/v1/responses", json=body, timeout=120).status_code == 401
     assert "vllm:" in httpx.get(f"{url}/metrics").text, "vLLM's own metrics stay where they are"
     assert "semkv_requests_total" in httpx.get(f"{url}/semkv/metrics").text
     stats = httpx.get(f"{url}/semkv/api/stats", headers={"Authorization": f"Bearer {ADMIN}"}).json()

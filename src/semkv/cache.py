@@ -11,7 +11,7 @@
 >>> report.hit
 False
 >>> entry = cache.add_observation(report, "red")   # after the engine has answered report.plan.segments
->>> again = cache.try_reuse(Request("2", Namespace(), (TextSegment("what color  is the CAR?"),)))
+>>> again = cache.try_reuse(Request("2", Namespace(), (TextSegment("what color  is the car?"),)))
 >>> again.provenance, again.plan.segments[0].text
 ('text:normalised', 'What color is the car?')
 >>> cache.close()
@@ -47,6 +47,7 @@ from semkv.tiers.rerank import Reranker
 from semkv.tiers.semantic_text import SemanticTextTier
 from semkv.tiers.similar_context import SimilarContext
 from semkv.tiers.stats import CacheStats, stats_of
+from semkv.tiers.underway import Joining
 from semkv.tiers.vectors import check_layers, clean
 from semkv.types import (
     CacheMode,
@@ -83,6 +84,8 @@ class _Lookup:
 
 class SemanticCache:
     """Tiers, stores and indexes behind two calls: `try_reuse` before the engine, `add_observation` after it.
+
+    `joining` answers requests by others whose answers are not there yet.
 
     Any thread may call any method. Encoders run in the calling thread. A fault inside is counted (`stats`) and the
     request goes on as a miss; only a wrong setting raises.
@@ -127,15 +130,16 @@ class SemanticCache:
         self._roots = image_roots(config)
         guard = veto if config.guards and config.match is MatchPolicy.ALL else no_veto
         self._decider = decider or build_policy(config, encoder.fingerprint if config.calibration else "")
+        least = config.similarity_threshold
+        floor = least if self._decider.floor is None else self._decider.floor
         self._hits = HitLog(config.checked_share)
         self._planner = Planner(self._media, self._decider, guard, reranker, self._hits, self._tally)
+        self.joining = Joining(config, floor, self._planner, self._hits, self._tally)
         self._exact = ExactTextTier(self._catalog, config.scope) if config.exact else None
         self._embedding = EmbeddingTier(self._catalog, self._layers, config.match, self._hook.fingerprint, self._tally)
         self._semantic: SemanticTextTier | None = None
         self._contexts: SimilarContext | None = None
         if semantic and dim:
-            least = config.similarity_threshold
-            floor = least if self._decider.floor is None else self._decider.floor
             self._semantic = SemanticTextTier(self._catalog, self._encoder, config.scope, floor, self._tally)
             self._contexts = SimilarContext(
                 self._catalog, self._encoder, config.scope, least, config.context_edit_share, guard

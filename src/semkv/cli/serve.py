@@ -35,6 +35,12 @@ def serve(
         list[str] | None,
         typer.Option(metavar="RULE", help="Such as prompt:*weather*=5m or model:*-news=1h,stale=60; may be repeated."),
     ] = None,
+    tag_rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE", help="Labels answers for invalidation: prompt:*weather*=weather; may be repeated."
+        ),
+    ] = None,
     stale: Annotated[
         float, typer.Option(help="Seconds it is still served after that, while a fresh one is fetched.")
     ] = 0.0,
@@ -73,9 +79,12 @@ def serve(
     ] = None,
     trusted_proxy: Annotated[
         list[str] | None,
-        typer.Option(metavar="NETWORK", help="Whose X-Semkv-Tenant header is believed; may be repeated."),
+        typer.Option(metavar="NETWORK", help="Whose X-Semkv-Tenant and -Tags headers are believed; may be repeated."),
     ] = None,
     single_tenant: Annotated[bool, typer.Option("--single-tenant", help="All API keys share answers.")] = False,
+    salt: Annotated[
+        bool, typer.Option("--salt/--no-salt", help="Send vLLM's cache_salt, so that tenants share no prefix cache.")
+    ] = True,
     tell: Annotated[bool, typer.Option("--tell/--no-tell", help="Put an X-Semkv header on answers.")] = True,
     tenant_metrics: Annotated[
         bool, typer.Option("--tenant-metrics", help="Label metrics with a bucket of the tenant's digest.")
@@ -102,6 +111,7 @@ def serve(
         store=store,
         ttl=ttl,
         ttl_rules=tuple(ttl_rule or ()),
+        tag_rules=tuple(tag_rule or ()),
         stale=stale,
         sliding=sliding,
         jitter=jitter,
@@ -123,6 +133,7 @@ def serve(
         verify_rate=verify_rate,
         trusted_proxies=tuple(trusted_proxy or ()),
         single_tenant=single_tenant,
+        salt=salt,
         tell=tell,
         tenant_metrics=tenant_metrics,
         max_body_mib=max_body_mib,

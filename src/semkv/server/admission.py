@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address
+from typing import TypeVar
 
 from semkv.server.asgi import header
+from semkv.server.tags import read_tags
 from semkv.server.upstream import Scope
 
 Network = IPv4Network | IPv6Network
 
-_CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"api-key"))
+_CREDENTIALS = frozenset(
+    (b"authorization", b"proxy-authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie")
+)
 _ACCEPTED_S = 300.0
-_ACCEPTED_MOST = 10_000
+_REMEMBERED = 10_000  # credentials, by their digests
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,9 @@ def credentials(scope: Scope) -> str:
 class Tenants:
     """Tells tenants apart.
 
-    By default a tenant is whoever holds an API key (``Authorization``, ``X-API-Key`` or ``Api-Key``), so two keys never
-    share an answer. A proxy that is trusted may name the tenant instead.
+    By default a tenant is whoever holds the same credentials (``Authorization``, ``X-API-Key``, ``Cookie`` and the
+    like), so two keys never share an answer. A proxy that is trusted may name the tenant instead. A name that comes
+    from anybody else says that somebody counts on it: such a request is not cached.
 
     Args:
         secret: of the deployment; tenants' names are digests under it.
@@ -83,50 +89,82 @@ class Tenants:
     def __init__(self, secret: bytes, *, trusted: tuple[Network, ...] = (), single: bool = False) -> None:
         self._secret, self._trusted, self._single = secret, trusted, single
         self._accepted: OrderedDict[bytes, float] = OrderedDict()
-        self._known: OrderedDict[str, str] = OrderedDict()
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
 
     def of(self, scope: Scope) -> str:
-        """The tenant's digest; one for everybody in a single-tenant deployment."""
-        if self._trusted and (named := header(scope, b"x-semkv-tenant")) and self._from_proxy(scope):
-            return self._digest("named:" + named)
-        return "" if self._single else self._digest("key:" + credentials(scope))
+        """The tenant's digest; one for everybody in a single-tenant deployment.
 
-    def _digest(self, name: str) -> str:
-        known = self._known.get(name)
-        if known is None:
-            known = hmac.new(self._secret, name.encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()[:32]
-            self._known[name] = known
-            if len(self._known) > _ACCEPTED_MOST:
-                self._known.popitem(last=False)
-        return known
+        A tenant's name that is not believed makes a tenant of its own of these credentials.
+        """
+        named = header(scope, b"x-semkv-tenant")
+        if named and self._from_proxy(scope):
+            return self._digest("named:", named)
+        if named:
+            return self._digest("claimed:", named + "\n" + credentials(scope))
+        return "" if self._single else self._digest("key:", credentials(scope))
+
+    def believed(self, scope: Scope) -> bool:
+        """Whether the tenant is not merely claimed."""
+        return not header(scope, b"x-semkv-tenant") or self._from_proxy(scope)
+
+    def tags_of(self, scope: Scope) -> tuple[str, ...]:
+        """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from anybody else.
+
+        Raises:
+            BadTags: see `semkv.server.tags.read_tags`.
+        """
+        given = header(scope, b"x-semkv-tags") if self._trusted else ""
+        return read_tags(given) if given and self._from_proxy(scope) else ()
+
+    def _digest(self, kind: str, name: str) -> str:
+        return hmac.digest(self._secret, (kind + name).encode("utf-8", "surrogateescape"), "sha256").hex()[:32]
 
     def _from_proxy(self, scope: Scope) -> bool:
+        """The connection is a trusted proxy's. An address that uvicorn took from a header (it has port 0) is nobody's:
+        whoever can send that header could pass for a proxy."""
         client = scope.get("client")
+        if not self._trusted or not client or not client[1]:
+            return False
         try:
-            address = ip_address(client[0]) if client else None
+            address = ip_address(client[0])
         except ValueError:
             return False
-        return address is not None and any(address in network for network in self._trusted)
+        plain = getattr(address, "ipv4_mapped", None) or address
+        return any(plain in network for network in self._trusted)
 
     def may_read(self, scope: Scope) -> bool:
         """Whether cached answers may be given before the upstream has seen these credentials.
 
-        Where tenants are told apart by their credentials, whoever finds an answer has been let in before. Where all
-        are one tenant, credentials count once the upstream has accepted them, and for five minutes.
+        Where tenants are told apart by their credentials, whoever finds an answer has been let in before, and may read
+        until the upstream refuses a request of theirs. Where all are one tenant, credentials count once the upstream
+        has accepted them, and for five minutes.
         """
+        name = self._fingerprint(scope)
         if not self._single:
-            return True
-        until = self._accepted.get(self._fingerprint(scope))
+            return name not in self._refused
+        until = self._accepted.get(name)
         return until is not None and until > time.monotonic()
 
-    def accepted(self, scope: Scope) -> None:
-        """The upstream has answered a request with these credentials."""
-        if self._single:
-            name = self._fingerprint(scope)
-            self._accepted[name] = time.monotonic() + _ACCEPTED_S
-            self._accepted.move_to_end(name)
-            while len(self._accepted) > _ACCEPTED_MOST:
-                self._accepted.popitem(last=False)
+    def answered(self, scope: Scope, status: int) -> None:
+        """The upstream has answered a request with these credentials.
+
+        A success lets them in, 401 and 403 shut them out; anything else may have been said before they were looked at.
+        """
+        name = self._fingerprint(scope)
+        if status in (401, 403):
+            self._accepted.pop(name, None)
+            _remember(self._refused, name, None)
+        elif 200 <= status < 300:
+            self._refused.pop(name, None)
+            if self._single:
+                _remember(self._accepted, name, time.monotonic() + _ACCEPTED_S)
 
     def _fingerprint(self, scope: Scope) -> bytes:
         return hmac.digest(self._secret, credentials(scope).encode("latin-1"), "sha256")
+
+
+def _remember(names: OrderedDict[bytes, _Value], name: bytes, value: _Value) -> None:
+    names[name] = value
+    names.move_to_end(name)
+    while len(names) > _REMEMBERED:
+        names.popitem(last=False)

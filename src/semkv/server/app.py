@@ -12,7 +12,9 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from semkv.server.asgi import Answer, TooLarge, Vanished, error_answer, read_body, reply, unless_gone
-from semkv.server.gateway import ENDPOINTS, Gateway
+from semkv.server.asked import ENDPOINTS
+from semkv.server.gateway import Gateway
+from semkv.server.salt import SALTED
 from semkv.server.upstream import Application, Call, Receive, Scope, Send, UpstreamError
 
 log = logging.getLogger(__name__)
@@ -43,10 +45,10 @@ class App:
             await self._respond(scope, receive, send, cached=False)
 
     async def answered(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer what is ours: the cached routes and the operators'. Returns False for everything else."""
+        """Answer what is ours: the cached routes, those that get a salt, the operators'. False for everything else."""
         path = scope["path"]
-        if path in ENDPOINTS and scope["method"] == "POST":
-            await self._respond(scope, receive, send, cached=True)
+        if scope["method"] == "POST" and (path in ENDPOINTS or path in SALTED):
+            await self._respond(scope, receive, send, cached=path in ENDPOINTS)
         elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
             await self._operations(scope, receive, send)
         else:
@@ -55,6 +57,9 @@ class App:
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send, *, cached: bool) -> None:
         try:
+            if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
+                await reply(error_answer(400, "no such path", "invalid_request_error"), send)
+                return
             call = Call(scope, await read_body(scope, receive, self._limit))
             answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, ""))
             if answer.stream is None:

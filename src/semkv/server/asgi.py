@@ -46,11 +46,14 @@ def error_answer(status: int, message: str, kind: str, headers: Headers | None =
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """The first value of a header, or an empty string. ``name`` in lower case."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value).decode("latin-1")
-    return ""
+    """What a header says, several of one name joined by commas; an empty string without it. ``name`` in lower case."""
+    return b",".join(value for key, value in scope["headers"] if key == name).decode("latin-1")
+
+
+def is_plain_json(scope: Scope) -> bool:
+    """The body is JSON by its content type, and not compressed: what any server reads in one way."""
+    kind = header(scope, b"content-type").partition(";")[0].strip().lower()
+    return kind == "application/json" and header(scope, b"content-encoding").strip().lower() in ("", "identity")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

@@ -11,6 +11,7 @@ from semkv.server.gateway import Gateway
 from semkv.server.metrics import Metrics
 from semkv.server.operations import Operations
 from semkv.server.settings import ServerSettings, admin_key, secret_of
+from semkv.server.tags import parse_tag_rule
 from semkv.server.upstream import HttpUpstream, Upstream
 from semkv.stores.responses.open import open_store
 from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
@@ -26,12 +27,20 @@ def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstrea
     """
     secret = secret_of(settings, environment)
     config = settings.cache_config()
+    rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     metrics = Metrics(tenants=settings.tenant_metrics)
     responses = _responses(settings)
     semantic = None if config is None else SemanticCache(config)
     if semantic is not None:
         semantic.warm_up()
-    caches = Caches(responses, semantic, metrics, store_s=settings.store_timeout, sampled=settings.sampled)
+    caches = Caches(
+        responses,
+        semantic,
+        metrics,
+        store_s=settings.store_timeout,
+        sampled=settings.sampled,
+        tag_rules=rules,
+    )
     gateway = Gateway(settings, secret, upstream, caches, metrics)
     metrics.read_sizes(gateway.sizes)
     return gateway

@@ -10,19 +10,22 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 from semkv.cache import SemanticCache
 from semkv.server.canonical import CanonicalRequest
 from semkv.server.metrics import Metrics
+from semkv.server.tags import TagRule, tags_by
 from semkv.server.workers import Late, Workers
 from semkv.stores.media import MediaStore
 from semkv.stores.responses.base import Selector
+from semkv.tiers.base import Candidate
 from semkv.tiers.response import Found, ResponseCache
 from semkv.tiers.stats import CacheStats
-from semkv.types import ReuseReport
+from semkv.tiers.underway import Underway
+from semkv.types import Plan, ReuseReport
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,10 @@ EXACT = "exact"
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LOOKUP_S = 10.0  # longest wait for a semantic lookup
+_LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
+_QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs nobody any time
 _ADMIN_S = 30.0
+_INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
 _SIZES = {
     "memory_entries": "memory_entries",
     "memory_bytes": "memory_bytes",
@@ -48,11 +54,13 @@ class Resolution:
         canonical: what would be asked upstream: the request, or the canonical request' of a plan.
         found: its stored answer, or None.
         report: of the semantic lookup; None where there was none.
+        underway: the request as its paraphrases find it while it is answered; None where they may not.
     """
 
     canonical: CanonicalRequest
     found: Found | None = None
     report: ReuseReport | None = None
+    underway: Underway | None = None
 
     @property
     def tier(self) -> str:
@@ -75,6 +83,7 @@ class Caches:
         metrics: where faults are counted.
         store_s: how long a request waits for the store.
         sampled: answers that were drawn at random are kept too.
+        tag_rules: what answers are labelled with, beside the labels that come with a request.
     """
 
     def __init__(
@@ -85,12 +94,14 @@ class Caches:
         *,
         store_s: float,
         sampled: bool = False,
+        tag_rules: Sequence[TagRule] = (),
     ) -> None:
         self.responses, self.semantic, self._metrics = responses, semantic, metrics
-        self._store_s, self._sampled = store_s, sampled
+        self._store_s, self._sampled, self._tag_rules = store_s, sampled, tag_rules
         self._media = None if semantic is None else MediaStore(semantic.config.cache_dir / "media")
-        self._store = Workers("semkv-store", threads=4, queued=64)
-        self._encoders = Workers("semkv-encoder", threads=1, queued=64)
+        self._store = Workers("semkv-store", threads=4, queued=_QUEUED, drops=True)
+        self._keepers = Workers("semkv-keeper", threads=4, queued=_QUEUED)
+        self._encoders = Workers("semkv-encoder", threads=2, queued=_LOOKUPS, drops=True)
         self._parsers = Workers("semkv-parser", threads=2, queued=1 << 20)
         self._finding: dict[str, asyncio.Task[Resolution]] = {}
 
@@ -103,30 +114,71 @@ class Caches:
             task = asyncio.ensure_future(self._find(canonical))
             self._finding[canonical.key] = task
             task.add_done_callback(lambda _: self._finding.pop(canonical.key, None))
-        return await asyncio.shield(task)
+            return await asyncio.shield(task)
+        return await self._own(canonical, await asyncio.shield(task))
+
+    async def _own(self, canonical: CanonicalRequest, looked: Resolution) -> Resolution:
+        """What was found for an equal request, with what this one has beside the key, such as its ``request_id``."""
+        if looked.canonical.key == canonical.key:
+            return replace(looked, canonical=canonical)
+        assert looked.report is not None
+        own = await self._guarded("semantic", self._parsers, _LOOKUP_S, canonical.with_plan, looked.report.plan)
+        return Resolution(canonical) if own is None else replace(looked, canonical=own)
 
     async def _find(self, canonical: CanonicalRequest) -> Resolution:
-        own = Resolution(canonical, await self._stored(canonical))
+        own = Resolution(canonical, await self.stored(canonical))
         if own.found is not None or self.semantic is None or canonical.request is None:
             return own
+        if canonical.sampled and not self._sampled:  # its answer would be neither served nor comparable with another
+            return own
         start = time.perf_counter()
-        report = await self._guarded("semantic", self._encoders, _LOOKUP_S, self._try_reuse, canonical)
+        looked = await self._guarded("semantic", self._encoders, _LOOKUP_S, self._try_reuse, canonical)
         self._metrics.lookup(time.perf_counter() - start)
+        if looked is None:
+            return own
+        report = looked.report
         if report is None or not report.plan.substituted:
-            return Resolution(canonical, None, report)
+            return looked
         other = await self._guarded("semantic", self._parsers, _LOOKUP_S, canonical.with_plan, report.plan)
         if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
             return own
         if other.key == canonical.key:
             return Resolution(canonical, None, report)
-        return Resolution(other, await self._stored(other), report)
+        return Resolution(other, await self.stored(other), report)
 
-    def _try_reuse(self, canonical: CanonicalRequest) -> ReuseReport | None:
+    def _try_reuse(self, canonical: CanonicalRequest) -> Resolution:
         assert self.semantic is not None
         request = canonical.request if self._media is None else canonical.with_media(self._media)
-        return None if request is None else self.semantic.try_reuse(request)
+        if request is None:
+            return Resolution(canonical)
+        report = self.semantic.try_reuse(request)
+        kept = self.responses.keeps(canonical, tags=self._tags(canonical))
+        return Resolution(canonical, None, report, self.semantic.joining.underway(report) if kept else None)
 
-    async def _stored(self, canonical: CanonicalRequest) -> Found | None:
+    async def join(self, resolution: Resolution, others: Sequence[tuple[str, Candidate]]) -> Resolution | None:
+        """What a request that found nothing may use of others whose answers are on their way; None for nothing.
+
+        Args:
+            resolution: of the request.
+            others: keys of the others, and the others as donors.
+        """
+        return await self._guarded("semantic", self._parsers, _LOOKUP_S, self._join, resolution, others)
+
+    def _join(self, resolution: Resolution, others: Sequence[tuple[str, Candidate]]) -> Resolution | None:
+        assert self.semantic is not None
+        assert resolution.report is not None
+        for key, candidate in others:
+            segments = candidate.donor.segments
+            same = resolution.canonical.with_plan(Plan(segments, len(segments)))
+            if same is None or same.key != key:  # it differs in more than the prompt
+                continue
+            report = self.semantic.joining.try_join(resolution.report, candidate)
+            if report is not None:
+                return Resolution(same, None, report)
+        return None
+
+    async def stored(self, canonical: CanonicalRequest) -> Found | None:
+        """The stored answer to exactly this request."""
         if canonical.sampled and not self._sampled:
             return None
         found = self.responses.peek(canonical.key)
@@ -161,10 +213,14 @@ class Caches:
 
     async def keep(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
         """Keep an answer; waits until it is durable, or the store's time is up."""
-        kept = await self._guarded(
-            "store", self._store, self._store_s, self.responses.keep, canonical, payload, since=since
-        )
+        kept = await self._guarded("store", self._keepers, self._store_s, self._keep, canonical, payload, since)
         return kept is True
+
+    def _keep(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
+        return self.responses.keep(canonical, payload, since=since, tags=self._tags(canonical))
+
+    def _tags(self, canonical: CanonicalRequest) -> list[str]:
+        return sorted({*canonical.tags, *tags_by(self._tag_rules, canonical.prompt, canonical.model)})
 
     async def observe(self, report: ReuseReport, payload: bytes) -> None:
         """Tell the semantic cache what was computed."""
@@ -199,7 +255,7 @@ class Caches:
             StoreError: the store could not be reached.
             Late: it did not answer.
         """
-        return await self._store.run(_ADMIN_S, self.responses.invalidate, selector, dry_run=dry_run)
+        return await self._keepers.run(_INVALIDATE_S, self.responses.invalidate, selector, dry_run=dry_run)
 
     async def figures(self, work: Callable[[], _T]) -> _T:
         """Read figures that need the stores."""
@@ -219,7 +275,7 @@ class Caches:
 
     async def aclose(self) -> None:
         """Finish what is being written, and close the stores."""
-        for workers in (self._encoders, self._store, self._parsers):
+        for workers in (self._encoders, self._store, self._keepers, self._parsers):
             await asyncio.to_thread(workers.close)
         self.responses.close()
         if self.semantic is not None:

@@ -14,8 +14,9 @@ from typing import Any
 
 from semkv.keys import digest, media_uuid
 from semkv.server.content import Content, Unkeyable, read_messages, read_prompt
+from semkv.server.salt import tenant_salt
 from semkv.stores.media import MediaStore
-from semkv.types import MediaSegment, Namespace, Plan, Request
+from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
 
 # Known not to change the answer. `cache_salt` is not among them: who sets it wants to share with nobody else.
 _NOT_IN_KEY = frozenset(
@@ -41,6 +42,11 @@ _SHOWS_PROMPT = (
 )
 _UNKEYABLE = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 
+# Beyond these a request is exact-only: one thread looks up and encodes for all, and this takes it part of a second.
+_MOST_SEGMENTS = 1000
+_MOST_TEXT = 1_000_000  # characters
+_DEEP = 200  # levels of nesting; far beyond any schema, far below where readers give up
+
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
@@ -59,14 +65,16 @@ class _Deployment:
     tenant: str
     secret: bytes
     version: str
+    tags: tuple[str, ...]
+    salts: bool
 
     def key(self, body: str) -> str:
-        head = _encode(["semkv", 1, self.endpoint, self.tenant, self.version])
+        head = _encode(["semkv", 1, self.endpoint, self.tenant, self.version, *self.tags])
         return hmac.digest(self.secret, f"{head}\n{body}".encode(), "sha256").hex()
 
     def salt(self, own: object) -> str:
         """The tenant's ``cache_salt``: prefix caches are shared within a tenant, and within a salt of the client's."""
-        return hmac.digest(self.secret, _encode(["salt", self.tenant, own]).encode(), "sha256").hex()
+        return tenant_salt(self.secret, self.tenant, own)
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,21 @@ class CanonicalRequest:
     _content: Content = field(repr=False)
     _deployment: _Deployment = field(repr=False)
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Labels that came with the request; part of the key."""
+        return self._deployment.tags
+
     @cached_property
     def request(self) -> Request | None:
         """For `SemanticCache.try_reuse`; None where the request is exact-only. Images have no file: `with_media`.
 
         Computed when it is first asked for: an exact hit does not pay for it.
         """
-        if not self._content.sites or any(self._body.get(name) for name in _SHOWS_PROMPT):
+        segments = self._content.segments
+        if not 0 < len(segments) <= _MOST_SEGMENTS or any(self._shows(name) for name in _SHOWS_PROMPT):
+            return None
+        if sum(len(segment.text) for segment in segments if isinstance(segment, TextSegment)) > _MOST_TEXT:
             return None
         rest = {k: v for k, v in self._body.items() if k not in _SAMPLING and k not in _NOT_IN_KEY}
         rest[self._content.name] = self._content.frame()
@@ -109,6 +125,10 @@ class CanonicalRequest:
         model = digest("gateway", deployment.endpoint, deployment.version, _encode(rest))
         namespace = Namespace(deployment.tenant, model)
         return Request(self.key, namespace, self._content.segments)
+
+    def _shows(self, name: str) -> bool:
+        value = self._body.get(name)
+        return value is not None and value is not False and value != ""  # 0 logprobs are those of the prompt's tokens
 
     def with_media(self, store: MediaStore) -> Request | None:
         """``request`` with a file behind every image, for the vision hook and for later donors. Blocks (writes files).
@@ -139,12 +159,14 @@ class CanonicalRequest:
         return _build({**self._body, content.name: content.value}, content, self._deployment)
 
     def body(self) -> dict[str, Any]:
-        """What to send upstream: fresh, the caller may change its top level. Has the tenant's ``cache_salt`` and uuids
-        of images, by which vLLM knows them without hashing.
+        """What to send upstream: fresh, the caller may change its top level. Where salts are sent it has the tenant's
+        ``cache_salt`` and uuids of images, by which vLLM knows them without hashing.
 
         An image's uuid is its digest under the tenant's salt, so nobody else can name it. With ``media_io_kwargs`` the
         same bytes may be read in another way, which vLLM does not tell apart by uuid: there are none then.
         """
+        if not self._deployment.salts:
+            return {**self._body, self._content.name: self._content.with_uuids(None)}
         salt = self._deployment.salt(self._body.get("cache_salt"))
         tenant = "" if self._body.get("media_io_kwargs") else self._deployment.salt(None)
         value = self._content.with_uuids((lambda media: media_uuid(tenant, media)) if tenant else None)
@@ -159,6 +181,8 @@ def canonicalise(
     secret: bytes,
     version: str = "",
     remote_media: bool = False,
+    tags: tuple[str, ...] = (),
+    salts: bool = True,
 ) -> CanonicalRequest | Uncacheable:
     """The canonical form of a request.
 
@@ -169,8 +193,10 @@ def canonicalise(
         secret: of the deployment.
         version: of model and data; a change makes every stored answer unreachable.
         remote_media: key http(s) media by their address instead of refusing them.
+        tags: labels that came with it; answers are not shared with requests that have others.
+        salts: `CanonicalRequest.body` has vLLM's ``cache_salt`` and uuids.
     """
-    deployment = _Deployment(endpoint, tenant, secret, version)
+    deployment = _Deployment(endpoint, tenant, secret, version, tags, salts)
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
             return Uncacheable("state of another server")
@@ -206,7 +232,7 @@ def _build(body: Mapping[str, Any], content: Content, deployment: _Deployment) -
         prompt=content.prompt,
         stream=bool(stream),
         include_usage=bool((options or {}).get("include_usage")),
-        sampled=not fixed and not (isinstance(seed, int) and not isinstance(seed, bool)),
+        sampled=not fixed and not (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0),
         _body=body,
         _content=content,
         _deployment=deployment,
@@ -226,18 +252,31 @@ def _number(value: Any) -> Any:
 
 
 def loads(raw: bytes) -> Any:
-    """Parse JSON, refusing what readers disagree on: duplicate names, NaN and infinities, lone surrogates.
+    """Parse JSON, refusing what readers disagree on: duplicate names, NaN and infinities, lone surrogates, depth.
 
     Raises:
         ValueError: it is no such JSON.
     """
     try:
         value = json.loads(raw, object_pairs_hook=_object, parse_constant=_constant)
+        if raw.count(b"{") + raw.count(b"[") > _DEEP and _deeper(value, _DEEP):
+            raise ValueError("nested too deeply")
         if b"\\u" in raw:
             _encode(value).encode()  # a lone surrogate cannot be encoded
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects are nested more than ``most`` levels."""
+    level = [value]
+    for _ in range(most + 1):
+        inner = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))]
+        level = [item for items in inner for item in items if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

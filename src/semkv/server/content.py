@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,7 +82,7 @@ class Content:
         """``keyed`` with every site empty: what a donor must share."""
         if self.name == "prompt":
             return ""
-        frame = copy.deepcopy(self.keyed)
+        frame = [_copied(message) for message in self.keyed]
         for site in self.sites:
             _blank(frame, site)
         return frame
@@ -257,6 +256,15 @@ def _replaced(value: Any, site: Site, new: str) -> Any:
             own = part["image_url"]
             changed[j] = {**part, "image_url": {**own, "url": new} if isinstance(own, dict) else {"url": new}}
     return [*value[:i], {**message, "content": changed}, *value[i + 1 :]]
+
+
+def _copied(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A keyed message of its own as deep as sites go."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    parts = [{**part, **{kind: dict(part[kind]) for kind in ("image_url",) if kind in part}} for part in content]
+    return {**message, "content": parts}
 
 
 def _blank(frame: list[dict[str, Any]], site: Site) -> None:

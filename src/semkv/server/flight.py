@@ -110,6 +110,7 @@ class Flight:
         streamed: the answer is a stream of events.
         shared: it can still be joined, and will be whole in ``payload``.
         payload: JSON of the whole, non-streamed answer once ``done``; None where there is none.
+        kept: the cache has it, and may serve it to others. Set by ``landed``.
         error: why it broke off.
         why_not: why a stream could not be put together.
     """
@@ -117,7 +118,7 @@ class Flight:
     def __init__(self, desk: Desk, key: str, call: Call, landed: Landed, *, chat: bool) -> None:
         self.key, self.status = key, 0
         self.headers: Headers = []
-        self.streamed = self.done = False
+        self.streamed = self.done = self.kept = False
         self.shared = True
         self.payload: bytes | None = None
         self.error: UpstreamError | None = None
@@ -147,6 +148,15 @@ class Flight:
                 self.cancel()
         else:
             self._wake()
+
+    @property
+    def keepable(self) -> bool:
+        """Nothing has come in so far that forbids to keep the answer."""
+        return self.shared and self.status in (0, 200) and self._assembler is not None
+
+    async def over(self) -> None:
+        """Wait until it has ended, in whatever way; keeps nothing alive."""
+        await asyncio.wait((self._task,))
 
     def cancel(self) -> None:
         self.shared = False
@@ -179,9 +189,12 @@ class Flight:
         reply: Reply | None = None
         try:
             reply = await self._desk.upstream.send(self._call)
-            self.headers, self.status = reply.headers, reply.status
-            kind = next((v for k, v in reply.headers if k == b"content-type"), b"")
-            self.streamed = kind.startswith(b"text/event-stream")
+            # Whoever joins gets the same headers, and a cookie is one client's alone.
+            self.headers = [(k, v) for k, v in reply.headers if k != b"set-cookie"]
+            self.status = reply.status
+            said = dict(reply.headers)
+            events = said.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+            self.streamed = events and b"content-encoding" not in said  # what is compressed passes as it is
             self._wake()
             await (self._read_stream(reply) if self.streamed else self._read_body(reply))
         except UpstreamError as error:
@@ -299,6 +312,18 @@ class Subscription:
             await self.flight.changed()
         if self.flight.error is not None and not self.flight.status:
             raise self.flight.error
+
+    async def flows(self) -> bool:
+        """Wait for the first bytes; whether they begin a stream that goes on, and may be kept as far as it has come."""
+        flight = self.flight
+        while not flight.done and flight.piece(self.position) is None:
+            await flight.changed()
+        return flight.streamed and flight.keepable and not flight.done
+
+    async def decided(self) -> None:
+        """Wait until the answer is kept, or known not to be."""
+        while not self.flight.done and self.flight.keepable:
+            await self.flight.changed()
 
     async def settled(self) -> None:
         """Wait until the answer is whole, or known to be too large to be held."""

@@ -9,73 +9,30 @@ the cache is counted and the request goes on as a miss.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
-from semkv.server.admission import Controls, Tenants, controls_of
-from semkv.server.asgi import EVENTS, JSON, Answer, error_answer, unless_gone
+from semkv.server.admission import Tenants, controls_of
+from semkv.server.asgi import EVENTS, JSON, Answer, error_answer, is_plain_json, unless_gone
+from semkv.server.asked import Asked
 from semkv.server.caches import EXACT, Caches, Resolution
 from semkv.server.canonical import CanonicalRequest, Uncacheable, canonicalise, loads
+from semkv.server.dispatch import LARGE, Dispatch
 from semkv.server.flight import Bounds, Desk, Flight, Subscription
 from semkv.server.journal import Journal, Shown
-from semkv.server.metrics import JOINED, MISS, PASSED, Metrics
+from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Metrics
+from semkv.server.salt import SALTED, NoPlace, salted
 from semkv.server.settings import ServerSettings
 from semkv.server.sse import NotKeepable, event, replay
+from semkv.server.tags import BadTags
 from semkv.server.upstream import Call, Headers, Receive, Reply, Upstream, UpstreamError
 from semkv.stores.responses.base import Selector
 from semkv.tiers.response import Found
 
 log = logging.getLogger(__name__)
-
-ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
-
-_LARGE = 64 * 1024  # bytes of a body that is parsed in a thread
-_CHECKS = 4  # unchanged requests run for checking at once
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One cacheable request on its way.
-
-    Attributes:
-        call: as it came.
-        canonical: its canonical form.
-        controls: what the client asked of the cache.
-        tenant: digest.
-        may_read: the upstream has let this client in before, and the answer is not to be drawn at random.
-        start: when it was there, by `time.perf_counter`.
-    """
-
-    call: Call
-    canonical: CanonicalRequest
-    controls: Controls
-    tenant: str
-    may_read: bool
-    start: float
-
-    @property
-    def reads(self) -> bool:
-        """A stored answer would do."""
-        return self.controls.read and self.may_read
-
-    @property
-    def shared(self) -> bool:
-        """An answer that is on its way to somebody else would do, and the other way round."""
-        return self.reads and self.controls.write
-
-    @property
-    def chat(self) -> bool:
-        return ENDPOINTS[self.call.scope["path"]] == "chat"
-
-    def will_do(self, found: Found) -> bool:
-        """Whether a stored answer is fresh enough for the client."""
-        oldest = self.controls.max_age_s
-        return oldest is None or (found.age_s <= oldest and not found.stale)
 
 
 class Gateway:
@@ -95,10 +52,9 @@ class Gateway:
         self.settings, self.upstream, self.caches, self.metrics = settings, upstream, caches, metrics
         self.journal = Journal(metrics)
         self.desk = Desk(upstream, Bounds(answer=settings.bounds[1]))
+        self._dispatch = Dispatch(self.desk, caches, self.journal, metrics)
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._secret = secret
-        self._background: set[asyncio.Task[None]] = set()
-        self._checks = 0
 
     # -- the request --------------------------------------------------------------------------------------------
 
@@ -113,7 +69,10 @@ class Gateway:
         if not (controls.read or controls.write):
             return await self.forward(call, receive, "bypass")
         tenant = self._tenants.of(call.scope)
-        if len(call.body) > _LARGE:
+        if not self._tenants.believed(call.scope):
+            self.metrics.uncacheable("tenant")
+            return await self.forward(call, receive, "tenant")
+        if len(call.body) > LARGE:
             canonical = await self.caches.parse(self._canonicalise, call, tenant)
         else:
             canonical = self._canonicalise(call, tenant)
@@ -129,32 +88,55 @@ class Gateway:
     def _canonicalise(self, call: Call, tenant: str) -> CanonicalRequest | Uncacheable:
         if call.scope.get("query_string"):
             return Uncacheable("query")
+        if not is_plain_json(call.scope):
+            return Uncacheable("content type")
         try:
             body = loads(call.body)
         except (ValueError, RecursionError):
             return Uncacheable("no JSON")
         if not isinstance(body, dict):
             return Uncacheable("no JSON object")
-        version, remote = self.settings.data_version, self.settings.remote_media
+        settings = self.settings
         try:
             return canonicalise(
-                call.scope["path"], body, tenant=tenant, secret=self._secret, version=version, remote_media=remote
+                call.scope["path"],
+                body,
+                tenant=tenant,
+                secret=self._secret,
+                version=settings.data_version,
+                remote_media=settings.remote_media,
+                tags=self._tenants.tags_of(call.scope),
+                salts=settings.salt,
             )
+        except BadTags:
+            return Uncacheable("tags")
         except Exception:  # a fault of ours must not cost the answer
             log.exception("canonicalise failed")
             self.metrics.fault("canonicalise")
             return Uncacheable("fault")
 
     async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
-        """Pass a request on, untouched, and its answer back as it comes."""
+        """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
         start = time.perf_counter()
+        told = f"pass reason={reason.replace(' ', '_')}" if reason else "pass"
         try:
-            reply = await unless_gone(self.upstream.send(call), receive)
+            reply = await unless_gone(self._send_on(call), receive)
+        except NoPlace as error:
+            self.metrics.request(PASSED, 400, time.perf_counter() - start, "")
+            return error_answer(400, str(error), "invalid_request_error", self._told(told))
         except UpstreamError as error:
             return self._unreachable(error, PASSED, start)
+        self._tenants.answered(call.scope, reply.status)
         self.metrics.request(PASSED, reply.status, time.perf_counter() - start, "")
-        told = f"pass reason={reason.replace(' ', '_')}" if reason else "pass"
         return Answer(reply.status, [*reply.headers, *self._told(told)], stream=_through(reply), close=reply.aclose)
+
+    async def _send_on(self, call: Call) -> Reply:
+        scope = call.scope
+        if self.settings.salt and scope["method"] == "POST" and scope["path"] in SALTED:
+            tenant = self._tenants.of(scope)
+            body = await self.caches.parse(salted, call.body, tenant, self._secret)
+            call = replace(call, body=body)
+        return await self.upstream.send(call)
 
     def _unreachable(self, error: UpstreamError, tier: str, start: float) -> Answer:
         self.metrics.request(tier, error.status, time.perf_counter() - start, "")
@@ -172,8 +154,14 @@ class Gateway:
         found = self.caches.responses.peek(resolution.canonical.key)
         return self._hit(asked, Resolution(resolution.canonical, found, resolution.report))
 
-    def _hit(self, asked: Asked, resolution: Resolution) -> Answer | None:
-        """The stored answer in the form the client asked for; None where it will not do."""
+    def _hit(self, asked: Asked, resolution: Resolution, *, joined: bool = False) -> Answer | None:
+        """The stored answer in the form the client asked for; None where it will not do.
+
+        Args:
+            asked: the request.
+            resolution: what was found.
+            joined: the client waited for it to be computed for another.
+        """
         found = resolution.found
         if found is None or not asked.reads or not asked.will_do(found):
             return None
@@ -184,29 +172,35 @@ class Gateway:
         if answer is None:
             return None
         if found.stale and asked.controls.write:
-            self._spawn(self._refresh(asked, resolution.canonical))
+            self._dispatch.refresh(asked, resolution.canonical)
         tier, score = resolution.tier, resolution.score
         seconds = time.perf_counter() - asked.start
-        self.metrics.request(tier, 200, seconds, asked.tenant)
+        self.metrics.request(JOINED if joined else tier, 200, seconds, asked.tenant)
+        if joined:
+            self.metrics.joins.labels(SIMILAR).inc()
+        self._note(asked, resolution, found, seconds)
+        scored = "" if score is None else f" score={score:.3f}"
+        flags = (" stale" if found.stale else "") + (" joined" if joined else "")
+        answer.headers.extend(self._told(f"hit tier={tier}{scored} age={found.age_s:.0f}{flags}"))
+        return answer
+
+    def _note(self, asked: Asked, resolution: Resolution, found: Found, seconds: float) -> None:
+        exact = resolution.tier == EXACT
         self.journal.hit(
-            tier=tier,
-            score=score,
+            tier=resolution.tier,
+            score=resolution.score,
             seconds=seconds,
             tenant=asked.tenant,
             found=found,
-            asked=None if tier == EXACT else asked.canonical.request,
+            asked=None if exact else asked.canonical.request,
             report=resolution.report,
         )
-        scored = "" if score is None else f" score={score:.3f}"
-        told = f"hit tier={tier}{scored} age={found.age_s:.0f}{' stale' if found.stale else ''}"
-        answer.headers.extend(self._told(told))
-        return answer
 
     def _as_stream(self, asked: Asked, payload: bytes) -> Answer | None:
         """A whole answer as a stream; None where a stream would lose something."""
         try:
             body = replay(json.loads(payload), include_usage=asked.canonical.include_usage)
-        except (NotKeepable, ValueError, AttributeError, TypeError, LookupError):
+        except (NotKeepable, ValueError, AttributeError, TypeError, LookupError, RecursionError):
             self.metrics.uncacheable("no stream of it")
             return None
         return Answer(200, [EVENTS], body)
@@ -223,53 +217,74 @@ class Gateway:
                 return await self._ask(asked, resolution)
         except UpstreamError as error:
             return self._unreachable(error, MISS, asked.start)
-        if self._checks < _CHECKS and self.caches.should_check(resolution.report):
-            self._checks += 1
-            self._spawn(self._check(asked, resolution))
+        if resolution.found is not None:
+            self._dispatch.check_soon(asked, resolution, resolution.found.response.payload)
         return answer
 
     async def _ask(self, asked: Asked, resolution: Resolution) -> Answer:
-        """Join the flight of the same canonical request', or start it."""
-        seat = self.desk.join(resolution.canonical.key) if asked.shared else None
-        joined = seat is not None
+        """Join the flight of the same canonical request', or of one that asks the same in other words; else start one.
+
+        From the last look to the start nothing is awaited, so that of equal requests one alone starts.
+        """
+        answer, seat = self._at_hand(asked, resolution)
+        raw = b""
+        if answer is None and seat is None:
+            raw = await self._dispatch.raw(asked, resolution.canonical, stream=asked.canonical.stream)
+            if asked.shared:
+                answer = await self._beside(asked, resolution)
+            if answer is None:
+                answer, seat = self._at_hand(asked, resolution)
+        if answer is not None:
+            return answer
+        tier = MISS if seat is None else JOINED
         if seat is None:
-            if (answer := self._peek(asked, resolution)) is not None:  # it landed while we looked elsewhere
-                return answer
-            seat = await self._start(asked, resolution, stream=asked.canonical.stream)
+            seat = self._dispatch.start(asked, resolution, raw)
         try:
-            return await self._answer(asked, resolution, seat, JOINED if joined else MISS)
+            return await self._answer(asked, resolution, seat, tier)
         except BaseException:
             seat.leave()
             raise
 
-    async def _start(self, asked: Asked, resolution: Resolution, *, stream: bool, shared: bool = True) -> Subscription:
-        canonical, started = resolution.canonical, time.perf_counter()
-        since = self.caches.responses.begin()
-        body = canonical.body()
-        body.pop("stream_options", None)
-        body["stream"] = stream
-        if stream:  # the usage is part of the whole answer; who did not ask for it does not see it
-            body["stream_options"] = {"include_usage": True}
+    def _at_hand(self, asked: Asked, resolution: Resolution) -> tuple[Answer | None, Subscription | None]:
+        """An answer that landed while we looked elsewhere, or a seat on the flight that brings it."""
+        seat = self._dispatch.join(resolution.canonical) if asked.shared else None
+        return (None, seat) if seat is not None else (self._peek(asked, resolution), None)
 
-        async def landed(flight: Flight) -> None:
-            seconds = time.perf_counter() - started
-            self.metrics.upstream(seconds)
-            if flight.status != 200 or flight.payload is None:
-                return
-            self.journal.computed(canonical.key, seconds)
-            if asked.controls.write:
-                kept = await self.caches.keep(canonical, flight.payload, since)
-                if resolution.report is not None and (kept or canonical.sampled):
-                    self._spawn(self.caches.observe(resolution.report, flight.payload))
+    async def _beside(self, asked: Asked, resolution: Resolution) -> Answer | None:
+        """The answer to a running request that asks the same in other words; None where it is not to be had.
 
-        shared = shared and asked.shared
-        if len(asked.call.body) <= _LARGE:
-            raw = _dump(body)
-        else:
-            raw = await self.caches.parse(_dump, body)
-            if shared and (seat := self.desk.join(canonical.key)) is not None:
-                return seat
-        return self.desk.start(canonical.key, asked.call.with_body(raw), landed, chat=asked.chat, shared=shared)
+        A stream is passed on as it comes. Whoever has had no byte of it yet goes upstream himself once it turns out
+        that the cache may not serve the answer: it failed, was cut off, or cannot be kept for another reason.
+        """
+        near = await self._dispatch.paraphrases.find(resolution)
+        if near is None:
+            return None
+        seat = self._dispatch.join(near.canonical)
+        if seat is not None:
+            try:
+                if asked.canonical.stream and await seat.flows():
+                    return self._joined(asked, near, seat)
+                await seat.decided()
+            finally:
+                seat.leave()
+        found = await self.caches.stored(near.canonical)
+        answer = self._hit(asked, replace(near, found=found), joined=seat is not None)
+        if answer is None:
+            self.metrics.parted.inc()
+        elif found is not None:
+            self._dispatch.check_soon(asked, near, found.response.payload)
+        return answer
+
+    def _joined(self, asked: Asked, near: Resolution, seat: Subscription) -> Answer:
+        """A stream that runs for a similar request."""
+        own = seat.flight.subscribe()
+        seconds = time.perf_counter() - asked.start
+        self.metrics.request(JOINED, 200, seconds, asked.tenant)
+        self.metrics.joins.labels(SIMILAR).inc()
+        self._dispatch.spawn(self._landed_near(asked, near, seat.flight, seconds))
+        events = _relay(own, include_usage=asked.canonical.include_usage)
+        headers = [*seat.flight.headers, *self._told(f"hit tier={near.tier} score={near.score:.3f} age=0 joined")]
+        return Answer(200, headers, stream=events, close=own.aclose)
 
     async def _answer(self, asked: Asked, resolution: Resolution, seat: Subscription, tier: str) -> Answer:
         """The flight's answer in the form the client asked for.
@@ -285,18 +300,20 @@ class Gateway:
             answer = Answer(flight.status, list(flight.headers), stream=events, close=seat.aclose)
         else:
             answer = await self._whole(asked, seat)
+        if answer is None and tier is MISS:  # asked in this form, answered in another: as the upstream would have it
+            answer = Answer(flight.status, list(flight.headers), stream=_bare(seat), close=seat.aclose)
         if answer is None:  # the flight has the other form and cannot be turned into this one: ask for it alone
             seat.leave()
-            alone = await self._start(asked, resolution, stream=stream, shared=False)
+            raw = await self._dispatch.raw(asked, resolution.canonical, stream=stream)
+            alone = self._dispatch.start(asked, resolution, raw, shared=False)
             try:
                 return await self._answer(asked, resolution, alone, MISS)
             except BaseException:
                 alone.leave()
                 raise
-        if flight.status not in (401, 403):
-            self._tenants.accepted(asked.call.scope)
+        self._tenants.answered(asked.call.scope, flight.status)
         if tier is JOINED:
-            self.metrics.joins.inc()
+            self.metrics.joins.labels(EQUAL).inc()
         self.metrics.request(tier, flight.status, time.perf_counter() - asked.start, asked.tenant)
         reuse = "" if resolution.score is None else f" reuse={resolution.tier} score={resolution.score:.3f}"
         answer.headers.extend(self._told(f"{tier}{reuse}"))
@@ -322,42 +339,13 @@ class Gateway:
             seat.leave()
         return answer
 
-    # -- beside the requests ------------------------------------------------------------------------------------
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("background work failed", exc_info=error)
-            self.metrics.fault("background")
-
-    async def _fetch(self, asked: Asked, canonical: CanonicalRequest) -> bytes | None:
-        """The upstream's answer to a request, kept on the way; None where there is none."""
-        seat = self.desk.join(canonical.key)
-        if seat is None:
-            seat = await self._start(asked, Resolution(canonical), stream=False)
-        try:
-            await seat.settled()
-            return seat.flight.payload if seat.flight.status == 200 else None
-        finally:
-            seat.leave()
-
-    async def _refresh(self, asked: Asked, canonical: CanonicalRequest) -> None:
-        """Fetch a fresh answer in place of a stale one."""
-        await self._fetch(asked, canonical)
-
-    async def _check(self, asked: Asked, resolution: Resolution) -> None:
-        """Run the unchanged request of an approximate hit, to know how often they are wrong."""
-        try:
-            own = await self._fetch(asked, asked.canonical)
-        finally:
-            self._checks -= 1
-        if own is not None and resolution.found is not None and resolution.report is not None:
-            await self.caches.check(resolution.report, own, resolution.found.response.payload)
+    async def _landed_near(self, asked: Asked, near: Resolution, flight: Flight, seconds: float) -> None:
+        """Note a stream that was joined, once it is known to be an answer that the cache serves."""
+        await flight.over()
+        found = await self.caches.stored(near.canonical) if flight.kept else None
+        if found is not None:
+            self._note(asked, near, found, seconds)
+            self._dispatch.check_soon(asked, near, found.response.payload)
 
     async def wrong(self, shown: Shown) -> int:
         """An operator says that a hit was wrong: its answer goes, and the donor of an approximate one."""
@@ -379,15 +367,9 @@ class Gateway:
 
     async def aclose(self) -> None:
         """Stop flights, finish what is being written, close the stores."""
-        await self.desk.aclose()
-        if self._background:
-            await asyncio.wait(self._background, timeout=5.0)
+        await self._dispatch.aclose()
         await self.upstream.aclose()
         await self.caches.aclose()
-
-
-def _dump(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":")).encode()
 
 
 async def _through(reply: Reply) -> AsyncIterator[bytes]:

@@ -23,6 +23,7 @@ _LATENCIES = 1024
 TENANT_BUCKETS = 64
 
 MISS, JOINED, PASSED = "miss", "joined", "passed"  # beside the tiers that found an answer
+EQUAL, SIMILAR = "equal", "similar"  # kinds of joins
 
 
 @dataclass(slots=True)
@@ -129,7 +130,16 @@ class Metrics:
             "semkv_uncacheable", "Requests passed on, by reason.", ["reason"], registry=self.registry
         )
         self._faults = Counter("semkv_faults", "Faults that became a miss.", ["part"], registry=self.registry)
-        self.joins = Counter("semkv_single_flight_joins", "Requests that joined another's.", registry=self.registry)
+        self.joins = Counter(
+            "semkv_single_flight_joins", "Requests that joined another's, by how much alike they are.", ["kind"],
+            registry=self.registry,
+        )  # fmt: skip
+        for kind in (EQUAL, SIMILAR):
+            self.joins.labels(kind)
+        self.parted = Counter(
+            "semkv_single_flight_parted", "Similar requests that joined, and then went upstream themselves.",
+            registry=self.registry,
+        )  # fmt: skip
         self.tokens = Counter("semkv_tokens_saved", "Completion tokens not computed.", registry=self.registry)
         self.saved = Counter(
             "semkv_seconds_saved", "Upstream seconds not spent, as measured on misses.", registry=self.registry

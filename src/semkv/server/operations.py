@@ -136,10 +136,10 @@ class Operations:
         body = await _body(request)
         if body is None:
             return _error(400, "the body must be a JSON object")
-        given = {name: body[name] for name in _CRITERIA if body.get(name)}
+        given = {name: body[name] for name in _CRITERIA if name in body}
         unknown = sorted(set(body) - {*_CRITERIA, "dry_run"})
-        if unknown or not given or not all(isinstance(value, str) for value in given.values()):
-            return _error(400, f"give at least one of {', '.join(_CRITERIA)}, as text")
+        if unknown or not given or not all(isinstance(value, str) and value for value in given.values()):
+            return _error(400, f"give at least one of {', '.join(_CRITERIA)}, as text that is not empty")
         dry_run = body.get("dry_run", True)
         if not isinstance(dry_run, bool):
             return _error(400, "dry_run must be true or false")

@@ -1,7 +1,8 @@
-"""Runs the gateway: uvicorn with uvloop and httptools, logs as JSON lines on standard error."""
+"""Runs the gateway: uvicorn with uvloop and httptools, bounded heads of requests, JSON lines on standard error."""
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -9,12 +10,36 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from semkv.errors import ConfigError
 from semkv.server.assemble import app_of
 from semkv.server.settings import ServerSettings
 
 _DRAIN_S = 20  # how long open requests may go on after a signal to stop
+_HEAD = 64 * 1024  # bytes of a request's line and headers, beside the first piece that comes in
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's, but a request's head is bounded: httptools would gather one without end."""
+
+    _message, _in_head, _head = 0, False, 0  # which message is read, whether its head, and how many bytes of that
+
+    def data_received(self, data: bytes) -> None:
+        before = self._message
+        super().data_received(data)
+        if self._in_head and before == self._message and self.parser is not None:
+            self._head += len(data)
+            if self._head > _HEAD:
+                self.send_400_response("The head of the request is too large.")
+
+    def on_message_begin(self) -> None:
+        self._message, self._in_head, self._head = self._message + 1, True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
 
 
 class JsonLines(logging.Formatter):
@@ -61,12 +86,14 @@ def run_server(
     """
     set_up_logs(log_level)
     app = app_of(settings, environment)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: with torch half a million objects, at which a collection looks half a second
     uvicorn.run(
         app,
         host=host,
         port=port,
         loop="uvloop",
-        http="httptools",
+        http=Protocol,
         access_log=False,
         log_config=None,
         proxy_headers=False,  # the client's address decides whose tenant header is believed

@@ -41,6 +41,7 @@ class ServerSettings:
         store: a SQLite file, ``memory`` or ``redis://host:port/n``; empty for ``responses.sqlite`` below ``cache_dir``.
         ttl: seconds an answer may be served; 0 for ever.
         ttl_rules: as ``prompt:*weather*=5m``; see `semkv.tiers.freshness.parse_rule`.
+        tag_rules: as ``prompt:*weather*=weather``; see `semkv.server.tags.parse_tag_rule`.
         stale: seconds after that in which it is still served while a fresh one is fetched.
         sliding: an answer that is read in the second half of its life gets the whole again.
         jitter: share of ``ttl`` that is taken off at random, so that what came together does not go together.
@@ -60,8 +61,9 @@ class ServerSettings:
         max_error_rate: the bounded policy's limit on wrong approximate answers, as a share of all requests.
         calibration: what ``semkv calibrate`` wrote.
         verify_rate: share of approximate hits that are checked against the unchanged request's own answer.
-        trusted_proxies: networks whose ``X-Semkv-Tenant`` header is believed, separated by commas.
+        trusted_proxies: networks whose ``X-Semkv-Tenant`` and ``X-Semkv-Tags`` headers are believed.
         single_tenant: all API keys share answers.
+        salt: send vLLM's ``cache_salt``, so that tenants share no prefix cache; off for a server that refuses it.
         tell: put an ``X-Semkv`` header on answers.
         tenant_metrics: label request metrics with a bucket of the tenant's digest.
         max_body_mib: larger requests are refused.
@@ -76,6 +78,7 @@ class ServerSettings:
     store: str = ""
     ttl: float = 0.0
     ttl_rules: tuple[str, ...] = ()
+    tag_rules: tuple[str, ...] = ()
     stale: float = 0.0
     sliding: bool = False
     jitter: float = 0.0
@@ -97,6 +100,7 @@ class ServerSettings:
     verify_rate: float | None = None
     trusted_proxies: tuple[str, ...] = ()
     single_tenant: bool = False
+    salt: bool = True
     tell: bool = True
     tenant_metrics: bool = False
     max_body_mib: int = 32

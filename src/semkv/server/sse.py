@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"
+_MARK = b"\xef\xbb\xbf"  # a byte order mark, which is no part of the first line
 _PIECE = 240  # characters of text in one replayed event
 
 _TOP = ("id", "created", "model", "system_fingerprint", "service_tier", "prompt_token_ids", "prompt_text")
@@ -34,11 +35,16 @@ class Splitter:
     """Cuts bytes into events, each with its blank line, whatever the pieces they came in."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest, self._begun = b"", False
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that ``data`` completes."""
         data = self._rest + data
+        if not self._begun:
+            if len(data) < len(_MARK) and _MARK.startswith(data):
+                self._rest = data
+                return []
+            data, self._begun = data.removeprefix(_MARK), True
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
         *events, self._rest = data.split(b"\n\n")
@@ -197,13 +203,16 @@ class Assembler:
         """The whole answer.
 
         Raises:
-            NotKeepable: the stream did not end with ``[DONE]``, or brought no usage.
+            NotKeepable: the stream did not end with ``[DONE]``, brought no usage, or had no numbers as indices.
         """
         if not self._done:
             raise NotKeepable("cut off")
         if self._usage is None or not self._choices:
             raise NotKeepable("no usage")
-        choices = [self._choices[i].whole(i, chat=self._chat) for i in sorted(self._choices)]
+        try:
+            choices = [self._choices[i].whole(i, chat=self._chat) for i in sorted(self._choices)]
+        except TypeError:
+            raise NotKeepable("no index") from None
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._top, "object": kind, "choices": choices, "usage": self._usage}
 

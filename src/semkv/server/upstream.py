@@ -26,7 +26,8 @@ _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
-_OURS = frozenset((b"host", b"content-length", b"x-semkv-tenant", b"x-semkv-bypass"))
+# `expect` was between the client and the gateway, which has the whole body already.
+_OURS = frozenset((b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass"))
 _IDLE_S = 3.0  # uvicorn closes idle connections after 5
 _RETRY_S = 0.5
 _QUEUED = 16  # pieces between the wrapped application and its reader
@@ -103,6 +104,14 @@ def kept_headers(headers: Headers) -> Headers:
     return [(k, v) for k, v in headers if (low := k.lower()) not in _HOP_BY_HOP and low != b"content-length"]
 
 
+def _text(value: bytes) -> str:
+    """A header's value as aiohttp takes it. It writes UTF-8, so what was UTF-8 goes on byte for byte."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
 class _HttpReply:
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
@@ -156,7 +165,7 @@ class HttpUpstream:
         return URL(self._base + (path + query).decode("latin-1"), encoded=True)
 
     async def send(self, call: Call) -> Reply:
-        headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in call.headers()]
+        headers = [(k.decode("latin-1"), _text(v)) for k, v in call.headers()]
         method, url, data = call.scope["method"], self._url(call.scope), call.body or None
         start = time.monotonic()
         try:

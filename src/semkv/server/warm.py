@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from semkv.errors import DatasetError
@@ -73,7 +74,7 @@ async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, concurrenc
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     columns = (TextColumn("warming"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-    with Progress(*columns) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(todo))
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
 

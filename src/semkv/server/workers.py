@@ -25,11 +25,12 @@ class Workers:
         name: of the threads.
         threads: how many.
         queued: work that may wait beside what is being done.
+        drops: work that nobody waits for any more is not begun. Right for questions, wrong for orders.
     """
 
-    def __init__(self, name: str, *, threads: int, queued: int) -> None:
+    def __init__(self, name: str, *, threads: int, queued: int, drops: bool = False) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._most = threads + queued
+        self._most, self._drops = threads + queued, drops
         self._pending = 0
 
     async def run(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -72,6 +73,8 @@ class Workers:
             return await done
         finally:
             timer.cancel()
+            if self._drops:
+                job.cancel()
 
     def close(self) -> None:
         """Finish what is being done, drop what waits."""

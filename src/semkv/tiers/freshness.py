@@ -60,27 +60,48 @@ Rule = Callable[[Subject], Lifetime | None]
 
 
 @dataclass(frozen=True, slots=True)
-class PatternRule:
-    """A lifetime for answers whose prompt, model or one of whose tags matches; case does not count.
+class Pattern:
+    """Picks answers by their prompt, their model or one of their tags; case does not count.
 
     Attributes:
         name: ``prompt``, ``model`` or ``tag``.
         pattern: a glob over the whole of it, or ``/regex/`` that is searched in it.
-        lifetime: what such an answer gets.
+
+    Raises:
+        re.error: no regular expression.
     """
 
     name: str
     pattern: str
+
+    def __post_init__(self) -> None:
+        if self._expression is not None:
+            re.compile(self._expression)
+
+    @property
+    def _expression(self) -> str | None:
+        slashed = len(self.pattern) > 1 and self.pattern[0] == self.pattern[-1] == "/"
+        return self.pattern[1:-1] if slashed else None
+
+    def fits(self, subject: Subject) -> bool:
+        """Whether it picks this answer."""
+        values = subject.tags if self.name == "tag" else (subject.prompt if self.name == "prompt" else subject.model,)
+        return any(map(self._matches, values))
+
+    def _matches(self, value: str) -> bool:
+        if self._expression is not None:
+            return re.search(self._expression, value, re.IGNORECASE) is not None
+        return fnmatchcase(value.casefold(), self.pattern.casefold())
+
+
+@dataclass(frozen=True, slots=True)
+class PatternRule(Pattern):
+    """A lifetime for the answers that a pattern picks."""
+
     lifetime: Lifetime
 
     def __call__(self, subject: Subject) -> Lifetime | None:
-        values = subject.tags if self.name == "tag" else (subject.prompt if self.name == "prompt" else subject.model,)
-        return self.lifetime if any(map(self._matches, values)) else None
-
-    def _matches(self, value: str) -> bool:
-        if len(self.pattern) > 1 and self.pattern[0] == self.pattern[-1] == "/":
-            return re.search(self.pattern[1:-1], value, re.IGNORECASE) is not None
-        return fnmatchcase(value.casefold(), self.pattern.casefold())
+        return self.lifetime if self.fits(subject) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +147,9 @@ def parse_rule(text: str, key: str = "--ttl-rule") -> PatternRule:
                 lifetime = replace(lifetime, jitter=float(value))
             else:
                 lifetime = replace(lifetime, sliding=True)
-        if len(pattern) > 1 and pattern[0] == pattern[-1] == "/":
-            re.compile(pattern[1:-1])
+        return PatternRule(name, pattern, lifetime)
     except (ValueError, re.error):
         raise ConfigError(key, text, _FORM) from None
-    return PatternRule(name, pattern, lifetime)
 
 
 def _seconds(text: str) -> float:

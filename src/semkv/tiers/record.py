@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +13,26 @@ from semkv.stores.catalog_rows import Record
 from semkv.tiers.embedding import VISION
 from semkv.tiers.keying import Keyed
 from semkv.tiers.similar_context import context_rows
-from semkv.types import Entry, MediaSegment, ReuseReport
+from semkv.types import Entry, MediaSegment, Request, ReuseReport
 
 if TYPE_CHECKING:
     from semkv.types import Vector
+
+
+def entry_of(request: Request, keyed: Keyed) -> Entry:
+    """The entry of a prompt that was computed for a request, without what its answer brings.
+
+    Args:
+        request: the request.
+        keyed: the prompt.
+    """
+    return Entry(
+        entry_id=digest("entry", keyed.space, keyed.exact[-1], request.chunk_text)[:32],
+        namespace=request.namespace,
+        segments=keyed.segments,
+        chunk_text=request.chunk_text,
+        response="",
+    )
 
 
 def make_record(
@@ -39,16 +56,7 @@ def make_record(
     """
     request, segments = report.request, report.plan.segments
     keyed = Keyed.of(request.namespace, segments)
-    entry = Entry(
-        entry_id=digest("entry", keyed.space, keyed.exact[-1], request.chunk_text)[:32],
-        namespace=request.namespace,
-        segments=segments,
-        chunk_text=request.chunk_text,
-        response=response,
-        tags=tags,
-        created=now,
-        metadata=metadata,
-    )
+    entry = replace(entry_of(request, keyed), response=response, tags=tags, created=now, metadata=metadata)
     sent = [s.media_id for s in segments if isinstance(s, MediaSegment)]
     rows = np.atleast_2d(vectors[VISION]) if VISION in vectors and VISION in layers else ()
     media = {

@@ -217,6 +217,11 @@ class ResponseCache:
         self._tally.add(f"refused:{reason}" if reason else "kept")
         return not reason
 
+    def keeps(self, request: Keyed, tags: Sequence[str] = ()) -> bool:
+        """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
+        lifetime = self._lifetime(request, tuple(tags)) if self._sampled or not request.sampled else None
+        return lifetime is not None and bool(lifetime.ttl_s)
+
     def _write(self, request: Keyed, payload: bytes, since: str, tags: tuple[str, ...]) -> str:
         """To the store, then to memory. Returns why not, or an empty string."""
         lifetime = self._lifetime(request, tags)
@@ -225,7 +230,8 @@ class ResponseCache:
         response = self._response(request, payload, tags, lifetime)
         own, _, shared = since.partition(" ")
         own = own or self._memory.cursor
-        if self._store is not None and not self._ask("put", lambda store: store.put(response, shared), True):
+        known = bool(shared) or not since  # else it was begun before the store was first heard of: memory alone
+        if self._store is not None and known and not self._ask("put", lambda store: store.put(response, shared), True):
             return "invalidated or too large"
         in_memory = self._memory.put(response, own)
         return "" if in_memory or self._store is not None else "invalidated or too large"

@@ -6,7 +6,12 @@
     {semkv:<name>}:log       stream: the latest invalidations
 
 What changes several of these is one script, so that no client that dies half-way leaves them at odds. All names hold
-one hash tag, so a cluster keeps them together. Give Redis ``appendonly yes`` where answers are to outlive it.
+one hash tag, so a cluster keeps them together. Give Redis ``appendonly yes`` where answers are to outlive it, and
+``appendfsync always`` where no invalidation may be lost with its last second.
+
+A Redis that is full (``maxmemory`` with ``noeviction``) keeps nothing new, but goes on to serve, and to invalidate: the
+log is bounded, and its script begins with a write that frees. One that evicts keys of its own choice may evict these
+too: an answer that is not in ``used`` is not served, since an invalidation would not find it.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
@@ -60,6 +66,14 @@ end
 return evicted
 """
 )
+# ARGV: selector, '' or '1' to add it only where the log is empty, and how long the log may be. Returns the log's end.
+_NOTE = """
+local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
+if ARGV[2] == '1' and #last > 0 then return last[1][1] end
+-- A full Redis refuses XADD, but not in a script that has written before: so make room first.
+redis.call('XTRIM', KEYS[1], 'MAXLEN', ARGV[3] - 1)
+return redis.call('XADD', KEYS[1], '*', 'selector', ARGV[1])
+"""
 # ARGV: prefix, key...
 _DELETE = _DROP + "for i = 2, #ARGV do drop(ARGV[i]) end"
 # ARGV: prefix, key, head as it was, new head, milliseconds to live or ''
@@ -120,7 +134,8 @@ class RedisStore(ResponseStore):
         root = f"{{semkv:{name}:{FORMAT}}}"
         self._answer, self._log = f"{root}:a:", f"{root}:log"
         self._keys = [f"{root}:{part}" for part in ("used", "sizes", "bytes")] + [self._log]
-        self._put, self._delete, self._slide = (self._db.register_script(text) for text in (_PUT, _DELETE, _SLIDE))
+        scripts = (self._db.register_script(text) for text in (_PUT, _DELETE, _SLIDE, _NOTE))
+        self._put, self._delete, self._slide, self._note = scripts
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -133,12 +148,14 @@ class RedisStore(ResponseStore):
         with self._asking():
             pipe = self._db.pipeline(transaction=False)
             pipe.hmget(self._answer + key, "head", "payload")
+            pipe.zscore(self._keys[0], key)
             pipe.zadd(self._keys[0], {key: self._clock()}, xx=True)
-            found = pipe.execute(raise_on_error=False)[0]  # a full Redis refuses the note of use alone
-            if isinstance(found, Exception):
-                raise found
-            head, payload = found
-        if head is None:
+            *found, _ = pipe.execute(raise_on_error=False)  # a full Redis refuses the note of use alone
+            for part in found:
+                if isinstance(part, Exception):
+                    raise part
+            (head, payload), used = found
+        if head is None or used is None:
             return None
         try:
             response = decode(key, head, payload or b"")
@@ -190,42 +207,49 @@ class RedisStore(ResponseStore):
         """Log first: what is computed from now on is kept, what was begun before is refused by `put`."""
         if not dry_run:
             self._begin_log()
-            with self._asking():
-                entry = {"selector": json.dumps(selector.view())}
-                self._db.xadd(self._log, entry, maxlen=_LOG, approximate=False)
-        gone, live = [], 0
-        for key, head in self._heads(None if selector.key is None else [selector.key]):
-            try:
-                response = decode_head(key, head)
-            except CorruptValue:
-                gone.append(key)
-                continue
-            if selector.matches(response):
-                gone.append(key)
-                live += response.stale_until > self._clock()
-        if not dry_run:
-            self._remove(gone)
-        return live
+            self._add_to_log(json.dumps(selector.view()), only_first=False)
+        live: set[str] = set()  # a scan may show a key twice
+        for batch in self._heads(None if selector.key is None else [selector.key]):
+            gone = []
+            for key, head in batch:
+                try:
+                    response = decode_head(key, head)
+                except CorruptValue:
+                    gone.append(key)
+                    continue
+                if selector.matches(response):
+                    gone.append(key)
+                    if response.stale_until > self._clock():
+                        live.add(key)
+            if gone and not dry_run:
+                self._remove(gone)
+        return len(live)
 
-    def _heads(self, only: list[str] | None) -> Iterator[tuple[str, bytes]]:
-        with self._asking():
-            keys = [key.decode() for key in self._db.zrange(self._keys[0], 0, -1)] if only is None else only
-            for start in range(0, len(keys), _BATCH):
-                batch = keys[start : start + _BATCH]
+    def _heads(self, only: list[str] | None) -> Iterator[list[tuple[str, bytes]]]:
+        """Keys and heads in batches: of every answer that was there from the start, or of some keys."""
+        cursor = 0
+        while True:
+            keys = only
+            with self._asking():
+                if keys is None:
+                    cursor, found = self._db.zscan(self._keys[0], cursor, count=_BATCH)
+                    keys = [key.decode() for key, _ in found]
                 pipe = self._db.pipeline(transaction=False)
-                for key in batch:
+                for key in keys:
                     pipe.hget(self._answer + key, "head")
-                for key, head in zip(batch, pipe.execute(), strict=True):
-                    if head is not None:
-                        yield key, head
+                heads = pipe.execute()
+            yield [(key, head) for key, head in zip(keys, heads, strict=True) if head is not None]
+            if not cursor:
+                return
 
     def _begin_log(self) -> str:
         """The end of the log; one that is empty, as in a new or a flushed Redis, gets a first entry."""
+        return self._add_to_log(_NOTHING, only_first=True)
+
+    def _add_to_log(self, selector: str, *, only_first: bool) -> str:
         with self._asking():
-            last = self._db.xrevrange(self._log, count=1)
-            if last:
-                return cast("str", last[0][0].decode())
-            return cast("str", self._db.xadd(self._log, {"selector": _NOTHING}).decode())
+            end = self._note(keys=[self._log], args=[selector, "1" if only_first else "", _LOG])
+        return cast("str", end.decode())
 
     def news(self, cursor: str) -> News:
         if not cursor:
@@ -239,14 +263,14 @@ class RedisStore(ResponseStore):
 
     def recent(self, limit: int) -> Sequence[StoredResponse]:
         """The latest entries, newest first. Reads every head: for operators, not for requests."""
-        heads: list[tuple[float, str]] = []
-        for key, head in self._heads(None):
+        created: dict[str, float] = {}
+        for key, head in chain.from_iterable(self._heads(None)):
             try:
-                heads.append((decode_head(key, head).created, key))
+                created[key] = decode_head(key, head).created
             except CorruptValue:
                 continue  # `get` counts and deletes it
         found = []
-        for _, key in sorted(heads, reverse=True)[:limit]:
+        for key in sorted(created, key=created.__getitem__, reverse=True)[:limit]:
             with self._asking():
                 head, payload = self._db.hmget(self._answer + key, "head", "payload")
             try:

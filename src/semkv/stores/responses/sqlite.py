@@ -23,7 +23,7 @@ from semkv.stores.responses.codec import decode, decode_head, encode
 FORMAT = 1
 _APPLICATION = 0x73656D72  # "semr"
 _LOG = 1000
-_TOUCHED = 256
+_TOUCHED = 65_536  # entries whose last use is remembered until the next write
 _NOTHING = Selector(key="")
 _BROKEN = ("malformed", "not a database")
 
@@ -208,15 +208,14 @@ class SqliteStore(ResponseStore):
         if response.stale_until <= self._clock():
             return None
         with self._lock:
+            self._touched.pop(key, None)
             self._touched[key] = self._clock()
-            full = len(self._touched) >= _TOUCHED
-        if full:
-            with self._use(write=True) as db:
-                self._flush(db)
+            if len(self._touched) > _TOUCHED:
+                del self._touched[next(iter(self._touched))]
         return response
 
     def _flush(self, db: sqlite3.Connection) -> None:
-        """Write when entries were last used. Kept in memory until then: a hit costs no write."""
+        """Write when entries were last used. Kept in memory until something is put: a hit costs no write."""
         rows = [(at, key) for key, at in self._touched.items()]
         self._touched.clear()
         db.executemany("UPDATE answers SET used=MAX(used, ?) WHERE key=?", rows)

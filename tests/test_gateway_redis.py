@@ -1,0 +1,305 @@
+"""Two gateways over one real Redis: what they share, and what happens when it fails under them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway_helpers import Pair, chat, wait_until
+from redis_server import RedisServer
+
+PROXY = {"trusted_proxies": ("127.0.0.0/8",)}
+
+
+class Two:
+    """Two gateways, each with an upstream of its own, so that an answer tells where it was computed."""
+
+    def __init__(self, folder: Path, server: RedisServer, **settings: Any) -> None:
+        more = {"store": server.url, "store_timeout": 10.0, **PROXY, **settings}
+        self.server = server
+        self.one, self.other = (Pair(folder / name, **more) for name in ("one", "other"))
+
+    def __enter__(self) -> Two:
+        self.one.__enter__()
+        self.other.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.one.__exit__()
+        self.other.__exit__()
+
+    def told(self, text: str, **headers: str) -> tuple[str, str]:
+        """What both say of a question, in a word."""
+        one, other = (pair.post(text, headers=headers).headers["x-semkv"].split()[0] for pair in (self.one, self.other))
+        return one, other
+
+    def in_memory(self, text: str, **headers: str) -> None:
+        """Ask until both have the answer in memory."""
+        self.told(text, **headers)
+        assert self.told(text, **headers) == ("hit", "hit")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    running = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield running
+    running.kill()
+
+
+@pytest.fixture(scope="module")
+def two(server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    with Two(tmp_path_factory.mktemp("two"), server) as running:
+        yield running
+
+
+def key_of(pair: Pair, text: str) -> str:
+    hits = pair.admin("hits").json()["hits"]
+    return str(next(hit["key"] for hit in hits if hit["asked"][0]["text"] == text))
+
+
+def partition_of(server: RedisServer, key: str) -> str:
+    import json
+
+    import redis
+
+    with redis.Redis(port=server.port) as client:
+        head = client.hget("{semkv:answers:1}:a:" + key, "head")
+    return str(json.loads(head[32:])["partition"])
+
+
+class TestShared:
+    def test_what_one_stored_the_other_serves(self, two: Two) -> None:
+        first = two.one.post("shared")
+        second = two.other.post("shared")
+        assert first.headers["x-semkv"] == "miss"
+        assert second.headers["x-semkv"].startswith("hit")
+        assert second.content == first.content
+        streamed = two.other.post("shared", stream=True)
+        assert streamed.headers["x-semkv"].startswith("hit")
+        assert streamed.text.endswith("[DONE]\n\n")
+        assert two.other.upstream.total == 0
+
+    @pytest.mark.parametrize("by", ["key", "tag", "model", "partition", "prefix"])
+    def test_an_invalidation_reaches_the_others_memory(self, two: Two, by: str) -> None:
+        text, spared = f"gone by {by}", f"spared by {by}"
+        headers = {"X-Semkv-Tenant": f"tenant {by}", "X-Semkv-Tags": f"tag:{by}"}
+        two.in_memory(spared, **{"X-Semkv-Tenant": f"another than {by}"})
+        for pair in (two.one, two.other, two.one, two.other):
+            body = chat(text, model=f"model {by}")
+            httpx.post(f"{pair.url}/v1/chat/completions", json=body, headers=headers).raise_for_status()
+        key = key_of(two.one, text)
+        values = {
+            "key": key,
+            "tag": f"tag:{by}",
+            "model": f"model {by}",
+            "partition": partition_of(two.server, key),
+            "prefix": "gone by " + by[:2],
+        }
+        memory = two.other.app.gateway.caches.responses.peek
+        assert memory(key) is not None
+        assert two.one.admin("invalidate", {by: values[by]}).json() == {"count": 1, "dry_run": True}
+        assert memory(key) is not None
+        assert two.one.admin("invalidate", {by: values[by], "dry_run": False}).json()["count"] == 1
+        wait_until(lambda: memory(key) is None)
+        for pair in (two.other, two.one):
+            body = chat(text, model=f"model {by}")
+            answer = httpx.post(f"{pair.url}/v1/chat/completions", json=body, headers=headers)
+            assert answer.headers["x-semkv"].split()[0] == ("miss" if pair is two.other else "hit")
+        assert two.told(spared, **{"X-Semkv-Tenant": f"another than {by}"}) == ("hit", "hit")
+
+    def test_an_answer_that_was_begun_before_an_invalidation_is_not_kept(self, two: Two) -> None:
+        said = "begun before [delay=1.5]"
+        asked = threading.Thread(target=two.other.post, args=(said,))
+        asked.start()
+        wait_until(lambda: two.other.upstream.running == 1)
+        two.one.admin("invalidate", {"prefix": "begun", "dry_run": False}).raise_for_status()
+        asked.join()
+        assert two.told(said)[0] == "miss"
+
+
+class Traffic:
+    """Questions to both gateways, some new and some old, until it is told to stop; notes every status."""
+
+    def __init__(self, two: Two) -> None:
+        self.two, self.statuses, self.asked = two, set(), 0
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(pair,)) for pair in (two.one, two.other)]
+
+    def __enter__(self) -> Traffic:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, pair: Pair) -> None:
+        number = 0
+        while not self._stop.is_set():
+            number += 1
+            self.statuses.add(pair.post(f"traffic {number if number % 2 else number % 10}").status_code)
+            self.asked += 1
+
+    def more(self, requests: int = 20) -> None:
+        """Let so many more requests pass."""
+        until = self.asked + requests
+        wait_until(lambda: self.asked >= until)
+
+
+def recovered(two: Two, name: str) -> bool:
+    """Whether the gateways share answers again."""
+    recovered.number += 1  # type: ignore[attr-defined]
+    return two.told(f"{name} {recovered.number}") == ("miss", "hit")  # type: ignore[attr-defined]
+
+
+recovered.number = 0  # type: ignore[attr-defined]
+
+
+class TestFaults:
+    @pytest.mark.parametrize("durable", [True, False])
+    def test_killed_and_started_again_under_traffic(self, tmp_path: Path, durable: bool) -> None:
+        server = RedisServer(tmp_path, durable=durable)
+        try:
+            with Two(tmp_path, server) as two:
+                two.in_memory("from before")
+                faults = [pair.metric("semkv_cache_events_total") for pair in (two.one, two.other)]
+                with Traffic(two) as traffic:
+                    traffic.more()
+                    server.kill()
+                    traffic.more(60)
+                    assert two.told("from before") == ("hit", "hit"), "memory serves"
+                    refused = two.one.admin("invalidate", {"prefix": "from", "dry_run": False})
+                    assert refused.status_code == 503, "nothing is promised"
+                    server.start()
+                    wait_until(lambda: recovered(two, "after the kill"))
+                    traffic.more()
+                assert traffic.statuses == {200}
+                for pair, before in zip((two.one, two.other), faults, strict=True):
+                    assert events(pair, "response fault:store") > 0
+                    assert pair.metric("semkv_cache_events_total") > before
+                wait_until(lambda: two.told("still in step")[1] == "hit")
+                two.one.admin("invalidate", {"prefix": "still", "dry_run": False}).raise_for_status()
+                wait_until(lambda: two.other.post("still in step").headers["x-semkv"] == "miss")
+        finally:
+            server.kill()
+
+    def test_an_answer_is_not_served_again_after_an_invalidation_that_failed_at_first(self, tmp_path: Path) -> None:
+        server = RedisServer(tmp_path, durable=True)
+        try:
+            with Two(tmp_path, server) as two:
+                two.in_memory("to go")
+                old = two.one.post("to go").content
+                server.kill()
+                assert two.one.admin("invalidate", {"prefix": "to go", "dry_run": False}).status_code == 503
+                server.start()
+                wait_until(
+                    lambda: two.one.admin("invalidate", {"prefix": "to go", "dry_run": False}).json().get("count") == 1
+                )
+                assert two.one.post("to go").headers["x-semkv"] == "miss"
+                # It is kept once its gateway has heard of the invalidation itself, and not begun before.
+                wait_until(lambda: two.other.post("to go").content == two.one.post("to go").content != old)
+        finally:
+            server.kill()
+
+    def test_frozen_and_thawed(self, tmp_path: Path) -> None:
+        server = RedisServer(tmp_path)
+        try:
+            with Two(tmp_path, server, store_timeout=0.5) as two:
+                with Traffic(two) as traffic:
+                    traffic.more()
+                    server.freeze()
+                    traffic.more()
+                    server.thaw()
+                    wait_until(lambda: recovered(two, "after the frost"), 60)
+                assert traffic.statuses == {200}
+        finally:
+            server.kill()
+
+
+class TestFull:
+    """Redis with ``maxmemory`` reached and its default policy, which refuses every write that takes memory."""
+
+    @pytest.fixture
+    def full(self, tmp_path: Path) -> Iterator[tuple[Two, Any]]:
+        import redis
+
+        server = RedisServer(tmp_path)
+        try:
+            with Two(tmp_path, server) as two, redis.Redis(port=server.port) as client:
+                yield two, client
+        finally:
+            server.kill()
+
+    @pytest.mark.parametrize("by", ["prefix", "tag"])
+    def test_answers_go_on_and_invalidation_works(self, full: tuple[Two, Any], by: str) -> None:
+        two, client = full
+        labelled = {"X-Semkv-Tags": "old"}
+        two.in_memory("old news", **labelled)
+        two.in_memory("spared")
+        client.config_set("maxmemory", 1)
+        client.script_flush()
+        with pytest.raises(Exception, match="maxmemory"):
+            client.set("x", "y")
+        assert two.told("while full")[0] == "miss"
+        assert two.told("while full")[0] == "hit", "memory has it"
+        assert two.told("old news", **labelled) == ("hit", "hit")
+        chosen = {"prefix": "old"} if by == "prefix" else {"tag": "old"}
+        assert two.one.admin("invalidate", chosen).json() == {"count": 1, "dry_run": True}
+        assert two.one.admin("invalidate", {**chosen, "dry_run": False}).json() == {"count": 1, "dry_run": False}
+        wait_until(lambda: two.other.post("old news", headers=labelled).headers["x-semkv"] == "miss")
+        assert two.told("spared") == ("hit", "hit")
+        assert events(two.one, "response fault:store put") > 0
+        client.config_set("maxmemory", 0)
+        wait_until(lambda: recovered(two, "with room again"))
+
+    def test_the_log_of_invalidations_does_not_grow_without_end(self, full: tuple[Two, Any]) -> None:
+        two, client = full
+        client.config_set("maxmemory", 1)
+        caches = two.one.app.gateway.caches.responses
+        from semkv.stores.responses.base import Selector
+
+        for number in range(1200):
+            caches._store.invalidate(Selector(key=str(number)))
+        assert client.xlen("{semkv:answers:1}:log") == 1000
+
+    def test_one_that_was_full_from_the_start(self, tmp_path: Path) -> None:
+        import redis
+
+        server = RedisServer(tmp_path)
+        try:
+            with redis.Redis(port=server.port) as client:
+                client.config_set("maxmemory", 1)
+                with Two(tmp_path, server) as two:
+                    two.told("only here")
+                    assert two.told("only here") == ("hit", "hit"), "each from its own memory"
+                    two.one.admin("invalidate", {"prefix": "only", "dry_run": False}).raise_for_status()
+                    wait_until(lambda: two.other.post("only here").headers["x-semkv"] == "miss")
+                    client.config_set("maxmemory", 0)
+                    wait_until(lambda: recovered(two, "with room at last"))
+        finally:
+            server.kill()
+
+    def test_one_that_evicts_its_own_index_serves_nothing_that_cannot_be_invalidated(
+        self, full: tuple[Two, Any]
+    ) -> None:
+        two, client = full
+        two.one.post("lost to the index")
+        client.delete("{semkv:answers:1}:used")  # as `allkeys-lru` may
+        assert two.one.admin("invalidate", {"prefix": "lost", "dry_run": False}).json()["count"] == 0
+        assert two.one.post("lost to the index").headers["x-semkv"] == "miss"
+        assert two.other.post("lost to the index").headers["x-semkv"].startswith("hit"), "kept anew, index and all"
+        assert two.one.admin("invalidate", {"prefix": "lost"}).json()["count"] == 1
+
+
+def events(pair: Pair, name: str) -> float:
+    """The caches' own counters whose name begins so."""
+    lines = httpx.get(f"{pair.url}/metrics").text.splitlines()
+    wanted = f'semkv_cache_events_total{{event="{name}'
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(wanted))

@@ -1,0 +1,292 @@
+"""The gateway under clients that mean harm, or do not know better."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway_helpers import Pair, chat, wait_until
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Pair(tmp_path_factory.mktemp("gateway")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def semantic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Pair(tmp_path_factory.mktemp("semantic"), semantic=True) as running:
+        yield running
+
+
+class Line:
+    """A TCP connection to a gateway."""
+
+    def __init__(self, pair: Pair) -> None:
+        url = httpx.URL(pair.url)
+        self.socket = socket.create_connection((url.host, url.port or 80), timeout=30)
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> Line:
+        self.socket.sendall(data)
+        return self
+
+    def flood(self, piece: bytes, most: int) -> int:
+        """Send the same over and over; how many bytes it took until the other side had enough."""
+        for sent in range(0, most, len(piece)):
+            try:
+                self.send(piece)
+            except OSError:
+                return sent
+        return most
+
+    def until(self, mark: bytes) -> bytes:
+        """What comes, up to and with ``mark``, or to the end."""
+        found = b""
+        while mark not in found and (data := self.socket.recv(65536)):
+            found += data
+        return found
+
+    def rest(self) -> bytes:
+        """What comes until the other side closes."""
+        return self.until(b"\0 never \0")
+
+
+def request(body: Any = b"", *headers: str, method: str = "POST", target: str = CHAT) -> bytes:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"{method} {target} HTTP/1.1", "Host: x", f"Content-Length: {len(raw)}", *headers]
+    if not any(line.lower().startswith("content-type") for line in headers):
+        lines.append("Content-Type: application/json")
+    return "\r\n".join([*lines, "", ""]).encode() + raw
+
+
+def ask(pair: Pair, data: bytes) -> tuple[int, bytes]:
+    """Status and everything that came, on a connection of its own."""
+    with Line(pair) as line:
+        answer = line.send(data.replace(b"\r\nHost: x\r\n", b"\r\nHost: x\r\nConnection: close\r\n", 1)).rest()
+    return int(answer[9:12] or 0), answer
+
+
+def nested(depth: int, where: str) -> bytes:
+    deep = '{"a":[' * (depth // 2) + "1" + "]}" * (depth // 2)
+    message = {
+        "tool call": f'{{"role":"assistant","content":"x","tool_calls":[{deep}]}}',
+        "part": f'{{"role":"user","content":[{{"type":"text","text":{deep}}}]}}',
+        "parts of parts": '{"role":"user","content":[' * (depth // 2) + "]}" * (depth // 2),
+    }.get(where, '{"role":"user","content":"x"}')
+    more = f'"metadata":{deep},' if where == "ignored field" else f'"x":{deep},' if where == "unknown field" else ""
+    question = f'{{"role":"user","content":"deep {depth} in {where}"}}'
+    return f'{{"model":"m","temperature":0,{more}"messages":[{message},{question}]}}'.encode()
+
+
+class TestBodies:
+    @pytest.mark.parametrize("where", ["ignored field", "unknown field", "tool call", "part", "parts of parts"])
+    @pytest.mark.parametrize("depth", [100, 300, 900, 980, 2000, 200_000])
+    def test_nesting(self, semantic: Pair, where: str, depth: int) -> None:
+        before = semantic.metric("semkv_faults_total")
+        for _ in range(2):
+            assert ask(semantic, request(nested(depth, where)))[0] in (200, 400)
+        assert semantic.metric("semkv_faults_total") == before
+
+    def test_what_many_levels_hold_is_kept_up_to_a_depth(self, pair: Pair) -> None:
+        for depth, kept in ((150, True), (250, False)):
+            answers = [ask(pair, request(nested(depth, "unknown field"))) for _ in range(2)]
+            assert [status for status, _ in answers] == [200, 200]
+            assert (b"x-semkv: hit" in answers[1][1]) is kept
+
+    @pytest.mark.parametrize(
+        "raw",
+        [
+            b'{"temperature":' + b"9" * 5000 + b',"messages":[{"role":"user","content":"a"}]}',
+            b'{"temperature":1e999,"messages":[{"role":"user","content":"a"}]}',
+            b'{"temperature":-0.0,"seed":-0,"messages":[{"role":"user","content":"a"}]}',
+            b'{"n":0,"messages":[{"role":"user","content":"a"}]}',
+            b'{"stream":"true","messages":[{"role":"user","content":"a"}]}',
+            b'{"stream":1,"messages":[{"role":"user","content":"a"}]}',
+            b'{"messages":[{"role":"user","content":"\\u0000\\ud83d\\ude00\\uffff"}]}',
+            '{"messages":[{"role":"user","content":"\u202e\u2066 \ufeff"}]}'.encode(),
+            '{"messages":[{"role":"user","content":"a"}]}'.encode("utf-16"),
+            b'\xef\xbb\xbf{"messages":[{"role":"user","content":"a"}]}',
+            b'{"messages":[' + b",".join(50_000 * [b'{"role":"user","content":"a"}']) + b"]}",
+            b'{"messages":[{"role":"user","content":"a"}],' + b",".join(b'"k%d":0' % i for i in range(50_000)) + b"}",
+            b'{"messages":[{"role":"user","content":[' + b",".join(20_000 * [b'{"type":"text","text":""}']) + b"]}]}",
+            b'{"model":' + b'"m' + b"x" * 100_000 + b'","messages":[{"role":"user","content":"a"}]}',
+        ],
+        ids=lambda raw: str(len(raw)),
+    )
+    def test_odd_json(self, semantic: Pair, raw: bytes) -> None:
+        before = semantic.metric("semkv_faults_total")
+        statuses = {ask(semantic, request(raw))[0] for _ in range(2)}
+        assert statuses in ({200}, {400})
+        assert semantic.metric("semkv_faults_total") == before
+
+    @pytest.mark.parametrize(
+        "kind",
+        ["text/plain", "", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/xml"],
+    )
+    def test_another_content_type_is_the_upstreams_to_judge(self, pair: Pair, kind: str) -> None:
+        pair.post("typed")
+        status, answer = ask(pair, request(chat("typed"), f"Content-Type: {kind}"))
+        assert status == 200
+        assert b"x-semkv: pass reason=content_type" in answer
+
+    @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "APPLICATION/JSON", "application/json;x"])
+    def test_json_by_another_spelling(self, pair: Pair, kind: str) -> None:
+        pair.post("typed")
+        assert b"x-semkv: hit" in ask(pair, request(chat("typed"), f"Content-Type: {kind}"))[1]
+
+    def test_a_compressed_body(self, pair: Pair) -> None:
+        raw = gzip.compress(json.dumps(chat("packed")).encode())
+        assert ask(pair, request(raw, "Content-Encoding: gzip"))[0] == 400, "it has no place for a salt"
+        bomb = gzip.compress(b" " * 50_000_000)
+        assert ask(pair, request(bomb, "Content-Encoding: gzip"))[0] == 400
+        assert b"pass reason=content_type" in ask(pair, request(chat("packed"), "Content-Encoding: gzip"))[1]
+
+    def test_a_body_that_never_ends(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, max_body_mib=1) as small, Line(small) as line:
+            line.send(request(b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b""))
+            line.flood(b"10000\r\n" + b" " * 65536 + b"\r\n", 50 << 20)  # it is read and thrown away
+            assert line.until(b"\r\n\r\n")[9:12] == b"413"
+            assert small.post("others").status_code == 200
+
+
+class TestHeads:
+    def test_no_request_target_leads_to_another_server(self, pair: Pair) -> None:
+        """The target goes behind the upstream's host and port as it stands."""
+        for target in ("@127.0.0.1:1/v1/models", ".example/v1/models", ":1/v1/models", "*", "x", "?a", "#a"):
+            for method in ("GET", "OPTIONS"):
+                assert ask(pair, request(method=method, target=target))[0] == 400
+        total = pair.upstream.total
+        assert ask(pair, request(method="GET", target="http://other.example/v1/models"))[0] == 200
+        assert ask(pair, request(chat("a"), target="//127.0.0.1:1/v1/chat/completions"))[0] in (200, 400)
+        assert pair.upstream.total == total + 1, "both were asked of the upstream"
+
+    @pytest.mark.parametrize(
+        "head",
+        [
+            b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n{}    ",
+            b"Content-Length: -5\r\n\r\n{}",
+            b"Content-Length: 99999999999999999999999\r\n\r\n{}",
+            b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+            b"X-Odd : a\r\n\r\n",
+            b"X\x00: a\r\n\r\n",
+            b"X: a\x00b\r\n\r\n",
+        ],
+    )
+    def test_what_two_servers_may_read_differently_is_refused(self, pair: Pair, head: bytes) -> None:
+        total = pair.upstream.total
+        status, _ = ask(pair, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + head)
+        assert status in (400, 413)
+        assert pair.upstream.total == total
+
+    def test_a_head_without_end_is_cut_off(self, pair: Pair) -> None:
+        for start in (b"GET /healthz HTTP/1.1\r\nX-Large: ", b"GET /"):
+            with Line(pair) as line:
+                line.send(start)
+                assert line.flood(b"a" * 65536, 130 << 20) < 130 << 20
+
+    def test_heads_of_one_connection_are_counted_apart_from_bodies(self, pair: Pair) -> None:
+        with Line(pair) as line:
+            for i in range(4):
+                body = chat(f"[big=10] {i}" + "x" * 300_000)
+                line.send(request(body, "X-Padding: " + "a" * 30_000) + b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
+                line.send(b"X-Padding: " + b"a" * 40_000 + b"\r\n\r\n")
+                assert line.until(b'"status":"ok"').count(b"HTTP/1.1 200") >= 1
+
+    @pytest.mark.parametrize("value", ["ü", "漢字", "a\tb"])
+    def test_header_values_go_on_byte_for_byte(self, pair: Pair, value: str) -> None:
+        pair.post(f"header {value!r}", headers={"X-Name": value.encode()})
+        assert pair.upstream.headers[-1]["x-name"].encode("latin-1") == value.encode()
+
+    def test_a_value_in_latin_1_does_not_cost_the_answer(self, pair: Pair) -> None:
+        assert pair.post("latin", headers={"X-Name": b"\xfc"}).status_code == 200
+
+    def test_expectations_are_met_here(self, pair: Pair) -> None:
+        body = json.dumps(chat("expected")).encode()
+        with Line(pair) as line:
+            line.send(request(body, "Expect: 100-continue", "Connection: close")[: -len(body)])
+            assert line.until(b"\r\n\r\n").startswith(b"HTTP/1.1 100")
+            assert line.send(body).rest().startswith(b"HTTP/1.1 200")
+        assert "expect" not in pair.upstream.headers[-1]
+
+    @pytest.mark.parametrize(
+        "value",
+        ["max-age=-1", "max-age=", "max-age=9" + "9" * 30, "max-age=1e3", 'max-age="0"x', ",,;=", "MAX-AGE=10", "é"],
+    )
+    def test_odd_controls_are_ignored(self, pair: Pair, value: str) -> None:
+        pair.post("controls")
+        answer = pair.post("controls", headers={"Cache-Control": value.encode(), "X-Semkv-Bypass": "0"})
+        assert answer.headers["x-semkv"].startswith("hit")
+
+    def test_a_websocket_is_closed(self, pair: Pair) -> None:
+        upgrade = (
+            "Upgrade: websocket",
+            "Connection: Upgrade",
+            "Sec-WebSocket-Version: 13",
+            f"Sec-WebSocket-Key: {'a' * 22}==",
+        )
+        with Line(pair) as line:
+            assert (
+                line.send(request(b"", *upgrade, method="GET", target="/v1/realtime")).until(b"\r\n\r\n")[9:12]
+                == b"403"
+            )
+        assert pair.post("still there").status_code == 200
+
+
+class TestConnections:
+    def test_requests_in_one_piece_are_answered_in_order(self, pair: Pair) -> None:
+        asked = [chat(f"in line {i} [delay=0.{3 - i}]", stream=i == 2) for i in range(3)]
+        with Line(pair) as line:
+            answer = line.send(b"".join(request(body) for body in asked)).until(b"[DONE]")
+        assert answer.count(b"HTTP/1.1 200") == 3
+        assert answer.index(b"in line 0") < answer.index(b"in line 1") < answer.index(b"text/event-stream")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_half_closed_client_leaves_nothing_behind(self, pair: Pair, stream: bool) -> None:
+        before = pair.upstream.aborted
+        with Line(pair) as line:
+            line.send(request(chat(f"half [delay=30] {stream}", stream=stream)))
+            wait_until(lambda: pair.upstream.running == 1)
+            line.socket.shutdown(socket.SHUT_WR)
+            line.rest()
+        wait_until(lambda: pair.upstream.running == 0 and len(pair.app.gateway.desk) == 0)
+        assert pair.upstream.aborted == before + 1
+
+    def test_a_client_that_does_not_read_does_not_fill_memory(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, max_answer_mib=1) as small:
+            desk = small.app.gateway.desk
+            with Line(small) as line:
+                line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                line.send(request(chat("[big=60000000][events=600]", stream=True)))
+                wait_until(lambda: desk.held > 0)
+                most, end = 0, time.monotonic() + 2
+                while time.monotonic() < end:
+                    most = max(most, desk.held)
+                    time.sleep(0.01)
+                assert most < 4 << 20
+            wait_until(lambda: desk.held == 0 and small.upstream.running == 0)
+
+    def test_a_client_that_leaves_in_the_middle_of_its_body(self, pair: Pair) -> None:
+        total = pair.upstream.total
+        for _ in range(20):
+            with Line(pair) as line:
+                line.send(request(chat("left"))[:-5])
+        assert pair.post("who is left").status_code == 200
+        assert pair.upstream.total == total + 1

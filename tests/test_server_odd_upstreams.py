@@ -1,0 +1,198 @@
+"""The gateway before upstreams that do not say what they should: odd streams, odd answers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway_helpers import ADMIN, SECRET, Served, chat
+from semkv.server.assemble import app_of
+from semkv.server.settings import ServerSettings
+
+
+class Fixed:
+    """An upstream that says one thing, whatever it is asked."""
+
+    def __init__(self) -> None:
+        self.asked, self.status = 0, 200
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.pieces: list[bytes] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            while (await receive())["type"] != "lifespan.shutdown":
+                await send({"type": "lifespan.startup.complete"})
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        while (await receive()).get("more_body"):
+            pass
+        self.asked += 1
+        if self.asked > 20:
+            raise AssertionError("asked without end")
+        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
+        for piece in self.pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class Odd:
+    """A gateway in front of `Fixed`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.upstream, self.number = Fixed(), 0
+        self.behind = Served(self.upstream)
+        settings = ServerSettings(upstream=self.behind.url, semantic=False, cache_dir=folder)
+        self.front = Served(app_of(settings, {"SEMKV_SECRET": SECRET, "SEMKV_ADMIN_KEY": ADMIN}))
+
+    def ask(self, *streams: bool) -> list[httpx.Response]:
+        """The same new question, as often as told, in these forms."""
+        self.number, self.upstream.asked = self.number + 1, 0
+        url = f"{self.front.url}/v1/chat/completions"
+        return [httpx.post(url, json=chat(f"question {self.number}", stream=stream), timeout=30) for stream in streams]
+
+    def says(self, *pieces: bytes, kind: bytes = b"text/event-stream", **more: bytes) -> None:
+        headers = [(name.replace("_", "-").encode(), value) for name, value in more.items()]
+        self.upstream.status, self.upstream.headers = 200, [(b"content-type", kind), *headers]
+        self.upstream.pieces = list(pieces)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Odd]:
+    running = Odd(tmp_path_factory.mktemp("odd"))
+    with running.behind, running.front:
+        yield running
+
+
+def chunk(text: str | None = None, finish: str | None = None, **more: Any) -> bytes:
+    delta = {} if text is None else {"role": "assistant", "content": text}
+    choices = [{"index": 0, "delta": delta, "finish_reason": finish}]
+    top = {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": choices, **more}
+    return b"data: " + json.dumps(top).encode() + b"\n\n"
+
+
+USAGE = chunk(choices=[], usage={"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3})
+DONE = b"data: [DONE]\n\n"
+HELLO = [chunk("Hel"), chunk("lo"), chunk(finish="stop"), USAGE, DONE]
+STREAM = b"".join(HELLO)
+WHOLE = {
+    "id": "a",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+}
+
+
+class TestOddStreams:
+    @pytest.mark.parametrize(
+        "pieces",
+        {
+            "plain": HELLO,
+            "one byte at a time, CRLF": [bytes([c]) for c in STREAM.replace(b"\n", b"\r\n")],
+            "byte order mark": [b"\xef", b"\xbb\xbf" + STREAM],
+            "comments and fields": [b": ping\n\n", b"event: x\nid: 3\nretry: 5\n", HELLO[0], b":\n\n", *HELLO[1:]],
+            "no space": [STREAM.replace(b"data: ", b"data:")],
+            "data in lines": [STREAM.replace(b'"object"', b'\ndata: "object"')],
+            "empty data": [*HELLO[:1], b"data\n\n", b"data:\n\n", b"\n\n\n", *HELLO[1:]],
+            "more after the end": [*HELLO, chunk("MORE")],
+        }.items(),
+        ids=lambda item: item[0],
+    )
+    def test_what_is_whole_is_kept_whole(self, odd: Odd, pieces: tuple[str, list[bytes]]) -> None:
+        odd.says(*pieces[1])
+        first, again, whole = odd.ask(True, True, False)
+        assert odd.upstream.asked == 1
+        assert [a.headers["x-semkv"].split()[0] for a in (first, again, whole)] == ["miss", "hit", "hit"]
+        assert whole.json()["choices"][0]["message"]["content"] == "Hello"
+        assert '"content":"Hello"' in again.text
+
+    @pytest.mark.parametrize(
+        "pieces",
+        {
+            "no end": HELLO[:-1],
+            "no blank line at the end": [STREAM[:-2]],
+            "two ends": [*HELLO[:2], DONE, *HELLO[2:]],
+            "an empty object": [*HELLO[:2], b"data: {}\n\n", *HELLO[3:]],
+            "an index that is no number": [chunk("x", choices=[{"index": "0", "delta": {"content": "x"}}]), *HELLO],
+            "no object": [HELLO[0], b"data: 5\n\n", *HELLO[1:]],
+            "no JSON": [HELLO[0], b"data: {\n\n", *HELLO[1:]],
+            "an unknown field": [chunk("x", odd={"a": 1}), *HELLO],
+            "lines that end with CR": [STREAM.replace(b"\n", b"\r")],
+            "nothing": [],
+            "blank": [b"\n\n\n"],
+        }.items(),
+        ids=lambda item: item[0],
+    )
+    def test_what_is_not_passes_as_it_came_and_is_not_kept(self, odd: Odd, pieces: tuple[str, list[bytes]]) -> None:
+        odd.says(*pieces[1])
+        answers = odd.ask(True, True, False)
+        assert odd.upstream.asked == 3, "once for each"
+        for answer in answers:
+            assert (answer.status_code, answer.headers["x-semkv"]) == (200, "miss")
+            assert squeezed(answer.content) == squeezed(b"".join(pieces[1]))
+
+    def test_a_compressed_stream_passes_untouched(self, odd: Odd) -> None:
+        for level in range(1, 10):
+            odd.says(gzip.compress(STREAM * 50, level), content_encoding=b"gzip")
+            for answer in odd.ask(True, False):
+                assert answer.text == STREAM.decode() * 50
+
+    def test_the_content_type_may_be_in_capitals(self, odd: Odd) -> None:
+        odd.says(STREAM, kind=b"Text/Event-Stream")
+        assert odd.ask(False, True)[1].headers["x-semkv"].startswith("hit")
+
+
+def squeezed(data: bytes) -> bytes:
+    """Without line ends, and without the usage, which who did not ask for it does not see."""
+    for left_out in (b"\n", b"\r", USAGE.strip()):
+        data = data.replace(left_out, b"")
+    return data
+
+
+class TestOddAnswers:
+    """An upstream that does not answer in the form it was asked for is asked once, not without end."""
+
+    @pytest.mark.parametrize(
+        "payload",
+        [
+            b"<html>",
+            b"",
+            b'{"choices": 5}',
+            json.dumps({**WHOLE, "choices": [{**WHOLE["choices"][0], "message": {"odd": {"a": 1}}}]}).encode(),
+            b'{"choices": ' + b"[" * 2000 + b"]" * 2000 + b"}",
+        ],
+        ids=["html", "empty", "no answer", "an unknown field", "nested"],
+    )
+    def test_whole_where_a_stream_was_asked_for(self, odd: Odd, payload: bytes) -> None:
+        odd.says(payload, kind=b"application/json")
+        (answer,) = odd.ask(True)
+        assert (answer.status_code, answer.content, odd.upstream.asked) == (200, payload, 1)
+
+    def test_whole_where_a_stream_was_asked_for_and_it_can_be_one(self, odd: Odd) -> None:
+        odd.says(json.dumps(WHOLE).encode(), kind=b"application/json")
+        first, again = odd.ask(True, True)
+        assert first.text == again.text
+        assert first.text.endswith("[DONE]\n\n")
+        assert odd.upstream.asked == 1
+
+    @pytest.mark.parametrize("status", [204, 301, 304, 307, 404, 418, 503])
+    def test_other_statuses_pass(self, odd: Odd, status: int) -> None:
+        odd.says(location=b"http://127.0.0.1:1/")
+        odd.upstream.status = status
+        answers = odd.ask(True, False)
+        assert {a.status_code for a in answers} == {status}
+        assert {a.headers["location"] for a in answers} == {"http://127.0.0.1:1/"}, "it is the client's to follow"
+        assert odd.upstream.asked == 2
+
+    def test_no_header_of_one_clients_answer_goes_to_another(self, odd: Odd) -> None:
+        odd.says(json.dumps(WHOLE).encode(), kind=b"application/json", set_cookie=b"session=1", x_request_id=b"7")
+        first, again = odd.ask(False, False)
+        assert first.headers["x-request-id"] == "7"
+        assert not {"set-cookie", "x-request-id"} & set(again.headers)

@@ -1,0 +1,270 @@
+"""What keeps tenants apart beyond the gateway's own keys, and what labels answers: salts on every route, tags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway_helpers import Pair, chat
+from semkv.errors import ConfigError
+from semkv.server.assemble import app_of
+from semkv.server.salt import NoPlace, salted
+from semkv.server.settings import ServerSettings
+from semkv.server.tags import parse_tag_rule, tags_by
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Pair(tmp_path_factory.mktemp("gateway")) as running:
+        yield running
+
+
+def sent(pair: Pair, path: str, raw: bytes, *, key: str, **headers: str) -> dict[str, Any]:
+    """The body that the upstream was sent for this one."""
+    before = len(pair.upstream.calls)
+    given = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
+    answer = httpx.post(f"{pair.url}{path}", content=raw, headers=given, timeout=20)
+    assert answer.status_code == 200, answer.text
+    (body,) = pair.upstream.calls[before:]
+    return body
+
+
+def image(uuid: str | None, url: str | None) -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": None if url is None else {"url": url}}
+    return part if uuid is None else {**part, "uuid": uuid}
+
+
+def with_image(text: str, *parts: dict[str, Any]) -> bytes:
+    content = [*parts, {"type": "text", "text": text}]
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+
+
+CHAT = "/v1/chat/completions"
+PASSED: dict[str, tuple[str, bytes, dict[str, str]]] = {
+    "cacheable": (CHAT, json.dumps(chat("salted")).encode(), {}),
+    "bypass": (CHAT, json.dumps(chat("salted")).encode(), {"X-Semkv-Bypass": "1"}),
+    "query": (CHAT + "?a=b", json.dumps(chat("salted")).encode(), {}),
+    "name twice": (CHAT, b'{"model": "m", "model": "m", "cache_salt": "x", "messages": [{"content": "a"}]}', {}),
+    "no number": (CHAT, b'{"model": "m", "extra": NaN, "messages": [{"content": "a"}]}', {}),
+    "lone surrogate": (CHAT, b'{"model": "m", "messages": [{"content": "\\ud800"}]}', {}),
+    "unknown form": (CHAT, b'{"messages": [{"role": "stranger", "content": "a"}]}', {}),
+    "remote media": (CHAT, with_image("a", image(None, "http://example.org/x.png")), {}),
+    "prompt embeddings": ("/v1/completions", b'{"prompt": "a", "prompt_embeds": "AAAA"}', {}),
+    "responses": ("/v1/responses", b'{"model": "m", "input": "a"}', {}),
+    "escaped path": ("/v1/chat%2Fcompletions", json.dumps(chat("salted")).encode(), {"Cache-Control": "no-store"}),
+}
+
+
+class TestSalts:
+    @pytest.mark.parametrize("how", PASSED)
+    def test_every_way_to_the_upstream_carries_the_tenants_salt(self, pair: Pair, how: str) -> None:
+        path, raw, headers = PASSED[how]
+        salts = [sent(pair, path, raw, key=f"{name} {how}", **headers)["cache_salt"] for name in ("one", "two")]
+        assert len(set(salts)) == 2
+        assert all(len(salt) == 64 for salt in salts)
+
+    def test_the_salt_is_the_same_on_every_way(self, pair: Pair) -> None:
+        raw = json.dumps(chat("same")).encode()
+        ways = [(CHAT, {}), (CHAT, {"X-Semkv-Bypass": "1"}), (CHAT + "?a=b", {}), ("/v1/messages", {})]
+        assert len({sent(pair, path, raw, key="k", **headers)["cache_salt"] for path, headers in ways}) == 1
+
+    def test_a_salt_of_the_clients_own_sets_it_apart_within_its_tenant(self, pair: Pair) -> None:
+        def salt(own: str, key: str) -> str:
+            raw = json.dumps({"model": "m", "input": "a", "cache_salt": own}).encode()
+            return str(sent(pair, "/v1/responses", raw, key=key)["cache_salt"])
+
+        assert len({salt("x", "one"), salt("y", "one"), salt("x", "two"), salt("", "one")}) == 4
+        assert salt("x", "one") == salt("x", "one")
+
+    def test_nothing_else_is_changed(self, pair: Pair) -> None:
+        raw = (
+            b'{"model": "m", "big": 12345678901234567890, "f": 1e-7, "messages": [{"role": "x", "content": "\\u00fc"}]}'
+        )
+        body = sent(pair, CHAT, raw, key="k")
+        assert body.pop("cache_salt")
+        assert body == json.loads(raw)
+
+    def test_a_stranger_cannot_name_anothers_image(self, pair: Pair) -> None:
+        raw = with_image("a", image("mine", None), image("mine", "http://example.org/x.png"))
+
+        def uuids(key: str) -> list[str]:
+            body = sent(pair, CHAT, raw, key=key)
+            return [part["uuid"] for part in body["messages"][0]["content"][:2]]
+
+        one, two = uuids("one"), uuids("two")
+        assert one[0] == one[1] != two[0] == two[1]
+        assert "mine" not in (*one, *two)
+        assert uuids("one") == one
+
+    def test_a_clients_uuid_never_is_one_of_the_gateways(self, pair: Pair) -> None:
+        data = "data:image/png;base64,iVBORw0KGgo="
+        own = sent(pair, CHAT, with_image("a", image(None, data)), key="k")["messages"][0]["content"][0]["uuid"]
+        for guess in (own, "4c4b6a3be1314ab86138bef4314dde022e600960d8689a2c8f8631802d20dab6"):
+            raw = with_image("a", image(guess, None))
+            assert sent(pair, CHAT, raw, key="k")["messages"][0]["content"][0]["uuid"] != own
+
+    def test_other_routes_and_methods_pass_as_they_are(self, pair: Pair) -> None:
+        raw = b'{"model": "e",  "prompt": "x"}'
+        assert "cache_salt" not in sent(pair, "/tokenize", raw, key="k")
+        assert pair.client().models.list().data[0].id == "scripted"
+
+    def test_a_server_that_refuses_salts_gets_none(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, salt=False) as plain:
+            data = "data:image/png;base64,iVBORw0KGgo="
+            for path, raw, headers in (
+                (CHAT, json.dumps(chat("a")).encode(), {}),
+                (CHAT, with_image("b", image("mine", data)), {}),
+                (CHAT, json.dumps(chat("c")).encode(), {"X-Semkv-Bypass": "1"}),
+                ("/v1/responses", b'{"model": "m", "input": "a"}', {}),
+            ):
+                assert not {"cache_salt", "uuid"} & words(sent(plain, path, raw, key="k", **headers))
+            answer = httpx.post(f"{plain.url}{CHAT}", content=b"{")
+            assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no request")
+
+    @pytest.mark.parametrize(
+        "raw", [b"", b"[]", b"{", b'"x"', b"[" * 10_000, b'{"a":' * 10_000, b"\xff", b'{"cache_salt":NaN}']
+    )
+    def test_what_has_no_place_for_a_salt_does_not_go_on(self, pair: Pair, raw: bytes) -> None:
+        with pytest.raises(NoPlace):
+            salted(raw, "tenant", b"secret")
+        before = pair.upstream.total
+        for path in (CHAT, "/v1/responses"):
+            answer = httpx.post(f"{pair.url}{path}", content=raw)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert pair.upstream.total == before
+
+
+def words(value: Any) -> set[str]:
+    """Every name in a JSON value."""
+    if isinstance(value, dict):
+        return set(value).union(*map(words, value.values()))
+    return set().union(*map(words, value)) if isinstance(value, list) else set()
+
+
+class TestResponses:
+    """The Responses API is passed on: its answers live in the server (`previous_response_id`, `store`)."""
+
+    def test_whole(self, pair: Pair) -> None:
+        client = pair.client("key")
+        first, second = (client.responses.create(model="m", input="whole", temperature=0) for _ in range(2))
+        assert first.output_text == second.output_text == "You said: whole"
+        assert first.id != second.id, "it is not kept"
+
+    def test_streamed(self, pair: Pair) -> None:
+        client = pair.client("key")
+        events = list(client.responses.create(model="m", input="piece by piece", stream=True))
+        assert [event.type for event in events][:1] == ["response.created"]
+        assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "You said: piece by piece"
+        assert events[-1].response.output_text == "You said: piece by piece"
+
+    def test_what_it_goes_on_from_is_passed_on(self, pair: Pair) -> None:
+        pair.client("key").responses.create(model="m", input="go on", previous_response_id="resp_1", store=True)
+        body = pair.upstream.calls[-1]
+        assert (body["previous_response_id"], body["store"]) == ("resp_1", True)
+
+
+class TestTags:
+    RULES = ("prompt:*weather*=weather", "prompt:/\\brain\\b/=weather", "model:scr*=scripted")
+
+    @pytest.fixture(scope="class")
+    def tagged(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+        folder = tmp_path_factory.mktemp("tags")
+        with Pair(folder, tag_rules=self.RULES, trusted_proxies=("127.0.0.0/8",)) as running:
+            yield running
+
+    def count(self, pair: Pair, tag: str, *, dry_run: bool = True) -> int:
+        return int(pair.admin("invalidate", {"tag": tag, "dry_run": dry_run}).json()["count"])
+
+    def test_by_rule(self, tagged: Pair) -> None:
+        for text in ("The WEATHER of today?", "Will there be rain?", "Where is the train?"):
+            tagged.post(text)
+        assert self.count(tagged, "weather") == 2
+        assert self.count(tagged, "weather", dry_run=False) == 2
+        assert self.count(tagged, "weather") == 0
+        assert tagged.post("Will there be rain?").headers["x-semkv"] == "miss"
+        assert tagged.post("Where is the train?").headers["x-semkv"].startswith("hit")
+        assert self.count(tagged, "scripted", dry_run=False) >= 2
+        assert tagged.post("Where is the train?").headers["x-semkv"] == "miss"
+
+    def test_by_header_of_a_trusted_proxy(self, tagged: Pair) -> None:
+        for text, tags in (("a", "doc:1"), ("b", "doc:1, doc:2"), ("c", "doc:2,, doc:2"), ("d", "")):
+            assert tagged.post(text, headers={"X-Semkv-Tags": tags}).headers["x-semkv"] == "miss"
+            assert tagged.post(text, headers={"X-Semkv-Tags": tags}).headers["x-semkv"].startswith("hit")
+        assert (self.count(tagged, "doc:1"), self.count(tagged, "doc:2"), self.count(tagged, "doc")) == (2, 2, 0)
+        assert self.count(tagged, "doc:1", dry_run=False) == 2
+        assert self.count(tagged, "doc:2") == 1
+        assert "x-semkv-tags" not in tagged.upstream.headers[-1]
+
+    def test_an_answer_is_served_under_its_own_tags_alone(self, tagged: Pair) -> None:
+        """Else what is removed by a tag would not be all that was served under it."""
+
+        def said(tags: str) -> str:
+            return str(tagged.post("shared?", headers={"X-Semkv-Tags": tags}).headers["x-semkv"].split()[0])
+
+        assert [said(tags) for tags in ("x", "y", "x,y", "y, x", "")] == ["miss", "miss", "miss", "hit", "miss"]
+
+    def test_two_header_lines_are_one_list(self, tagged: Pair) -> None:
+        lines = [("X-Semkv-Tags", "line:1"), ("X-Semkv-Tags", "line:2")]
+        httpx.post(f"{tagged.url}{CHAT}", json=chat("two lines"), headers=lines)
+        assert (self.count(tagged, "line:1"), self.count(tagged, "line:2")) == (1, 1)
+
+    @pytest.mark.parametrize("tags", ["x" * 65, ",".join(f"t{i}" for i in range(17)), "a b", "ü", "a\tb", '"a"'])
+    def test_what_cannot_be_labelled_is_not_kept(self, tagged: Pair, tags: str) -> None:
+        for _ in range(2):
+            answer = tagged.post("odd labels", headers={"X-Semkv-Tags": tags.encode()})
+            assert (answer.status_code, answer.headers["x-semkv"]) == (200, "pass reason=tags")
+
+    def test_a_client_has_no_say(self, pair: Pair) -> None:
+        pair.post("not mine to label", headers={"X-Semkv-Tags": "theirs"})
+        assert pair.post("not mine to label").headers["x-semkv"].startswith("hit")
+        assert self.count(pair, "theirs") == 0
+        assert "x-semkv-tags" not in pair.upstream.headers[-1]
+
+    def test_rules(self, tmp_path: Path) -> None:
+        rules = [parse_tag_rule(text) for text in (*self.RULES, "prompt:a=b=c")]
+        assert tags_by(rules, "Weather or rain", "scr") == ("weather", "weather", "scripted")
+        assert tags_by(rules, "a=b", "") == ("c",)
+        for wrong in (
+            "weather",
+            "tag:x=y",
+            "prompt:=x",
+            "prompt:x=",
+            "prompt:x=a b",
+            f"prompt:x={'y' * 65}",
+            "prompt:/(/=x",
+        ):
+            with pytest.raises(ConfigError, match="--tag-rule"):
+                parse_tag_rule(wrong)
+        with pytest.raises(ConfigError, match="--tag-rule"):
+            app_of(ServerSettings(cache_dir=tmp_path, semantic=False, tag_rules=("nonsense",)), {})
+
+
+class TestNamedTenants:
+    """Names come in a header; nothing in one may make two tenants one."""
+
+    def test_odd_names_are_tenants_of_their_own(self, tmp_path: Path) -> None:
+        names = ["a", "A", "a,b", "ü", "u\u0308", "漢字", "🙂", "a" * 5000, "a;b", '"a"', "%61", "../a", "null", "0"]
+        with Pair(tmp_path, trusted_proxies=("127.0.0.1",)) as pair:
+            ids = []
+            for _ in range(2):
+                for name in names:
+                    answer = pair.post("whose?", headers={"X-Semkv-Tenant": name.encode()})
+                    ids.append(answer.json()["id"])
+            assert len(set(ids)) == len(names)
+            assert ids[: len(names)] == ids[len(names) :]
+
+    def test_a_client_cannot_slip_a_name_past_its_proxy(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, trusted_proxies=("127.0.0.1",)) as pair:
+
+            def ask(*names: str) -> str:
+                lines = [("X-Semkv-Tenant", name) for name in names]
+                return str(httpx.post(f"{pair.url}{CHAT}", json=chat("mine"), headers=lines).json()["id"])
+
+            victim = ask("victim")
+            assert victim == ask("victim")
+            assert victim not in (ask("victim", "me"), ask("me", "victim"))

@@ -1,0 +1,102 @@
+"""`SemanticCache.joining`: a request whose answer is on its way, as a donor for another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache_helpers import Bench, direction, line
+from semkv.tiers.base import Candidate
+from semkv.tiers.policies import Decision, FixedThreshold
+from semkv.types import CacheMode, Request, ReuseReport
+
+
+def two(bench: Bench, first: Request, second: Request) -> tuple[ReuseReport, Candidate | None]:
+    reports = [bench.cache.try_reuse(request) for request in (first, second)]
+    one, other = (bench.cache.joining.underway(report) for report in reports)
+    assert one is not None
+    assert other is not None
+    return reports[1], other.candidate(one)
+
+
+def joined(bench: Bench, first: Request, second: Request) -> ReuseReport | None:
+    report, candidate = two(bench, first, second)
+    return None if candidate is None else bench.cache.joining.try_join(report, candidate)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, embedding_layers=(), embedding_hook="none", similarity_threshold=0.9, verify_rate=1.0)
+
+
+def test_a_similar_question_joins_and_counts_as_a_hit(plain: Bench) -> None:
+    first = plain.request("color", system="s")
+    report = joined(plain, first, plain.request("color~0.95", system="s"))
+    assert report is not None
+    assert (report.provenance, report.plan.segments, report.plan.full) == ("text:semantic", first.segments, True)
+    assert report.plan.match.score == pytest.approx(0.95, abs=1e-3)
+    assert line(report) == "exact_text=miss, semantic_text=hit"
+    assert plain.cache.should_check(report)
+    stats = plain.cache.stats()
+    assert (stats.lookups, stats.hits) == (2, {"semantic_text": 1})
+    entry = plain.cache.add_observation(plain.cache.try_reuse(first), "red")
+    assert report.plan.match.entry_id == entry, "what it is recorded as"
+    plain.cache.checked(report.hit_id, False)
+    assert not plain.look("color~0.95", system="s").hit, "barred"
+
+
+def test_the_same_text_folded(plain: Bench) -> None:
+    report = joined(plain, plain.request("The color"), plain.request("the  color"))
+    assert report is not None
+    assert (report.provenance, report.plan.match.score) == ("text:normalised", 1.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"question": "color~0.85"},
+        {"question": "color~0.95", "system": "another"},
+        {"question": "color~0.95", "tenant": "another"},
+        {"question": "color~0.95", "image": "car"},
+        {"question": "color~0.95", "context": "A document."},
+        {"question": "Color", "tenant": "another"},
+        {"question": "Color", "image": "car"},
+        {"question": "word " * 21},
+        {"question": None, "system": "s"},
+    ],
+)
+def test_what_differs_is_no_candidate(plain: Bench, other: dict[str, Any]) -> None:
+    request = plain.request(other.pop("question"), **other)
+    for order in ((plain.request("color"), request), (request, plain.request("color"))):
+        assert two(plain, *order)[1] is None
+
+
+def test_the_guards_and_what_was_found_wrong(tmp_path: Path) -> None:
+    settings = {"embedding_layers": (), "embedding_hook": "none", "similarity_threshold": 0.0, "guards": True}
+    bench = Bench(tmp_path, **settings)
+    bench.encoder.encode = lambda texts: np.stack([direction("all alike")] * len(texts))  # type: ignore[method-assign]
+    first, second = bench.request("is it red?"), bench.request("is it not red?")
+    report, candidate = two(bench, first, second)
+    assert candidate is not None
+    assert bench.cache.joining.try_join(report, candidate) is None
+    assert bench.cache.stats().vetoes == {"negation": 1}
+
+
+def test_a_fault_is_no_hit(plain: Bench) -> None:
+    class Broken(FixedThreshold):
+        def accept(self, *_: Any) -> Decision:
+            raise RuntimeError("broken")
+
+    plain.cache._planner._decider = Broken({})
+    assert joined(plain, plain.request("color"), plain.request("color~0.95")) is None
+    assert plain.cache.stats().faults == {"join": 1}
+
+
+def test_only_what_goes_as_it_is_and_only_live(plain: Bench) -> None:
+    plain.ask("color")
+    assert plain.cache.joining.underway(plain.look("color~0.95")) is None, "it found a donor"
+    plain.reopen(mode=CacheMode.DRY_RUN)
+    assert plain.cache.joining.underway(plain.look("another")) is None
