@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from semkv.encoders.text import SentenceEncoder
-from semkv.tiers.guards import ENGLISH, REASONS, Lexicon, no_veto, veto, words
+from semkv.tiers.guards import ENGLISH, REASONS, Lexicon, no_veto, veto, wording, words
 from semkv.tiers.guards.lexicon import pairs, senses
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
@@ -38,6 +38,11 @@ CHANGED = [
     ("Due 2024-05-01", "Due 2024-06-01", "date"),
     ("Due 12/05/2024", "Due 12/06/2024", "date"),
     ("Wake me at 7 am", "Wake me at 7 pm", "number"),
+    ("Is the pool only open in summer?", "Is the pool open in summer?", "quantity"),
+    ("Is everyone allowed to dive?", "Is anyone allowed to dive?", "quantity"),
+    ("Which days apart from Sunday are free?", "Which days are free on Sunday?", "negation"),
+    ("Are you open until nine?", "Are you open from nine?", "direction"),
+    ("How many movies per cookie are sold?", "How many cookies per movie are sold?", "word order"),
     ("Is the ball red?", "Is the ball blue?", "color"),
     ("What is larger, the ring or the cross?", "What is smaller, the ring or the cross?", "comparison"),
     ("Is lead denser than iron?", "Is lead less dense than iron?", "comparison"),
@@ -132,7 +137,7 @@ def test_the_paraphrases_that_cosine_accepts_are_kept() -> None:
     accepted = [row for row in written if vectors[row["a"]] @ vectors[row["b"]] >= ACCEPTED]
     lost = [row for row in accepted if veto(row["a"], row["b"])]
     assert len(written) >= 300
-    assert len(accepted) >= 250
+    assert len(accepted) >= 300
     assert len(lost) <= 0.2 * len(accepted), lost
 
 
@@ -178,6 +183,29 @@ def test_a_veto_does_not_depend_on_which_text_came_first(a: str, b: str) -> None
     assert veto(a, b) in (None, *REASONS)
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ("How do I bake bread?", "How do I bake bread", (0.0, 0.0, 0.0)),
+        ("Is the red cone large?", "Is the red cube large?", (2.0, 1 / 3, 0.0)),
+        ("How do I repair a bike?", "How do I fix a bike?", (0.0, 2 / 7, 0.0)),
+        ("Does the dog chase the cat?", "Does the cat chase the dog?", (0.0, 0.0, 1.0)),
+        ("", "", (0.0, 0.0, 0.0)),
+    ],
+)
+def test_wording_by_hand(a: str, b: str, expected: tuple[float, float, float]) -> None:
+    assert wording(a, b) == pytest.approx(expected)
+
+
+@given(TEXTS, TEXTS)
+def test_wording_is_symmetric_and_bounded(a: str, b: str) -> None:
+    unmatched, unshared, reordered = wording(a, b)
+    assert wording(b, a) == (unmatched, unshared, reordered)
+    assert 0.0 <= unmatched <= 8.0
+    assert 0.0 <= unshared <= 1.0
+    assert reordered in (0.0, 1.0)
+
+
 @given(TEXTS)
 def test_a_text_never_vetoes_itself(text: str) -> None:
     assert veto(text, text) is None
@@ -186,6 +214,7 @@ def test_a_text_never_vetoes_itself(text: str) -> None:
 
 
 @given(st.lists(MARKS, max_size=12).map(" ".join).filter(str.isascii))
+@example("foo() who")
 def test_case_never_vetoes(text: str) -> None:
     assert veto(text, text.upper()) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from cache_helpers import Bench, WrittenEncoder
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError
 from semkv.tiers.policies import Bounded, Calibrated, Calibration, FixedThreshold, build_policy
-from semkv.tiers.policies.bounded import band, falling
+from semkv.tiers.policies.bounded import BANDS, band, cautious, falling
+from semkv.tiers.policies.calibrated import chance
 from semkv.types import Entry, Exactness, Match, Namespace, PolicyName, Request, TextSegment
 
 TIER = "semantic_text"
-CURVE = Calibration("written", (0.6, 0.8, 1.0), (0.9, 0.2, 0.0), 0.9, {"number": 4.0})
+WEIGHTS = {"cosine": -30.0, "closeness": 0.0, "unmatched": 1.0, "unshared": -2.0, "reordered": 0.5}
+CURVE = Calibration("written", 24.0, WEIGHTS, 0.05, {"number": 4.0})
 DONOR = Entry("d", Namespace(), (), "", "")
 
 
@@ -30,13 +33,28 @@ def match(score: float, veto: str = "", tier: str = TIER) -> Match:
     return Match(tier, "d", score, Exactness.APPROXIMATE, veto)
 
 
-def test_the_curve_is_interpolated_and_a_veto_multiplies_the_odds() -> None:
-    assert CURVE.risk(0.59) == 1.0
-    assert CURVE.risk(0.7) == pytest.approx(0.55)
-    assert CURVE.risk(0.9) == pytest.approx(0.1)
-    assert CURVE.risk(1.0) == 0.0
-    assert CURVE.risk(0.9, "number") == pytest.approx((4 / 9) / (1 + 4 / 9))
+def test_features_add_log_odds_and_a_veto_multiplies_the_odds() -> None:
+    assert CURVE.risk(0.49) == 1.0, "below the floor nothing matches"
+    assert CURVE.risk(0.8) == pytest.approx(0.5)
+    assert CURVE.risk(0.9) == pytest.approx(1 / (1 + math.exp(3)))
+    assert CURVE.risk(0.9, wording=(2.0, 0.5, 1.0)) == pytest.approx(chance(-3.0 + 2.0 - 1.0 + 0.5))
+    assert CURVE.risk(0.8, "number") == pytest.approx(0.8)
     assert CURVE.risk(0.99, "negation") == 1.0, "a reason without evidence is final"
+
+
+def test_closeness_tells_near_copies_apart() -> None:
+    close = Calibration("written", 0.0, {**WEIGHTS, "cosine": 0.0, "closeness": -1.0}, 0.05)
+    assert close.risk(0.995) / (1 - close.risk(0.995)) == pytest.approx(0.01)
+    assert close.risk(1.0) < close.risk(0.999) < close.risk(0.99)
+    assert close.risk(1.0001) == close.risk(1.0), "rounding may carry a cosine over 1"
+
+
+def test_below_the_least_cosine_no_wording_is_accepted() -> None:
+    wordings = [(n, share, moved) for n in (0.0, 8.0) for share in (0.0, 1.0) for moved in (0.0, 1.0)]
+    assert min(CURVE.risk(CURVE.least - 0.001, wording=w) for w in wordings) > CURVE.limit
+    assert min(CURVE.risk(CURVE.least + 0.001, wording=w) for w in wordings) < CURVE.limit
+    assert replace(CURVE, bias=90.0).least == pytest.approx(1.0)
+    assert replace(CURVE, bias=0.0).least == 0.5
 
 
 def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -49,12 +67,15 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"format": 9}, "format 9"),
-        ({"scores": [0.6, 0.6, 1.0]}, "increasing scores"),
-        ({"risks": [0.1, 0.2, 0.3]}, "do not increase"),
-        ({"risks": [0.1]}, "as many risks"),
+        ({"format": 1}, "calibrate again"),
+        ({"weights": {"cosine": -1.0}}, "weights of cosine, closeness"),
+        ({"weights": WEIGHTS | {"cosine": 1.0}}, "does not rise"),
+        ({"weights": WEIGHTS | {"unmatched": float("inf")}}, "finite"),
+        ({"bias": float("nan")}, "finite"),
+        ({"limit": 0.0}, "a limit between"),
         ({"vetoes": {"number": 0.1}}, "odds of at least 1"),
         ({"vetoes": {"number": float("nan")}}, "odds of at least 1"),
-        ({"threshold": "high"}, "calibrate"),
+        ({"limit": "high"}, "calibrate"),
     ],
 )
 def test_a_damaged_calibration_is_a_wrong_setting(tmp_path: Path, change: dict[str, object], said: str) -> None:
@@ -105,6 +126,7 @@ def test_calibrated_judges_its_own_tier_only() -> None:
     policy = Calibrated(CURVE, frozenset([TIER]), FixedThreshold({"embedding:vision": 0.95}))
     assert policy.accept(asking(), DONOR, match(0.9)).accept
     assert not policy.accept(asking(), DONOR, match(0.89)).accept
+    assert not policy.accept(asking(), DONOR, replace(match(0.9), wording=(1.0, 0.0, 0.0))).accept
     assert not policy.accept(asking(), DONOR, match(0.91, "number")).accept
     assert policy.accept(asking(), DONOR, match(0.99, "number")).accept
     assert not policy.accept(asking(), DONOR, match(1.0, "negation")).accept
@@ -125,8 +147,10 @@ def test_pooling_makes_values_fall() -> None:
     assert falling([0.1, 0.9], [3, 1]) == pytest.approx([0.3, 0.3])
 
 
-def test_bands_hold_any_score() -> None:
-    assert [band(s) for s in (-1.0, 0.6, 0.999, 1.0, 1.1)] == [0, 0, 19, 19, 19]
+def test_bands_hold_any_risk() -> None:
+    assert [band(risk) for risk in (1.0, 0.9, 0.0001, 0.0)] == [0, 0, BANDS - 1, BANDS - 1]
+    assert [band(risk) for risk in (0.5, 0.1, 0.01)] == sorted(band(risk) for risk in (0.5, 0.1, 0.01))
+    assert cautious(0.85) == pytest.approx(0.5)
 
 
 def traffic(
@@ -159,7 +183,7 @@ def test_the_bound_holds_where_scores_mean_what_they_should(bound: float) -> Non
 
 
 def test_the_bound_holds_where_the_calibration_is_wrong_about_everything() -> None:
-    rosy = Calibration("written", (0.6, 1.0), (0.01, 0.0001), 0.6, {})
+    rosy = Calibration("written", 0.0, {**WEIGHTS, "cosine": -7.0}, 0.05)
     for seed in range(3):
         policy = Bounded(0.01, rosy, frozenset([TIER]))
         _, bad = traffic(policy, {0.99: 0.5, 0.93: 0.5, 0.7: 0.5}, requests=4000, seed=seed)
@@ -171,6 +195,39 @@ def test_a_shift_is_caught_by_checks() -> None:
     traffic(policy, {0.99: 0.0}, requests=2000, seed=1)
     _, bad = traffic(policy, {0.99: 0.6}, requests=2000, seed=2)
     assert bad <= 0.01 * 4000
+
+
+def test_wordings_of_one_score_are_learned_apart() -> None:
+    policy = Bounded(0.01, CURVE, frozenset([TIER]))
+    like, unlike = replace(match(0.9), wording=(0.0, 0.0, 0.0)), replace(match(0.9), wording=(3.0, 0.0, 0.0))
+    for _ in range(1500):
+        policy.arrived()
+        policy.observe(like, correct=True, served=False)
+        policy.observe(unlike, correct=False, served=False)
+    assert policy.accept(asking(), DONOR, like).accept
+    assert not policy.accept(asking(), DONOR, unlike).accept
+
+
+def test_hits_are_checked_more_often_where_the_budget_is_a_few_wrong_answers() -> None:
+    chances = []
+    for requests in (1000, 15_000):
+        policy = Bounded(0.002)
+        for _ in range(requests):
+            policy.arrived()
+        for _ in range(500):
+            policy.observe(match(0.99), correct=True, served=True)
+        policy.arrived()
+        for _ in range(50):
+            policy.arrived()
+        chances.append(policy.accept(asking(), DONOR, match(0.99)).check)
+    assert chances[0] == 1.0
+    assert chances[1] == pytest.approx(3 / 30, abs=0.01)
+
+
+def test_what_was_learned_under_another_calibration_is_not_taken_up() -> None:
+    kept = Bounded(0.01, CURVE, frozenset([TIER])).state()
+    with pytest.raises(ValueError, match="another calibration"):
+        Bounded(0.01).restore(kept)
 
 
 def test_nothing_approximate_is_served_before_the_budget_covers_it() -> None:
@@ -204,7 +261,8 @@ def test_what_was_learned_is_taken_up_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [{"floor": 0.1}, {"requests": -1}, {"requests": None}, {"arms": [{"key": ["a", "b", True]}]}, {"arms": 3}]
+    "damage",
+    [{"bands": "others"}, {"requests": -1}, {"requests": None}, {"arms": [{"key": ["a", "b", True]}]}, {"arms": 3}],
 )
 def test_a_damaged_state_is_refused(damage: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"."):

@@ -137,8 +137,11 @@ def test_a_fit_finds_the_curve_that_made_the_pairs() -> None:
     fitted = fit(pairs, corpus, "written", precision=0.9)
     assert fitted.simulated
     for score in (0.65, 0.75, 0.85, 0.95):
-        assert fitted.calibration.risk(score) == pytest.approx(1 - (score - 0.5) / 0.5, abs=0.15)
-    assert 0.88 < fitted.calibration.threshold < 1.0
+        near = [row for row in fitted.lookups if abs(row.score - score) < 0.03]
+        risk = sum(fitted.calibration.risk(row.score, row.veto, row.wording) for row in near) / len(near)
+        assert risk == pytest.approx(1 - (score - 0.5) / 0.5, abs=0.15)
+    assert fitted.calibration.weights["cosine"] <= 0.0
+    assert fitted.calibration.limit == pytest.approx(0.1)
     judged = judge(pairs, corpus, Calibrated(fitted.calibration, frozenset([TIER]), FixedThreshold({})))
     assert judged.precision is not None
     assert judged.precision > 0.87
@@ -166,6 +169,20 @@ def test_a_fit_overrules_a_guard_only_where_it_errs() -> None:
     assert 1.0 <= vetoes["useless"] < 2.5
     assert vetoes["sharp"] > 20
     assert "rare" not in vetoes
+
+
+def test_a_fit_weighs_the_wording_and_never_trusts_a_lower_cosine_more() -> None:
+    random = Random(3)
+    pairs = []
+    for number in range(900):
+        cosine, odd = random.uniform(0.7, 0.99), random.random() < 0.5
+        same = random.random() < (0.1 if odd else 0.9) - 0.2 * (cosine - 0.7)
+        pairs.append(Pair(f"topic {number}", f"topic {number}{' giraffe' * odd}~{cosine:.4f}", same))
+    fitted = fit(pairs, build_corpus(list(clusters(pairs)), ENCODER, no_veto), "written")
+    assert fitted.losses["all features"] < fitted.losses["cosine alone"] - 0.02
+    assert fitted.calibration.weights["unmatched"] > 0.5
+    assert fitted.calibration.weights["cosine"] <= 0.0, "the pairs say otherwise, by chance of their making"
+    assert fitted.calibration.weights["closeness"] <= 0.0
 
 
 def test_a_fit_needs_pairs_of_both_kinds() -> None:

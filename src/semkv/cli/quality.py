@@ -25,11 +25,11 @@ _Plot = Annotated[Path | None, typer.Option(help="Draw a figure (.png, .svg, .pd
 def calibrate(
     pairs: Annotated[Path, typer.Argument(help="JSONL of a, b, same (0 or 1), and group where there is one; .gz too.")],
     out: Annotated[Path, typer.Option(help="The calibration, for --calibration.")],
-    precision: Annotated[float, typer.Option(help="Least share of right answers at the threshold.")] = 0.95,
+    precision: Annotated[float, typer.Option(help="Least chance of a right answer for a match.")] = 0.95,
     index_encoder: _Encoder = "all-MiniLM-L6-v2",
     plot: _Plot = None,
 ) -> None:
-    """Fit the chance of a wrong answer by cosine, from labelled pairs."""
+    """Fit the chance of a wrong answer by cosine, wording and veto, from labelled pairs."""
     from semkv.experiments.quality.evaluate import calibrate_file
     from semkv.experiments.quality.figures import check_plot, plot_fit
 

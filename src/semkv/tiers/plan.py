@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Candidate, PartError, Tally
 from semkv.tiers.checking import HitLog
-from semkv.tiers.guards import Guard
+from semkv.tiers.guards import Guard, wording
 from semkv.tiers.keying import exactness_of
 from semkv.tiers.policies import Decider, Decision
 from semkv.tiers.rerank import Reranker
@@ -59,8 +59,10 @@ class Planner:
         match = Match(candidate.tier, donor.entry_id, candidate.score, exactness, whole=whole)
         check = 0.0
         if exactness is Exactness.APPROXIMATE:
-            reason = self._guard(request.chunk_text, donor.chunk_text) if whole else None
-            match = replace(match, veto=reason or "")
+            reason = self._veto(request, donor) if whole else None
+            weighed = whole and self._decider.weighs_vetoes
+            measured = wording(request.chunk_text, donor.chunk_text) if weighed else None
+            match = replace(match, veto=reason or "", wording=measured)
             decision = self._judge(request, donor, match)
             if not decision.accept:
                 return Verdict(near=Near(match, donor.response) if whole else None)
@@ -74,6 +76,13 @@ class Planner:
             return Verdict()
         rest = () if whole else request.segments[run:]
         return Verdict(Plan((*leading, *rest), len(leading), match), check)
+
+    def _veto(self, request: Request, donor: Entry) -> str | None:
+        """Of the texts that were compared, and of the questions where the caller had other texts compared."""
+        reason = self._guard(request.chunk_text, donor.chunk_text)
+        if reason is None and (request.question, donor.question) != (request.chunk_text, donor.chunk_text):
+            reason = self._guard(request.question, donor.question)
+        return reason
 
     def _judge(self, request: Request, donor: Entry, match: Match) -> Decision:
         """The guard's veto, unless the policy weighs vetoes; then what checks found, the policy, the second stage."""

@@ -1,4 +1,4 @@
-"""Fits the curve of `semkv.tiers.policies.Calibration` from labelled pairs, with scikit-learn.
+"""Fits `semkv.tiers.policies.Calibration` from labelled pairs.
 
 The share of same pairs in a file says nothing of how often a *nearest neighbour* is the same question, which is what a
 cache meets. So the pairs' texts are used as traffic: a random part is stored, each other text is looked up, and what
@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from semkv.errors import ConfigError, DatasetError
 from semkv.experiments.quality.corpus import FLOOR, Corpus
 from semkv.experiments.quality.rows import Pair, clusters
-from semkv.tiers.policies import Calibration
+from semkv.tiers.guards import Wording
+from semkv.tiers.policies.calibrated import FEATURES, Calibration, features
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,11 +28,11 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 _STORED = (0.15, 0.32, 0.5, 0.68, 0.85)  # shares of the texts that are stored, one round each
-_STEP = 0.01
 _ENOUGH = 300  # lookups with a neighbour, to fit from them
 _LEAST_PAIRS = 20
-_VETO_ENOUGH = 40  # vetoed lookups, to believe that a guard errs
-_VETO_PRIOR = 2.0
+_VETO_ENOUGH = 10  # vetoed lookups, to believe that a guard errs
+_VETO_PRIOR = 2.0  # log odds that a guard is believed to add, worth a few lookups
+_RIDGE = 10.0
 _LEAST_RISK = 1e-4
 _FOLDS = 5
 
@@ -43,6 +45,7 @@ class Lookup:
     veto: str
     wrong: bool
     cluster: int
+    wording: Wording
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +53,13 @@ class Fit:
     """A calibration and what it was fitted from.
 
     Attributes:
-        calibration: the curve.
-        method: isotonic or logistic: which had the lower loss on clusters it was not fitted on.
-        losses: cross-validated log loss of both.
+        calibration: the estimate.
+        losses: log loss on clusters left out, of the cosine with the vetoes and of all features.
         lookups: what it was fitted from.
         simulated: whether the pairs' texts served as traffic.
     """
 
     calibration: Calibration
-    method: str
     losses: dict[str, float]
     lookups: tuple[Lookup, ...]
     simulated: bool
@@ -80,7 +81,9 @@ def lookups(
             near = next(((m, s) for m, s in corpus.neighbours[number] if stored[m]), None)
             if near is not None:
                 m, score = near
-                found[number, m] = Lookup(score, corpus.veto(number, m), of[number] != of[m], of[number])
+                found[number, m] = Lookup(
+                    score, corpus.veto(number, m), of[number] != of[m], of[number], corpus.wording(number, m)
+                )
         tick(1)
     return list(found.values())
 
@@ -92,7 +95,7 @@ def labelled(pairs: Sequence[Pair], corpus: Corpus) -> list[Lookup]:
         a, b = corpus.number[pair.group, pair.a], corpus.number[pair.group, pair.b]
         score = dict(corpus.neighbours[a]).get(b)
         if score is not None:
-            rows.append(Lookup(score, corpus.veto(a, b), not pair.same, a))
+            rows.append(Lookup(score, corpus.veto(a, b), not pair.same, a, corpus.wording(a, b)))
     return rows
 
 
@@ -104,21 +107,21 @@ def fit(
     precision: float = 0.95,
     tick: Callable[[int], None] = lambda _: None,
 ) -> Fit:
-    """Fit the curve and choose the threshold.
+    """Fit the chance of a wrong answer.
 
     Args:
         pairs: labelled pairs.
         corpus: of their texts.
         fingerprint: of the encoder.
-        precision: least share of right answers among matches at the threshold.
+        precision: least chance of a right answer with which a donor may be used.
         tick: hears of each of five rounds.
 
     Raises:
-        ConfigError: scikit-learn is not installed, or ``precision`` is no share.
+        ConfigError: scipy is not installed, or ``precision`` is no share.
         DatasetError: too few pairs, or all of one kind.
     """
-    if importlib.util.find_spec("sklearn") is None:
-        raise ConfigError("calibrate", "scikit-learn", "an installed extra: pip install 'semkv[calibration]'")
+    if importlib.util.find_spec("scipy") is None:
+        raise ConfigError("calibrate", "scipy", "an installed extra: pip install 'semkv[calibration]'")
     if not 0.0 < precision < 1.0:
         raise ConfigError("--precision", precision, "a share above 0 and below 1")
     if len(pairs) < _LEAST_PAIRS or len({pair.same for pair in pairs}) < 2:
@@ -126,82 +129,56 @@ def fit(
     rows = lookups(pairs, corpus, tick=tick)
     simulated = len(rows) >= _ENOUGH and 0 < sum(row.wrong for row in rows) < len(rows)
     rows = rows if simulated else labelled(pairs, corpus)
-    plain = [row for row in rows if not row.veto]
-    if len({row.wrong for row in plain}) < 2:
-        raise DatasetError(f"no curve can be fitted: among pairs above a cosine of {FLOOR}, all are of one kind")
-    scores = np.array([row.score for row in plain])
-    wrong = np.array([row.wrong for row in plain], dtype=float)
-    folds = np.array([row.cluster for row in plain]) % _FOLDS
-    losses = {name: _loss(make, scores, wrong, folds) for name, make in _METHODS.items()}
-    method = min(losses, key=lambda name: losses[name])
-    predict = _METHODS[method](scores, wrong)
-    grid = np.round(np.arange(FLOOR, 1.0 + _STEP / 2, _STEP), 4)
-    risks = np.minimum.accumulate(np.clip(predict(grid), _LEAST_RISK, 1.0))
-    good = grid[risks <= 1.0 - precision]
-    threshold = float(good[0]) if len(good) else 2.0  # nothing is that precise: nothing matches
-    calibration = Calibration(
-        fingerprint, tuple(grid.tolist()), tuple(risks.tolist()), threshold, _vetoes(rows, predict)
-    )
-    return Fit(calibration, method, losses, tuple(rows), simulated)
+    if len({row.wrong for row in rows}) < 2:
+        raise DatasetError(f"nothing can be fitted: among pairs above a cosine of {FLOOR}, all are of one kind")
+    losses = {"cosine alone": _loss(rows, 2), "all features": _loss(rows, len(FEATURES))}
+    return Fit(_calibration(rows, fingerprint, 1.0 - precision), losses, tuple(rows), simulated)
 
 
-Predict = Any
+def _calibration(rows: Sequence[Lookup], fingerprint: str, limit: float, named: int = len(FEATURES)) -> Calibration:
+    """Logistic regression by penalised likelihood, of the first ``named`` features and of every reason seen enough.
+
+    A higher cosine may not raise the chance, nor may a veto lower it. A feature's weight, by its standard deviation, is
+    drawn to 0; a veto's log odds to `_VETO_PRIOR`.
+    """
+    from scipy.optimize import minimize  # type: ignore[import-untyped]
+
+    seen = Counter(row.veto for row in rows if row.veto)
+    reasons = sorted(reason for reason, count in seen.items() if count >= _VETO_ENOUGH)
+    used = [row for row in rows if not row.veto or row.veto in reasons]
+    raw = np.array([features(row.score, row.wording)[:named] for row in used])
+    wrong = np.array([row.wrong for row in used], dtype=float)
+    middle, spread = raw.mean(axis=0), np.maximum(raw.std(axis=0), 1e-6)
+    vetoed = np.array([[row.veto == reason for reason in reasons] for row in used], dtype=float)
+    table = np.hstack([np.ones((len(used), 1)), (raw - middle) / spread, vetoed.reshape(len(used), -1)])
+    penalty = np.array([1e-3, *[_RIDGE] * named, *[1.0] * len(reasons)])
+    target = np.array([0.0] * (1 + named) + [_VETO_PRIOR] * len(reasons))
+
+    def cost(weights: Floats) -> tuple[float, Floats]:
+        odds, off = table @ weights, weights - target
+        value = float(np.sum(np.logaddexp(0.0, odds) - wrong * odds)) + 0.5 * float(penalty @ off**2)
+        return value, table.T @ (1.0 / (1.0 + np.exp(-odds)) - wrong) + penalty * off
+
+    bounds = [(None, None), (None, 0.0), (None, 0.0), *[(None, None)] * (named - 2), *[(0.0, None)] * len(reasons)]
+    found = minimize(cost, np.zeros(table.shape[1]), jac=True, method="L-BFGS-B", bounds=bounds).x
+    weights = found[1 : 1 + named] / spread
+    bias = float(found[0] - weights @ middle)
+    named_weights = dict(zip(FEATURES, [*(round(float(w), 5) for w in weights), *[0.0] * len(FEATURES)], strict=False))
+    vetoes = {r: round(math.exp(min(20.0, w)), 4) for r, w in zip(reasons, found[1 + named :], strict=True)}
+    return Calibration(fingerprint, round(bias, 5), named_weights, round(limit, 6), vetoes)
 
 
-def _logistic(scores: Floats, wrong: Floats) -> Predict:
-    from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
-
-    model = LogisticRegression(C=100.0).fit(scores[:, None], wrong)
-    return lambda s: model.predict_proba(np.asarray(s)[:, None])[:, 1]
-
-
-def _isotonic(scores: Floats, wrong: Floats) -> Predict:
-    """Isotonic regression of shares by band: a band that saw no error still has half a one."""
-    from sklearn.isotonic import IsotonicRegression  # type: ignore[import-untyped]
-
-    places = np.clip(((scores - FLOOR) / (1.0 - FLOOR) * 25).astype(int), 0, 24)
-    counts = np.bincount(places, minlength=25)
-    bad = np.bincount(places, weights=wrong, minlength=25)
-    filled = counts > 0
-    middles = FLOOR + (np.arange(25) + 0.5) * (1.0 - FLOOR) / 25
-    model = IsotonicRegression(increasing=False, y_min=0.0, y_max=1.0, out_of_bounds="clip")
-    model.fit(middles[filled], ((bad + 0.5) / (counts + 1.0))[filled], sample_weight=counts[filled])
-    return model.predict
-
-
-_METHODS: dict[str, Callable[[Floats, Floats], Predict]] = {"logistic": _logistic, "isotonic": _isotonic}
-
-
-def _loss(make: Callable[[Floats, Floats], Predict], scores: Floats, wrong: Floats, folds: Floats) -> float:
+def _loss(rows: Sequence[Lookup], named: int) -> float:
     """Mean log loss over clusters left out."""
     total, count = 0.0, 0
     for fold in range(_FOLDS):
-        out = folds == fold
-        if not out.any() or len(set(wrong[~out])) < 2:
+        out = [row for row in rows if row.cluster % _FOLDS == fold]
+        kept = [row for row in rows if row.cluster % _FOLDS != fold]
+        if not out or len({row.wrong for row in kept}) < 2:
             continue
-        p = np.clip(make(scores[~out], wrong[~out])(scores[out]), _LEAST_RISK, 1 - _LEAST_RISK)
-        total -= float(np.sum(wrong[out] * np.log(p) + (1 - wrong[out]) * np.log(1 - p)))
-        count += int(out.sum())
+        fitted = _calibration(kept, "", 0.05, named)
+        for row in out:
+            risk = min(1 - _LEAST_RISK, max(_LEAST_RISK, fitted.risk(row.score, row.veto, row.wording)))
+            total -= math.log(risk if row.wrong else 1.0 - risk)
+        count += len(out)
     return total / count if count else math.inf
-
-
-def _vetoes(rows: Sequence[Lookup], predict: Predict) -> dict[str, float]:
-    """By reason, the odds of a wrong answer as a multiple of those without a veto: the upper end of what the lookups
-    allow. Reasons seen too seldom are left out, and so stay final."""
-    found = {}
-    for reason in sorted({row.veto for row in rows} - {""}):
-        own = [row for row in rows if row.veto == reason]
-        if len(own) < _VETO_ENOUGH:
-            continue
-        risk = np.clip(predict(np.array([row.score for row in own])), 0.001, 0.999)
-        base = np.log(risk / (1 - risk))
-        wrong = sum(row.wrong for row in own)
-        shift, slope = 0.0, 1.0
-        for _ in range(50):  # Newton's method on the likelihood, with some vetoed pairs that were wrong as a prior
-            p, q = 1 / (1 + np.exp(-(base + shift))), 1 / (1 + math.exp(-shift))
-            slope = float((p * (1 - p)).sum()) + _VETO_PRIOR * q * (1 - q) + 1e-9
-            step = (wrong + _VETO_PRIOR * 0.9 - float(p.sum()) - _VETO_PRIOR * q) / slope
-            shift += max(-1.0, min(1.0, step))
-        upper = shift + 1.64 / math.sqrt(slope)
-        found[reason] = round(max(1.0, math.exp(min(upper, 20.0))), 4)
-    return found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semkv.encoders.text import TextEncoder
-from semkv.tiers.guards import Guard
+from semkv.tiers.guards import Guard, Wording, wording
 
 if TYPE_CHECKING:
     from semkv.encoders.text import Matrix
@@ -39,6 +39,7 @@ class Corpus:
         self.number = {item: n for n, item in enumerate(self.items)}
         self.guard = guard
         self._vetoes: dict[tuple[int, int], str] = {}
+        self._wordings: dict[tuple[int, int], Wording] = {}
         self.neighbours: list[list[tuple[int, float]]] = [[] for _ in self.items]
         groups: dict[str, list[int]] = defaultdict(list)
         for n, (group, _) in enumerate(self.items):
@@ -69,6 +70,13 @@ class Corpus:
         if key not in self._vetoes:
             self._vetoes[key] = self.guard(self.items[a][1], self.items[b][1]) or ""
         return self._vetoes[key]
+
+    def wording(self, a: int, b: int) -> Wording:
+        """How the words of a and b differ."""
+        key = (a, b)
+        if key not in self._wordings:
+            self._wordings[key] = wording(self.items[a][1], self.items[b][1])
+        return self._wordings[key]
 
 
 def encode(texts: Sequence[str], encoder: TextEncoder, tick: Callable[[int], None]) -> tuple[Matrix, list[bool]]:

@@ -102,10 +102,11 @@ def calibrate_file(path: Path, encoder_name: str, precision: float) -> tuple[Fit
         "texts": len(items),
         "fitted_from": "lookups among the texts" if fitted.simulated else "the pairs as they are",
         "lookups": len(fitted.lookups),
-        "method": fitted.method,
         "log_loss": {name: round(loss, 5) for name, loss in fitted.losses.items()},
         "precision": precision,
-        "threshold": curve.threshold if curve.threshold <= 1.0 else None,
+        "limit": curve.limit,
+        "least_cosine": round(curve.least, 4),
+        "weights": {"bias": curve.bias, **curve.weights},
         "vetoes_that_may_be_overruled": dict(curve.vetoes),
     }
     return fitted, summary

@@ -42,26 +42,28 @@ def figure(path: Path, x: str, y: str) -> Iterator[Any]:
 
 
 def plot_fit(fitted: Fit, path: Path) -> None:
-    """The fitted curve over the shares it was fitted from."""
+    """The share of wrong answers among lookups against the estimated chance."""
     curve = fitted.calibration
-    with figure(path, "cosine", "share of wrong answers") as axes:
-        axes.plot(curve.scores, curve.risks, label=f"fitted ({fitted.method})")
+    with figure(path, "estimated chance of a wrong answer", "share of wrong answers") as axes:
+        axes.plot([0, 1], [0, 1], color="gray", linewidth=1)
         for veto, color, label in ((False, "black", "no veto"), (True, "tab:red", "a guard objects")):
-            rows = [row for row in fitted.lookups if bool(row.veto) is veto]
-            points = [_share([r.wrong for r in rows if low <= r.score < low + 0.05]) for low in _LOWS]
-            shown = [(low + 0.025, p) for low, p in zip(_LOWS, points, strict=True) if p is not None]
+            rows = [(curve.risk(r.score, r.veto, r.wording), r.wrong) for r in fitted.lookups if bool(r.veto) is veto]
+            points = [_shares([row for row in rows if low <= row[0] < low + _BAND]) for low in _LOWS]
+            shown = [point for point in points if point is not None]
             axes.plot(*zip(*shown, strict=True), "o", color=color, label=label) if shown else None
-        if curve.threshold <= 1.0:
-            axes.axvline(curve.threshold, color="gray", linestyle="--", label=f"threshold {curve.threshold:.2f}")
-        axes.set_ylim(0, 1)
+        axes.axvline(curve.limit, color="gray", linestyle="--", label=f"limit {curve.limit:.2f}")
         axes.legend(frameon=False)
 
 
-_LOWS = [0.5 + 0.05 * n for n in range(10)]
+_BAND = 0.1
+_LOWS = [_BAND * n for n in range(10)]
 
 
-def _share(values: Sequence[bool]) -> float | None:
-    return sum(values) / len(values) if len(values) >= 5 else None
+def _shares(rows: Sequence[tuple[float, bool]]) -> tuple[float, float] | None:
+    """Mean estimate and share of wrong answers of a band that has some lookups."""
+    if len(rows) < 5:
+        return None
+    return sum(risk for risk, _ in rows) / len(rows), sum(wrong for _, wrong in rows) / len(rows)
 
 
 def plot_pairs(judged: Judgement, path: Path) -> None:

@@ -67,7 +67,8 @@ def judge(
         score = 1.0 if a == b else dict(corpus.neighbours[a]).get(b, 0.0)
         veto = corpus.veto(a, b)
         vetoed += bool(veto)
-        match = Match(TIER, str(b), score, Exactness.APPROXIMATE, veto)
+        wording = corpus.wording(a, b) if policy.weighs_vetoes else None
+        match = Match(TIER, str(b), score, Exactness.APPROXIMATE, veto, wording=wording)
         yes, risk, check = False, None, 0.0
         if score and (not veto or policy.weighs_vetoes) and (policy.floor is None or score >= policy.floor):
             decision = policy.accept(Request(str(a), Namespace(pair.group), (TextSegment(pair.a),)), donor, match)

@@ -132,7 +132,8 @@ class Replay:
             veto = self._corpus.veto(number, other)
             if veto and not policy.weighs_vetoes:
                 continue
-            match = Match(TIER, str(other), score, Exactness.APPROXIMATE, veto)
+            wording = self._corpus.wording(number, other) if policy.weighs_vetoes else None
+            match = Match(TIER, str(other), score, Exactness.APPROXIMATE, veto, wording=wording)
             decision = policy.accept(requests[number], requests.donor, match)
             if decision.accept:
                 return _Judged(match, None, other, decision.check)

@@ -12,11 +12,12 @@ from functools import lru_cache
 
 from semkv.keys import normalise
 from semkv.tiers.guards.checks import CHECKS
-from semkv.tiers.guards.content import Side, pair, side
+from semkv.tiers.guards.content import Pair, Side, pair, side
 from semkv.tiers.guards.english import ENGLISH
 from semkv.tiers.guards.lexicon import Lexicon
+from semkv.tiers.guards.wording import Wording, measured
 
-__all__ = ["ENGLISH", "REASONS", "Guard", "Lexicon", "no_veto", "veto", "words"]
+__all__ = ["ENGLISH", "REASONS", "Guard", "Lexicon", "Wording", "forget", "no_veto", "veto", "wording", "words"]
 
 Guard = Callable[[str, str], str | None]
 """Takes two similar texts; says why they must not stand in for each other, or None."""
@@ -28,6 +29,7 @@ REASONS = (
 """Every reason for a veto in English, in the order in which the guards are asked."""
 
 _REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
+_PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well
 _SHORT = 1000  # characters of a text that is remembered
 
 
@@ -39,14 +41,25 @@ def veto(a: str, b: str, lexicon: Lexicon = ENGLISH) -> str | None:
     Returns:
         One of `REASONS`.
     """
-    if normalise(a) == normalise(b):
+    if normalise(a).casefold() == normalise(b).casefold():
         return None
-    found = pair(_side(a, lexicon), _side(b, lexicon), lexicon)
+    found = _pair(a, b, lexicon)
     for check in CHECKS:
         reason = check(found)
         if reason is not None:
             return reason
     return None
+
+
+def wording(a: str, b: str, lexicon: Lexicon = ENGLISH) -> Wording:
+    """How the words of two similar texts differ: symmetric, and cheap after `veto` of the same two."""
+    return measured(_pair(a, b, lexicon))
+
+
+def forget() -> None:
+    """Drop the texts that are taken apart, as a measurement needs."""
+    _remembered.cache_clear()
+    _paired.cache_clear()
 
 
 def no_veto(_a: str, _b: str) -> None:
@@ -58,8 +71,17 @@ def words(text: str, lexicon: Lexicon = ENGLISH) -> list[str]:
     return [token.word for token in _side(text, lexicon).text.tokens]
 
 
+def _pair(a: str, b: str, lexicon: Lexicon) -> Pair:
+    return _paired(a, b, lexicon) if len(a) + len(b) <= _SHORT else pair(side(a, lexicon), side(b, lexicon), lexicon)
+
+
 def _side(text: str, lexicon: Lexicon) -> Side:
     return _remembered(text, lexicon) if len(text) <= _SHORT else side(text, lexicon)
 
 
 _remembered = lru_cache(maxsize=_REMEMBERED)(side)
+
+
+@lru_cache(maxsize=_PAIRS)
+def _paired(a: str, b: str, lexicon: Lexicon) -> Pair:
+    return pair(_side(a, lexicon), _side(b, lexicon), lexicon)

@@ -89,7 +89,7 @@ def _denials(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> tuple[int
 
 
 def _negative(word: str, lexicon: Lexicon) -> bool:
-    return len(word) > _NAMED and any(not p and word.startswith(q) for p, q in lexicon.contraries)
+    return len(word) > _NAMED and word.startswith(lexicon.tables.prefixes)
 
 
 def groups(p: Pair) -> str | None:

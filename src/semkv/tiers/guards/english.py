@@ -146,6 +146,7 @@ _GROUPS = MappingProxyType(
             *"red orange yellow green blue purple pink brown black white silver gold beige cyan magenta".split(),
             "gray grey",
         ),
+        "quantity": senses("only solely exclusively"),
     }
 )
 
@@ -235,7 +236,9 @@ internet; take care of = care; get back = recover; gotten over = get over; deal 
 into = become; carry out = perform; speed up = accelerate; go up = rise; went up = rise; go down = fall; went down =
 fall; goes up = rise; goes down = fall; put off = postpone; pick up = collect; throw away = discard; look for = seek;
 point out = mention; one another = other; each other = other; in order to = to; due to = because; because of =
-because; thanks to = because; such as = like; instead of = instead; used to = used; have to = must; going to = will;
+because; thanks to = because; such as = like; apart
+from = except; aside from = except; other than = except; with the exception of = except; instead of = instead;
+used to = used; have to = must; going to = will;
 light weight = lightweight; web site = website; e mail = email; back up = backup; left over = leftover; all right =;
 right now = now; right thing = thing; right person = person; right place = place; all right =; right away = now
 """

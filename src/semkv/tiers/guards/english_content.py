@@ -17,7 +17,8 @@ OPPOSITES = MappingProxyType(
             northwest; southeast / southwest; towards toward to / awayfrom away; to / from; forward forwards ahead /
             backward backwards back; uphill / downhill; upper / lower; before / after; clockwise / counterclockwise
             anticlockwise; near / far; inward / outward; upward / downward; port / starboard; landscape / portrait;
-            northbound / southbound; eastbound / westbound; horizontal / vertical; across / along; ascend / descend
+            northbound / southbound; eastbound / westbound; horizontal / vertical; across / along; ascend / descend;
+            from since / until till; first / last final
             """
         ),
         "antonym": pairs(
@@ -106,7 +107,8 @@ OPPOSITES = MappingProxyType(
         ),
         "quantity": pairs(
             """
-            all every always everything everyone everybody each / some sometimes any never nothing nobody few several
+            all every always everything everyone everybody each / some someone somebody something sometimes any anyone
+            anybody anything never nothing nobody few several
             single rarely seldom most half partly; both / either neither single; always / sometimes usually rarely
             seldom often occasionally never; often frequently / rarely seldom; once / twice thrice daily; many most
             lot several lots / few little only single; completely fully entirely / partly partially half; whole entire

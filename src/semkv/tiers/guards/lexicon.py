@@ -125,6 +125,7 @@ class Tables:
     quiet: frozenset[str]
     phrases: Mapping[str, tuple[tuple[list[str], list[str]], ...]]
     dates: Mapping[str, tuple[str, str]]
+    prefixes: tuple[str, ...]
 
     @classmethod
     def of(cls, lexicon: Lexicon) -> Tables:
@@ -137,6 +138,7 @@ class Tables:
             quiet=frozenset(_stem(word, lexicon) for word in lexicon.fillers | lexicon.function_words),
             phrases=_phrases(lexicon.phrases),
             dates=_dates(lexicon),
+            prefixes=tuple(negative for plain, negative in lexicon.contraries if not plain),
         )
 
 
@@ -190,6 +192,8 @@ def _stem(word: str, lexicon: Lexicon) -> str:
         word = word[:-1]
     if len(word) > _SHORTEST and word[-1] == word[-2] and word[-1] not in "aeiousz":
         word = word[:-1]
+    if len(word) > _SHORTEST and word[-1] == "i":
+        word = f"{word[:-1]}y"  # "movie" as "movies"
     return lexicon.irregular.get(word, word)
 
 

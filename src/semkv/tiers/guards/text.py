@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from semkv.tiers.guards.lexicon import Lexicon
 
+_KEPT = 40  # characters of a word whose token is remembered
 _LONGEST = 200  # characters of a chunk that is still looked into
 _PART = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)*|[%°$€£¥₹]|[^\w\s]")
 _EDGE = ".,;:!?\"“”„«»…‘'`*"
@@ -70,11 +72,16 @@ def read(text: str, lexicon: Lexicon) -> Text:
     """Take a text apart."""
     plain = unicodedata.normalize("NFKC", text).replace("’", "'")
     reader = _Reader(plain.split(), lexicon)
-    tokens = tuple(
-        Token(word, lexicon.stem(word), name and word not in lexicon.function_words)
-        for word, name in _phrased(reader.words, lexicon)
-    )
+    words = _phrased(reader.words, lexicon)
+    tokens = tuple([(_known if len(word) <= _KEPT else _token)(word, name, lexicon) for word, name in words])
     return Text(tokens, frozenset(reader.code), frozenset(reader.spelled), _quoted(plain), frozenset(reader.dates))
+
+
+def _token(word: str, name: bool, lexicon: Lexicon) -> Token:
+    return Token(word, lexicon.stem(word), name and word not in lexicon.function_words)
+
+
+_known = lru_cache(maxsize=16384)(_token)
 
 
 class _Reader:
@@ -158,22 +165,27 @@ def _titled(chunks: Sequence[str]) -> bool:
     return len(words) > 2 and 3 * sum(word[0].isupper() for word in words) > 2 * len(words)
 
 
-def _phrased(words: list[tuple[str, bool]], lexicon: Lexicon) -> Iterator[tuple[str, bool]]:
+def _phrased(words: list[tuple[str, bool]], lexicon: Lexicon) -> list[tuple[str, bool]]:
     """Words with every phrase of the lexicon replaced by what stands for it."""
     phrases = lexicon.tables.phrases
+    found: list[tuple[str, bool]] = []
     skip = 0
     for i, (word, name) in enumerate(words):
         if skip:
             skip -= 1
             continue
-        for rest, instead in phrases.get(word, ()):
+        if word not in phrases:
+            if word:
+                found.append((word, name))
+            continue
+        for rest, instead in phrases[word]:
             if [w for w, _ in words[i + 1 : i + 1 + len(rest)]] == rest:
-                yield from ((part, name) for part in instead)
+                found += [(part, name) for part in instead]
                 skip = len(rest)
                 break
         else:
-            if word:
-                yield word, name
+            found.append((word, name))
+    return found
 
 
 def _quoted(text: str) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Whether an approximate match may be used: the last word before a donor is substituted.
 
 fixed       the threshold of the flags; a guard's veto is final
-calibrated  a curve fitted from labelled pairs: the chance of a wrong answer at this score, under this veto
+calibrated  the chance of a wrong answer at this score, wording and veto, fitted from labelled pairs
 bounded     keeps the share of requests answered wrongly under what the user set; learns from checked answers
 """
 

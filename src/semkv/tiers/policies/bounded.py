@@ -1,17 +1,22 @@
 """Keeps the share of requests that approximate hits answer wrongly under a bound, on traffic it was not fitted on.
 
 Every approximate match falls into a cell: its tier, the guard that objected to it if any, whether it brings the whole
-prompt, and a band of scores. A cell knows how often its matches turned out wrong. Two sources tell: checked hits, and
-refused matches, whose own answer comes from the engine anyway and is compared with the donor's at no cost. Until a cell
-has observed much it leans on a prior (the calibration, or a cautious curve) that is worth a few observations. So
-evidence is shared between entries, and the first hit needs no history of its entry.
+prompt, and a band of the chance of a wrong answer that the calibration, or a cautious formula, estimates. A cell knows
+how often its matches turned out wrong. Two sources tell: checked hits, and refused matches, whose own answer comes from
+the engine anyway and is compared with the donor's at no cost. The estimate itself is a prior that is worth a few
+observations. So evidence is shared between entries, and the first hit needs no history of its entry.
 
 The bound is a budget: N requests at rate e allow e N wrong answers. What was spent is what checks found wrong, plus
-the present estimate for every hit that was not checked, plus a standard deviation of that for chance and for what is
-not known well. So a cell that turns out worse than it looked is charged for its past as well, and more checks buy more
-hits. Cells are opened in the order of their risk until the spending they would bring meets what is left,
-and no hit is served that the budget does not cover. Early hits of a cell are checked more often, and a text that is
-served a second time always: once checked it has an answer of its own, and a wrong one is not served again.
+the expected number among hits that were not checked, plus some standard deviations of that number: each cell's is
+beta-binomial, so they cover chance as well as what is not known well. The risk of a cell is that of all its
+observations or that of the recent ones, whichever is greater: traffic may shift, and an estimate that happens to be low
+is the one that would be used. So a cell that turns out worse than it looked is charged for its past as well, and more
+checks buy more hits. Cells are opened in the order of their risk until the spending they would bring meets what is
+left, and no hit is served that the budget does not cover.
+
+Hits are checked more often where a cell is new, and where the budget is a few wrong answers, which a thin sample would
+not see: wrong answers come in bursts, and then no estimate from other traffic covers them. A text that is served a
+second time is checked always: after that it has an answer of its own, and a wrong one is not served again.
 """
 
 from __future__ import annotations
@@ -23,24 +28,29 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
+from semkv.keys import digest
 from semkv.tiers.policies.base import Decision, ServedTexts
-from semkv.tiers.policies.calibrated import Calibration
+from semkv.tiers.policies.calibrated import Calibration, chance
 from semkv.types import Entry, Match, Request
 
 FLOOR = 0.6
-BANDS = 20  # of scores, from FLOOR to 1
+BANDS = 20  # of estimated risks
+_WORST, _BEST = 1.0, -7.0  # log odds of the first band and of the last
 
 # Chosen on the streams of bench/quality.py, the ones that docs/quality.md gives figures of.
 _PRIOR = 8.0  # observations that the prior is worth
 _VETO_PRIOR = 30.0  # the same where a guard objects and no calibration says how often it errs
 _VETO_RISK = 0.9
-_SPREAD = 2.0  # standard deviations of the number of wrong answers that are kept free
+_SPREAD = 2.5  # standard deviations of the number of wrong answers that are kept free
 _EARLY = 20.0  # about so many hits of a cell are checked early on
+_FOUND = 3.0  # wrong answers that checks should find before as many as the budget allows have been given
 _LEAST_RISK = 0.002
 _MOST_RISK = 0.3  # no match more likely wrong than this is served, whatever the budget
 _HORIZON = 0.3  # what is left is spent over so large a share of the requests so far
 _WINDOW = 20_000.0  # requests after which the past counts half
-_MEMORY = 400.0  # observations of a band after which its past counts half
+_MEMORY = 4000.0  # observations of a band after which its past counts half
+_RECENT = 100.0  # the same for its recent past
+_RECENT_PRIOR = 25.0  # observations that the long past is worth beside the recent one
 _ARMS = 256
 _REVIEW = 50  # requests between two reviews of what is open
 
@@ -53,12 +63,13 @@ def _zeros() -> list[float]:
 
 @dataclass(slots=True)
 class Arm:
-    """Counts by band of scores, of the matches of one tier under one veto.
+    """Counts by band of estimated risk, of the matches of one tier under one veto.
 
     Attributes:
         asked: requests whose first match fell here.
         unchecked: hits that were served and not checked.
         seen, wrong: comparisons, and how many of them came out wrong.
+        lately, wrong_lately: the same, with a short memory.
         checks: comparisons of served hits.
     """
 
@@ -66,6 +77,8 @@ class Arm:
     unchecked: list[float] = field(default_factory=_zeros)
     seen: list[float] = field(default_factory=_zeros)
     wrong: list[float] = field(default_factory=_zeros)
+    lately: list[float] = field(default_factory=_zeros)
+    wrong_lately: list[float] = field(default_factory=_zeros)
     checks: list[float] = field(default_factory=_zeros)
 
 
@@ -77,13 +90,15 @@ class _View:
     open: list[bool] = field(default_factory=lambda: [False] * BANDS)
 
 
-def band(score: float) -> int:
-    return max(0, min(BANDS - 1, int((score - FLOOR) / (1.0 - FLOOR) * BANDS)))
+def band(risk: float) -> int:
+    """The band of an estimated risk; higher ones are safer."""
+    odds = math.log(max(risk, 1e-9) / max(1.0 - risk, 1e-9))
+    return max(0, min(BANDS - 1, int((_WORST - odds) / (_WORST - _BEST) * BANDS)))
 
 
 def cautious(score: float) -> float:
-    """The prior without a calibration: even odds at cosine .85, one in fifty at .98."""
-    return 1.0 / (1.0 + math.exp(30.0 * (score - 0.85)))
+    """The estimate without a calibration: even odds at cosine .85, one in fifty at .98."""
+    return chance(30.0 * (0.85 - score))
 
 
 def falling(values: list[float], weights: list[float]) -> list[float]:
@@ -103,7 +118,7 @@ class Bounded:
 
     Args:
         max_error_rate: bound on wrong approximate answers per request.
-        calibration: the prior of the tiers in ``tiers``; None takes a cautious curve.
+        calibration: estimates the risk in the tiers in ``tiers``; None takes `cautious`.
         tiers: status keys whose scores are cosines of the calibrated encoder.
     """
 
@@ -117,20 +132,20 @@ class Bounded:
         self._rate, self._calibration, self._tiers = max_error_rate, calibration, tiers
         self._arms: dict[ArmKey, Arm] = {}
         self._views: dict[ArmKey, _View] = {}
-        self._priors: dict[ArmKey, list[tuple[float, float]]] = {}
+        self._scale = digest("bands", repr(calibration), str(BANDS))
         self._requests = 0.0
         self._known = 0.0  # wrong answers that checks found
         self._guessed = 0.0  # expected wrong answers among unchecked hits
         self._variance = 0.0  # of their number: by chance, and because the risks are estimates
         self._until_review = 0
-        self._first = True  # whether the present request has had no match yet
+        self._latest: Request | None = None  # whose first match was counted; with several threads some count twice
         self._texts = ServedTexts()
         self._lock = threading.Lock()
 
     def arrived(self) -> None:
         with self._lock:
             self._requests += 1
-            self._first = True
+            self._latest = None
             if self._requests > _WINDOW:
                 self._halve()
             self._until_review -= 1
@@ -139,11 +154,11 @@ class Bounded:
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
         with self._lock:
-            key = self._key(match)
-            arm, place = self._arms[key], band(match.score)
-            if self._first:
+            key, place = self._cell(match)
+            arm = self._arms[key]
+            if request is not self._latest:
                 arm.asked[place] += 1
-                self._first = False
+                self._latest = request
             risk = self._views[key].risk[place]
             if not self._views[key].open[place] or match.score < FLOOR:
                 return Decision(False, f"risk {risk:.4f}: not open", risk)
@@ -153,48 +168,49 @@ class Bounded:
             self._guessed += risk
             self._variance += risk
             again = self._texts.again(request)
-            check = 1.0 if again else _EARLY / (_EARLY + arm.checks[place])
+            check = max(_EARLY / (_EARLY + arm.checks[place]), _FOUND / (self._rate * self._requests))
+            check = 1.0 if again else min(1.0, check)
             return Decision(True, f"risk {risk:.4f}", risk, check)
 
     def observe(self, match: Match, *, correct: bool, served: bool) -> None:
         with self._lock:
-            key = self._key(match)
-            arm, place = self._arms[key], band(match.score)
-            arm.seen[place] += 1
-            arm.wrong[place] += not correct
+            key, place = self._cell(match)
+            arm = self._arms[key]
+            _count_in(arm.seen, arm.wrong, place, correct, _MEMORY)
+            _count_in(arm.lately, arm.wrong_lately, place, correct, _RECENT)
             if served:
                 arm.checks[place] += 1
                 counted = min(1.0, arm.unchecked[place])
                 arm.unchecked[place] -= counted
                 self._guessed -= counted * self._views[key].risk[place]
                 self._known += not correct
-            if arm.seen[place] > _MEMORY:
-                arm.seen[place] /= 2
-                arm.wrong[place] /= 2
             if not correct and served:
                 self._review()
 
     # -- what the counts say ------------------------------------------------------------------------------------
 
-    def _key(self, match: Match) -> ArmKey:
-        """The arm of a match, made where it is new. Reasons are few; a guard that makes them up shares one arm."""
+    def _cell(self, match: Match) -> tuple[ArmKey, int]:
+        """Arm and band of a match; the arm is made where it is new. Reasons are few; a guard that makes them up shares
+        one arm."""
         key = (match.tier, match.veto, match.whole)
         if key not in self._arms and len(self._arms) >= _ARMS:
             key = (match.tier, "other", match.whole)
         if key not in self._arms:
             self._arms[key] = Arm()
             self._review()
-        return key
+        calibration = self._calibration if match.tier in self._tiers and match.whole else None
+        if calibration is None:
+            return key, band(cautious(match.score))
+        veto = match.veto if match.veto in calibration.vetoes else ""
+        return key, band(calibration.risk(match.score, veto, match.wording))
 
     def _prior(self, key: ArmKey, place: int) -> tuple[float, float]:
         """The chance of a wrong answer before any observation, and how many observations that is worth."""
         tier, veto, whole = key
-        score = FLOOR + (place + 0.5) * (1.0 - FLOOR) / BANDS
-        calibration = self._calibration if tier in self._tiers and whole else None
-        if veto and (calibration is None or veto not in calibration.vetoes):
+        named = self._calibration.vetoes if self._calibration and tier in self._tiers and whole else {}
+        if veto and veto not in named:
             return _VETO_RISK, _VETO_PRIOR
-        risk = cautious(score) if calibration is None else calibration.risk(score, veto)
-        return max(_LEAST_RISK, risk), _PRIOR
+        return max(_LEAST_RISK, chance(_WORST + (place + 0.5) * (_BEST - _WORST) / BANDS)), _PRIOR
 
     def _spent(self, more: float) -> float:
         """The wrong answers so far and ``more`` expected ones, with room for chance and for what is not known well."""
@@ -205,13 +221,17 @@ class Bounded:
         self._until_review = _REVIEW
         self._guessed = self._variance = 0.0
         for key, arm in self._arms.items():
-            if key not in self._priors:
-                self._priors[key] = [self._prior(key, place) for place in range(BANDS)]
-            prior = self._priors[key]
+            prior = [self._prior(key, place) for place in range(BANDS)]
             weights = [worth + seen for (_, worth), seen in zip(prior, arm.seen, strict=True)]
             values = [(r * w + bad) / n for (r, w), bad, n in zip(prior, arm.wrong, weights, strict=True)]
-            self._views[key] = _View(falling(values, weights))
-            self._charge(self._views[key].risk, weights, arm.unchecked)
+            long = falling(values, weights)
+            weights_lately = [_RECENT_PRIOR + seen for seen in arm.lately]
+            lately = [
+                (r * _RECENT_PRIOR + bad) / n for r, bad, n in zip(long, arm.wrong_lately, weights_lately, strict=True)
+            ]
+            risks = [max(pair) for pair in zip(long, falling(lately, weights_lately), strict=True)]
+            self._views[key] = _View(risks)
+            self._charge(risks, weights, arm.unchecked)
         horizon = max(_HORIZON * self._requests, 500.0)
         left = self._rate * (self._requests + horizon) - self._spent(self._rate * horizon) + self._rate * horizon
         for risk, place, key in sorted(self._bands(), key=lambda b: (b[0], -b[1])):
@@ -245,12 +265,12 @@ class Bounded:
     def state(self) -> Mapping[str, Any]:
         with self._lock:
             arms = [{"key": list(key), **asdict(arm)} for key, arm in self._arms.items()]
-            return {"requests": self._requests, "known": self._known, "floor": FLOOR, "arms": arms}
+            return {"requests": self._requests, "known": self._known, "bands": self._scale, "arms": arms}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         try:
-            if state["floor"] != FLOOR:
-                raise ValueError("other bands")
+            if state["bands"] != self._scale:
+                raise ValueError("learned under another calibration")
             requests, known = _count(state["requests"]), _count(state["known"])
             arms = {
                 _read_key(row["key"]): Arm(*(_counts(row[name]) for name in Arm.__slots__)) for row in state["arms"]
@@ -265,6 +285,15 @@ class Bounded:
 def _read_key(value: list[Any]) -> ArmKey:
     tier, veto, whole = value
     return str(tier), str(veto), bool(whole)
+
+
+def _count_in(seen: list[float], wrong: list[float], place: int, correct: bool, memory: float) -> None:
+    """One more comparison; beyond ``memory`` of them the past counts half."""
+    seen[place] += 1
+    wrong[place] += not correct
+    if seen[place] > memory:
+        seen[place] /= 2
+        wrong[place] /= 2
 
 
 def _count(value: Any) -> float:

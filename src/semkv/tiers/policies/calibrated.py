@@ -1,74 +1,86 @@
-"""A curve from a score to the chance of a wrong answer, fitted from labelled pairs by ``semkv calibrate``."""
+"""The chance of a wrong answer, from a few named features of a match, fitted from labelled pairs."""
 
 from __future__ import annotations
 
 import json
+import math
 import threading
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from semkv.errors import ConfigError
+from semkv.tiers.guards.wording import MOST_UNMATCHED, Wording
 from semkv.tiers.policies.base import Decider, Decision, ServedTexts, Stateless
 from semkv.types import Entry, Match, Request
 
-FORMAT = 1
+FORMAT = 2
+FLOOR = 0.5  # cosines below match nothing
+FEATURES = ("cosine", "closeness", *Wording._fields)
+_GAP = 0.005  # keeps the closeness of a cosine of 1 finite
+_STEPS = 30  # of a bisection
+
+
+def features(score: float, wording: tuple[float, float, float] | None) -> tuple[float, ...]:
+    """The values of `FEATURES`. Closeness is -log(1.005 - cosine), which tells .97 from .99 as .7 from .9."""
+    return (score, -math.log(1.0 + _GAP - min(1.0, score)), *(wording or (0.0, 0.0, 0.0)))
+
+
+def chance(log_odds: float) -> float:
+    """The logistic function."""
+    return 1.0 / (1.0 + math.exp(-max(-40.0, min(40.0, log_odds))))
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The chance that two texts do not have the same answer, by cosine, as plain numbers.
-
-    Between the points the chance is interpolated, beyond them it is that of the last point; below the first point
-    nothing matches.
+    """The chance that two texts do not have the same answer: a logistic function of `FEATURES` and the veto.
 
     Attributes:
         fingerprint: of the encoder whose cosines these are.
-        scores: increasing cosines.
-        risks: chances of a wrong answer at the scores, not increasing.
-        threshold: least score that keeps the chosen precision on the pairs.
+        bias: log odds where every feature is 0.
+        weights: log odds by unit of each feature; those of the cosine and the closeness are not positive, so a higher
+            cosine never means a higher chance.
+        limit: greatest chance of a wrong answer with which a donor may be used.
         vetoes: by a guard's reason, how many times the odds of a wrong answer are those without a veto, at least 1. A
             reason that is not named is final: the pairs did not show often enough that it errs.
     """
 
     fingerprint: str
-    scores: tuple[float, ...]
-    risks: tuple[float, ...]
-    threshold: float
+    bias: float
+    weights: Mapping[str, float]
+    limit: float
     vetoes: Mapping[str, float] = field(default_factory=dict)
 
-    def risk(self, score: float, veto: str = "") -> float:
+    def risk(self, score: float, veto: str = "", wording: tuple[float, float, float] | None = None) -> float:
         """The chance of a wrong answer; 1.0 where nothing may match."""
-        if score < self.scores[0] or (veto and veto not in self.vetoes):
+        if score < FLOOR or (veto and veto not in self.vetoes):
             return 1.0
-        place = bisect_right(self.scores, score)
-        if place == len(self.scores):
-            risk = self.risks[-1]
-        else:
-            left, right = self.scores[place - 1], self.scores[place]
-            share = (score - left) / (right - left)
-            risk = self.risks[place - 1] + share * (self.risks[place] - self.risks[place - 1])
-        if not veto or risk >= 1.0:
-            return risk
-        odds = risk / (1.0 - risk) * self.vetoes[veto]
-        return odds / (1.0 + odds)
+        values = zip(FEATURES, features(score, wording), strict=True)
+        odds = self.bias + sum(self.weights[name] * value for name, value in values)
+        return chance(odds + (math.log(self.vetoes[veto]) if veto else 0.0))
 
     @property
-    def limit(self) -> float:
-        """The chance of a wrong answer at the threshold."""
-        return self.risk(self.threshold)
+    def least(self) -> float:
+        """The least cosine at which some wording may match; 1.0 where even that does not."""
+        most = Wording(MOST_UNMATCHED, 1.0, 1.0)
+        best = Wording(*(m if self.weights[name] < 0.0 else 0.0 for name, m in most._asdict().items()))
+        low, high = FLOOR, 1.0
+        if self.risk(low, wording=best) <= self.limit:
+            return low
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.risk(middle, wording=best) <= self.limit else (middle, high)
+        return high
 
     def save(self, path: Path) -> None:
         body = {
             "format": FORMAT,
             "kind": "semkv calibration",
             "fingerprint": self.fingerprint,
-            "threshold": self.threshold,
-            "scores": list(self.scores),
-            "risks": list(self.risks),
+            "limit": self.limit,
+            "bias": self.bias,
+            "weights": dict(self.weights),
             "vetoes": dict(self.vetoes),
         }
         path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
@@ -90,27 +102,26 @@ class Calibration:
     @classmethod
     def _checked(cls, body: Mapping[str, Any]) -> Calibration:
         if body["format"] != FORMAT:
-            raise ValueError(f"format {body['format']}, this version reads {FORMAT}")
-        scores = tuple(float(s) for s in body["scores"])
-        risks = tuple(float(r) for r in body["risks"])
+            raise ValueError(f"format {body['format']}, this version reads {FORMAT}: calibrate again")
+        bias, limit = float(body["bias"]), float(body["limit"])
+        weights = {str(name): float(value) for name, value in body["weights"].items()}
         vetoes = {str(name): float(ratio) for name, ratio in body["vetoes"].items()}
-        threshold = float(body["threshold"])
-        if len(scores) != len(risks) or len(scores) < 2:
-            raise ValueError("as many risks as scores, at least 2")
-        if any(not a < b for a, b in pairwise(scores)):
-            raise ValueError("increasing scores")
-        if any(not 0.0 <= r <= 1.0 for r in risks) or any(a < b for a, b in pairwise(risks)):
-            raise ValueError("risks from 0 to 1 that do not increase")
-        if not all(1.0 <= ratio < float("inf") for ratio in vetoes.values()) or not -1.0 <= threshold <= 2.0:
-            raise ValueError("odds of at least 1 and a threshold that is a cosine")
-        return cls(str(body["fingerprint"]), scores, risks, threshold, vetoes)
+        if set(weights) != set(FEATURES):
+            raise ValueError(f"weights of {', '.join(FEATURES)}")
+        if not all(math.isfinite(value) for value in (bias, *weights.values())):
+            raise ValueError("weights that are finite")
+        if weights["cosine"] > 0.0 or weights["closeness"] > 0.0:
+            raise ValueError("a risk that does not rise with the cosine")
+        if not all(1.0 <= ratio < math.inf for ratio in vetoes.values()) or not 0.0 < limit < 1.0:
+            raise ValueError("odds of at least 1 and a limit between 0 and 1")
+        return cls(str(body["fingerprint"]), bias, weights, limit, vetoes)
 
 
 class Calibrated(Stateless):
-    """Accepts a match whose chance of a wrong answer is at most that of the calibration's threshold.
+    """Accepts a match whose chance of a wrong answer is at most the calibration's limit.
 
     Args:
-        calibration: the curve.
+        calibration: estimates the chance.
         tiers: status keys whose scores are cosines of the calibrated encoder.
         otherwise: judges the other tiers, and matches of a leading part.
     """
@@ -119,8 +130,7 @@ class Calibrated(Stateless):
 
     def __init__(self, calibration: Calibration, tiers: frozenset[str], otherwise: Decider) -> None:
         self._calibration, self._tiers, self._otherwise = calibration, tiers, otherwise
-        self.floor: float | None = calibration.threshold
-        self._limit = calibration.limit
+        self.floor: float | None = calibration.least
         self._texts = ServedTexts()
         self._lock = threading.Lock()
 
@@ -129,9 +139,9 @@ class Calibrated(Stateless):
             if match.veto:
                 return Decision(False, f"veto: {match.veto}")
             return self._otherwise.accept(request, donor, match)
-        risk = self._calibration.risk(match.score, match.veto)
-        reason = f"risk {risk:.4f} against {self._limit:.4f}"
-        if risk > self._limit:
+        risk = self._calibration.risk(match.score, match.veto, match.wording)
+        reason = f"risk {risk:.4f} against {self._calibration.limit:.4f}"
+        if risk > self._calibration.limit:
             return Decision(False, reason, risk)
         with self._lock:
             return Decision(True, reason, risk, 1.0 if self._texts.again(request) else 0.0)
