@@ -74,10 +74,10 @@ SAME = [
     ("The trail is 1,000 m long", "The trail is 1000 meters long"),
     ("The trail is 1 km long", "The trail is 1000 m long"),
     ("Does it cost $5?", "Does it cost five dollars?"),
-    ("Wait half an hour", "Wait 30 minutes"),
+    ("Wait about half an hour", "Wait about 30 minutes"),
     ("The train leaves at 15:30", "The train leaves at 3:30 pm"),
     ("See you on 3 March", "See you on March 3rd"),
-    ("Due 2024-05-01", "Due 1 May 2024"),
+    ("It is due 2024-05-01", "It is due 1 May 2024"),
     ("I can't open the file", "I cannot open the file"),
     ("How do I sort a list in Python?", "In Python, how do I sort a list?"),
     ("The dog chased the cat.", "The cat was chased by the dog."),
@@ -113,6 +113,23 @@ def test_a_changed_question_is_vetoed_and_says_why(a: str, b: str, reason: str) 
     assert veto(a, b) == reason
     assert veto(b, a) == reason
     assert reason in REASONS
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("Darf ich Ibuprofen und Aspirin zusammen nehmen?", "Darf ich Ibuprofen und Aspirin nicht zusammen nehmen?"),
+        ("Was ist in der Box an der Wand?", "Was ist nicht in der Box an der Wand?"),
+        ("Puis-je prendre du lait ?", "Puis-je ne pas prendre du lait ?"),
+        ("Wat is de hoofdstad van de provincie?", "Wat is niet de hoofdstad van de provincie?"),
+        ("Ist A besser als B?", "Ist B besser als A?"),
+        ("这个立方体是红色的吗？", "这个立方体不是红色的吗？"),
+        ("Куб красный?", "Куб не красный?"),
+    ],
+)
+def test_another_language_stands_for_itself_alone(a: str, b: str) -> None:
+    assert veto(a, b) == veto(b, a) == "language"
+    assert veto(a, f" {a}") is None
 
 
 @pytest.mark.parametrize(("a", "b"), SAME)

@@ -24,7 +24,7 @@ Guard = Callable[[str, str], str | None]
 
 REASONS = (
     "code", "quote", "number", "unit", "date", "negation", "direction", "color", "choice", "antonym", "comparison",
-    "quantity", "question word", "person", "word order", "entity", "substitution",
+    "quantity", "question word", "person", "word order", "entity", "substitution", "language",
 )  # fmt: skip
 """Every reason for a veto in English, in the order in which the guards are asked."""
 

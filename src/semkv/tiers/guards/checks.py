@@ -14,6 +14,7 @@ Check = Callable[[Pair], str | None]
 
 _LOOSE = frozenset(("manner", "place"))  # "how can I buy" and "where can I buy" ask for much the same
 _QUESTION = 40  # tokens in which a question is looked for
+_TELLING = 14  # words of a text among which one tells its language
 _NAMED = 4  # letters of a stem that a prefix may turn round
 
 
@@ -23,6 +24,20 @@ def code(p: Pair) -> str | None:
         if any(token not in other.text.spelled and token not in other.words for token in mine.text.code):
             return "code"
     return None
+
+
+def language(p: Pair) -> str | None:
+    """Other words, or in another order, where a text is not in the language whose words the guards know."""
+    if not p.lexicon.telling or (_told(p.a, p.lexicon) and _told(p.b, p.lexicon)):
+        return None
+    first, second = ([t.word for t in s.text.tokens if t.word not in STOPS] for s in (p.a, p.b))
+    return "language" if first != second else None
+
+
+def _told(side: Side, lexicon: Lexicon) -> bool:
+    found = [t.word for t in side.text.tokens if t.word[0].isalpha()]
+    telling = sum(word in lexicon.telling for word in found) + (found[:1] != [] and found[0] in lexicon.telling_first)
+    return telling >= len(found) / _TELLING
 
 
 def quote(p: Pair) -> str | None:
@@ -263,4 +278,5 @@ def _in_place(x: Token, y: Token, p: Pair) -> bool:
 
 CHECKS: tuple[Check, ...] = (
     code, quote, quantity, date, negation, groups, choice, sides, opposites, question, person, order, substitution,
+    language,
 )  # fmt: skip

@@ -279,6 +279,12 @@ ENGLISH = Lexicon(
     ),
     synonyms=SYNONYMS,
     phrases=_PHRASES,
+    telling=frozenset(
+        "the are were been and what how which who whom whose where when why does did can could would should this that "
+        "these those there it its their they them you your our she his from not isn't don't doesn't aren't have any "
+        "some than if about into between many much out most please with give list tell show".split()
+    ),
+    telling_first=frozenset("do can has have will set make write explain describe name book order find".split()),
     function_words=_FUNCTION,
     fillers=_FILLERS,
     relations=frozenset(

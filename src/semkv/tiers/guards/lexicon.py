@@ -49,6 +49,8 @@ class Lexicon:
         contraries: pairs of prefixes that make opposites of one stem ("en" and "de", "" and "un").
         synonyms: classes of words that may stand in for each other, separated by blanks.
         phrases: phrases to the one word that stands for them.
+        telling: frequent words that tell a text in this language, none that another one with these letters has too;
+            ``telling_first`` tells it at the start.
         function_words: words that carry no content by themselves.
         fillers: content words that a rewording adds or drops freely.
         relations: function words that tie a subject to an object, so that an exchange around them matters.
@@ -84,6 +86,8 @@ class Lexicon:
     denials: frozenset[str] = frozenset()
     synonyms: tuple[str, ...] = ()
     phrases: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    telling: frozenset[str] = frozenset()
+    telling_first: frozenset[str] = frozenset()
     function_words: frozenset[str] = frozenset()
     fillers: frozenset[str] = frozenset()
     relations: frozenset[str] = frozenset()
