@@ -28,8 +28,8 @@ real = pytest.mark.skipif(not REAL.is_file(), reason=f"{REAL.name} is not beside
 
 ROWS = [
     {"questionId": "1", "imageId": "n1", "question": "Is it red?", "model": "Yes"},
-    {"questionId": "2", "imageId": "n2", "question": "is it  RED?", "model": "No"},
-    {"questionId": "3", "imageId": "n1", "question": "IS it red?", "model": "Yes."},
+    {"questionId": "2", "imageId": "n2", "question": "is it  red?", "model": "No"},
+    {"questionId": "3", "imageId": "n1", "question": "Is  it red?", "model": "Yes."},
 ]
 
 
@@ -45,8 +45,8 @@ def test_rows_become_samples_with_cards_for_images(tmp_path: Path, name: str) ->
     samples = load_samples("gqa-text", options)
     assert [(s.sample_id, s.question, s.answer) for s in samples] == [
         ("1", "Is it red?", "Yes"),
-        ("2", "is it  RED?", "No"),
-        ("3", "IS it red?", "Yes."),
+        ("2", "is it  red?", "No"),
+        ("3", "Is  it red?", "Yes."),
     ]
     first, second, third = (s.images[0].path for s in samples)
     assert first is not None

@@ -439,3 +439,22 @@ async def two(pair: Pair, stream: bool, story: Any) -> Any:
         second = ask(OTHER)
         await reached(lambda: len(flight._readers) == 2)
         return await story(first, second, flight)
+
+
+def test_no_store_keeps_no_picture(running: Pair) -> None:
+    """A look for similar pictures would write this one for later donors."""
+    drawn = io.BytesIO()
+    Image.new("RGB", (8, 9), "red").save(drawn, "PNG")  # no other test's
+    url = "data:image/png;base64," + base64.b64encode(drawn.getvalue()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What color is it?"}]
+    body = {"model": "scripted", "temperature": 0, "messages": [{"role": "user", "content": content}]}
+    folder = running.app.gateway.settings.cache_dir / "media"
+
+    def pictures(**headers: str) -> int:
+        answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        assert answer.headers["x-semkv"] == "miss"
+        return sum(file.is_file() for file in folder.rglob("*"))
+
+    before = sum(file.is_file() for file in folder.rglob("*"))
+    assert pictures(**{"Cache-Control": "no-store"}) == before
+    assert pictures() == before + 1

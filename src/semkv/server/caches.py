@@ -107,8 +107,15 @@ class Caches:
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
-    async def find(self, canonical: CanonicalRequest) -> Resolution:
-        """What the caches have; looked up once for all who ask for the same at the same time."""
+    async def find(self, canonical: CanonicalRequest, *, keep: bool = True) -> Resolution:
+        """What the caches have; looked up once for all who ask for the same at the same time.
+
+        Args:
+            canonical: the request.
+            keep: False where nothing of it may be kept. A look for similar pictures writes the request's own.
+        """
+        if not keep and self.semantic is not None and canonical.request is not None and canonical.request.media:
+            return Resolution(canonical, await self.stored(canonical))
         task = self._finding.get(canonical.key)
         if task is None:
             task = asyncio.ensure_future(self._find(canonical))

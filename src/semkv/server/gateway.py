@@ -211,7 +211,7 @@ class Gateway:
         try:
             resolution = Resolution(asked.canonical)
             if asked.controls.read:
-                resolution = await self.caches.find(asked.canonical)
+                resolution = await self.caches.find(asked.canonical, keep=asked.controls.write)
             answer = self._hit(asked, resolution)
             if answer is None:
                 return await self._ask(asked, resolution)
