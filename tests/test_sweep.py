@@ -208,7 +208,9 @@ def test_nothing_of_a_killed_sweep_runs_on(folder: Path) -> None:
 def test_ctrl_c_leaves_a_log_to_go_on_with(folder: Path) -> None:
     spec(folder, [{"name": "short", "max-samples": 5}, {"name": "long", "trace-requests": 200_000}])
     samples = folder / "samples" / "long.jsonl"
-    with subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(
+        command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=_heeds_ctrl_c
+    ) as run:
         _until(lambda: samples.exists() and samples.stat().st_size > 0)
         run.send_signal(signal.SIGINT)
         _, err = run.communicate(timeout=30)
@@ -219,6 +221,11 @@ def test_ctrl_c_leaves_a_log_to_go_on_with(folder: Path) -> None:
     size = samples.stat().st_size
     time.sleep(0.5)
     assert samples.stat().st_size == size
+
+
+def _heeds_ctrl_c() -> None:
+    """What a shell starts in the background ignores SIGINT, and so do these tests then."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _until(true: Any, seconds: float = 40) -> None:
