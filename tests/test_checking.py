@@ -16,9 +16,19 @@ from cache_helpers import Bench, WrittenEncoder
 from semkv.cache import SemanticCache
 from semkv.errors import ConfigError
 from semkv.experiments.runner import run
-from semkv.tiers.checking import HitLog, SameMeaning, same_text, wilson
+from semkv.tiers.checking import HitLog, SameMeaning, pair_of, same_text, wilson
 from semkv.tiers.rerank import CrossEncoderReranker, JudgeReranker
-from semkv.types import CacheMode, Exactness, Match, Namespace, PolicyName, Request, ReuseReport, TextSegment
+from semkv.types import (
+    CacheMode,
+    Exactness,
+    Match,
+    MediaSegment,
+    Namespace,
+    PolicyName,
+    Request,
+    ReuseReport,
+    TextSegment,
+)
 
 
 def asking(text: str = "a") -> Request:
@@ -26,6 +36,16 @@ def asking(text: str = "a") -> Request:
 
 
 APPROXIMATE = Match("semantic_text", "d", 0.95, Exactness.APPROXIMATE)
+
+
+def test_a_pair_is_a_text_with_its_media_and_a_donor() -> None:
+    plain = asking()
+    picture = replace(plain, segments=(MediaSegment("m" * 64), *plain.segments))
+    other = replace(plain, segments=(MediaSegment("n" * 64), *plain.segments))
+    tenant = replace(plain, namespace=Namespace("t"))
+    pairs = [pair_of(r, "d") for r in (plain, asking("b"), picture, other, tenant)] + [pair_of(plain, "e")]
+    assert len(set(pairs)) == len(pairs)
+    assert pair_of(replace(plain, request_id="2"), "d") == pairs[0]
 
 
 def test_wilson_agrees_with_tables() -> None:

@@ -260,6 +260,21 @@ def test_what_was_learned_is_taken_up_again() -> None:
     assert not other.accept(asking(), DONOR, match(0.8)).accept
 
 
+def test_the_past_counts_half_in_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests forgotten without the wrong answers among them would close the policy; the other way round opens it."""
+    policy = Bounded(0.01)
+    traffic(policy, {0.99: 0.02, 0.8: 0.9}, requests=1500, seed=0)
+    before = policy.state()
+    assert before["known"] > 0
+    monkeypatch.setattr("semkv.tiers.policies.bounded._WINDOW", 1500.0)
+    policy.arrived()
+    after = policy.state()
+    assert (after["requests"], after["known"]) == (750.5, before["known"] / 2)
+    for old, new in zip(before["arms"], after["arms"], strict=True):
+        assert new["asked"] == [n / 2 for n in old["asked"]]
+        assert new["unchecked"] == [n / 2 for n in old["unchecked"]]
+
+
 @pytest.mark.parametrize(
     "damage",
     [{"bands": "others"}, {"requests": -1}, {"requests": None}, {"arms": [{"key": ["a", "b", True]}]}, {"arms": 3}],
