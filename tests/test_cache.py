@@ -778,9 +778,9 @@ def test_a_guard_vetoes_a_similar_question_and_a_similar_sentence(make: Make) ->
     assert not look("the car left of the tree").hit
     assert bench.cache.stats().vetoes == {"direction": 1, "word order": 1}
     bench = make(guards=True, similarity_threshold=0.0)
-    bench.ask("one", context=DOCUMENT + " Take 5 grams.")
-    assert not bench.look("two", context=DOCUMENT + " Take 50 grams.").hit
-    assert bench.look("two", context=DOCUMENT + " Have 5 grams.").hit
+    bench.ask("one", context=DOCUMENT + " You could take 5 grams.")
+    assert not bench.look("two", context=DOCUMENT + " You could take 50 grams.").hit
+    assert bench.look("two", context=DOCUMENT + " You could have 5 grams.").hit
 
 
 def test_a_blank_context_is_none(bench: Bench) -> None:
