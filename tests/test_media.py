@@ -23,10 +23,9 @@ def test_bytes_come_back_under_their_digest(tmp_path: Path) -> None:
     assert store.nbytes == len(b"picture")
 
 
-def test_a_file_is_stored_once(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(b"picture")
+def test_a_picture_is_stored_once(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
-    assert store.put_file(tmp_path / "a.jpg") == store.put(b"picture")
+    assert store.put(b"picture") == store.put(b"picture")
     assert store.nbytes == len(b"picture")
     assert len([f for f in (tmp_path / "media").rglob("*") if f.is_file()]) == 1
 

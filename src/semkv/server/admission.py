@@ -38,11 +38,6 @@ class Controls:
     write: bool = True
     max_age_s: float | None = None
 
-    @property
-    def shared(self) -> bool:
-        """The request may share an answer that is on its way."""
-        return self.read and self.write
-
 
 _DEFAULT = Controls()
 _BYPASS = Controls(read=False, write=False)

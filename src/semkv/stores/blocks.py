@@ -23,8 +23,6 @@ from semkv.stores.directory import valid_id
 from semkv.stores.extents import ExtentStore
 from semkv.stores.host_pool import runs
 
-KVBounds = Bounds
-
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:

@@ -79,14 +79,6 @@ class MediaStore:
                 self._evict(keep=target)
         return media_id
 
-    def put_file(self, file: Path) -> str:
-        """Store a file's bytes and return their id.
-
-        Raises:
-            OSError: the file cannot be read, or its copy not written.
-        """
-        return self.put(file.read_bytes())
-
     def path(self, media_id: str) -> Path | None:
         """The stored file, unverified, or None."""
         file = self._where(media_id)
