@@ -250,6 +250,15 @@ def draw(seed: int, width: int, height: int) -> Any:
     return picture
 
 
+def flush(_worker: Any) -> None:
+    """Wait until what a rank has captured is on disk."""
+    from vllm.distributed.ec_transfer import get_ec_transfer
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    get_kv_transfer_group().worker_half.flush()
+    get_ec_transfer().worker_half.flush()
+
+
 class Runner:
     """One vLLM engine, asked one prompt at a time."""
 
@@ -285,6 +294,7 @@ class Runner:
             dtype="bfloat16",
             max_model_len=spec["max_model_len"],
             enforce_eager=cpu or spec["eager"],
+            tensor_parallel_size=spec["ranks"],
             limit_mm_per_prompt={"image": 1, "video": 0},
             **memory,
             **connectors,
@@ -319,11 +329,7 @@ class Runner:
     def forget(self) -> None:
         """Wait for the stores, then empty vLLM's own caches."""
         if self.spec["cache_dir"]:
-            from vllm.distributed.ec_transfer import get_ec_transfer
-            from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-            get_kv_transfer_group().worker_half.flush()
-            get_ec_transfer().worker_half.flush()
+            self.llm.collective_rpc(flush)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache")
         self.llm.llm_engine.reset_encoder_cache()
@@ -429,6 +435,7 @@ def run_engine(role: str, spec: dict[str, Any], work: Path) -> dict[str, Any]:
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `flush` goes to the ranks' processes
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **os.environ,
@@ -449,6 +456,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="fewer decoder layers, for a quick look")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--no-restart", action="store_true", help="leave the third engine out")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
     parser.add_argument("--out", type=Path, default=Path("identity.json"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -474,7 +482,7 @@ def main() -> int:
         longest = min(args.max_model_len, positions.get("max_position_embeddings", args.max_model_len))
         spec = {
             "model": model, "dummy": dummy, "samples": args.samples, "max_tokens": args.max_tokens,
-            "max_model_len": longest, "picture": [width, height], "eager": args.eager,
+            "max_model_len": longest, "picture": [width, height], "eager": args.eager, "ranks": args.ranks,
             "gpu_memory_utilization": args.gpu_memory_utilization,
         }  # fmt: skip
         roles = ["plain", "connected"] + ([] if args.no_restart else ["restarted"])
@@ -489,7 +497,7 @@ def main() -> int:
         "weights": "drawn" if dummy else "real",
         "layers": args.layers,
         **{key: engines["plain"][key] for key in ("vllm", "torch", "device")},
-        "settings": {k: spec[k] for k in ("samples", "max_tokens", "max_model_len", "picture", "eager")},
+        "settings": {k: spec[k] for k in ("samples", "max_tokens", "max_model_len", "picture", "eager", "ranks")},
         "distinct_answers": len({tuple(r["tokens"]) for r in passes["cold"]}),
         "wrong": wrong,
         "must_agree": exact,
@@ -512,5 +520,7 @@ def main() -> int:
     return int(bool(wrong))
 
 
+if __name__ == "__mp_main__":  # the process of a rank
+    register_loader()
 if __name__ == "__main__":
     sys.exit(main())

@@ -411,6 +411,9 @@ class SemanticCache:
             while VISION in self._embedding.keys and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
                 self._embedding.load((), media)
                 self._seen_media = media[-1].number
+            self._embedding.loaded()
+            if self._semantic is not None:
+                self._semantic.loaded()
 
     # -- checking -----------------------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ def verify(
             damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
         done, total = 0, len(extents) + len(images)
         for name, store, extent in extents:
-            if reason := store.damage(extent):
+            if reason := store.files.damage(extent):
                 damaged.append(f"{name}: {reason}")
                 if repair:
                     store.reject(extent)

@@ -5,28 +5,47 @@ image can neither match nor crowd out a match.
 
     write    appends to a block of plain rows: microseconds, whatever the size
     search   the partition's graphs and the plain rows not in a graph yet
-    upkeep   one background thread moves plain rows into a graph and builds graphs with many removed rows anew
+    upkeep   one background thread moves plain rows into a graph, builds graphs with many removed rows anew, and keeps
+             graphs on disk
 
 Upkeep works on copies and swaps them in, so that no search or write waits for it. Until it has caught up, as after the
-start with a large catalog, plain rows are compared one by one: slower, and exact.
+first start with a large catalog, plain rows are compared one by one: slower, and exact. Later starts take the graphs up
+again that were kept, row by row as the catalog is read (`semkv.indexes.kept`).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from semkv.errors import CorruptValue
 from semkv.indexes.base import Neighbour, Row
-from semkv.indexes.parts import GONE, LARGEST_BLOCK, Block, Graph, nearest_rows, use_threads
+from semkv.indexes.kept import GraphStore, hashes, pour_graph, read_graph
+from semkv.indexes.parts import (
+    GONE,
+    LARGEST_BLOCK,
+    Block,
+    Graph,
+    Partition,
+    first_blocks,
+    living,
+    nearest_rows,
+    use_threads,
+    widened,
+)
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from semkv.indexes.kept import Names
     from semkv.indexes.parts import Matrix, Slots
     from semkv.types import Vector
 
@@ -34,7 +53,6 @@ logger = logging.getLogger("semkv")
 
 FLAT = 1024  # plain rows from which a partition gets a graph
 GRAPH = 1 << 18  # rows of one graph: what a copy or a new build touches at most
-_STALE = 0.2  # share of removed rows at which a part is built anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +62,6 @@ class IndexSizes:
     flat: int
     graph: int
     dead: int
-
-
-@dataclass(slots=True, eq=False)
-class _Partition:
-    name: str
-    blocks: list[Block] = field(default_factory=list)
-    graphs: list[Graph] = field(default_factory=list)
-
-    @property
-    def plain(self) -> int:
-        return sum(block.count for block in self.blocks)
-
-    def stale_graph(self, least: int) -> Graph | None:
-        return next((g for g in self.graphs if g.dead >= max(least, _STALE * g.count)), None)
 
 
 class FaissIndex:
@@ -70,23 +74,26 @@ class FaissIndex:
         dim: length of every vector.
         flat: plain rows from which a partition gets a graph.
         graph: rows of one graph; a partition has as many graphs as it needs.
+        store: keeps graphs on disk; without it each start builds them.
 
     Raises:
         ValueError: ``flat`` is below 4 or above ``graph``.
     """
 
-    def __init__(self, dim: int, *, flat: int = FLAT, graph: int = GRAPH) -> None:
+    def __init__(self, dim: int, *, flat: int = FLAT, graph: int = GRAPH, store: GraphStore | None = None) -> None:
         if not 4 <= flat <= graph:
             raise ValueError(f"flat {flat} and graph {graph}: flat must be 4 or more, and graph no less than flat")
-        self.dim, self._flat, self._graph = dim, flat, graph
+        self.dim, self._flat, self._graph, self._store = dim, flat, graph, store
+        self._reading = store is not None  # until `loaded`
         self._block = min(LARGEST_BLOCK, flat // 2)
-        self._partitions: dict[str, _Partition] = {}
+        self._partitions: dict[str, Partition] = {}
         self._slot_of: dict[str, int] = {}
-        self._items: list[str | None] = []  # by slot, as are the next four
-        self._home: list[_Partition | None] = []
+        self._items: list[str | None] = []  # by slot, as are the next five
+        self._home: list[Partition | None] = []
         self._part = np.empty(0, dtype=object)  # Block | Graph | None
         self._row: Slots = np.empty(0, dtype=np.int64)
         self._named_in: Slots = np.empty(0, dtype=np.int64)  # the epoch in which the slot got its item
+        self._names: Names = np.empty(0, dtype=np.uint64)  # hashes
         self._free: list[int] = []
         self._epoch = 0  # one more with every write that adds
         self._lock = threading.Lock()
@@ -106,7 +113,7 @@ class FaissIndex:
             blocks = [block for partition in self._partitions.values() for block in partition.blocks]
             graphs = [graph for partition in self._partitions.values() for graph in partition.graphs]
         dead = sum(block.dead for block in blocks) + sum(graph.dead for graph in graphs)
-        return IndexSizes(_living(blocks), _living(graphs), dead)
+        return IndexSizes(living(blocks), living(graphs), dead)
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -116,20 +123,61 @@ class FaissIndex:
         Raises:
             ValueError: a vector has another length than ``dim``; nothing was added.
         """
-        grouped: dict[str, dict[str, Vector]] = defaultdict(dict)
+        grouped: dict[tuple[str, str], dict[str, Vector]] = defaultdict(dict)
         for row in rows:
             if row.vector.shape != (self.dim,):
                 raise ValueError(f"vector of shape {row.vector.shape} in an index of dimension {self.dim}")
-            grouped[row.partition].setdefault(row.item, row.vector)
+            grouped[row.partition, row.namespace].setdefault(row.item, row.vector)
         with self._lock:
-            for name, members in grouped.items():
+            for (name, namespace), members in grouped.items():
                 fresh = {item: vector for item, vector in members.items() if item not in self._slot_of}
                 if fresh:
-                    home = self._partitions.setdefault(name, _Partition(name))
-                    self._append(home, np.stack(list(fresh.values())), self._new_slots(home, fresh))
+                    home = self._partitions.get(name) or self._new_partition(name, namespace)
+                    slots, vectors = self._new_slots(home, fresh), np.stack(list(fresh.values()))
+                    plain = ~self._taken_up(home, vectors, slots)
+                    self._append(home, vectors[plain], slots[plain])
                     self._look_after(home)
 
-    def _new_slots(self, home: _Partition, items: dict[str, Vector]) -> Slots:
+    def _new_partition(self, name: str, namespace: str) -> Partition:
+        home = self._partitions[name] = Partition(name, namespace)
+        if self._reading and self._store is not None:
+            for number, body in self._store.read(name):
+                try:
+                    graph = read_graph(body, self.dim, self._graph)
+                except CorruptValue as error:
+                    self._store.reject(namespace, name, number, error)
+                    continue
+                graph.number = number
+                home.graphs.append(graph)
+        return home
+
+    def _taken_up(self, home: Partition, vectors: Matrix, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which of some new items are in a graph that was kept."""
+        taken = np.zeros(len(slots), dtype=np.bool_)
+        for graph in home.graphs:
+            if graph.claims is not None:
+                left = np.flatnonzero(~taken)
+                rows = graph.claims.take(graph, self._names[slots[left]], vectors[left], slots[left])
+                found = left[rows >= 0]
+                self._row[slots[found]] = rows[rows >= 0]
+                self._part[slots[found]] = graph
+                taken[found] = True
+        return taken
+
+    def loaded(self) -> None:
+        """Say that the catalog has been read: what of the kept graphs was not taken up is gone."""
+        if not self._reading:
+            return
+        with self._lock:
+            self._reading = False
+            for partition in list(self._partitions.values()):
+                for graph in partition.graphs:
+                    graph.claims = None
+                self._tidy(partition)
+            if self._store is not None:
+                self._store.drop_unread()
+
+    def _new_slots(self, home: Partition, items: dict[str, Vector]) -> Slots:
         self._epoch += 1
         free = [self._free.pop() for _ in range(min(len(self._free), len(items)))]
         first, more = len(self._items), len(items) - len(free)
@@ -138,14 +186,15 @@ class FaissIndex:
         self._home += [None] * more
         if len(self._items) > len(self._row):
             room = max(64, len(self._items) * 5 // 4)
-            self._row, self._named_in = _widened(self._row, room), _widened(self._named_in, room)
-            self._part = _widened(self._part, room)
+            self._row, self._named_in = widened(self._row, room), widened(self._named_in, room)
+            self._part, self._names = widened(self._part, room), widened(self._names, room)
+        self._names[slots] = hashes(items)
         self._named_in[slots] = self._epoch  # before the items, see _named
         for item, slot in zip(items, slots.tolist(), strict=True):
             self._items[slot], self._home[slot], self._slot_of[item] = item, home, slot
         return slots
 
-    def _append(self, partition: _Partition, vectors: Matrix, slots: Slots) -> None:
+    def _append(self, partition: Partition, vectors: Matrix, slots: Slots) -> None:
         while len(slots):
             if not partition.blocks or partition.blocks[-1].full:
                 self._add_block(partition, len(slots))
@@ -155,7 +204,7 @@ class FaissIndex:
             self._settle_rows(block, first, slots[:fit])
             vectors, slots = vectors[fit:], slots[fit:]
 
-    def _add_block(self, partition: _Partition, needed: int) -> None:
+    def _add_block(self, partition: Partition, needed: int) -> None:
         """An empty block, or while blocks are small a larger one with the rows of the last."""
         last = partition.blocks[-1] if partition.blocks else None
         if last is None or len(last.slots) >= self._block:
@@ -176,9 +225,9 @@ class FaissIndex:
     def _settle_rows(self, part: Block | Graph, first: int, slots: Slots) -> None:
         """Note where the items of some slots are now: in ``part``, from row ``first`` on."""
         rows = np.arange(first, first + len(slots))
-        living = slots != GONE
-        self._row[slots[living]] = rows[living]
-        self._part[slots[living]] = part
+        there = slots != GONE
+        self._row[slots[there]] = rows[there]
+        self._part[slots[there]] = part
 
     def remove(self, items: Iterable[str]) -> None:
         """Forget items; unknown ones are ignored."""
@@ -198,10 +247,12 @@ class FaissIndex:
             for home in touched:
                 self._tidy(home)
 
-    def _tidy(self, partition: _Partition) -> None:
+    def _tidy(self, partition: Partition) -> None:
         """Give back the room of removed rows where that is quick; the rest is left to the upkeep."""
         partition.blocks = [block for block in partition.blocks if block.dead < block.count]
-        partition.graphs = [graph for graph in partition.graphs if graph.dead < graph.count]
+        for graph in [g for g in partition.graphs if g.dead == g.count and g.claims is None]:
+            partition.graphs.remove(graph)
+            self._drop_file(partition, graph)
         if not partition.blocks and not partition.graphs:
             del self._partitions[partition.name]
             return
@@ -209,9 +260,9 @@ class FaissIndex:
         for block in partition.blocks:
             joined = [block]
             if block.dead > block.count // 2:
-                if packed and _living([packed[-1], block]) <= self._block:
+                if packed and living([packed[-1], block]) <= self._block:
                     joined.insert(0, packed.pop())
-                block = Block(self.dim, _living(joined))
+                block = Block(self.dim, living(joined))
                 self._move(joined, block)
             packed.append(block)
         partition.blocks = packed
@@ -264,10 +315,12 @@ class FaissIndex:
 
     # -- upkeep -------------------------------------------------------------------------------------------------
 
-    def _needs(self, partition: _Partition) -> bool:
-        return partition.plain >= self._flat or partition.stale_graph(self._flat // 4) is not None
+    def _needs(self, partition: Partition) -> bool:
+        if partition.plain >= self._flat or partition.stale_graph(self._flat // 4) is not None:
+            return True
+        return self._store is not None and partition.unkept_graph() is not None
 
-    def _look_after(self, partition: _Partition) -> None:
+    def _look_after(self, partition: Partition) -> None:
         if partition.name in self._work or self._closed or not self._needs(partition):
             return
         self._work[partition.name] = None
@@ -281,9 +334,14 @@ class FaissIndex:
             return self._idle.wait_for(lambda: self._upkeep is None, timeout_s)
 
     def close(self) -> None:
-        """Stop the upkeep within a second or so; what is there stays searchable."""
+        """Stop the upkeep, within a second or so, and keep the graphs; what is there stays searchable."""
         with self._lock:
             self._closed = True
+        self.settle()
+        with self._lock:
+            unkept = [(p, g) for p in self._partitions.values() for g in p.graphs if g.count > g.kept]
+        for partition, graph in unkept:
+            self._keep(partition, graph)
 
     def _wanted(self) -> bool:
         """Whether upkeep should go on: until `close`, or the end of the program."""
@@ -299,7 +357,7 @@ class FaissIndex:
             with self._lock:
                 self._rest()
 
-    def _next(self) -> _Partition | None:
+    def _next(self) -> Partition | None:
         """The partition whose turn it is; None ends the upkeep, which the next write starts again."""
         with self._lock:
             while self._work and self._wanted():
@@ -316,31 +374,56 @@ class FaissIndex:
         self._upkeep = None
         self._idle.notify_all()
 
-    def _improve(self, partition: _Partition) -> None:
-        """One step: build a stale graph anew, or move plain rows into a graph."""
+    def _improve(self, partition: Partition) -> None:
+        """One step: write a graph, build a stale one anew, or move plain rows into one."""
         with self._lock:
+            unkept = partition.unkept_graph() if self._store is not None else None
             stale = partition.stale_graph(self._flat // 4)
-        if stale is not None:
+        if unkept is not None:
+            self._keep(partition, unkept)
+        elif stale is not None:
             self._rebuild(partition, stale)
         else:
             self._move_up(partition)
 
-    def _rebuild(self, partition: _Partition, stale: Graph) -> None:
+    def _keep(self, partition: Partition, graph: Graph) -> None:
+        """Write a graph as it is now. Called by the upkeep, and once more when that has ended."""
+        if self._store is None:
+            return
+        with self._lock:
+            index, slots = graph.index, graph.slots[: graph.count].copy()
+            names = np.where(slots == GONE, np.uint64(0), self._names[slots])
+            if graph.number < 0:
+                graph.number = partition.free_number()
+            number = graph.number
+        pour = functools.partial(pour_graph, index, names)
+        self._store.save(partition.namespace, partition.name, number, pour)
+        with self._lock:
+            graph.kept = len(slots)
+            if graph not in partition.graphs:  # all its rows were removed meanwhile
+                self._store.drop(partition.namespace, partition.name, number)
+
+    def _drop_file(self, partition: Partition, graph: Graph) -> None:
+        if self._store is not None and graph.number >= 0:
+            self._store.drop(partition.namespace, partition.name, graph.number)
+
+    def _rebuild(self, partition: Partition, stale: Graph) -> None:
         rows = np.flatnonzero(stale.slots[: stale.count] != GONE)
         target = Graph(self.dim, self._graph)
         pages = (stale.vectors(rows[start : start + LARGEST_BLOCK]) for start in range(0, len(rows), LARGEST_BLOCK))
         index = target.grown(pages, self._wanted)
         with self._lock:
             if index is not None and stale in partition.graphs:
+                target.number = stale.number
                 partition.graphs[partition.graphs.index(stale)] = target
                 self._publish(target, index, stale.slots[rows])
 
-    def _move_up(self, partition: _Partition) -> None:
+    def _move_up(self, partition: Partition) -> None:
         with self._lock:
             room = (g for g in partition.graphs if g.room - g.count >= self._block)
             target = next(room, None) or Graph(self.dim, self._graph)
             # Twice the size at a time: a row is copied a few times in all, and a search soon has less to compare.
-            blocks = _first(partition.blocks, min(target.room - target.count, max(self._flat, target.count)))
+            blocks = first_blocks(partition.blocks, min(target.room - target.count, max(self._flat, target.count)))
         index = target.grown((block.vectors for block in blocks), self._wanted)
         with self._lock:
             moved = set(blocks)
@@ -353,26 +436,3 @@ class FaissIndex:
 
     def _publish(self, graph: Graph, index: Any, slots: Slots) -> None:
         self._settle_rows(graph, graph.publish(index, slots), slots)
-
-
-def _widened(column: Any, room: int) -> Any:
-    """The same array with more room. Not `numpy.resize`, which fills it with what is there: more owners of parts."""
-    wider = np.empty(room, dtype=column.dtype)  # an object array is made of None
-    wider[: len(column)] = column
-    return wider
-
-
-def _living(parts: Iterable[Block | Graph]) -> int:
-    return sum(part.count - part.dead for part in parts)
-
-
-def _first(blocks: list[Block], most: int) -> list[Block]:
-    """The oldest blocks, which are full, up to ``most`` rows; at least one."""
-    taken = [blocks[0]]
-    rows = blocks[0].count
-    for block in blocks[1:]:
-        rows += block.count
-        if not block.full or rows > most:
-            break
-        taken.append(block)
-    return taken

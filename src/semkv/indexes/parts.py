@@ -11,6 +11,7 @@ import itertools
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from semkv.indexes.kept import Claims
     from semkv.types import Vector
 
     Slots = npt.NDArray[np.int64]
@@ -26,13 +28,15 @@ if TYPE_CHECKING:
 LARGEST_BLOCK = 1024  # rows
 _MAPPED = 1 << 18  # bytes
 GONE = -1
+STALE = 0.2  # share of removed rows at which a part is built anew
+UNKEPT = 0.25  # share of rows that its file lacks at which a graph is written
 
 _LINKS = 16  # M of HNSW: links of a node; 32 at the lowest level
 _BUILD_BREADTH = 80  # efConstruction
 _SEARCH_BREADTH = 96  # efSearch
 
 
-def _faiss() -> Any:
+def faiss_module() -> Any:
     """FAISS, whose stubs lack what its classes have."""
     import faiss
 
@@ -41,7 +45,7 @@ def _faiss() -> Any:
 
 def use_threads(most: int) -> None:
     """Let FAISS's builds use so many threads when called from this thread; other threads keep their number."""
-    _faiss().omp_set_num_threads(most)
+    faiss_module().omp_set_num_threads(most)
 
 
 def _rows(room: int, dim: int) -> Matrix:
@@ -92,7 +96,7 @@ class Block:
 
     def compare(self, query: Vector, scores: Vector) -> None:
         """Write the scores of the first ``len(scores)`` rows, -inf for a removed one."""
-        faiss = _faiss()
+        faiss = faiss_module()
         count = len(scores)
         faiss.fvec_inner_products_ny(  # in the calling thread alone, unlike a product of matrices
             faiss.swig_ptr(scores), faiss.swig_ptr(query), faiss.swig_ptr(self.vectors), len(query), count
@@ -127,15 +131,19 @@ class Graph:
     Attributes:
         slots: the slot of each row, or `GONE`.
         count, dead: rows in ``index``, and how many of them were removed.
+        number, kept: of its file, -1 where it has none, and how many rows that has.
+        claims: of a graph from a file, while the catalog is read: which rows stand for what.
     """
 
     def __init__(self, dim: int, room: int) -> None:
-        faiss = _faiss()
+        faiss = faiss_module()
         self.room = room
         self.index: Any = faiss.IndexHNSWSQ(dim, faiss.ScalarQuantizer.QT_fp16, _LINKS, faiss.METRIC_INNER_PRODUCT)
         self.index.hnsw.efConstruction = _BUILD_BREADTH
         self.slots: Slots = np.full(room, GONE, dtype=np.int64)
-        self.count = self.dead = 0
+        self.count = self.dead = self.kept = 0
+        self.number = -1
+        self.claims: Claims | None = None
         self._alive = np.zeros((room + 7) // 8, dtype=np.uint8)  # one bit a row
         self._breadth: dict[int, Any] = {}
 
@@ -144,7 +152,7 @@ class Graph:
 
         Takes a good part of a millisecond a row.
         """
-        faiss = _faiss()
+        faiss = faiss_module()
         copy = faiss.clone_index(self.index)
         for page in pages:
             if not wanted():
@@ -156,13 +164,26 @@ class Graph:
         """Put a copy of `grown` into place, whose new rows have these slots; the first new row."""
         first = self.count
         rows = np.arange(first, first + len(slots))
-        self.slots[rows] = slots
-        living = rows[slots != GONE]
-        np.bitwise_or.at(self._alive, living // 8, (1 << (living % 8)).astype(np.uint8))
-        self.dead += len(rows) - len(living)
+        living = slots != GONE
         self.index = index
         self.count += len(slots)
+        self.dead += len(slots)
+        self.take_up(rows[living], slots[living])
         return first
+
+    def take_up(self, rows: Slots, slots: Slots) -> None:
+        """Let some rows that stand for nothing stand for these slots."""
+        self.slots[rows] = slots
+        np.bitwise_or.at(self._alive, rows // 8, (1 << (rows % 8)).astype(np.uint8))
+        self.dead -= len(rows)
+
+    def same(self, rows: Slots, vectors: Matrix) -> npt.NDArray[np.bool_]:
+        """Whether each row is a vector's to the last bit, in the graph's precision."""
+        faiss = faiss_module()
+        storage = faiss.downcast_index(self.index.storage)
+        codes = faiss.rev_swig_ptr(storage.codes.data(), storage.codes.size()).reshape(-1, storage.code_size)
+        equal: npt.NDArray[np.bool_] = (codes[rows] == storage.sa_encode(vectors)).all(axis=1)
+        return equal
 
     def drop(self, row: int) -> None:
         self.slots[row] = GONE
@@ -185,7 +206,59 @@ class Graph:
     def _parameters(self, breadth: int) -> Any:
         found = self._breadth.get(breadth)
         if found is None:
-            faiss = _faiss()
+            faiss = faiss_module()
             living = faiss.IDSelectorBitmap(self._alive)
             found = self._breadth[breadth] = faiss.SearchParametersHNSW(efSearch=breadth, sel=living)
         return found
+
+
+@dataclass(slots=True, eq=False)
+class Partition:
+    """The blocks and graphs of one partition; ``namespace`` is the catalog's name of whose entries they are."""
+
+    name: str
+    namespace: str
+    blocks: list[Block] = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
+
+    @property
+    def plain(self) -> int:
+        return sum(block.count for block in self.blocks)
+
+    def stale_graph(self, least: int) -> Graph | None:
+        """A graph with so many removed rows that it is worth a new build."""
+        settled = (graph for graph in self.graphs if graph.claims is None)
+        return next((graph for graph in settled if graph.dead >= max(least, STALE * graph.count)), None)
+
+    def unkept_graph(self) -> Graph | None:
+        """A graph with so many rows beyond its file's that it is worth writing."""
+        return next((graph for graph in self.graphs if graph.count - graph.kept >= UNKEPT * graph.count), None)
+
+    def free_number(self) -> int:
+        """The least number that no graph's file has."""
+        taken = {graph.number for graph in self.graphs}
+        return next(number for number in itertools.count() if number not in taken)
+
+
+def widened(column: Any, room: int) -> Any:
+    """The same array with more room. Not `numpy.resize`, which fills it with what is there: more owners of parts."""
+    wider = np.empty(room, dtype=column.dtype)  # an object array is made of None
+    wider[: len(column)] = column
+    return wider
+
+
+def living(parts: Iterable[Block | Graph]) -> int:
+    """How many rows of some parts were not removed."""
+    return sum(part.count - part.dead for part in parts)
+
+
+def first_blocks(blocks: list[Block], most: int) -> list[Block]:
+    """The oldest blocks, which are full, up to ``most`` rows; at least one."""
+    taken = [blocks[0]]
+    rows = blocks[0].count
+    for block in blocks[1:]:
+        rows += block.count
+        if not block.full or rows > most:
+            break
+        taken.append(block)
+    return taken

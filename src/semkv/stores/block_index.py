@@ -15,6 +15,7 @@ import itertools
 import sqlite3
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pathlib import Path
 from semkv.stores.bounds import Bounds
 from semkv.stores.eviction import ExtentUse, Ghosts, adapt, victims
 
-_VERSION = 2
+_VERSION = 3
 _SCHEMA = """
 CREATE TABLE extents(
   extent TEXT PRIMARY KEY, namespace TEXT NOT NULL, blocks INTEGER NOT NULL, nbytes INTEGER NOT NULL,
@@ -46,6 +47,7 @@ INSERT INTO arc VALUES(0);
 CREATE TABLE layouts(
   engine TEXT NOT NULL, rank INTEGER NOT NULL, layout TEXT NOT NULL, created REAL NOT NULL,
   PRIMARY KEY(engine, rank)) WITHOUT ROWID;
+CREATE TABLE generation(name TEXT NOT NULL);
 """
 _INSERT = "INSERT OR REPLACE INTO extents VALUES(?,?,?,?,?,?,?,?,?,?)"
 _MOST_ASKED = 512  # hashes in one query
@@ -96,6 +98,9 @@ class BlockIndex:
     """The index of one directory. Safe to use from several threads and processes.
 
     Every method may raise `sqlite3.Error`: the disk is full, read-only, or the file was damaged meanwhile.
+
+    Attributes:
+        generation: a name drawn when the file was made: what was found through one index says nothing about another's.
     """
 
     def __init__(self, path: Path, found: Callable[[], Iterable[FoundFile]]) -> None:
@@ -117,6 +122,7 @@ class BlockIndex:
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._create(found)
             self._db.execute("SELECT count(*) FROM extents").fetchone()
+            self.generation = str(self._db.execute("SELECT max(name) FROM generation").fetchone()[0])
         except sqlite3.Error:
             self._db.close()
             raise
@@ -132,6 +138,7 @@ class BlockIndex:
                 db.execute(statement)
             rows = ((f.extent, "", 0, f.nbytes, 0, f.created, f.created, False, True, b"") for f in found())
             db.executemany(_INSERT, rows)
+            db.execute("INSERT INTO generation VALUES(?)", (uuid.uuid4().hex,))
             db.execute(f"PRAGMA user_version={_VERSION}")
 
     def close(self) -> None:

@@ -229,7 +229,7 @@ class KVStore:
 
     def load(self, chunk_id: str) -> KVChunk | None:
         """Load one extent by its id; None when it is gone, damaged, or of another model or layout."""
-        described = self._extents.describe(chunk_id) if valid_id(chunk_id) else None
+        described = self._extents.files.describe(chunk_id) if valid_id(chunk_id) else None
         if described is None:
             return None
         header, _ = described

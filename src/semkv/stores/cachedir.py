@@ -6,12 +6,14 @@ that semkv writes, by their form, and nothing else: what a user put beside them 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
+from semkv.stores.directory import ExtentDirectory
 
 MARKER = "semkv.json"
 FORMAT = 1
@@ -24,6 +26,8 @@ CACHE_FILES = (
     "catalog.sqlite",
     "catalog.sqlite-*",
     "media/??/*",
+    "graphs/*/*.graph",
+    "graphs/*/*.tmp",
     "policy.json",
     "policy.json.*.tmp",
     *(f"{store}/{pattern}" for store in _STORES for pattern in EXTENT_FILES),
@@ -52,6 +56,9 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
 def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_run: bool = False) -> int:
     """Remove what semkv wrote below ``root``; an empty or missing directory is left as it is.
 
+    The indexes of the extents go first, under the lock of whoever opens a directory: a running engine sees at its next
+    lookup that its index is gone, and serves nothing any more that it has in memory (`shared_index`).
+
     Returns:
         How many files were removed, or with ``dry_run`` would be.
 
@@ -62,17 +69,27 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_
         return 0
     if not _is_ours(root):
         raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
-    found = (file for pattern in patterns for file in root.glob(pattern) if file.is_file() or file.is_symlink())
-    files = {file for file in found if not any(p.is_symlink() for p in _parents(file, root))}
+    files = _files(root, patterns)
     if dry_run:
         return len(files)
     markers = set(_markers(root))
-    for file in sorted(files - markers) + sorted(files & markers):  # the sign goes last, so a purge can be repeated
-        file.unlink(missing_ok=True)
-    for folder in sorted({parent for file in files for parent in _parents(file, root)}, reverse=True):
-        if not any(folder.iterdir()):
-            folder.rmdir()
+    with contextlib.ExitStack() as locks:
+        for index in sorted(file for file in files if file.name == "index.sqlite"):
+            directory = ExtentDirectory(index.parent, "")
+            locks.enter_context(directory.one_opener())
+            directory.discard_index()
+        files |= _files(root, patterns)  # what a running engine wrote until then
+        for file in sorted(files - markers) + sorted(files & markers):  # the sign goes last, so a purge can be repeated
+            file.unlink(missing_ok=True)
+        for folder in sorted({parent for file in files for parent in _parents(file, root)}, reverse=True):
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
     return len(files)
+
+
+def _files(root: Path, patterns: tuple[str, ...]) -> set[Path]:
+    found = (file for pattern in patterns for file in root.glob(pattern) if file.is_file() or file.is_symlink())
+    return {file for file in found if not any(p.is_symlink() for p in _parents(file, root))}
 
 
 def _parents(file: Path, root: Path) -> Iterator[Path]:

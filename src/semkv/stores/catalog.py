@@ -302,6 +302,11 @@ class Catalog:
         with self._lock:
             return [NamespaceUse(*row) for row in self._db.execute(statement)]
 
+    def spaces(self) -> list[str]:
+        """The `namespace_key` of every tenant and model that has entries here."""
+        with self._lock:
+            return [str(row[0]) for row in self._db.execute("SELECT DISTINCT space FROM entries")]
+
     def has_media(self, media_id: str) -> bool:
         """Whether any entry has this image."""
         return self._number("SELECT COUNT(*) FROM entry_media WHERE media=?", media_id) > 0

@@ -13,14 +13,17 @@ import fcntl
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores import container
-from semkv.stores.block_index import FoundFile, NewExtent
-from semkv.stores.container import ExtentFile, ExtentHeader
+from semkv.stores.block_index import BlockRef, FoundFile, NewExtent
+from semkv.stores.container import Bytes, ExtentFile, ExtentHeader
 
 
 def valid_id(extent: str) -> bool:
@@ -32,6 +35,10 @@ def new_extent(header: ExtentHeader, nbytes: int) -> NewExtent:
     """An extent as the index knows it."""
     first = bytes.fromhex(header.hashes[0])
     return NewExtent(header.extent, header.namespace, len(header.hashes), nbytes, header.position, first)
+
+
+FileId = tuple[int, int]
+"""Device and inode: two files that are there at the same time never have the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,18 @@ class ExtentDirectory:
     @property
     def index(self) -> Path:
         return self.root / "index.sqlite"
+
+    def index_file(self) -> FileId | None:
+        """Which file the index is at this moment, at the price of one ``stat``; None where there is none.
+
+        Raises:
+            OSError: that cannot be said.
+        """
+        try:
+            status = self.index.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
 
     def discard_index(self) -> None:
         """Delete the index, so that whoever opens the directory next builds it again."""
@@ -86,10 +105,24 @@ class ExtentDirectory:
 
     @contextlib.contextmanager
     def one_opener(self) -> Iterator[None]:
-        """One process at a time opens or repairs a directory."""
-        with (self.root / "open.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        """One process at a time opens, repairs or purges a directory; not twice in one thread.
+
+        Raises:
+            OSError: the directory cannot be made or written.
+        """
+        path = self.root / "open.lock"
+        while True:
+            self.root.mkdir(exist_ok=True)
+            with contextlib.ExitStack() as stack:
+                try:
+                    lock = stack.enter_context(path.open("w"))
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    ours = os.path.samestat(os.fstat(lock.fileno()), path.stat())
+                except FileNotFoundError:
+                    ours = False
+                if ours:  # else a purge took the file, or the directory, away while this waited
+                    yield
+                    return
 
     def found(self) -> Iterator[FoundFile]:
         """The extents' files, by name, size and time alone; nothing is read."""
@@ -99,6 +132,44 @@ class ExtentDirectory:
                 with contextlib.suppress(OSError):
                     status = path.stat()
                     yield FoundFile(extent, status.st_size, status.st_mtime)
+
+    def read_run(self, first: BlockRef, namespace: str, layout: Any, hashes: Sequence[bytes], out: Bytes) -> None:
+        """Fill ``out`` (uint8 ``[len(hashes), row_bytes]``) with neighbouring rows from ``first`` on, all checked.
+
+        Raises:
+            CorruptValue: the file, or a row, is not what was asked for.
+            OSError: it is gone or cannot be read.
+        """
+        with ExtentFile.open(self.path(first.extent)) as file:
+            header, mine = file.header, [h.hex() for h in hashes]
+            if (header.kind, header.extent, header.namespace) != (self.kind, first.extent, namespace):
+                raise CorruptValue(f"{first.extent}: another file's content")
+            if layout is not None and header.layout != layout:
+                raise CorruptValue(f"{first.extent}: another layout")
+            if list(header.hashes[first.row : first.row + len(mine)]) != mine:
+                raise CorruptValue(f"{first.extent}: other blocks")
+            file.read_rows(first.row, out)
+
+    def describe(self, extent: str) -> tuple[ExtentHeader, int] | None:
+        """The header of an extent and the bytes of one row; None when it is gone or damaged."""
+        try:
+            with ExtentFile.open(self.path(extent)) as file:
+                return file.header, file.row_bytes
+        except (CorruptValue, OSError):
+            return None
+
+    def damage(self, extent: str) -> str:
+        """What is wrong with an extent's file, read from end to end; empty where it is whole."""
+        try:
+            with ExtentFile.open(self.path(extent)) as file:
+                if (file.header.kind, file.header.extent) != (self.kind, extent):
+                    return f"{extent}: another file's content"
+                row = np.empty((1, file.row_bytes), np.uint8)
+                for number in range(len(file.header.hashes)):
+                    file.read_rows(number, row)
+        except (CorruptValue, OSError) as error:
+            return f"{extent}: {error}"
+        return ""
 
     def read_head(self, extent: str) -> tuple[NewExtent, tuple[bytes, ...]]:
         """What a file says of itself: the extent, and the hashes of its blocks.

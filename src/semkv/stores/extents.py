@@ -10,12 +10,11 @@ import contextlib
 import errno
 import itertools
 import logging
-import sqlite3
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from semkv.stores import container, host_policy
 from semkv.stores.adoption import BATCH, adopt
 from semkv.stores.block_index import BlockIndex, BlockRef, NewExtent
 from semkv.stores.bounds import Bounds
-from semkv.stores.container import Bytes, ExtentFile, ExtentHeader
+from semkv.stores.container import Bytes, ExtentHeader
 from semkv.stores.directory import ExtentDirectory, new_extent
+from semkv.stores.shared_index import SharedIndex
 
 log = logging.getLogger("semkv.stores")
 
@@ -44,6 +44,7 @@ class ExtentStore:
     """Extents on disk. Safe to use from several threads; several processes may share a directory.
 
     Attributes:
+        files: the directory's files.
         counters: ``stored_blocks``, ``stored_bytes``, ``read_blocks``, ``corrupt``, ``missing``, ``evicted_extents``,
             ``evicted_blocks``, ``rejected`` (too large for the bounds), ``errors``.
         swept: how many extents and stray files went when the directory was opened.
@@ -56,47 +57,41 @@ class ExtentStore:
             StoreError: ``root`` is a file, or was written by another format version or for another kind.
         """
         self.root, self.kind, self.bounds = root, kind, bounds
-        self._files = ExtentDirectory(root, kind)
+        self.files = ExtentDirectory(root, kind)
         self.counters: Counter[str] = Counter()
         self._swept_at, self.swept = 0.0, 0
-        self._index: BlockIndex | None = None
-        self._writable = False
         self._adopting, self._adopted, self._closing = threading.Lock(), False, threading.Event()
-        self._adopter = threading.Thread(target=self.adopt, name="semkv-adopter", daemon=True)
-        try:
-            self._open()
-        except (OSError, sqlite3.Error) as error:
-            self._switch_off("cannot be used", error)
+        self._adopter: threading.Thread | None = None
+        self._index = SharedIndex(self.files, self.counters, self._opened)
+        if (index := self._index.get()) is not None:
+            self._index.ask(self._opened, None, index)
 
     @property
     def on(self) -> bool:
         """Whether anything can be read; False after a fault that put the store out of use."""
-        return self._index is not None
+        return self._index.on
 
     @property
     def writable(self) -> bool:
         """Whether anything is still written; False after the disk was full or turned out read-only."""
-        return self._writable
+        return self._index.writable
 
-    def _open(self) -> None:
-        self._files.create()
-        with self._files.one_opener():
-            self._index = self._open_index(self._files.index)
-            self._writable = True
-            self.swept = self.sweep()
-            self._adopted = not self._index.unread(1)
+    @property
+    def generation(self) -> str:
+        """See `SharedIndex.generation`."""
+        return self._index.generation
+
+    def renew(self) -> str:
+        """See whether the index is still the one in use, open the directory anew where it is not; the generation."""
+        self._index.get()
+        return self.generation
+
+    def _opened(self, index: BlockIndex) -> None:
+        self.swept = self.sweep()
+        self._adopted = not index.unread(1)
         if not self._adopted:
+            self._adopter = threading.Thread(target=self.adopt, name="semkv-adopter", daemon=True)
             self._adopter.start()
-
-    def _open_index(self, path: Path) -> BlockIndex:
-        try:
-            return BlockIndex(path, self._files.found)
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
-                raise
-            log.warning("semkv: rebuilding the index %s (%s)", path, error)
-            self._files.discard_index()
-            return BlockIndex(path, self._files.found)
 
     def adopt(self) -> None:
         """Read the headers of all extents that were found without an index; on return their blocks are found.
@@ -109,66 +104,44 @@ class ExtentStore:
 
     def _adopt_some(self) -> bool:
         """Whether a batch was adopted, so that it is worth going on."""
-        batch: list[str] = []
-        with self._guard():
-            if self._index is not None and self._writable and (batch := self._index.unread(BATCH)):
-                found = adopt(self._index, self._files, batch)
+
+        def some(index: BlockIndex) -> bool:
+            batch = index.unread(BATCH) if self.writable else []
+            if batch:
+                found = adopt(index, self.files, batch)
                 for extent in (*found.useless, *found.corrupt):
                     self._unlink(extent)
                 self.counters["corrupt"] += len(found.corrupt)
-            self._adopted = not batch
+            self._adopted = not batch and self._index.current(index)
             return bool(batch)
-        return False  # type: ignore[unreachable]  # the guard took a fault of the index
+
+        return self._index.ask(some, False)
 
     def sweep(self) -> int:
         """Remove what is too old, and files that no index names; returns how many extents and files went.
 
         An extent is in the index before its file is made, so a file that is not there was left by a writer that died.
         """
-        self._swept_at, gone = time.monotonic(), 0
-        files = list(self._files)
-        with self._guard():
-            if self._index is None or not self._writable:
+        self._swept_at = time.monotonic()
+        files = list(self.files)
+
+        def sweep(index: BlockIndex) -> int:
+            if not self.writable:
                 return 0
             oldest = time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
-            expired = self._index.expired(oldest)
-            self._remove(self._index, expired)
-            gone += len(expired)
-            known = set(self._index.extents())
+            expired = index.expired(oldest)
+            self._remove(index, expired)
+            gone, known = len(expired), set(index.extents())
+            if not self._index.current(index):  # it knows nothing of what is there now
+                return gone
             for path in files:
                 if path.name.partition(".")[0] not in known:
                     with contextlib.suppress(OSError):
                         path.unlink()
                         gone += 1
-        return gone
+            return gone
 
-    def _switch_off(self, what: str, error: Exception) -> None:
-        log.warning("semkv: the %s store in %s %s (%s); requests go on without it", self.kind, self.root, what, error)
-        self.counters["errors"] += 1
-        index, self._index, self._writable = self._index, None, False
-        if index is not None:
-            with contextlib.suppress(sqlite3.Error):
-                index.close()
-
-    def _read_only(self, error: Exception) -> None:
-        if self._writable:
-            log.warning("semkv: nothing more is written to %s (%s); what is there is still used", self.root, error)
-        self.counters["errors"] += 1
-        self._writable = False
-
-    @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
-        """A fault of the index puts the store out of use; `sqlite3.Error` goes no further."""
-        try:
-            yield
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:  # another process writes for long: this once
-                self.counters["errors"] += 1
-            else:
-                self._read_only(error)
-        except sqlite3.Error as error:
-            self._switch_off("has a damaged index; it is rebuilt at the next start", error)
-            self._files.discard_index()
+        return self._index.ask(sweep, 0)
 
     def find_prefix(self, namespace: str, hashes: Sequence[bytes], holder: str = "") -> list[BlockRef]:
         """Where the longest stored leading run of ``hashes`` is.
@@ -176,13 +149,11 @@ class ExtentStore:
         Args:
             holder: keeps it from being evicted, by any process, until `release` or for `HOLD_SECONDS`.
         """
-        refs: list[BlockRef] = []
-        with self._guard():
-            if self._index is not None:
-                refs = self._fresh(self._index, namespace, hashes)
-                if refs and holder and self._writable:
-                    held = self._index.hold({ref.extent for ref in refs}, holder, HOLD_SECONDS)
-                    refs = list(itertools.takewhile(lambda ref: ref.extent in held, refs))
+        refs = self._index.ask(lambda index: self._fresh(index, namespace, hashes), list[BlockRef]())
+        if refs and holder and self.writable:
+            found = {ref.extent for ref in refs}
+            held = self._index.ask(lambda index: index.hold(found, holder, HOLD_SECONDS), set[str]())
+            refs = list(itertools.takewhile(lambda ref: ref.extent in held, refs))
         return refs
 
     def _fresh(self, index: BlockIndex, namespace: str, hashes: Sequence[bytes]) -> list[BlockRef]:
@@ -202,29 +173,30 @@ class ExtentStore:
 
     def ends(self, namespace: str, hashes: Sequence[bytes]) -> float:
         """When the first of the stored ``hashes`` is too old to be served, in seconds since the epoch."""
-        first = host_policy.FOREVER
-        with self._guard():
-            if self._index is not None and self.bounds.max_age_s:
-                extents = {ref.extent for ref in self._index.find(namespace, hashes) if ref is not None}
-                written = [created for e in extents if (created := self._index.created(e)) is not None]
-                first = min((host_policy.until(at, self.bounds.max_age_s) for at in written), default=first)
-        return first
+
+        def first(index: BlockIndex) -> float:
+            extents = {ref.extent for ref in index.find(namespace, hashes) if ref is not None}
+            written = [created for e in extents if (created := index.created(e)) is not None]
+            ends = (host_policy.until(at, self.bounds.max_age_s) for at in written)
+            return min(ends, default=host_policy.FOREVER)
+
+        return self._index.ask(first, host_policy.FOREVER) if self.bounds.max_age_s else host_policy.FOREVER
 
     def release(self, holder: str) -> None:
         """End what a lookup of ``holder`` holds."""
-        with self._guard():
-            if self._index is not None and self._writable:
-                self._index.release(holder)
+        if self.writable:
+            self._index.ask(lambda index: index.release(holder), None)
 
     def stored(self, namespace: str, hashes: Sequence[bytes]) -> list[bool]:
         """Which of ``hashes`` are stored; what is there counts as used now."""
-        with self._guard():
-            if self._index is not None:
-                refs = list(self._index.find(namespace, hashes))
-                if found := {r.extent for r in refs if r is not None}:
-                    self._index.touch(found)
-                return [r is not None for r in refs]
-        return [False] * len(hashes)
+
+        def stored(index: BlockIndex) -> list[bool]:
+            refs = list(index.find(namespace, hashes))
+            if found := {r.extent for r in refs if r is not None}:
+                index.touch(found)
+            return [r is not None for r in refs]
+
+        return self._index.ask(stored, [False] * len(hashes))
 
     def read(self, namespace: str, layout: Any, hashes: Sequence[bytes], refs: Sequence[BlockRef], out: Bytes) -> int:
         """Fill rows of ``out`` (uint8 ``[len(refs), row_bytes]``) and return how many leading rows are good.
@@ -241,18 +213,13 @@ class ExtentStore:
                 break
             done = end
         self.counters["read_blocks"] += done
-        if done and self._writable:
-            with self._guard():
-                if self._index is not None:
-                    self._index.touch({ref.extent for ref in refs[:done]}, again=True)
+        if done and self.writable:
+            self._index.ask(lambda index: index.touch({ref.extent for ref in refs[:done]}, again=True), None)
         return done
 
     def _read_run(self, namespace: str, layout: Any, hashes: Sequence[bytes], first: BlockRef, out: Bytes) -> bool:
-        path = self._files.path(first.extent)
         try:
-            with ExtentFile.open(path) as file:
-                self._check(file.header, first, namespace, layout, hashes)
-                file.read_rows(first.row, out)
+            self.files.read_run(first, namespace, layout, hashes, out)
             return True
         except FileNotFoundError:
             self.counters["missing"] += 1
@@ -261,30 +228,11 @@ class ExtentStore:
             self.reject(first.extent)
             return False
         except OSError as error:
-            log.warning("semkv: cannot read %s: %s", path, error)
+            log.warning("semkv: cannot read %s: %s", self.files.path(first.extent), error)
             self.counters["errors"] += 1
             return False
         self.drop([first.extent])
         return False
-
-    def _check(
-        self, header: ExtentHeader, first: BlockRef, namespace: str, layout: Any, hashes: Sequence[bytes]
-    ) -> None:
-        mine = [h.hex() for h in hashes]
-        if (header.kind, header.extent, header.namespace) != (self.kind, first.extent, namespace):
-            raise CorruptValue(f"{first.extent}: another file's content")
-        if layout is not None and header.layout != layout:
-            raise CorruptValue(f"{first.extent}: another layout")
-        if list(header.hashes[first.row : first.row + len(mine)]) != mine:
-            raise CorruptValue(f"{first.extent}: other blocks")
-
-    def describe(self, extent: str) -> tuple[ExtentHeader, int] | None:
-        """The header of an extent and the bytes of one row; None when it is gone or damaged."""
-        try:
-            with ExtentFile.open(self._files.path(extent)) as file:
-                return file.header, file.row_bytes
-        except (CorruptValue, OSError):
-            return None
 
     def write(
         self,
@@ -295,13 +243,17 @@ class ExtentStore:
         *,
         position: int = 0,
         shape: tuple[int, ...] | None = None,
+        generation: str | None = None,
     ) -> str | None:
         """Store rows, one for each hash (uint8 ``[n, row_bytes]`` in each part), and return the new extent's id.
 
-        None when nothing was kept: all blocks were there already, the rows exceed the bounds, or the disk failed.
-        The file is durable before the index names it.
+        None when nothing was kept: all blocks were there already, the rows exceed the bounds, the disk failed, or the
+        directory is not of ``generation`` any more. The file is durable before the index names it.
         """
-        if not self._writable or self._index is None or not len(hashes):
+        index = self._index.get()
+        if not self.writable or index is None or not len(hashes):
+            return None
+        if generation is not None and generation != index.generation:
             return None
         if time.monotonic() - self._swept_at > SWEEP_SECONDS:
             self.sweep()
@@ -321,21 +273,23 @@ class ExtentStore:
         )
         head = container.encode_head(header, shape or (len(hashes), nbytes // len(hashes)))
         new = new_extent(header, len(head) + nbytes)
-        if not self._make_room(new):
+        if not self._make_room(index, new):
             return None
-        if not self._write_file(self._files.path(new.extent), head, parts) or not self._commit(new, hashes):
+        # A purge removes the index first and then what is there, so a file that it did not see is seen here.
+        if (
+            not self._write_file(index, self.files.path(new.extent), head, parts)
+            or not self._index.current(index)
+            or not self._index.ask(lambda index: index.commit(new, hashes), 0, index)
+        ):
             self.drop([new.extent])
             return None
         self.counters["stored_blocks"] += len(hashes)
         self.counters["stored_bytes"] += new.nbytes
         return new.extent
 
-    def _make_room(self, new: NewExtent) -> bool:
+    def _make_room(self, index: BlockIndex, new: NewExtent) -> bool:
         """Reserve what ``new`` needs and delete the files that went for it."""
-        found = None
-        with self._guard():
-            if self._index is not None:
-                found = self._index.reserve(new, self.bounds, self._unlink)
+        found = self._index.ask(lambda index: index.reserve(new, self.bounds, self._unlink), None, index)
         if found is None:
             return False
         self.counters["evicted_extents"] += len(found.evicted)
@@ -343,24 +297,20 @@ class ExtentStore:
         self.counters["rejected"] += not found.granted
         return found.granted
 
-    def _write_file(self, path: Path, head: bytes, parts: Sequence[Bytes]) -> bool:
+    def _write_file(self, index: BlockIndex, path: Path, head: bytes, parts: Sequence[Bytes]) -> bool:
         try:
             path.parent.mkdir(exist_ok=True)
             container.write_extent(path, head, parts)
             return True
         except OSError as error:
-            if error.errno in _NO_WRITING:
-                self._read_only(error)
+            if not self._index.current(index):  # a purge took the folder away
+                self.counters["errors"] += 1
+            elif error.errno in _NO_WRITING:
+                self._index.read_only(error)
             else:
                 log.warning("semkv: cannot write %s: %s", path, error)
                 self.counters["errors"] += 1
             return False
-
-    def _commit(self, new: NewExtent, hashes: Sequence[bytes]) -> bool:
-        with self._guard():
-            if self._index is not None:
-                return self._index.commit(new, hashes) > 0
-        return False
 
     def _remove(self, index: BlockIndex, extents: Sequence[str]) -> None:
         index.remove(extents)  # first the rows, so that nobody finds a file that is going
@@ -369,13 +319,11 @@ class ExtentStore:
 
     def _unlink(self, extent: str) -> None:
         with contextlib.suppress(OSError):
-            self._files.path(extent).unlink()
+            self.files.path(extent).unlink()
 
     def drop(self, extents: Sequence[str]) -> None:
         """Delete extents and their index rows."""
-        with self._guard():
-            if self._index is not None:
-                self._remove(self._index, extents)
+        self._index.ask(lambda index: self._remove(index, extents), None)
 
     def reject(self, extent: str) -> None:
         """Count an extent as damaged and delete it."""
@@ -385,64 +333,32 @@ class ExtentStore:
     def purge(self, namespace: str | None = None) -> int:
         """Delete all extents of a namespace, or of the directory; returns how many."""
         self.adopt()
-        with self._guard():
-            if self._index is not None:
-                extents = self._index.extents(namespace)
-                self._remove(self._index, extents)
-                return len(extents)
-        return 0
+        extents = self._index.ask(lambda index: index.extents(namespace), list[str]())
+        self.drop(extents)
+        return len(extents)
 
     def totals(self, namespace: str | None = None) -> tuple[int, int, int]:
         """Extents, blocks and bytes stored, of one namespace or of the directory."""
-        with self._guard():
-            if self._index is not None:
-                return self._index.totals(namespace)
-        return 0, 0, 0
+        return self._index.ask(lambda index: index.totals(namespace), (0, 0, 0))
 
     def extents(self) -> list[str]:
         """Ids of all extents of the directory."""
-        with self._guard():
-            if self._index is not None:
-                return self._index.extents()
-        return []
+        return self._index.ask(lambda index: index.extents(), list[str]())
 
     def ages(self) -> dict[str, tuple[int, int, int, float, float]]:
         """By namespace: extents, blocks, bytes, and when the oldest was written and the latest was used."""
-        with self._guard():
-            if self._index is not None:
-                return self._index.ages()
-        return {}
-
-    def damage(self, extent: str) -> str:
-        """What is wrong with an extent's file, read from end to end; empty where it is whole."""
-        try:
-            with ExtentFile.open(self._files.path(extent)) as file:
-                if (file.header.kind, file.header.extent) != (self.kind, extent):
-                    return f"{extent}: another file's content"
-                row = np.empty((1, file.row_bytes), np.uint8)
-                for number in range(len(file.header.hashes)):
-                    file.read_rows(number, row)
-        except (CorruptValue, OSError) as error:
-            return f"{extent}: {error}"
-        return ""
+        return self._index.ask(lambda index: index.ages(), {})
 
     def put_layout(self, engine: str, rank: int, layout: str) -> None:
         """A worker tells the scheduler of its engine how its blocks look."""
-        with self._guard():
-            if self._index is not None:
-                self._index.put_layout(engine, rank, layout)
+        self._index.put_layout(engine, rank, layout)
 
     def layouts(self, engine: str) -> dict[int, str]:
         """What the workers of an engine told, by rank."""
-        with self._guard():
-            if self._index is not None:
-                return self._index.layouts(engine)
-        return {}
+        return self._index.ask(lambda index: index.layouts(engine), {})
 
     def close(self) -> None:
         self._closing.set()
-        if self._adopter.is_alive():
+        if self._adopter is not None:
             self._adopter.join()
-        index, self._index, self._writable = self._index, None, False
-        if index is not None:
-            index.close()
+        self._index.close()

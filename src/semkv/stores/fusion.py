@@ -88,7 +88,7 @@ class FusionStore:
         refs = self._extents.find_prefix(self.namespace, hashes)
         if not refs:
             return None
-        header, row_bytes = self._extents.describe(refs[0].extent) or (None, 0)
+        header, row_bytes = self._extents.files.describe(refs[0].extent) or (None, 0)
         row = room(1, row_bytes)
         layout: Any = None if header is None else header.layout
         if self._extents.read(self.namespace, layout, hashes, refs, row) != 1:  # counts and deletes what is damaged

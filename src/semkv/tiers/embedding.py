@@ -13,6 +13,7 @@ donor, whatever the other layers say. It exists to be measured.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from semkv.indexes.faiss import FaissIndex
 from semkv.keys import digest
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import MediaRow, VectorRow, unpack
+from semkv.stores.graphs import FOLDER, GraphFiles
 from semkv.tiers.base import Candidate, Tally
 from semkv.tiers.keying import Keyed, with_media
 from semkv.types import EmbeddingLayer, Entry, MatchPolicy, Namespace
@@ -69,7 +71,9 @@ class EmbeddingTier:
         # The prompt layer is searched first; the others are asked whether they agree.
         self._texts = sorted((x for x in layers if x.name != VISION), key=lambda x: x.name != "prompt")
         self.keys = {layer.name: f"{layer.name}@{fingerprint}" for layer in layers}
-        self._text_indexes: dict[str, VectorIndex] = {x.name: FaissIndex(x.dim) for x in self._texts}
+        self._text_indexes: dict[str, VectorIndex] = {
+            x.name: FaissIndex(x.dim, store=self._kept(self.keys[x.name])) for x in self._texts
+        }
         self._run_indexes: dict[int, VectorIndex] = {}  # by number of media items
         self._members: dict[str, dict[str, None]] = {}  # run item -> its entries, oldest first
         self._run_of: dict[str, str] = {}  # entry -> run item
@@ -79,6 +83,9 @@ class EmbeddingTier:
     def __contains__(self, entry_id: str) -> bool:
         """Whether every text layer has an entry's vector."""
         return all(entry_id in index for index in self._text_indexes.values())
+
+    def _kept(self, layer: str) -> GraphFiles:
+        return GraphFiles(self._catalog.path.parent / FOLDER, layer, functools.partial(self._tally.fault, "graph"))
 
     # -- keeping the indexes ------------------------------------------------------------------------------------
 
@@ -92,7 +99,9 @@ class EmbeddingTier:
             if name is None or not partition:
                 continue
             try:
-                ready[name].append(Row(row.entry_id, partition, unpack(row.data, self._text_indexes[name].dim)))
+                ready[name].append(
+                    Row(row.entry_id, partition, unpack(row.data, self._text_indexes[name].dim), row.space)
+                )
             except CorruptValue as error:
                 self._tally.fault("vector", error)
         for name, found in ready.items():
@@ -108,7 +117,7 @@ class EmbeddingTier:
         self._members.setdefault(item, {})[row.entry_id] = None
         self._run_of[row.entry_id] = item
         self._media_of[item] = row.media
-        index = self._run_indexes.setdefault(len(row.media), FaissIndex(vision.dim * len(row.media)))
+        index = self._run_index(len(row.media), vision)
         if item in index:
             return
         parts = []
@@ -121,7 +130,19 @@ class EmbeddingTier:
             except CorruptValue as error:
                 self._tally.fault("vector", error)
                 return
-        index.extend([Row(item, partition, _joined(parts))])
+        index.extend([Row(item, partition, _joined(parts), row.space)])
+
+    def _run_index(self, count: int, vision: EmbeddingLayer) -> VectorIndex:
+        if count not in self._run_indexes:
+            kept = self._kept(f"{self.keys[VISION]} of {count}")
+            self._run_indexes[count] = FaissIndex(vision.dim * count, store=kept)
+        return self._run_indexes[count]
+
+    def loaded(self) -> None:
+        """Say that all of the catalog has been loaded."""
+        with self._lock:
+            for index in (*self._text_indexes.values(), *self._run_indexes.values()):
+                index.loaded()
 
     def _run_partition(self, space: str, run: str) -> str:
         return space if self._match is MatchPolicy.ANY else run
@@ -145,7 +166,7 @@ class EmbeddingTier:
                 self._run_indexes[count].remove(items)
 
     def close(self) -> None:
-        """Stop the indexes' upkeep."""
+        """Stop the indexes' upkeep and keep their graphs."""
         with self._lock:
             for index in (*self._text_indexes.values(), *self._run_indexes.values()):
                 index.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from semkv.indexes.base import Row, VectorIndex
 from semkv.indexes.faiss import FaissIndex
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import VectorRow, unpack
+from semkv.stores.graphs import FOLDER, GraphFiles
 from semkv.tiers.base import Candidate, Tally
 from semkv.tiers.keying import Keyed
 from semkv.types import Scope
@@ -36,7 +38,8 @@ class SemanticTextTier:
         self._catalog, self._encoder, self._tally = catalog, encoder, tally
         self._scope, self._threshold = scope, threshold
         self.layer = f"{STATUS}@{encoder.fingerprint}"
-        self._index: VectorIndex = FaissIndex(encoder.dim)
+        kept = GraphFiles(catalog.path.parent / FOLDER, self.layer, functools.partial(tally.fault, "graph"))
+        self._index: VectorIndex = FaissIndex(encoder.dim, store=kept)
 
     def __contains__(self, entry_id: str) -> bool:
         return entry_id in self._index
@@ -49,16 +52,20 @@ class SemanticTextTier:
                 continue
             frame = row.frame if self._scope is Scope.MEDIA else row.loose_frame
             try:
-                ready.append(Row(row.entry_id, frame, unpack(row.data, self._index.dim)))
+                ready.append(Row(row.entry_id, frame, unpack(row.data, self._index.dim), row.space))
             except CorruptValue as error:
                 self._tally.fault("vector", error)
         self._index.extend(row for row in ready if row.partition)
+
+    def loaded(self) -> None:
+        """Say that all of the catalog has been loaded."""
+        self._index.loaded()
 
     def remove(self, entry_ids: Iterable[str]) -> None:
         self._index.remove(entry_ids)
 
     def close(self) -> None:
-        """Stop the index's upkeep."""
+        """Stop the index's upkeep and keep its graphs."""
         self._index.close()
 
     def vector(self, text: str) -> Vector | None:
