@@ -1,7 +1,9 @@
 """The catalog at several sizes: adding, finding, bytes; an exact hit of a short request; a cache opened on it.
 
 Each size runs in a process of its own, for its memory. The file is filled before the lock is taken, where one is given;
-what is timed afterwards holds it. Prints JSON.
+what is timed afterwards holds it. A cache is opened twice, without the graphs that were kept and with them. With
+``--folder`` the files stay, and ``--restart`` only opens them, with ``--load`` once the machine is as quiet as that.
+Prints JSON.
 
     python bench/catalog.py --sizes 100000 1000000 > bench/results/catalog.json
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -27,6 +30,7 @@ from rich.progress import track
 
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
+from semkv.indexes.faiss import FaissIndex
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Record
 from semkv.tiers.keying import Keyed
@@ -80,9 +84,24 @@ def microseconds(act: Callable[[int], object], numbers: Iterable[int]) -> dict[s
     return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
 
 
-def one_size(folder: Path, count: int, lock: Path | None) -> dict[str, Any]:
+def one_size(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    row: dict[str, Any] = {"entries": options.one}
+    if not options.restart:
+        row |= filled(folder, options.one, options.lock)
+    with quiet(options.lock, again := {}, options.load):
+        row["opened"] = again
+        kept, aside = folder / "graphs", folder / "aside"
+        kept.rename(aside)
+        again["without_kept_graphs"] = opened(folder, options.one)
+        shutil.rmtree(kept, ignore_errors=True)  # what was built in that time
+        aside.rename(kept)
+        again["with_kept_graphs"] = opened(folder, options.one)
+    return row
+
+
+def filled(folder: Path, count: int, lock: Path | None) -> dict[str, Any]:
     file = folder / "catalog.sqlite"
-    row: dict[str, Any] = {"entries": count}
+    row: dict[str, Any] = {}
     start = time.perf_counter()
     catalog = Catalog(file, max_entries=2 * count)
     filling = track(vectors(count), f"{count:,} entries", count, console=console)
@@ -98,8 +117,16 @@ def one_size(folder: Path, count: int, lock: Path | None) -> dict[str, Any]:
         row["file_bytes_per_entry"] = round(file.stat().st_size / count)
         row |= read(file, count)
         row["exact"] = exact_hits(folder, count)
-        row["opened"] = opened(folder, count)
         row["add_when_full"] = make_room(file, count)
+    start = time.perf_counter()
+    with SemanticCache(CacheConfig(folder, max_entries=2 * count), text_encoder=Drawn()) as cache:
+        assert isinstance(cache._semantic._index, FaissIndex)
+        cache._semantic._index.settle()
+        row["graphs_built_s"] = round(time.perf_counter() - start, 1)
+        start = time.perf_counter()
+    row["closed_s"] = round(time.perf_counter() - start, 2)
+    graphs = sum(file.stat().st_size for file in folder.glob("graphs/*/*"))
+    row["graph_bytes_per_entry"] = round(graphs / count)
     return row
 
 
@@ -157,14 +184,13 @@ def exact_hits(folder: Path, count: int) -> dict[str, Any]:
 
 def opened(folder: Path, count: int) -> dict[str, Any]:
     """A cache with the semantic tier on a catalog that is there: until it answers, and how it does at first."""
-    before = resident()
     start = time.perf_counter()
     cache = SemanticCache(CacheConfig(folder, max_entries=2 * count), text_encoder=Drawn())
     row: dict[str, Any] = {"ready_s": round(time.perf_counter() - start, 2)}
     with cache:
         row["exact_hits"] = microseconds(lambda n: cache.try_reuse(request(n)), range(0, count, count // 50))
-        row["misses_while_graphs_are_built"] = microseconds(lambda n: cache.try_reuse(request(-n)), range(1, 21))
-        row["memory_bytes_per_entry"] = round((resident() - before) / count)
+        row["misses"] = microseconds(lambda n: cache.try_reuse(request(-n)), range(1, 501))
+        assert not cache.stats().faults
     return row
 
 
@@ -172,15 +198,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--lock", type=Path, help="a file to lock while times are taken")
+    parser.add_argument("--folder", type=Path, help="where the files stay")
+    parser.add_argument("--restart", action="store_true", help="only open what is in --folder")
+    parser.add_argument("--load", type=float, default=0.0, help="wait until the machine's load is below this")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(one_size(Path(folder), options.one, options.lock)))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = (options.folder or Path(temporary)) / str(options.one)
+            folder.mkdir(parents=True, exist_ok=True)
+            print(json.dumps(one_size(folder, options)))
         return
     rows = []
     for size in options.sizes:
-        again = [sys.executable, __file__, "--one", str(size)] + (["--lock", str(options.lock)] if options.lock else [])
+        again = [sys.executable, __file__, *sys.argv[1:], "--one", str(size)]
         rows.append(json.loads(subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True).stdout))
     machine = {"arch": platform.machine(), "python": platform.python_version(), "sqlite": sqlite3.sqlite_version}
     print(json.dumps({"machine": machine, "sizes": rows}, indent=1))

@@ -3,7 +3,9 @@
 One partition of clustered unit vectors: questions through the real encoder are the centres, and the rows lie about them
 at cosines of .6 to .97, in directions drawn with the centres' own covariance. A query lies at a cosine of .8 to .99
 from a row. The nearest row by brute force is the truth. Each size runs in a process of its own, for its memory. Graphs
-are built before the lock is taken, where one is given; what is timed afterwards holds it.
+are built before the lock is taken, where one is given; what is timed afterwards holds it. Last come restarts: an index
+that takes up the first one's graphs, and one without. With ``--folder`` the rows and graphs stay, and
+``--restart`` does the last part alone on them, with ``--load`` once the machine is as quiet as that.
 
     python bench/index.py --sizes 100000 300000 1000000 > bench/results/index.json
 """
@@ -30,6 +32,7 @@ from rich.progress import Progress
 from semkv.encoders.text import SentenceEncoder
 from semkv.indexes.base import Row
 from semkv.indexes.faiss import FaissIndex
+from semkv.stores.graphs import GraphFiles
 
 PAGE = 10_000
 QUERIES = 500
@@ -131,11 +134,18 @@ def searched(find: Callable[[np.ndarray], int], queries: np.ndarray, truth: np.n
     return row | {"recall_at_1": round(float(np.mean(np.array(found) == truth)), 4)}
 
 
-def ours(draw: Draw, queries: np.ndarray, truth: np.ndarray, progress: Progress, lock: Path | None) -> dict[str, Any]:
+def raised(error: Exception) -> None:
+    raise error
+
+
+def ours(
+    draw: Draw, queries: np.ndarray, truth: np.ndarray, progress: Progress, lock: Path | None, folder: Path
+) -> dict[str, Any]:
     def find(query: np.ndarray) -> int:
         return int(index.search("p", query, 1)[0].item, 16)
 
-    index = FaissIndex(queries.shape[1])
+    index = FaissIndex(queries.shape[1], store=GraphFiles(folder, "bench", raised))
+    index.loaded()
     index.extend([Row("first", "p", queries[0])])  # what is loaded once is no part of an entry
     index.search("p", queries[0])
     index.remove(["first"])
@@ -172,6 +182,41 @@ def ours(draw: Draw, queries: np.ndarray, truth: np.ndarray, progress: Progress,
         index.remove(gone)
         left = np.flatnonzero(truth % 10)
         row["search_with_a_tenth_removed"] = searched(find, queries[left], truth[left])
+    start = time.perf_counter()
+    index.close()
+    row["close_s"] = round(time.perf_counter() - start, 2)
+    return row
+
+
+def restarted(
+    draw: Draw, queries: np.ndarray, truth: np.ndarray, lock: Path | None, folder: Path | None, load: float
+) -> dict[str, Any]:
+    """Until an index has all rows again but the removed tenth, and how it answers; kept graphs lie in ``folder``."""
+
+    def find(query: np.ndarray) -> int:
+        return int(index.search("p", query, 1)[0].item, 16)
+
+    row: dict[str, Any] = {}
+    left = np.flatnonzero(truth % 10)
+    queries, truth = queries[left], truth[left]
+    gone = {f"{i:032x}" for i in range(0, draw.count, 10)}
+    files = [] if folder is None else list(folder.glob("*/*.graph"))
+    if files:
+        row["kept_bytes_per_entry"] = round(sum(file.stat().st_size for file in files) / draw.count)
+    with quiet(lock, row, load):
+        before, start = resident(), time.perf_counter()
+        index = FaissIndex(queries.shape[1], store=GraphFiles(folder, "bench", raised) if folder else None)
+        for number, page in enumerate(draw.pages()):
+            names = (f"{number * PAGE + i:032x}" for i in range(len(page)))
+            index.extend(Row(name, "p", vector) for name, vector in zip(names, page, strict=True) if name not in gone)
+        index.loaded()
+        row["load_s"] = round(time.perf_counter() - start, 2)
+        row["bytes_per_entry"] = round((resident() - before) / draw.count)
+        row["plain_rows"] = index.sizes().flat
+        most = len(queries) if folder else 50
+        row["search"] = searched(find, queries[:most], truth[:most])
+        if folder:
+            row["search_k4"] = times(lambda q: index.search("p", q, 4), queries)
     index.close()
     return row
 
@@ -194,8 +239,9 @@ def faiss_alone(draw: Draw, queries: np.ndarray, truth: np.ndarray, graph: bool,
     return row
 
 
-def one_size(count: int, middles: np.ndarray, alone: bool, lock: Path | None, file: Path) -> dict[str, Any]:
-    draw = Draw(middles, count, file)
+def one_size(middles: np.ndarray, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    count, lock = options.one, options.lock
+    draw = Draw(middles, count, folder / "rows.npy")
     queries = draw.queries()
     best, truth = np.full(QUERIES, -2.0, np.float32), np.zeros(QUERIES, np.int64)
     for number, page in enumerate(draw.pages()):
@@ -203,9 +249,13 @@ def one_size(count: int, middles: np.ndarray, alone: bool, lock: Path | None, fi
         top = cosines.argmax(1)
         better = cosines[np.arange(QUERIES), top] > best
         truth[better], best[better] = number * PAGE + top[better], cosines[better, top[better]]
-    with Progress(console=console) as progress:
-        row: dict[str, Any] = {"entries": count, "semkv": ours(draw, queries, truth, progress, lock)}
-    if alone:
+    row: dict[str, Any] = {"entries": count}
+    if not options.restart:
+        with Progress(console=console) as progress:
+            row["semkv"] = ours(draw, queries, truth, progress, lock, folder / "graphs")
+    row["restarted"] = restarted(draw, queries, truth, lock, folder / "graphs", options.load)
+    row["restarted_without_kept_graphs"] = restarted(draw, queries, truth, lock, None, 0.0)
+    if count <= options.alone_up_to and not options.restart:
         row["faiss_flat"] = faiss_alone(draw, queries, truth, graph=False, lock=lock)
         row["faiss_hnsw_float32"] = faiss_alone(draw, queries, truth, graph=True, lock=lock)
     return row
@@ -217,19 +267,21 @@ def main() -> None:
     parser.add_argument("--alone-up-to", type=int, default=100_000, help="largest size at which FAISS alone is run too")
     parser.add_argument("--centres", type=Path, help="a .npy of unit vectors instead of encoded questions")
     parser.add_argument("--lock", type=Path, help="a file to lock while times are taken")
+    parser.add_argument("--folder", type=Path, help="where rows and graphs stay")
+    parser.add_argument("--restart", action="store_true", help="only start again on what is in --folder")
+    parser.add_argument("--load", type=float, default=0.0, help="wait until the machine's load is below this")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     middles = np.load(options.centres) if options.centres else centres(SentenceEncoder())
     if options.one:
-        with tempfile.TemporaryDirectory() as folder:
-            alone = options.one <= options.alone_up_to
-            print(json.dumps(one_size(options.one, middles, alone, options.lock, Path(folder) / "rows.npy")))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = (options.folder or Path(temporary)) / str(options.one)
+            folder.mkdir(parents=True, exist_ok=True)
+            print(json.dumps(one_size(middles, folder, options)))
         return
     rows = []
     for size in options.sizes:
-        again = [sys.executable, __file__, "--one", str(size), "--alone-up-to", str(options.alone_up_to)]
-        again += ["--centres", str(options.centres)] if options.centres else []
-        again += ["--lock", str(options.lock)] if options.lock else []
+        again = [sys.executable, __file__, *sys.argv[1:], "--one", str(size)]
         rows.append(json.loads(subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True).stdout))
     result = {
         "dim": int(middles.shape[1]),

@@ -297,7 +297,7 @@ def test_index_damaged_while_open_turns_the_store_off(tmp_path: Path, monkeypatc
     def broken(*_: object) -> None:
         raise sqlite3.DatabaseError("file is not a database")
 
-    monkeypatch.setattr(kv._extents._index, "find", broken)
+    monkeypatch.setattr(kv._extents._index.get(), "find", broken)
     assert kv.lookup(hashes(2)) == 0
     assert not kv.on
     assert kv.save_rows(hashes(2, 2), rows(2)) is None

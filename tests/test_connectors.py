@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import pytest
 import tiny_models
 from semkv.connectors import namespace, register
 from semkv.connectors.adapter import KVAdapter
+from semkv.connectors.break_even import RanksGate
 from semkv.connectors.host import SharedPool
 from semkv.connectors.kv_plan import LoadPlan
 from semkv.connectors.kv_scheduler import KVScheduler, rank_namespace
@@ -30,6 +32,7 @@ from semkv.connectors.writer import BackgroundWriter
 from semkv.errors import ConfigError
 from semkv.keys import digest
 from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+from semkv.stores.cachedir import purge_directory
 from semkv.stores.extents import Bounds, ExtentStore
 
 BLOCK = 32
@@ -224,6 +227,65 @@ class TestEngine:
         assert (again, outcome.load_failed) == (cold, False)
         assert outcome.loaded_tokens
 
+    def test_blocks_of_an_aborted_load_are_nobody_elses_before_it_has_ended(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm import SamplingParams
+
+        monkeypatch.setattr(engine.worker.transfer, "asynchronous", True)
+        monkeypatch.setattr(engine.core.scheduler.connector, "_asynchronous", True)
+        gone, other = engine.prompt("gone", picture=47), engine.prompt("other", picture=48)
+        cold = [answer(engine.run(p, extra=SKIP)[0]) for p in (gone, other)]
+        engine.one(gone)
+        engine.forget()
+        pool = engine.core.scheduler.kv_cache_manager.block_pool
+        free, gate, real = pool.get_num_free_blocks(), threading.Event(), engine.worker._read
+        with monkeypatch.context() as m:
+            m.setattr(engine.kv, "_local_worker", lambda: None)  # promised by the index alone, so it is read late
+            m.setattr(engine.worker, "_read", lambda *args: (gate.wait(), real(*args))[1])
+            llm_engine = engine.llm.llm_engine
+            llm_engine.add_request("gone", gone, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+            while not engine.worker._coming:
+                llm_engine.step()
+            llm_engine.abort_request(["gone"])
+            assert answer(engine.run(other, extra=SKIP)[0]) == cold[1]
+            assert pool.get_num_free_blocks() < free  # the load still writes there
+            gate.set()
+            while engine.worker._coming or engine.worker._loads:
+                engine.run(engine.prompt("goes on", picture=48), extra=SKIP, tokens=2)
+            assert pool.get_num_free_blocks() == free
+        for prompt, expected in ((gone, cold[0]), (other, cold[1])):
+            assert engine.one(prompt)[0] == expected
+            engine.forget()
+            assert engine.one(prompt)[0] == expected
+
+    def test_requests_of_other_kinds(self, engine: Engine) -> None:
+        """Several samples, prompt logprobs (which take no prefix from a cache), beams: loaded as computed."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import BeamSearchParams
+
+        def run(number: int) -> tuple[Any, int]:
+            if number == 2:
+                prompt = engine.prompt("beams", picture=51)
+                (found,) = engine.llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=6))
+                return [list(s.tokens) for s in found.sequences], -1
+            kinds: list[dict[str, Any]] = [{"n": 3, "temperature": 0.8, "top_k": 1}, {"prompt_logprobs": 1}]
+            params = SamplingParams(max_tokens=6, ignore_eos=True, **({"temperature": 0.0} | kinds[number]))
+            prompt = engine.prompt(f"kind {number}", picture=49 + number)
+            (output,) = engine.llm.generate([prompt], params, use_tqdm=False)
+            logprobs = [sorted(position or {}) for position in output.prompt_logprobs or ()]
+            return [[list(o.token_ids) for o in output.outputs], logprobs], output.num_cached_tokens
+
+        for number, loads in enumerate((True, False, None)):
+            before = engine.worker.counters.totals().get("disk_tokens", 0)
+            cold, _ = run(number)
+            engine.forget()
+            warm, cached = run(number)
+            assert warm == cold, number
+            loaded = engine.worker.counters.totals().get("disk_tokens", 0) - before
+            assert (loaded > 0) == (loads is not False)
+            assert loads is None or (cached > 0) == loads
+
     def test_encoder_output_is_loaded_when_the_kv_is_not(self, engine: Engine) -> None:
         prompt = engine.prompt("encoder", picture=3)
         cold, _ = engine.one(prompt)
@@ -389,6 +451,55 @@ class TestEngine:
         assert answer(done["mine"]) == answer(cold)
         assert read_outcome(done["mine"]).loaded_tokens == full_blocks(cold)
 
+    def test_a_purge_reaches_a_running_engine(self, engine: Engine) -> None:
+        """An operator's, in another process: neither host memory nor the disk serves what was there; all goes on."""
+        prompt = engine.prompt("purged", picture=25)
+        cold, _ = engine.one(prompt)
+        for _ in range(2):
+            engine.forget(host=False)
+            assert engine.one(prompt, extra=SKIP)[1].fusion_loaded == 1
+            engine.forget(host=False)
+            assert engine.one(prompt)[1].loaded_tokens
+            engine.forget(host=False)
+            command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(engine.cache_dir)]
+            subprocess.run(command, check=True, capture_output=True, timeout=100)
+            assert not engine.extents()
+            again, outcome = engine.one(prompt)
+            assert (again, outcome) == (cold, ConnectorOutcome(0, False, 0, 1, 0))
+        engine.forget()
+        again, outcome = engine.one(prompt)  # stored again meanwhile
+        assert again == cold
+        assert outcome.loaded_tokens
+
+    def test_what_was_computed_on_a_failed_load_is_not_captured(self, engine: Engine) -> None:
+        """A prefix is promised by the index and cannot be read: the step computes on what happens to be there."""
+        before, picture = engine.extents(), 26
+        engine.one(engine.prompt("sound", picture))
+        engine.flush()
+        (prefix,) = {p for p in engine.extents() - before if _position(p) == 0}
+        long = engine.prompt("spoilt " + "left of the tree " * 12, picture)
+        (cold,) = engine.run(long, extra=SKIP)
+        chunk = KVAdapter(engine.llm).capture(cold.request_id)
+        assert chunk is not None
+        engine.forget()
+        raw = bytearray(prefix.read_bytes())
+        raw[8 + int.from_bytes(raw[:8], "little")] ^= 1  # in the first block
+        prefix.write_bytes(raw)
+        local, engine.kv._local_worker = engine.kv._local_worker, lambda: None
+        try:
+            failed, outcome = engine.one(long)
+        finally:
+            engine.kv._local_worker = local
+        assert (failed, outcome.load_failed) == (answer(cold), True)
+        engine.forget()
+        rows = engine.store().read_rows(chunk.block_hashes)
+        assert len(rows) == len(chunk.block_hashes)
+        near = [np.abs(_floats(a) - _floats(b)).max() for a, b in zip(rows, chunk.rows(), strict=True)]
+        assert max(near) < 0.1, near  # in other chunks it rounds otherwise; on another prefix it is another value
+        (warm,) = engine.run(long)
+        assert answer(warm) == answer(cold)
+        assert read_outcome(warm).loaded_tokens == full_blocks(cold)
+
     def test_reset_of_the_connector_forgets_everything(self, engine: Engine) -> None:
         prompt = engine.prompt("reset", picture=23)
         cold, _ = engine.one(prompt)
@@ -544,6 +655,14 @@ def test_by_name_alone_in_an_engine_process(models: Any, tmp_path: Path) -> None
     assert fused[1:] == [{"semkv": {"loaded_tokens": 0, "load_failed": False}}, {"semkv": {"loaded": 1, "encoded": 0}}]
 
 
+def _floats(row: Any) -> Any:
+    return (row.view(np.uint16).astype(np.uint32) << 16).view(np.float32)  # bfloat16
+
+
+def _position(path: Path) -> int:
+    return int(json.loads(_metadata(path)["semkv"])["position"])
+
+
 def _metadata(path: Path) -> Any:
     from safetensors import safe_open
 
@@ -583,12 +702,12 @@ def scheduled(new: list[tuple[str, list[int], int, int]] = (), cached: list[tupl
     )
 
 
-def half(path: Path, ranks: int = 1, **settings: Any) -> KVScheduler:
+def half(path: Path, ranks: int = 1, gate: RanksGate | None = None, **settings: Any) -> KVScheduler:
     ext = ExtentStore(path / "kv", "kv", Bounds())
     for rank in range(ranks):
         ext.put_layout("engine", rank, json.dumps(LAYOUT.document()))
     return KVScheduler(
-        KVSettings(path, **settings), ext, lambda: "ns", engine="engine", world_size=ranks, block_size=BLOCK
+        KVSettings(path, **settings), ext, lambda: "ns", engine="engine", world_size=ranks, block_size=BLOCK, gate=gate
     )
 
 
@@ -666,6 +785,71 @@ def test_several_ranks_capture_only_when_every_load_is_confirmed(tmp_path: Path)
     kv.confirm(step.step)
     last = kv.build_step(scheduled(cached=[("a", None, 128, 32)]))
     assert [c.block_ids for c in last.captures] == [[1, 2, 3, 4, 5]]
+
+
+def test_several_ranks_load_only_what_is_faster(tmp_path: Path) -> None:
+    """By what the ranks report; a block that all of them captured or loaded lately is taken to be in host memory."""
+    from semkv.connectors.kv import SemKVReport
+
+    kv = half(tmp_path, ranks=2, gate=RanksGate(host_bytes=5 * 4))  # five rows in each rank
+    names = [f"a{i}".encode() for i in range(6)]
+    for rank in (0, 1):
+        put(tmp_path, rank, names)
+
+    def ask(name: str) -> int | None:
+        return kv.matched_tokens(request(name, 200, block_hashes=names), 0)
+
+    assert ask("before anything was measured") == 192
+    measured = {"prefill": [(192, 0.01)] * 4, "host": [(24, 0.001)] * 4}
+    reports = [SemKVReport(0, measured | {"disk": [(24, seconds), (4, seconds)] * 4}) for seconds in (0.004, 0.4)]
+    assert kv.gate is not None
+    kv.gate.rates.learn(reports[0].measured)
+    assert ask("disk fast enough") == 192
+    kv = half(tmp_path, ranks=2, gate=RanksGate(host_bytes=5 * 4))
+    both = reports[0].aggregate(reports[1])
+    assert isinstance(both, SemKVReport)
+    assert kv.gate is not None
+    kv.gate.rates.learn(both.measured)
+    assert ask("too slow in one") == 0
+    assert kv.counters.totals()["refused_loads"] == 1
+    r = request("c", 160, block_hashes=names[:5])
+    kv.allocated(r, [1, 2, 3, 4, 5], 0)
+    assert kv.build_step(scheduled(new=[("c", [1, 2, 3, 4, 5], 0, 160)])).captures
+    assert ask("what was captured") == 160
+    kv.gate.told([b"other"])  # and pushes the oldest out
+    assert ask("pushed out") == 0
+    kv.gate.told(names[:5])
+    assert ask("loaded") == 160
+    kv.load_failed({1})
+    assert ask("after a failed load") == 0
+    assert half(tmp_path, ranks=2, gate=RanksGate(1), break_even=False).gate is None
+
+
+def test_what_goes_on_during_a_reset_is_not_captured(tmp_path: Path) -> None:
+    """Its blocks before the reset and those after it may be of different weights."""
+    kv, old, new = half(tmp_path), request("a", 200), request("b", 96)
+    kv.allocated(old, [1, 2, 3, 4, 5, 6, 7], 0)
+    assert kv.build_step(scheduled(new=[("a", [1, 2, 3, 4, 5, 6, 7], 0, 64)])).captures
+    kv.reset()
+    assert not kv.build_step(scheduled(cached=[("a", None, 64, 136)])).captures
+    kv.allocated(old, [1, 2, 3], 0)  # preempted, and admitted again
+    assert not kv.build_step(scheduled(cached=[("a", [1, 2, 3], 0, 96)], resumed=("a",))).captures
+    kv.allocated(new, [8, 9, 10], 0)
+    step = kv.build_step(scheduled(new=[("b", [8, 9, 10], 0, 96)]))
+    assert [c.block_ids for c in step.captures] == [[8, 9, 10]]
+
+
+def test_what_was_captured_before_a_purge_is_captured_again(tmp_path: Path) -> None:
+    kv, names = half(tmp_path), [f"a{i}".encode() for i in range(3)]
+    for number, again in enumerate((True, False, True)):
+        name = f"request {number}"
+        r = request(name, 96, block_hashes=names)
+        assert kv.matched_tokens(r, 0) == 0
+        kv.allocated(r, [1, 2, 3], 0)
+        captures = kv.build_step(scheduled(new=[(name, [1, 2, 3], 0, 96)])).captures
+        assert [c.block_ids for c in captures] == ([[1, 2, 3]] if again else [])
+        if number == 1:
+            purge_directory(tmp_path)
 
 
 def test_chunks_preemption_and_failed_loads(tmp_path: Path) -> None:

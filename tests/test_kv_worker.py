@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan, PrefetchPlan
+from semkv.connectors.kv_scheduler import rank_namespace
 from semkv.connectors.settings import KVSettings
 from semkv.stores import host_pool
+from semkv.stores.blocks import KVStore
 from semkv.stores.bounds import Bounds
+from semkv.stores.cachedir import purge_directory
 from semkv.stores.extents import ExtentStore
 from semkv.stores.host_memory import HostMemories
 
@@ -52,12 +58,14 @@ def make(tmp_path: Path) -> Iterator[Maker]:
 
     made: list[KVWorker] = []
 
-    def worker(cache: dict[str, Any], *, staging_rows: int = 100, host_rows: int = 100, **settings: Any) -> KVWorker:
+    def worker(
+        cache: dict[str, Any], *, staging_rows: int = 100, host_rows: int = 100, engine: str = "e", **settings: Any
+    ) -> KVWorker:
         row = PagedTransfer(cache, BLOCKS, 16).layout.row_bytes
         transfer = PagedTransfer(cache, BLOCKS, 16, staging_bytes=8 * row * staging_rows)
         given = KVSettings(tmp_path, host_bytes=host_rows * row, break_even=False, **settings)
         extents = ExtentStore(tmp_path / "kv", "kv", Bounds(max_age_s=given.max_age_s))
-        made.append(KVWorker(given, extents, transfer, engine="e", rank=0, memories=HostMemories()))
+        made.append(KVWorker(given, extents, transfer, engine=engine, rank=0, memories=HostMemories()))
         return made[-1]
 
     yield worker
@@ -146,6 +154,30 @@ def test_one_request_without_its_file_fails_alone(make: Maker, tmp_path: Path) -
     assert worker.available("r", "ns", [block_hash(20)]) == 0
 
 
+def test_what_an_engine_is_about_to_read_is_not_let_go_by_another(
+    make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both call their request alike, and the second is through with it first."""
+    source = caches()
+    one, two = make(source), make(caches(), engine="f")
+    fill(source, 0, 1)
+    capture(one, [([0], [1])])
+    one.pool.clear()
+    gate, real = threading.Event(), one._fetch
+    monkeypatch.setattr(one, "_fetch", lambda *args: (gate.wait(), real(*args)))
+    monkeypatch.setattr(one.transfer, "asynchronous", True)
+    assert one.available("r", "ns", [block_hash(1)]) is None  # found, and held until it has been read
+    assert two.available("r", "ns", [block_hash(1)]) == 1
+    small = KVStore.open(tmp_path / "kv", rank_namespace("ns", 0), one.transfer.layout, Bounds(max_blocks=1))
+    row = np.zeros((1, one.transfer.layout.row_bytes), np.uint8)
+    refused = small.save_rows([block_hash(2)], row) is None
+    gate.set()
+    assert refused
+    one._fetches["r"].result()
+    assert one.available("r", "ns", [block_hash(1)]) == 1
+    assert small.save_rows([block_hash(2)], row) is not None
+
+
 def test_more_than_host_memory_holds_is_loaded_all_the_same(make: Maker) -> None:
     source = caches()
     worker = make(source, host_rows=4)
@@ -211,6 +243,50 @@ def test_nothing_is_served_beyond_its_age(make: Maker, monkeypatch: pytest.Monke
     assert worker.available("s", "another model", hashes) == 0
     capture(worker, [([0, 1], [0, 1])])  # computed again
     assert worker.available("t", "ns", hashes) == 2
+
+
+def test_a_purge_reaches_host_memory_and_what_is_on_its_way_to_the_disk(make: Maker, tmp_path: Path) -> None:
+    """Purged by another process: one block is in host memory, one waits for the disk, one was promised already."""
+    source = caches()
+    worker = make(source)
+    for i in range(3):
+        fill(source, i, i)
+    capture(worker, [([0], [0])])
+    hashes = [block_hash(i) for i in range(3)]
+    assert worker.available("r", "ns", hashes[:1]) == 1
+    assert worker.holds("ns", hashes[0])
+    gate = threading.Event()
+    worker._writer.submit(gate.wait, 1)
+    worker.capture(KVStep("ns", 1, captures=[CapturePlan([1], hashes[1:2], 0)]))
+    command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    gate.set()
+    assert worker.flush(60)
+    assert load(worker, [([10], [0])]) == {10}  # computed again
+    assert not same(source, 10, 0)
+    assert [worker.available("s", "ns", [h]) for h in hashes] == [0, 0, 0]
+    assert not any(worker.holds("ns", h) for h in hashes)
+    assert not list((tmp_path / "kv").rglob("*.safetensors"))
+    captures = [CapturePlan([0, 1], hashes[:2], 0)]
+    worker.capture(KVStep("ns", 3, epoch=1, captures=captures))  # the same prompts, asked again later
+    assert worker.flush(60)
+    worker.pool.clear()
+    assert worker.available("t", "ns", hashes) == 2
+    assert load(worker, [([20, 21], [0, 1])]) == set()
+    assert [same(source, 20 + i, i) for i in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize("asked", ["before a promise", "by the load"])
+def test_a_purge_is_seen_by_whoever_asks_first(make: Maker, tmp_path: Path, asked: str) -> None:
+    source = caches()
+    worker = make(source)
+    fill(source, 0, 1)
+    capture(worker, [([0], [1])])
+    purge_directory(tmp_path)
+    if asked == "by the load":  # as with several ranks: the scheduler asks the index alone
+        assert load(worker, [([10], [1])]) == {10}
+    else:
+        assert worker.available("r", "ns", [block_hash(1)]) == 0
 
 
 def test_host_memory_is_given_back(make: Maker) -> None:

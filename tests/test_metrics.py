@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from semkv.experiments import metrics
 from semkv.experiments.metrics import Cold, SampleRecord
+from semkv.experiments.metrics.intervals import resamples
 from semkv.types import Status
 
 
@@ -147,6 +148,16 @@ def test_a_median_takes_whole_images() -> None:
     assert (estimate.value, estimate.low, estimate.high) == (1.0, 1.0, 100.0)
     spread = metrics.median([*slow, *((f"fast {i}", 1.0) for i in range(200))])
     assert (spread.value, spread.low, spread.high) == (1.0, 1.0, 1.0)
+
+
+def test_the_interval_of_a_median_is_that_of_the_medians_of_all_draws() -> None:
+    values = {"a": [0.0], "b": [1.0, 7.0], "c": [10.0], "d": [100.0], "e": [1000.0, 1001.0]}
+    images = list(values.values())
+    medians = [
+        np.median([v for image in draw for v in images[image]]) for draws in resamples(len(images)) for draw in draws
+    ]
+    found = metrics.median([(name, v) for name, numbers in values.items() for v in numbers])
+    assert (found.low, found.high) == tuple(np.percentile(medians, [2.5, 97.5]))
 
 
 def test_the_interval_of_a_median_is_as_wide_as_theory_says() -> None:

@@ -204,7 +204,7 @@ def test_killed_at_any_moment_the_store_opens_and_serves_only_what_is_right(
                     (root / f"index.sqlite{suffix}").unlink(missing_ok=True)
             kv = open_store(root, bounds)
             assert kv.on
-            named = set(kv._extents._index.extents())  # type: ignore[union-attr]
+            named = set(kv._extents.extents())
             there = {path.name.partition(".")[0] for path in (root / "extents").glob("??/*")}
             assert there <= named  # no file that nobody knows outlives a start
             assert on_disk(root) <= bounds.max_bytes
@@ -387,13 +387,20 @@ def test_a_read_only_file_system_is_one_warning(small_disk: Path, caplog: pytest
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 
-def test_a_directory_deleted_underneath_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kv = open_store(tmp_path / "kv")
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_directory_deleted_underneath_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    """It is begun again, but not where the whole cache directory is gone: a disk may have been taken off there."""
+    (tmp_path / "cache").mkdir()
+    kv = open_store(tmp_path / "cache" / "kv")
     save(kv, 0, 4)
-    shutil.rmtree(tmp_path / "kv")
+    shutil.rmtree(tmp_path / "cache" if whole else tmp_path / "cache" / "kv")
     for first in range(8, 80, 8):
-        assert save(kv, first, 8) is None
+        assert (save(kv, first, 8) is None) == whole
         assert right(kv, 0, 4) == 0
+    assert right(kv, 8, 72) == (0 if whole else 72)
+    assert (tmp_path / "cache").exists() != whole
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 

@@ -18,6 +18,8 @@ from semkv.stores.cachedir import CACHE_FILES, EXTENT_FILES, purge_directory
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import NamespaceUse
 from semkv.stores.extents import ExtentStore
+from semkv.stores.graphs import FOLDER as GRAPHS
+from semkv.stores.graphs import damage_of, graph_files, sweep
 from semkv.stores.media import MediaStore
 
 _UNBOUNDED = Bounds(max_bytes=0)
@@ -29,9 +31,9 @@ class StoreUse:
     """One store on disk; times are seconds since the epoch, None where it is empty.
 
     Attributes:
-        store: ``kv``, ``fusion`` or ``media``.
-        namespace: digest of the model, its settings and the rank; empty for media.
-        items: extents, fusion states or images.
+        store: ``kv``, ``fusion``, ``media`` or ``graphs`` (of the vector indexes).
+        namespace: digest of the model, its settings and the rank; empty for media and graphs.
+        items: extents, fusion states, images or graphs.
         blocks: KV blocks or fusion states.
         nbytes: bytes of the files.
         oldest: when the oldest was written.
@@ -70,11 +72,12 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What was deleted: extents and stray files by store, and images that no entry has."""
+    """What was deleted: extents and stray files by store, images that no entry has, graphs of nobody."""
 
     kv: int
     fusion: int
     media: int
+    graphs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,11 @@ def inspect(cache_dir: Path, fusion_dir: Path | None = None) -> CacheUse:
     with _extents(cache_dir, fusion_dir) as opened:
         for name, store in opened:
             stores += [StoreUse(name, namespace, *counts) for namespace, counts in store.ages().items()]
-    images = [(f.stat().st_size, f.stat().st_mtime) for f in _media(cache_dir)]
-    if images:
-        times = [t for _, t in images]
-        stores.append(StoreUse("media", "", len(images), 0, sum(n for n, _ in images), min(times), max(times)))
+    for name, listed in (("media", _media(cache_dir)), ("graphs", graph_files(cache_dir / GRAPHS))):
+        files = [(f.stat().st_size, f.stat().st_mtime) for f in listed]
+        if files:
+            times = [t for _, t in files]
+            stores.append(StoreUse(name, "", len(files), 0, sum(n for n, _ in files), min(times), max(times)))
     entries: tuple[NamespaceUse, ...] = ()
     if (cache_dir / "catalog.sqlite").exists():
         with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
@@ -126,12 +130,12 @@ def verify(
     """
     check_is_cache(cache_dir)
     damaged: list[str] = []
-    images = _media(cache_dir)
+    images, graphs = _media(cache_dir), graph_files(cache_dir / GRAPHS)
     with _extents(cache_dir, fusion_dir) as opened:
         extents = [(name, store, extent) for name, store in opened for extent in store.extents()]
         for name, store in opened:  # deleted when a lost index was built again
             damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
-        done, total = 0, len(extents) + len(images)
+        done, total = 0, len(extents) + len(images) + len(graphs)
         for name, store, extent in extents:
             if reason := store.files.damage(extent):
                 damaged.append(f"{name}: {reason}")
@@ -147,6 +151,13 @@ def verify(
                 media.delete(image.name)
         done += 1
         advance(done, total)
+    for graph in graphs:
+        if reason := damage_of(graph):
+            damaged.append(f"graphs: {reason}")
+            if repair:
+                graph.unlink(missing_ok=True)
+        done += 1
+        advance(done, total)
     if reason := _catalog_damage(cache_dir / "catalog.sqlite"):
         damaged.append(f"catalog: {reason}")
     return Damage(done, tuple(damaged))
@@ -160,16 +171,18 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     """
     check_is_cache(cache_dir)
     bounds = Bounds(max_bytes=0, max_age_s=(max_age_days or 0.0) * _DAY_S)
-    gone = dict.fromkeys(("kv", "fusion", "media"), 0)
+    gone = dict.fromkeys(("kv", "fusion", "media", "graphs"), 0)
     with _extents(cache_dir, fusion_dir, bounds) as opened:
         for name, store in opened:
             gone[name] += store.swept
-    if (cache_dir / "catalog.sqlite").exists() and (images := _media(cache_dir)):
-        media = MediaStore(cache_dir / "media")
+    if (cache_dir / "catalog.sqlite").exists():
         with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
+            gone["graphs"] = sweep(cache_dir / GRAPHS, catalog.spaces())
+            images = _media(cache_dir)
+            media = MediaStore(cache_dir / "media") if images else None
             for image in images:
                 young = time.time() - image.stat().st_mtime < _DAY_S  # its entry may be about to be written
-                if not young and not catalog.has_media(image.name):
+                if media is not None and not young and not catalog.has_media(image.name):
                     media.delete(image.name)
                     gone["media"] += 1
     return Collected(**gone)
@@ -216,7 +229,8 @@ def _catalog_damage(path: Path) -> str:
 
 
 def purge_entries(cache_dir: Path, tenant: str | None, tag: str | None, *, dry_run: bool) -> Purged:
-    """Delete the catalog's entries of a tenant, with a tag, or both, and the images that only they had.
+    """Delete the catalog's entries of a tenant, with a tag, or both, with the images that only they had and
+    the graphs of a namespace that has none left.
 
     A tenant's KV blocks lie under hashes that only its salt leads to; they are found by nobody else and go with age.
 
@@ -227,6 +241,8 @@ def purge_entries(cache_dir: Path, tenant: str | None, tag: str | None, *, dry_r
     try:
         with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
             removed = catalog.invalidate(tenant=tenant, tag=tag, dry_run=dry_run)
+            if not dry_run:
+                sweep(cache_dir / GRAPHS, catalog.spaces())
     except (sqlite3.Error, CorruptValue) as error:
         raise StoreError(f"catalog {cache_dir / 'catalog.sqlite'}: {error}") from error
     if not dry_run and removed.media:
@@ -237,7 +253,7 @@ def purge_entries(cache_dir: Path, tenant: str | None, tag: str | None, *, dry_r
 
 
 def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool) -> Purged:
-    """Delete everything that semkv wrote, and nothing else.
+    """Delete everything that semkv wrote, and nothing else; running engines serve nothing of it from memory either.
 
     Raises:
         StoreError: there is no cache.

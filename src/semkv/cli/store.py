@@ -35,9 +35,10 @@ Examples:
 PURGE_EXAMPLES = """\b
 Examples:
   semkv purge --cache-dir runs/demo/cache
-      delete everything that semkv wrote there, and nothing else
+      delete everything that semkv wrote there, and nothing else; engines that run on it notice, and start again empty.
+      What vLLM itself holds on the device goes with reset_prefix_cache and reset_encoder_cache
   semkv purge --tenant alice
-      delete the entries of one tenant, with the pictures that only they had
+      delete the entries of one tenant, with the pictures that only they had (not its KV blocks and encoder outputs)
   semkv purge --tag release-7 --dry-run
       count what would go
 """
@@ -110,7 +111,9 @@ def gc(
     if as_json:
         _print_json(found)
     else:
-        typer.echo(f"deleted: {found.kv} of KV, {found.fusion} of fusion states, {found.media} pictures")
+        typer.echo(
+            f"deleted: {found.kv} of KV, {found.fusion} of fusion states, {found.media} pictures, {found.graphs} graphs"
+        )
 
 
 def purge(

@@ -107,8 +107,8 @@ class ECScheduler:
         return True
 
     def _read(self, key: str) -> HeldState | None:
-        pool = self.host.get()
-        states = None if pool is None else HostStates(pool, self.namespace)
+        pool, generation = self.host.get(), self.store.renew()
+        states = None if pool is None else HostStates(pool, self.namespace, generation)
         if states is not None and (held := states.get(key)) is not None:
             return held
         ends = self.store.ends(key)
@@ -185,14 +185,15 @@ class ECWorker:
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         flat, copied = self._to_host(tensor.contiguous().view(-1).view(torch.uint8))
         store, ends = FusionStore(self._extents, step.namespace), until_from_now(self._settings.max_age_s)
+        generation = store.renew()
 
         def save() -> None:
             if copied is not None:
                 copied.synchronize()
             state = FusionState(key, flat.numpy(), shape, dtype)
             if (pool := self.host.get()) is not None:
-                HostStates(pool, step.namespace).put(key, state, ends)
-            store.save(state)
+                HostStates(pool, step.namespace, generation).put(key, state, ends)
+            store.save(state, generation)
 
         if not self._writer.submit(save, flat.nbytes):
             self.counters.add("dropped")

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from semkv.connectors import namespace as ns
+from semkv.connectors.break_even import Measured, RanksGate
 from semkv.connectors.kv_plan import KVStep
 from semkv.connectors.kv_scheduler import KVScheduler
 from semkv.connectors.kv_transfer import PagedTransfer
@@ -48,12 +49,16 @@ class SemKVMetadata(KVConnectorMetadata):
 
 @dataclass
 class SemKVReport(KVConnectorWorkerMetadata):
-    """What travels back: the step this worker has finished."""
+    """What travels back: the step this worker has finished, where it had loads, and what it measured."""
 
     step: int
+    measured: Measured = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return SemKVReport(min(self.step, other.step))
+        assert isinstance(other, SemKVReport)
+        names = {**self.measured, **other.measured}
+        both = {name: [*self.measured.get(name, ()), *other.measured.get(name, ())] for name in names}
+        return SemKVReport(min(self.step, other.step), both)
 
 
 class SemKVConnector(KVConnectorBase_V1):
@@ -99,6 +104,7 @@ class SemKVConnector(KVConnectorBase_V1):
             block_size=vllm_config.cache_config.block_size,
             speculative=vllm_config.speculative_config is not None,
             local_worker=local_worker if parallel.world_size == 1 else lambda: None,
+            gate=RanksGate(settings.host_bytes, parallel.pipeline_parallel_size) if parallel.world_size > 1 else None,
         )
 
     @property
@@ -140,6 +146,8 @@ class SemKVConnector(KVConnectorBase_V1):
             return
         if isinstance(report := connector_output.kv_connector_worker_meta, SemKVReport):
             self._scheduler.confirm(report.step)
+            if self._scheduler.gate is not None:
+                self._scheduler.gate.rates.learn(report.measured)
         if connector_output.invalid_block_ids:
             self._scheduler.load_failed(set(connector_output.invalid_block_ids))
 
@@ -213,8 +221,10 @@ class SemKVConnector(KVConnectorBase_V1):
         return set() if self._worker is None else self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        step = self._step()
-        return SemKVReport(step.step) if step is not None and step.loads else None
+        step, far = self._step(), self._vllm_config.parallel_config.world_size > 1
+        loads = 0 if step is None or not step.loads else step.step
+        measured = self._worker.gate.take() if far and self._worker is not None else {}
+        return SemKVReport(loads, measured) if loads or measured else None
 
     # ------------------------------------------------------------------ both
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from semkv.connectors.break_even import RanksGate
 from semkv.connectors.counters import Counters
 from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan, PrefetchPlan
 from semkv.connectors.lora import Adapters
@@ -102,11 +103,15 @@ class KVScheduler:
         block_size: int,
         speculative: bool = False,
         local_worker: Callable[[], LocalWorker | None] = lambda: None,
+        gate: RanksGate | None = None,
     ) -> None:
+        """``gate``: whether loads are worth it, where the workers are in other processes and none can be asked."""
         self.settings, self.counters = settings, Counters()
         self.block_size = block_size
         self._extents, self._make_namespace = extents, namespace
+        self._generation = extents.generation
         self._engine, self._world_size, self._local_worker = engine, world_size, local_worker
+        self.gate = gate if settings.break_even else None
         self._capture_decode = settings.capture_decode and not speculative
         if settings.capture_decode and speculative:
             log.warning("semkv: capture_decode has no effect with speculative decoding")
@@ -193,6 +198,7 @@ class KVScheduler:
             count = worker.available(request_id, self.namespace, hashes)
         else:  # the workers read and check when they load
             count = min(store.lookup(hashes, self._holder(request_id)) for store in self.stores())
+            count = self._worth(hashes[:count])
             self._waiting[request_id] = hashes[:count]
         if count is None:
             return None
@@ -200,6 +206,15 @@ class KVScheduler:
         for h in hashes if worker is not None else hashes[:count]:
             self._offered.pop(h, None)
         return _Promise(start, hashes[:count], None)
+
+    def _worth(self, hashes: list[bytes]) -> int:
+        """How many leading ones of stored blocks to load."""
+        if self.gate is None or not hashes:
+            return len(hashes)
+        row_bytes = max(store.layout.row_bytes for store in self.stores())
+        count = self.gate.worth(hashes, self.block_size, row_bytes)
+        self.counters.add("refused_loads", int(count < len(hashes)))
+        return count
 
     def _holder(self, request_id: str) -> str:
         return f"{self._engine}/{request_id}"  # engines that share a directory may count their requests alike
@@ -247,12 +262,17 @@ class KVScheduler:
         step = KVStep(self.namespace if self.stores() else "", self._step, self._epoch, tokens, loads)
         step.prefetches = [PrefetchPlan(name, hashes) for name, hashes in self._waiting.items() if hashes]
         self._waiting.clear()
+        if self.gate is not None:
+            self.gate.told(h for plan in loads for h in plan.block_hashes)
+            self.gate.told(h for plan in step.prefetches for h in plan.block_hashes)
         self._update_block_ids(scheduler_output)
         # With several ranks one rank's failed load spoils what all of them compute: wait for their reports.
         if self.stores() and (self._world_size == 1 or self._last_load_step <= self._confirmed_step):
             self._expire_offers()
             for request_id, computed, complete in self._complete_blocks(scheduler_output):
                 step.captures += self._plan_captures(self._tracks[request_id], computed, complete)
+        if self.gate is not None:
+            self.gate.told(h for plan in step.captures for h in plan.block_hashes)
         return step
 
     def _update_block_ids(self, scheduler_output: Any) -> None:
@@ -328,6 +348,11 @@ class KVScheduler:
         return known
 
     def _expire_offers(self) -> None:
+        if self._generation != self._extents.generation:  # purged: what was offered before is not stored
+            self._generation = self._extents.generation
+            self._offered.clear()
+            if self.gate is not None:
+                self.gate.forget()
         limit = time.monotonic() - _OFFERED_SECONDS
         while self._offered and (len(self._offered) > _OFFERED_MOST or next(iter(self._offered.values())) < limit):
             self._offered.popitem(last=False)
@@ -342,6 +367,8 @@ class KVScheduler:
         """Workers could not load these blocks; vLLM recomputes them."""
         self._epoch += 1
         self._offered.clear()  # what was to be captured meanwhile was not
+        if self.gate is not None:
+            self.gate.forget()
         for track in self._tracks.values():
             track.checked = 0
             if not block_ids.isdisjoint(track.block_ids):
@@ -369,7 +396,8 @@ class KVScheduler:
         """Delete what is stored for this model, and store what follows apart from it.
 
         vLLM asks for this when the weights may have changed; what is computed from now on must not be found under the
-        old weights' name, so it goes to a namespace of this process's own.
+        old weights' name, so it goes to a namespace of this process's own. A request that goes on meanwhile rests on
+        both: nothing more of it is captured.
         """
         for store in self.stores():
             store.purge()
@@ -377,6 +405,8 @@ class KVScheduler:
         self._stores = []
         self._promises.clear()
         self._offered.clear()
+        for track in self._tracks.values():
+            track.adapter = None
 
     def take_counters(self) -> dict[str, int]:
         self.counters.merge({f"scheduler_{k}": v for k, v in self._extents.counters.items()})

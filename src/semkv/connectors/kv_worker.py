@@ -60,12 +60,16 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    """Blocks on their way out: hashes and pool keys in the order of the job's rows; see `CapturePlan.position`."""
+    """Blocks on their way out: hashes and pool keys in the order of the job's rows; see `CapturePlan.position`.
+
+    ``generation``: of the store when they were captured.
+    """
 
     job: Job
     hashes: list[bytes]
     keys: list[bytes]
     position: int
+    generation: str
 
 
 class KVWorker:
@@ -92,6 +96,7 @@ class KVWorker:
         self.pool = memories.acquire(settings.cache_dir, settings.host_bytes, allocate, row_bytes)
         self._memories = memories
         self._extents, self._rank = extents, rank
+        self._holder = f"{engine}/{rank}/"  # engines that share a directory may count their requests alike
         self._stores: dict[str, KVStore] = {}
         self._landings = BackgroundWriter("semkv-kv-landings", 1 << 62)
         self._writer = BackgroundWriter("semkv-kv-writer", settings.queue_bytes)
@@ -115,9 +120,9 @@ class KVWorker:
             self._stores = {namespace: store}
         return self._stores[namespace]
 
-    @staticmethod
-    def _keys(namespace: str, hashes: Sequence[bytes]) -> list[bytes]:
-        prefix = namespace.encode()
+    def _keys(self, namespace: str, hashes: Sequence[bytes]) -> list[bytes]:
+        """Keys of the pool; after a purge they are other ones, so that nothing from before it is found."""
+        prefix = f"{namespace} {self._extents.generation} ".encode()
         return [prefix + h for h in hashes]
 
     # ------------------------------------------------------------------ before a load is promised
@@ -130,13 +135,14 @@ class KVWorker:
         fetch = self._fetches.get(request_id)
         if fetch is not None and not fetch.done():
             return None
+        self._extents.renew()
         keys = self._keys(namespace, hashes)
         ready, store = self.pool.ready(keys), self._store(namespace)
         if ready < len(keys) and keys[ready] in self.pool:  # a capture, or another request's reading, brings it
             return None
         if self._fetches.pop(request_id, None) is not None:
             return ready
-        stored = store.lookup(hashes[ready:], holder=request_id) if ready < len(hashes) else 0
+        stored = store.lookup(hashes[ready:], holder=self._holder + request_id) if ready < len(hashes) else 0
         if not self._worth(ready + stored, stored):
             self.counters.add("refused_loads")
             stored = 0
@@ -162,7 +168,7 @@ class KVWorker:
 
     def holds(self, namespace: str, block_hash: bytes) -> bool:
         """Whether a block is in host memory, or on its way there."""
-        return namespace.encode() + block_hash in self.pool
+        return self._keys(namespace, [block_hash])[0] in self.pool
 
     def forget(self, request_id: str) -> None:
         """A request is over, whatever became of its questions."""
@@ -196,7 +202,7 @@ class KVWorker:
                 done += n
         finally:
             self.pool.release(keys[i] for i in taken)
-            store.release(request_id)
+            store.release(self._holder + request_id)
         self.counters.add("disk_tokens", done * self.transfer.layout.block_size)
         self.gate.disk.measured(done * self.transfer.layout.row_bytes, time.perf_counter() - start)
 
@@ -206,6 +212,7 @@ class KVWorker:
         """Start to put the planned blocks into the cache. What fails is kept for `take_failed_blocks`."""
         self._started = self.transfer.mark() if step.tokens >= _MEASURED_TOKENS else None
         after = self.transfer.mark() if step.loads else None
+        self._extents.renew()
         here: list[_Read] = []
         for plan in step.loads:
             if not self.transfer.asynchronous or plan.rows is not None or self._all_here(step.namespace, plan):
@@ -315,7 +322,7 @@ class KVWorker:
 
     def _reserve(self, namespace: str, plan: CapturePlan) -> _Capture | None:
         """Host memory for those planned blocks that are not there; None for none."""
-        wanted = self._keys(namespace, plan.block_hashes)
+        generation, wanted = self._extents.generation, self._keys(namespace, plan.block_hashes)
         taken, runs = self.pool.reserve(wanted)
         there = sum(key in self.pool for key in wanted)
         if there < len(wanted):
@@ -323,7 +330,8 @@ class KVWorker:
         if not taken:
             return None
         job = Job([self.pool.view(run) for run in runs], [plan.block_ids[i] for i in taken])
-        return _Capture(job, [plan.block_hashes[i] for i in taken], [wanted[i] for i in taken], plan.position)
+        hashes, keys = [plan.block_hashes[i] for i in taken], [wanted[i] for i in taken]
+        return _Capture(job, hashes, keys, plan.position, generation)
 
     def _save(self, namespace: str, capture: _Capture, landing: Landing) -> None:
         """Publish a capture when it has landed, and queue it for the disk."""
@@ -332,7 +340,7 @@ class KVWorker:
 
         def save() -> None:
             try:
-                store.save_rows(capture.hashes, *rows, position=capture.position)
+                store.save_rows(capture.hashes, *rows, position=capture.position, generation=capture.generation)
             finally:
                 self.pool.release(keys)
 

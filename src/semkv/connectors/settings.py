@@ -36,8 +36,8 @@ class KVSettings:
         staging_bytes: GPU memory of each rank for copies, taken beyond what vLLM was told to use. Where it is smaller
             than what a step computes, the step may wait for the bus.
         read_threads: of each rank, for the disk.
-        break_even: compute a prompt's blocks where that is faster than loading them, by what was measured. Needs one
-            rank, on a GPU.
+        break_even: compute a prompt's blocks where that is faster than loading them, by what was measured; on a
+            GPU.
         queue_bytes: captured bytes that may wait for the disk; what comes on top is dropped and counted.
         max_extent_blocks: blocks per file at most.
         report: tell each request's outcome in its ``kv_transfer_params``, under ``semkv``.

@@ -1,1 +1,1 @@
-"""Vector indexes: built from the catalog at start, never the only copy of anything."""
+"""Vector indexes: built from the catalog at start with the help of kept graphs, never the only copy of anything."""

@@ -253,8 +253,13 @@ class KVStore:
             raise ValueError("the chunk's layout differs from the store's")
         return self.save_rows(chunk.block_hashes, chunk.rows(), position=chunk.position)
 
-    def save_rows(self, hashes: Sequence[bytes], *parts: Bytes, position: int = 0) -> str | None:
-        """`save` for rows, in any number of parts (uint8 ``[n, row_bytes]`` each) with one row for each hash."""
+    def save_rows(
+        self, hashes: Sequence[bytes], *parts: Bytes, position: int = 0, generation: str | None = None
+    ) -> str | None:
+        """`save` for rows, in any number of parts (uint8 ``[n, row_bytes]`` each) with one row for each hash.
+
+        ``generation``: of the store when the rows were computed; what was purged since is not stored again.
+        """
         if sum(map(len, parts)) != len(hashes) or any(part.shape[1:] != (self.layout.row_bytes,) for part in parts):
             shapes = ", ".join(str(part.shape) for part in parts)
             raise ValueError(f"rows of shape {shapes}, expected {(len(hashes), self.layout.row_bytes)}")
@@ -263,7 +268,9 @@ class KVStore:
             hashes, parts = _without(there, hashes, parts)
         sizes = {layer.nbytes for layer in self.layout.layers}
         shape = (len(hashes), len(self.layout.layers), sizes.pop()) if len(sizes) == 1 else None
-        return self._extents.write(self.namespace, self._document, hashes, parts, position=position, shape=shape)
+        return self._extents.write(
+            self.namespace, self._document, hashes, parts, position=position, shape=shape, generation=generation
+        )
 
     def stats(self) -> StoreStats:
         return StoreStats(*self._extents.totals(self.namespace), dict(self._extents.counters))

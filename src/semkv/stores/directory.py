@@ -77,14 +77,12 @@ class ExtentDirectory:
         return (self.root / "extents").glob("??/*")
 
     def create(self) -> None:
-        """Make the directory, or check that it is of this format and kind.
+        """Make the directory, or check that it is of this format and kind; in `one_opener`.
 
         Raises:
-            StoreError: it is a file, or was written by another format version or for another kind.
+            StoreError: it was written by another format version or for another kind.
             OSError: it cannot be made or read.
         """
-        if self.root.exists() and not self.root.is_dir():
-            raise StoreError(f"{self.root} is not a directory")
         (self.root / "extents").mkdir(parents=True, exist_ok=True)
         path = self.root / "semkv.json"
         mine = {"format": container.FORMAT_VERSION, "kind": self.kind}
@@ -104,23 +102,34 @@ class ExtentDirectory:
             )
 
     @contextlib.contextmanager
-    def one_opener(self) -> Iterator[None]:
-        """One process at a time opens, repairs or purges a directory; not twice in one thread.
+    def one_opener(self, *, make: bool = False) -> Iterator[None]:
+        """One process at a time opens, repairs, closes or purges a directory; not twice in one thread.
+
+        Args:
+            make: make the directory where it is not there, or was purged meanwhile.
 
         Raises:
-            OSError: the directory cannot be made or written.
+            StoreError: it is a file.
+            OSError: it is not there, or cannot be made or written.
         """
         path = self.root / "open.lock"
+        if self.root.exists() and not self.root.is_dir():
+            raise StoreError(f"{self.root} is not a directory")
         while True:
-            self.root.mkdir(exist_ok=True)
-            with contextlib.ExitStack() as stack:
-                try:
-                    lock = stack.enter_context(path.open("w"))
-                    fcntl.flock(lock, fcntl.LOCK_EX)
+            if make:
+                self.root.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = path.open("w")
+            except FileNotFoundError:
+                if make:
+                    continue
+                raise
+            with lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                ours = False
+                with contextlib.suppress(FileNotFoundError):
                     ours = os.path.samestat(os.fstat(lock.fileno()), path.stat())
-                except FileNotFoundError:
-                    ours = False
-                if ours:  # else a purge took the file, or the directory, away while this waited
+                if ours:  # else a purge took the file away while this waited
                     yield
                     return
 

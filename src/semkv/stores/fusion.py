@@ -104,13 +104,21 @@ class FusionStore:
         """When a stored state is too old to be served, in seconds since the epoch."""
         return self._extents.ends(self.namespace, [self._hash(key)])
 
-    def save(self, state: FusionState) -> bool:
-        """Store a state; False when it was there already, or the disk or the bounds did not allow it."""
+    def renew(self) -> str:
+        """See `ExtentStore.renew`."""
+        return self._extents.renew()
+
+    def save(self, state: FusionState, generation: str | None = None) -> bool:
+        """Store a state; False when it was there already, or the disk or the bounds did not allow it.
+
+        ``generation``: of the store when the state was computed; what was purged since is not stored again.
+        """
         if state.key in self:
             return False
         layout = {"shape": list(state.shape), "dtype": state.dtype}
         rows = state.data.reshape(1, -1)
-        return self._extents.write(self.namespace, layout, [self._hash(state.key)], [rows]) is not None
+        written = self._extents.write(self.namespace, layout, [self._hash(state.key)], [rows], generation=generation)
+        return written is not None
 
     def stats(self) -> StoreStats:
         return StoreStats(*self._extents.totals(self.namespace), dict(self._extents.counters))

@@ -41,11 +41,11 @@ class HeldState:
 
 
 class HostStates:
-    """The fusion states of one namespace in a pool that others use as well."""
+    """The fusion states of one namespace, and of one generation of its store, in a pool that others use as well."""
 
-    def __init__(self, pool: HostPool, namespace: str) -> None:
+    def __init__(self, pool: HostPool, namespace: str, generation: str = "") -> None:
         self.pool = pool
-        self._prefix = f"fusion {namespace} ".encode()
+        self._prefix = f"fusion {namespace} {generation} ".encode()
 
     def _keys(self, key: str, count: int) -> list[bytes]:
         prefix = self._prefix + key.encode()

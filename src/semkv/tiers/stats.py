@@ -54,12 +54,16 @@ class CacheStats:
 
     @property
     def wrong_rate(self) -> float | None:
-        """Share of approximate hits that are wrong, from the random sample; None where nothing was checked."""
+        """Share of approximate hits that are wrong, from the random sample; None where nothing was checked.
+
+        As the comparator sees it, not corrected for its errors (Rogan and Gladen, 1978): they depend on how the answers
+        are worded. Long answers that are merely reworded count as wrong, so there it is rather too high.
+        """
         return self.checked_wrong / self.checked if self.checked else None
 
     @property
     def wrong_interval(self) -> tuple[float, float]:
-        """Its 95% interval (Wilson's); (0, 1) where nothing was checked."""
+        """Its 95% interval (Wilson's), of chance alone; (0, 1) where nothing was checked."""
         return wilson(self.checked_wrong, self.checked)
 
 

@@ -1,0 +1,537 @@
+"""Graphs on disk: a start that need not build them, and no item on a row of another vector, whatever happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from stat import S_ISDIR
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
+from semkv.indexes.base import Row
+from semkv.indexes.faiss import FaissIndex, IndexSizes
+from semkv.indexes.parts import Graph
+from semkv.keys import digest, namespace_key
+from semkv.maintenance import collect, inspect, purge_entries, verify
+from semkv.stores.cachedir import purge_directory
+from semkv.stores.graphs import GraphFiles, damage_of, graph_files, sweep
+from semkv.types import Namespace, Plan, Request, ReuseReport, TextSegment
+from test_indexes import HALF, AgainstBruteForce, clustered, drawn
+
+COUNT, DIM = 3000, 64
+
+
+class Disk:
+    """A folder of graphs and what was told of its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.faults: list[Exception] = []
+
+    def files(self, layer: str = "layer", **bounds: int) -> GraphFiles:
+        return GraphFiles(self.folder, layer, self.faults.append, **bounds)
+
+    def index(self, layer: str = "layer", dim: int = DIM, **bounds: int) -> FaissIndex:
+        return FaissIndex(dim, flat=512, graph=2048, store=self.files(layer, **bounds))
+
+    def opened(self, vectors: np.ndarray, items: Sequence[str] = (), layer: str = "layer", **bounds: int) -> FaissIndex:
+        """An index that was given vectors in pages, as a cache does when it starts."""
+        index = self.index(layer, vectors.shape[1], **bounds)
+        items = items or [str(i) for i in range(len(vectors))]
+        for start in range(0, len(items), 700):
+            page = zip(items[start : start + 700], vectors[start : start + 700], strict=False)
+            index.extend(Row(item, "p", vector, "ns") for item, vector in page)
+        index.loaded()
+        return index
+
+    def filled(self, vectors: np.ndarray) -> None:
+        """Graphs of vectors, kept."""
+        index = self.opened(vectors)
+        assert index.settle(60)
+        index.close()
+        assert graph_files(self.folder)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path / "graphs")
+
+
+def test_the_next_start_builds_nothing(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = clustered(COUNT)
+    disk.filled(vectors)
+    monkeypatch.setattr(Graph, "grown", lambda *_: pytest.fail("a graph was built"))
+    index = disk.opened(vectors)
+    sizes = index.sizes()
+    assert (sizes.flat < 512, sizes.flat + sizes.graph, sizes.dead) == (True, COUNT, 0)
+    assert np.mean([index.search("p", v)[0].item == str(i) for i, v in enumerate(vectors)]) >= 0.98
+    assert all(index.score(str(i), v) == pytest.approx(1.0, abs=HALF) for i, v in enumerate(vectors))
+    index.close()
+    assert disk.faults == []
+
+
+def test_what_changed_between_two_starts_is_caught_up(disk: Disk) -> None:
+    vectors = clustered(COUNT + 400)
+    disk.filled(vectors[:COUNT])
+    there = [i for i in range(COUNT + 400) if i % 10]
+    index = disk.opened(vectors[there], [str(i) for i in there])
+    assert len(index) == len(there)
+    found = [index.search("p", vector)[0].item for vector in vectors]
+    assert not {str(i) for i in range(0, COUNT + 400, 10)} & set(found)
+    assert np.mean([found[i] == str(i) for i in there]) >= 0.98
+    index.close()
+
+
+def test_a_name_that_stands_for_another_vector_now_gets_no_row(disk: Disk) -> None:
+    """As after an older catalog was put back: the same names, given to other entries."""
+    vectors, others = clustered(COUNT), clustered(COUNT, seed=7)
+    disk.filled(vectors)
+    others[::2] = vectors[::2]
+    index = disk.opened(others)
+    for i in range(0, COUNT, 5):
+        assert index.score(str(i), others[i]) == pytest.approx(1.0, abs=HALF)
+        for near in index.search("p", others[i], 4):
+            assert near.score == pytest.approx(float(others[int(near.item)] @ others[i]), abs=HALF)
+    assert index.settle(60)
+    assert index.search("p", others[1])[0].item == "1"
+    index.close()
+
+
+def test_two_names_of_one_hash_share_no_row(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = np.tile(np.repeat(clustered(700), 2, axis=0), (2, 1))  # every vector twice in a page, and in two pages
+    monkeypatch.setattr("semkv.indexes.faiss.hashes", lambda items: np.full(len(items), 5, dtype=np.uint64))
+    disk.filled(vectors)
+    index = disk.opened(vectors)
+    assert len(index) == 2800
+    slots = [slot for graph in index._partitions["p"].graphs for slot in graph.slots.tolist() if slot >= 0]
+    assert len(slots) == len(set(slots)) == index.sizes().graph
+    assert all(index.score(str(i), v) == pytest.approx(1.0, abs=HALF) for i, v in enumerate(vectors))
+    index.close()
+
+
+@pytest.mark.parametrize("where", [0, 20, 0.001, 0.5, 0.9, -1])
+def test_a_damaged_file_is_counted_and_built_anew(disk: Disk, where: float) -> None:
+    vectors = clustered(COUNT)
+    disk.filled(vectors)
+    victim = graph_files(disk.folder)[0]
+    data = bytearray(victim.read_bytes())
+    data[where if isinstance(where, int) else int(where * len(data))] ^= 4
+    victim.write_bytes(data)
+    assert damage_of(victim)
+    index = disk.opened(vectors)
+    assert len(disk.faults) == 1
+    assert index.settle(60)
+    assert np.mean([index.search("p", v)[0].item == str(i) for i, v in enumerate(vectors)]) >= 0.98
+    index.close()
+    assert [damage_of(file) for file in graph_files(disk.folder)] == [""] * 2
+
+
+@pytest.mark.parametrize("left", [0, 10, 40, 5000])
+def test_a_file_that_is_cut_off_is_counted(disk: Disk, left: int) -> None:
+    vectors = clustered(COUNT)
+    disk.filled(vectors)
+    victim = graph_files(disk.folder)[0]
+    os.truncate(victim, left)
+    index = disk.opened(vectors)
+    assert len(disk.faults) == 1
+    assert not victim.exists() or damage_of(victim) == ""
+    index.close()
+
+
+def test_faiss_never_reads_what_was_not_checked(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.filled(clustered(COUNT))
+    for file in graph_files(disk.folder):
+        data = bytearray(file.read_bytes())
+        data[-40] ^= 1
+        file.write_bytes(data)
+    monkeypatch.setattr("semkv.indexes.faiss.read_graph", lambda *_: pytest.fail("unchecked bytes"))
+    disk.opened(clustered(COUNT)).close()
+    assert len(disk.faults) == 2
+
+
+def test_a_graph_of_another_layer_partition_or_dimension_is_refused(disk: Disk) -> None:
+    vectors = clustered(COUNT)
+    disk.filled(vectors)
+    disk.files("another").save("ns", "p", 0, lambda write: write(b"something"))
+    (theirs,) = [file for file in graph_files(disk.folder) if file.name.startswith(digest("layer", "another")[:16])]
+    theirs.replace(next(file for file in graph_files(disk.folder) if file != theirs))
+    disk.opened(clustered(COUNT, 32)).close()
+    assert sorted(str(fault).split(": ")[-1] for fault in disk.faults) == [
+        "a graph of another kind, dimension or size",
+        "of another format, layer or partition",
+    ]
+
+
+def test_a_graph_larger_than_the_index_makes_them_is_refused(disk: Disk) -> None:
+    vectors = clustered(COUNT)
+    disk.filled(vectors)
+    index = FaissIndex(DIM, flat=512, graph=1024, store=disk.files())
+    index.extend(Row(str(i), "p", v, "ns") for i, v in enumerate(vectors))
+    index.loaded()
+    assert len(disk.faults) == 1
+    assert index.settle(60)
+    assert index.search("p", vectors[9])[0].item == "9"
+    index.close()
+
+
+def test_files_go_with_their_rows(disk: Disk) -> None:
+    vectors = clustered(COUNT)
+    index = disk.opened(vectors)
+    assert index.settle(60)
+    assert len(graph_files(disk.folder)) == 2
+    index.remove([str(i) for i in range(COUNT)])
+    assert graph_files(disk.folder) == []
+    index.close()
+
+
+def test_what_is_removed_while_a_graph_is_written_leaves_no_file(disk: Disk) -> None:
+    class Slow(GraphFiles):
+        def save(self, *arguments: Any) -> None:
+            index.remove([str(i) for i in range(COUNT)])
+            super().save(*arguments)
+
+    vectors = clustered(COUNT)
+    index = FaissIndex(DIM, flat=512, graph=4096, store=Slow(disk.folder, "layer", disk.faults.append))
+    index.loaded()
+    index.extend(Row(str(i), "p", v, "ns") for i, v in enumerate(vectors))
+    assert index.settle(60)
+    index.close()
+    assert graph_files(disk.folder) == []
+
+
+def test_a_graph_waits_for_all_of_the_catalog(disk: Disk) -> None:
+    vectors = clustered(COUNT)
+    disk.filled(vectors)
+    index = disk.index()
+    rows = [Row(str(i), "p", v, "ns") for i, v in enumerate(vectors)]
+    index.extend(rows[:10])
+    index.remove([str(i) for i in range(10)])
+    index.extend(rows)
+    index.loaded()
+    assert index.sizes().graph > 2000
+    index.close()
+
+
+def test_a_graph_built_anew_takes_the_place_of_its_file(disk: Disk) -> None:
+    vectors = clustered(COUNT)
+    index = FaissIndex(DIM, flat=512, graph=1024, store=disk.files())
+    index.loaded()
+    index.extend(Row(str(i), "p", v, "ns") for i, v in enumerate(vectors))
+    assert index.settle(60)
+    _, second, third = index._partitions["p"].graphs
+    index.remove([item for slot in second.slots.tolist() if slot >= 0 and (item := index._items[slot])])
+    assert [file.stem[-2:] for file in graph_files(disk.folder)] == ["-0", "-2"]
+    index.remove([item for slot in third.slots[::2].tolist() if slot >= 0 and (item := index._items[slot])])
+    assert index.settle(60)
+    assert third not in index._partitions["p"].graphs
+    index.close()
+    assert [file.stem[-2:] for file in graph_files(disk.folder)] == ["-0", "-2"]
+
+
+def test_graphs_are_written_before_anybody_closes(disk: Disk) -> None:
+    index = disk.opened(clustered(COUNT))
+    assert index.settle(60)
+    graphs = index._partitions["p"].graphs
+    assert [graph.kept >= 0.75 * graph.count for graph in graphs] == [True, True]
+    assert len(graph_files(disk.folder)) == 2
+    index.close()
+
+
+def test_files_of_partitions_that_are_gone_are_deleted_at_the_start(disk: Disk) -> None:
+    disk.filled(clustered(COUNT))
+    other = disk.opened(clustered(COUNT), layer="another")
+    other.close()
+    both = len(graph_files(disk.folder))
+    index = disk.index()
+    index.loaded()
+    index.close()
+    assert len(graph_files(disk.folder)) == both - 2, "another layer's stay"
+    late = disk.index()
+    late.loaded()
+    late.extend(Row(str(i), "p", v, "ns") for i, v in enumerate(clustered(COUNT)))
+    assert late.settle(60)
+    late.close()
+    assert len(graph_files(disk.folder)) == both
+
+
+def test_all_files_stay_under_the_bound_and_the_longest_unused_goes(disk: Disk) -> None:
+    vectors = clustered(COUNT)
+    disk.filled(vectors)
+    files = graph_files(disk.folder)
+    size = sum(file.stat().st_size for file in files)
+    os.utime(files[0], (1, 1))
+    disk.files("another", max_bytes=size + 1).save("ns", "p", 0, lambda write: write(b"x" * 5000))
+    left = graph_files(disk.folder)
+    assert files[0] not in left
+    assert files[1] in left
+    assert len(left) == 2
+    disk.files("third", max_bytes=3000).save("ns", "p", 0, lambda write: write(b"x" * 5000))
+    assert not [file for file in disk.folder.rglob("*") if file.is_file()], "what never fits is not kept"
+    assert disk.faults == []
+
+
+def test_a_disk_that_takes_nothing_costs_no_answer(disk: Disk) -> None:
+    disk.folder.write_text("no folder")
+    vectors = clustered(COUNT)
+    index = disk.opened(vectors)
+    assert index.settle(60)
+    assert index.search("p", vectors[3])[0].item == "3"
+    index.close()
+    assert disk.faults
+    assert disk.folder.read_text() == "no folder"
+
+
+def test_a_write_that_fails_leaves_nothing_and_the_old_file(disk: Disk) -> None:
+    def fails(write: Callable[[bytes], int]) -> None:
+        write(b"half")
+        raise OSError(28, "no space left")
+
+    files = disk.files()
+    files.save("ns", "p", 0, lambda write: write(b"whole"))
+    files.save("ns", "p", 0, fails)
+    assert [body.tobytes() for _, body in disk.files().read("p")] == [b"whole"]
+    assert len(list(disk.folder.rglob("*.*"))) == 1
+    assert len(disk.faults) == 1
+
+
+def test_a_reader_never_finds_half_a_file(disk: Disk) -> None:
+    files = disk.files()
+    files.save("ns", "p", 0, lambda write: write(b"x" * 2_000_000))
+    (file,) = graph_files(disk.folder)
+
+    def save_often() -> None:
+        for number in range(60):
+            files.save("ns", "p", 0, lambda write, n=number: write(bytes([n]) * 2_000_000))
+
+    writer = threading.Thread(target=save_often)
+    writer.start()
+    seen = set()
+    while writer.is_alive():
+        seen.add(damage_of(file))
+    assert seen == {""}
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    sync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda f: (done.append("folder" if S_ISDIR(os.fstat(f).st_mode) else "file"), sync(f))
+    )
+    monkeypatch.setattr(Path, "replace", lambda part, file: (done.append("name"), replace(part, file)))
+    disk.files().save("ns", "p", 0, lambda write: write(b"x"))
+    assert done == ["file", "name", "folder"]
+
+
+def test_sweep_leaves_the_living(disk: Disk) -> None:
+    files = disk.files()
+    for namespace in ("a", "b"):
+        files.save(namespace, "p", 0, lambda write: write(b"x"))
+    folder = graph_files(disk.folder)[0].parent
+    old, young = folder / "1.tmp", folder / "2.tmp"
+    for part in (old, young):
+        part.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    assert sweep(disk.folder, ["a", "b"]) == 1
+    assert (old.exists(), young.exists()) == (False, True)
+    young.unlink()
+    assert sweep(disk.folder, ["b", "c"]) == 1
+    assert len(list(disk.folder.iterdir())) == len(graph_files(disk.folder)) == 1
+
+
+KILLED = """
+import sys, threading
+from pathlib import Path
+sys.path[:0] = {path!r}
+from test_kept_graphs import Disk, clustered
+from semkv.indexes.base import Row
+vectors = clustered(9000)
+disk = Disk(Path({folder!r}))
+index = disk.opened(vectors[:2000])
+index.settle()
+print("ready", flush=True)
+for start in range(2000, 9000, 250):
+    index.remove(str(i) for i in range(start - 2000, start - 1800))
+    index.extend(Row(str(i), "p", vectors[i], "ns") for i in range(start, start + 250))
+    index.settle()
+    for partition in index._partitions.values():
+        for graph in partition.graphs:
+            index._keep(partition, graph)
+"""
+
+
+def test_killed_at_any_moment_the_next_start_is_right(disk: Disk) -> None:
+    vectors = clustered(9000)
+    random = Random(3)
+    sizes = []
+    for _ in range(6):
+        program = KILLED.format(path=[str(Path(__file__).parent)], folder=str(disk.folder))
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+            time.sleep(random.uniform(0.05, 1.2))
+            child.send_signal(signal.SIGKILL)
+        assert [damage_of(file) for file in graph_files(disk.folder)] == [""] * len(graph_files(disk.folder))
+        first = random.randrange(0, 1000)  # the catalog is not where the graphs are: some rows are gone, some new
+        there = list(range(first, first + 6000))
+        index = disk.opened(vectors[there], [str(i) for i in there])
+        sizes.append(index.sizes().graph)
+        assert len(index) == len(there)
+        for i in range(0, 9000, 17):
+            for near in index.search("p", vectors[i], 3):
+                assert first <= int(near.item) < first + 6000
+                assert near.score == pytest.approx(float(vectors[int(near.item)] @ vectors[i]), abs=HALF)
+    assert disk.faults == []
+    assert max(sizes) > 500, "graphs were taken up"
+
+
+class WithRestarts(AgainstBruteForce):
+    """Any order of writes and restarts; what a restart finds may have changed since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from tempfile import TemporaryDirectory
+
+        self.folder = TemporaryDirectory()
+        self.faults: list[Exception] = []
+        self.open()
+
+    def open(self) -> None:
+        store = GraphFiles(Path(self.folder.name), "layer", self.faults.append)
+        self.index = FaissIndex(4, flat=16, graph=64, store=store)
+        items = list(self.table)
+        for start in range(0, len(items), 50):
+            self.index.extend(Row(item, *self.table[item], "ns") for item in items[start : start + 50])
+        self.index.loaded()
+
+    @rule(orderly=st.booleans(), lost=st.sampled_from([0, 0.1, 0.5]), turned=st.sampled_from([0, 0.1, 1.0]))
+    def restart(self, orderly: bool, lost: float, turned: float) -> None:
+        old = self.index
+        if orderly:
+            old.close()
+        random = np.random.default_rng(len(self.table))
+        self.table = {item: row for item, row in self.table.items() if random.random() >= lost}
+        for item, (partition, vector) in self.table.items():
+            if random.random() < turned / 2:
+                self.table[item] = (partition, np.roll(vector, 1))
+        self.open()
+        if not orderly:
+            old.close()  # another process, which keeps its graphs later
+        assert self.faults == []
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.folder.cleanup()
+
+
+TestWithRestarts = WithRestarts.TestCase
+TestWithRestarts.settings = settings(
+    max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+class Seeded:
+    """Texts and vectors without a model: each text has a direction of its own."""
+
+    dim, fingerprint = 32, "seeded"
+
+    def fits(self, text: str) -> bool:
+        return True
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        return np.concatenate([drawn(1, self.dim, int(digest(text)[:8], 16)) for text in texts])
+
+
+class Reseeded(Seeded):
+    fingerprint = "another encoder"
+
+
+def ask(number: int, tenant: str) -> Request:
+    return Request(str(number), Namespace(tenant, "m"), (TextSegment(f"What color is the car with number {number}?"),))
+
+
+def record(cache: SemanticCache, tenant: str, count: int) -> None:
+    for number in range(count):
+        request = ask(number, tenant)
+        cache.add_observation(ReuseReport(request, Plan(request.segments), {}), "red")
+
+
+def opened(folder: Path, encoder: Seeded) -> SemanticCache:
+    return SemanticCache(CacheConfig(folder), text_encoder=encoder)
+
+
+def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cache"
+    with opened(folder, Seeded()) as cache:
+        record(cache, "alice", 1100)
+        record(cache, "bob", 1100)
+    graphs = graph_files(folder / "graphs")
+    assert len({file.parent for file in graphs}) == len(graphs) == 2
+    (use,) = [use for use in inspect(folder).stores if use.store == "graphs"]
+    assert (use.items, use.nbytes) == (2, sum(file.stat().st_size for file in graphs))
+    assert verify(folder).checked == 2
+
+    with monkeypatch.context() as still:
+        still.setattr(Graph, "grown", lambda *_: pytest.fail("a graph was built"))
+        with opened(folder, Seeded()) as cache:
+            assert cache._semantic is not None
+            index = cache._semantic._index
+            assert isinstance(index, FaissIndex)
+            assert index.sizes() == IndexSizes(2200 - index.sizes().graph, index.sizes().graph, 0)
+            assert index.sizes().graph > 2000
+            assert cache.stats().faults == {}
+    graphs[0].write_bytes(graphs[0].read_bytes()[:-1])
+    assert len(verify(folder).damaged) == 1
+    with opened(folder, Seeded()) as cache:
+        assert cache.stats().faults == {"graph": 1}
+        assert cache._semantic is not None
+        assert isinstance(cache._semantic._index, FaissIndex)
+        assert cache._semantic._index.settle(60)
+    assert verify(folder, repair=True).damaged == ()
+
+    with opened(folder, Reseeded()):
+        pass
+    assert len(graph_files(folder / "graphs")) == 2, "the other encoder may come back"
+    assert purge_entries(folder, "alice", None, dry_run=True).entries == 1100
+    assert len(graph_files(folder / "graphs")) == 2
+    purge_entries(folder, "alice", None, dry_run=False)
+    assert len(graph_files(folder / "graphs")) == 1
+    assert collect(folder).graphs == 0
+    with opened(folder, Seeded()) as cache:
+        cache.invalidate(namespace=Namespace("bob", "m"))
+        assert graph_files(folder / "graphs") == []
+
+
+def test_a_purge_takes_graphs_too(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with opened(folder, Seeded()) as cache:
+        record(cache, "alice", 1100)
+    (graph,) = graph_files(folder / "graphs")
+    (graph.parent / "x.tmp").write_bytes(b"half")
+    (folder / "semkv.json").write_text('{"format": 1}')
+    purge_directory(folder)
+    assert [path for path in folder.rglob("*") if path.is_file() or "graphs" in path.parts] == []
+
+
+def test_gc_deletes_graphs_of_nobody(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with opened(folder, Seeded()) as cache:
+        record(cache, "alice", 3)
+    files = GraphFiles(folder / "graphs", "layer", lambda error: pytest.fail(str(error)))
+    files.save(namespace_key(Namespace("alice", "m")), "p", 0, lambda write: write(b"x"))
+    files.save(namespace_key(Namespace("bob", "m")), "p", 0, lambda write: write(b"x"))
+    assert collect(folder).graphs == 1
+    assert len(graph_files(folder / "graphs")) == 1

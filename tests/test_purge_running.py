@@ -1,0 +1,298 @@
+"""A purge, or another index in the place of the one in use, reaches processes that have the directory open."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from semkv.stores import extents as extents_module
+from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+from semkv.stores.cachedir import purge_directory
+from semkv.stores.directory import ExtentDirectory
+
+LAYOUT = KVLayout((LayerLayout("layer0", "float32", (64,), (64,), 256),), 16)
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def key(i: int) -> bytes:
+    return i.to_bytes(4, "big") * 8
+
+
+def value(i: int) -> np.ndarray:
+    return np.random.default_rng(i).integers(0, 256, (1, 256), dtype=np.uint8)
+
+
+def open_store(cache: Path) -> KVStore:
+    return KVStore.open(cache / "kv", "ns", LAYOUT)
+
+
+def save(kv: KVStore, i: int) -> bool:
+    return kv.save_rows([key(i)], value(i)) is not None
+
+
+def served(kv: KVStore, *blocks: int) -> list[int]:
+    """Which blocks are served, each of them checked."""
+    found = []
+    for i in blocks:
+        rows = kv.read_rows([key(i)])
+        assert not len(rows) or np.array_equal(rows, value(i))
+        found += [i] * len(rows)
+    return found
+
+
+def files(cache: Path) -> set[str]:
+    return {path.name for path in (cache / "kv" / "extents").glob("??/*")}
+
+
+def purge(cache: Path) -> None:
+    """As an operator does it, in a process of its own."""
+    command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(cache)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+
+
+def _serve(cache: Path, pipe: Connection) -> None:
+    """A process that has the store open and does what it is told."""
+    kv = open_store(cache)
+    does: dict[str, Callable[..., Any]] = {
+        "save": lambda i: save(kv, i),
+        "served": lambda *blocks: served(kv, *blocks),
+        "sweep": lambda: kv._extents.sweep(),
+        "damage": lambda: kv._extents._index._failed(kv._extents._index._index, _damage()),  # type: ignore[arg-type]
+        "close": kv.close,
+    }
+    while (order := pipe.recv()) is not None:
+        pipe.send(does[order[0]](*order[1:]))
+
+
+def _damage() -> Exception:
+    import sqlite3
+
+    return sqlite3.DatabaseError("malformed")
+
+
+class Other:
+    """Such a process, as its owner sees it."""
+
+    def __init__(self, cache: Path) -> None:
+        self._pipe, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=_serve, args=(cache, theirs))
+        self._process.start()
+
+    def __call__(self, *order: object) -> Any:
+        self._pipe.send(order)
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        self._pipe.send(None)
+        self._process.join(30)
+        assert self._process.exitcode == 0
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Other]:
+    process = Other(tmp_path)
+    yield process
+    process.end()
+
+
+def lose_index(cache: Path) -> None:
+    for path in (cache / "kv").glob("index.sqlite*"):
+        path.unlink()
+
+
+def test_an_index_replaced_by_another_process_is_taken_up(tmp_path: Path, other: Other) -> None:
+    """Deleted and built again beside it: what it saves is found here, nothing of ours is swept, and the reverse."""
+    assert other("save", 1)
+    lose_index(tmp_path)
+    kv = open_store(tmp_path)
+    kv.adopt()
+    assert save(kv, 2)
+    assert served(kv, 1, 2) == [1, 2]
+    there = files(tmp_path)
+    assert other("sweep") == 0
+    assert files(tmp_path) == there
+    assert other("served", 1, 2) == [1, 2]
+    assert other("save", 3)
+    assert not other("save", 2)
+    assert served(kv, 1, 2, 3) == [1, 2, 3]
+    # The old index's end takes nothing of the new one with it.
+    other("close")
+    assert (tmp_path / "kv" / "index.sqlite-wal").exists()
+    again = open_store(tmp_path)
+    assert served(again, 1, 2, 3) == [1, 2, 3]
+    assert kv.stats().extents == again.stats().extents == len(files(tmp_path)) == 3
+
+
+def test_damage_seen_late_does_not_cost_the_others_their_index(tmp_path: Path, other: Other) -> None:
+    assert other("save", 1)
+    lose_index(tmp_path)
+    kv = open_store(tmp_path)
+    kv.adopt()
+    other("damage")  # of the index that is gone
+    assert save(kv, 2)
+    again = open_store(tmp_path)
+    assert served(again, 1, 2) == [1, 2]
+    assert again._extents.renew() == kv._extents.renew()
+
+
+def test_a_purge_empties_what_others_have_open_and_they_go_on(tmp_path: Path, other: Other) -> None:
+    kv = open_store(tmp_path)
+    assert save(kv, 1)
+    assert other("served", 1) == [1]
+    before = kv._extents.generation
+    purge(tmp_path)
+    assert not files(tmp_path)
+    assert other("served", 1) == []
+    assert other("save", 2)
+    assert served(kv, 1, 2) == [2]
+    assert kv._extents.generation != before
+    purge(tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert save(kv, 3)
+    assert other("served", 1, 2, 3) == [3]
+
+
+@pytest.mark.parametrize("moment", ["before the file", "while it is written", "before the commit"])
+def test_what_is_being_written_during_a_purge_is_not_kept(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = open_store(tmp_path)
+    assert save(kv, 1)
+    real_reserve, container = kv._extents._make_room, extents_module.container
+    real_write = container.write_extent
+
+    def reserve(*args: Any) -> bool:
+        granted = real_reserve(*args)
+        if moment == "before the file":
+            purge_directory(tmp_path)
+        return granted
+
+    def write(path: Path, head: bytes, parts: Any) -> None:
+        if moment == "while it is written":
+            part = path.with_name(path.name + f".{os.getpid()}.tmp")
+            part.write_bytes(head)
+            purge_directory(tmp_path)
+            part.rename(path)  # which fails
+        real_write(path, head, parts)
+        if moment == "before the commit":
+            hidden = tmp_path.with_name("hidden")
+            path.rename(hidden)  # as if it came after the purge had looked
+            purge_directory(tmp_path)
+            path.parent.mkdir(parents=True)
+            hidden.rename(path)
+
+    with monkeypatch.context() as m:
+        m.setattr(kv._extents, "_make_room", reserve)
+        m.setattr(container, "write_extent", write)
+        assert not save(kv, 2)
+    assert files(tmp_path) == set()
+    assert served(kv, 1, 2) == []
+    assert save(kv, 3)  # and it goes on
+    assert "nothing more is written" not in caplog.text
+    assert served(open_store(tmp_path), 1, 2, 3) == [3]
+
+
+def test_purges_and_openers_at_once_leave_one_index(tmp_path: Path) -> None:
+    """Whoever waits for the lock of a directory that is purged meanwhile gets the lock of the new one."""
+    faults: list[BaseException] = []
+    over = threading.Event()
+
+    def open_and_save(seed: int) -> None:
+        try:
+            number = seed * 10_000
+            while not over.is_set():
+                kv = open_store(tmp_path)
+                assert kv.on
+                number += 1
+                save(kv, number)
+                served(kv, number)
+                kv.close()
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=open_and_save, args=(seed,)) for seed in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(60):
+        if (tmp_path / "kv" / "semkv.json").exists():
+            purge_directory(tmp_path)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    assert save(first, 1)
+    assert served(second, 1) == [1]
+    assert {p.name.partition(".")[0] for p in (tmp_path / "kv" / "extents").glob("??/*")} == set(
+        first._extents.extents()
+    )
+
+
+def test_who_waits_for_the_lock_of_a_purged_directory_gets_the_new_ones(tmp_path: Path) -> None:
+    directory, entered = ExtentDirectory(tmp_path / "kv", "kv"), threading.Event()
+    lock = tmp_path / "kv" / "open.lock"
+
+    def wait() -> None:
+        with directory.one_opener(make=True):
+            found.append(lock.exists())  # the one that whoever comes next waits for
+            entered.set()
+
+    found: list[bool] = []
+    with directory.one_opener(make=True):
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        while not any(f" {lock.stat().st_ino} " in line.replace(":", " ") for line in _waiting()):
+            time.sleep(0.01)
+        lock.unlink()
+        (tmp_path / "kv").rmdir()
+    waiter.join()
+    assert found == [True]
+
+
+def _waiting() -> list[str]:
+    return [line for line in Path("/proc/locks").read_text().splitlines() if "->" in line]
+
+
+def test_the_cache_directory_may_be_gone_for_good(tmp_path: Path) -> None:
+    kv = open_store(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache")
+    assert not save(kv, 1)
+    assert not kv.on
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_encoder_output_that_waits_for_the_disk_is_not_stored_after_a_purge(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("vllm")
+    from semkv.connectors.ec import ECWorker, SemECMetadata
+    from semkv.connectors.host import SharedPool
+    from semkv.connectors.settings import ECSettings
+    from semkv.stores.bounds import Bounds
+    from semkv.stores.extents import ExtentStore
+    from semkv.stores.fusion import FusionStore
+    from semkv.stores.host_memory import HostMemories
+
+    extents = ExtentStore(tmp_path / "fusion", "fusion", Bounds())
+    host = SharedPool(tmp_path, 0, HostMemories())
+    worker, store = ECWorker(ECSettings(tmp_path), extents, "cpu", saves=True, host=host), FusionStore(extents, "ns")
+    gate, step = threading.Event(), SemECMetadata("ns", saves={"before": "before", "after": "after"})
+    worker._writer.submit(gate.wait, 1)
+    worker.save(step, {"before": torch.zeros(2, 3)}, "before")
+    purge_directory(tmp_path)
+    worker.save(step, {"after": torch.zeros(2, 3)}, "after")
+    gate.set()
+    assert worker.flush(60)
+    assert ("before" in store, "after" in store) == (False, True)
+    worker.close()
