@@ -50,8 +50,11 @@ COSINES = (
     0.94,
     0.95,
     0.96,
+    0.965,
     0.97,
+    0.975,
     0.98,
+    0.985,
     0.99,
     1.01,
 )  # the last: exact hits alone
@@ -60,11 +63,17 @@ LIMITS = (
     0.001,
     0.002,
     0.003,
+    0.004,
     0.005,
+    0.006,
     0.0075,
+    0.0085,
     0.01,
+    0.0125,
     0.015,
+    0.0175,
     0.02,
+    0.025,
     0.03,
     0.05,
     0.07,
@@ -75,8 +84,8 @@ LIMITS = (
     0.5,
     0.7,
 )
-SHARES = (0.0003, 0.0006, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1)
-CURVES = 5  # streams for the curves; the bound is measured on all
+SHARES = (0.0003, 0.0004, 0.0005, 0.0006, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1)
+DRAWS = 400  # of streams, for the intervals of the curves
 CHECKS = 0.1
 SETTLED = 500  # requests before which a share says little, as in the replay
 TIERS = frozenset([TIER])
@@ -122,23 +131,35 @@ def sweep(
     return rows
 
 
-def curve(rows: Sequence[dict[str, Any]], sizes: Sequence[int]) -> list[tuple[float, float]]:
-    """Mean (wrong answers, hits) per request over the first streams, by rising error."""
-    return sorted(
-        (
-            float(np.mean([w / n for (_, w), n in zip(row["streams"], sizes, strict=False)])),
-            float(np.mean([h / n for (h, _), n in zip(row["streams"], sizes, strict=False)])),
-        )
-        for row in rows
-    )
+def curve(
+    rows: Sequence[dict[str, Any]], sizes: Sequence[int], drawn: Sequence[int] | None = None
+) -> list[tuple[float, float]]:
+    """Mean (wrong answers, hits) per request over all streams or the ``drawn`` ones, by rising error."""
+    n = np.array(sizes, dtype=float)
+    chosen = list(range(len(sizes))) if drawn is None else list(drawn)
+    shares = [np.array(row["streams"])[chosen] / n[chosen, None] for row in rows]
+    return sorted((float(wrong), float(hits)) for hits, wrong in (share.mean(axis=0) for share in shares))
 
 
-def above(rows: Sequence[dict[str, Any]], static: Sequence[dict[str, Any]], sizes: Sequence[int]) -> dict[str, float]:
-    """Hits beyond those of the static threshold on the same streams, interpolated at equal shares of wrong answers."""
-    ours, theirs = curve(rows, sizes), curve(static, sizes)
-    more = [float(np.interp(share, *zip(*c, strict=True))) for share in SHARES for c in (ours, theirs)]
-    reach = min(ours[-1][0], theirs[-1][0])
-    return {str(share): round(more[2 * n] - more[2 * n + 1], 5) for n, share in enumerate(SHARES) if share <= reach}
+def above(
+    rows: Sequence[dict[str, Any]], static: Sequence[dict[str, Any]], sizes: Sequence[int]
+) -> dict[str, list[float]]:
+    """Hits beyond those of the static threshold on the same streams, interpolated at equal shares of wrong answers;
+    with the interval that 95% of draws of as many streams from these fall into.
+    """
+    reach = min(curve(rows, sizes)[-1][0], curve(static, sizes)[-1][0])
+    shares = [share for share in SHARES if share <= reach]
+
+    def more(drawn: Sequence[int] | None = None) -> Any:
+        ours, theirs = curve(rows, sizes, drawn), curve(static, sizes, drawn)
+        return np.interp(shares, *zip(*ours, strict=True)) - np.interp(shares, *zip(*theirs, strict=True))
+
+    random = np.random.default_rng(0)
+    draws = [more(random.integers(len(sizes), size=len(sizes)).tolist()) for _ in range(DRAWS)]
+    low, high = np.quantile(draws, (0.025, 0.975), axis=0)
+    return {
+        str(share): [round(float(x), 5) for x in found] for share, *found in zip(shares, more(), low, high, strict=True)
+    }
 
 
 def fixed(cosine: float) -> Decider:
@@ -148,18 +169,21 @@ def fixed(cosine: float) -> Decider:
 def bounded(
     replays: Sequence[Replay], static: Sequence[dict[str, Any]], calibration: Calibration | None
 ) -> list[dict[str, Any]]:
-    """The bound against the threshold that would have been best on each stream, known only afterwards."""
+    """The bound against the threshold that would have been best on each stream, known only afterwards: best under the
+    bound, and best with no more wrong answers than the policy gave.
+    """
     found = []
     for bound in BOUNDS:
         outcomes = [
             replay.play(Bounded(bound, calibration, TIERS), verify_rate=CHECKS, seed=n)
             for n, replay in enumerate(replays)
         ]
-        best = [
-            max(s["streams"][n][0] for s in static if s["streams"][n][1] <= bound * o.requests)
-            for n, o in enumerate(outcomes)
-        ]
+        best, as_right = (
+            [max(s["streams"][n][0] for s in static if s["streams"][n][1] <= wrong) for n, wrong in enumerate(most)]
+            for most in ([bound * o.requests for o in outcomes], [o.wrong for o in outcomes])
+        )
         more = [(o.hits - b) / o.requests for o, b in zip(outcomes, best, strict=True)]
+        at_its_error = [(o.hits - b) / o.requests for o, b in zip(outcomes, as_right, strict=True)]
         found.append(
             {
                 "bound": bound,
@@ -168,6 +192,9 @@ def bounded(
                 "static_hits": round(float(np.mean([b / o.requests for b, o in zip(best, outcomes, strict=True)])), 5),
                 "more_hits_mean": round(float(np.mean(more)), 5),
                 "more_hits_least": round(min(more), 5),
+                "more_hits_deviation": round(float(np.std(more)), 5),
+                "more_hits_at_its_error_mean": round(float(np.mean(at_its_error)), 5),
+                "more_hits_at_its_error_least": round(min(at_its_error), 5),
                 "streams": [row(o) for o in outcomes],
             }
         )
@@ -181,18 +208,17 @@ def measure(
     start = time.perf_counter()
     bare = [Replay(stream, corpora[0]) for stream in streams]
     guarded = [Replay(stream, corpora[1]) for stream in streams]
-    few = guarded[:CURVES]
     estimate = fitted.calibration
-    sizes = [len(stream) for stream in streams[:CURVES]]
+    sizes = [len(stream) for stream in streams]
 
     def calibrated(limit: float) -> Decider:
         return Calibrated(replace(estimate, limit=limit), TIERS, fixed(1.0))
 
     static = sweep(bare, fixed, 0.0)
     curves = {
-        "fixed with guards": sweep(few, fixed, 0.0),
-        "calibrated with guards": sweep(few, calibrated, 0.0, LIMITS),
-        "calibrated with guards and checks": sweep(few, calibrated, CHECKS, LIMITS),
+        "fixed with guards": sweep(guarded, fixed, 0.0),
+        "calibrated with guards": sweep(guarded, calibrated, 0.0, LIMITS),
+        "calibrated with guards and checks": sweep(guarded, calibrated, CHECKS, LIMITS),
     }
     result = {
         "streams": len(streams),
@@ -204,7 +230,9 @@ def measure(
         },
         "static": static,
         **curves,
-        "more hits than static at equal error": {label: above(rows, static, sizes) for label, rows in curves.items()},
+        "more hits than static at equal error, with 95% interval": {
+            label: above(rows, static, sizes) for label, rows in curves.items()
+        },
         "bounded": bounded(guarded, static, estimate),
         "bounded, no calibration": bounded(guarded, static, None),
     }
@@ -306,8 +334,7 @@ def draw(name: str, result: dict[str, Any], path: Path) -> None:
         styles = {"static": "o-", "fixed with guards": "s:", "calibrated with guards": "^--"}
         styles["calibrated with guards and checks"] = "v-"
         for label, style in styles.items():
-            sizes = result["requests"][:CURVES]
-            points = [(100 * wrong, 100 * hits) for wrong, hits in curve(result[label], sizes)]
+            points = [(100 * wrong, 100 * hits) for wrong, hits in curve(result[label], result["requests"])]
             axes.plot(*zip(*points, strict=True), style, markersize=4, label=label)
         points = [(100 * row["wrong"], 100 * row["hits"]) for row in result["bounded"]]
         axes.plot(*zip(*points, strict=True), "*", color="black", markersize=11, label="bounded (1%, 0.5%, 0.2%)")

@@ -151,6 +151,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=Path, default=ROOT.parent / "shared" / "data" / "question_pairs_dev.jsonl.gz")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="measure these, keep the others' figures"
+    )
     parser.add_argument("--vectors", type=Path, help="keep the vectors in this .npz for the next time")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "quality_unseen.json")
     options = parser.parse_args()
@@ -164,7 +167,11 @@ def main() -> None:
         "first_seed": options.first_seed,
         "kinds": {},
     }
-    for name, draw in KINDS.items():
+    if options.out.is_file():
+        kept = json.loads(options.out.read_text(encoding="utf-8"))["kinds"]
+        result["kinds"] = {name: rows for name, rows in kept.items() if name not in options.kinds}
+    for name in options.kinds:
+        draw = KINDS[name]
         streams = [draw(first, options.first_seed + n) for n in range(options.seeds)]
         items = [(asked.group, asked.text) for stream in streams for asked in stream]
         corpus = build_corpus(items, encoder, veto)
@@ -175,6 +182,7 @@ def main() -> None:
             for kind in rows:
                 row = rows[kind][-1]
                 print(name, kind, *(f"{key} {row[key]}" for key in row), flush=True)
+        result["kinds"] = {name: result["kinds"][name] for name in KINDS if name in result["kinds"]}
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     encoder.keep()
 

@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from semkv.encoders.text import SentenceEncoder
+from semkv.keys import LITERAL
 from semkv.tiers.guards import ENGLISH, REASONS, Lexicon, no_veto, veto, wording, words
 from semkv.tiers.guards.lexicon import pairs, senses
 
@@ -63,6 +64,39 @@ CHANGED = [
     ("When did the ship sink?", "Why did the ship sink?", "question word"),
     ("What size is the shirt?", "What color is the shirt?", "question word"),
     ("Where does he live?", "Where does she live?", "person"),
+    ("What should I bring?", "What should they bring?", "person"),
+    ("Why did you block my card?", "Why did I block your card?", "person"),
+    ("Where is the Monday class?", "How is the Monday class?", "question word"),
+    ("When is the pool open?", "Is the pool open?", "question word"),
+    ("How many birds can fly?", "Which birds can fly?", "question word"),
+    ("May I park here?", "Should I park here?", "modality"),
+    ("Do I have to park here?", "Can I park here?", "modality"),
+    ("Who was the mayor?", "Who will be the mayor?", "tense"),
+    ("Is the road closed?", "Was the road closed?", "tense"),
+    ("Has the bus left?", "Has the bus not arrived?", "negation"),
+    ("Who is older than Ann?", "Who is Ann older than?", "word order"),
+    ("Feed it every day", "Feed it every other day", "quantity"),
+    ("How do I reverse text in java?", "How do I reverse text in javascript?", "substitution"),
+    ("What is 5+3?", "What is 5-3?", "code"),
+    ("What is 8 / 4?", "What is 4 / 8?", "code"),
+    ("What does ls -R do?", "What does ls -r do?", "code"),
+    ("capitals in HELLO?", "capitals in hello?", "case"),
+    ("How is AIDS treated?", "How is aids treated?", "case"),
+    ("Where can I get Polish for shoes?", "Where can I get polish for shoes?", "case"),
+    ("How many letters has Bob?", "How many letters has bob?", "case"),
+    ("Is it true that US won?", "Is it true that us won?", "entity"),
+    ("Is it large or small?", "Is it large?", "choice"),
+    ("how tall is lebron james", "how tall is james harden", "substitution"),
+    ("run ls -l", "RUN LS -L", "code"),
+    ("Is my Mac address public?", "Is my MAC address public?", "case"),
+    ("WHO IS THE KING?", "WHERE IS THE KING?", "question word"),
+    ("Put the key in the box", "Put the key on the box", "relation"),
+    ("Keep it or sell it", "Keep it and sell it", "relation"),
+    ("Which star is the hottest?", "Which star is hotter than the sun?", "comparison"),
+    ("Name three lakes", "Name the third lake", "number"),
+    ("Show hidden rows", "Hide shown rows", "word order"),
+    ("Does Peru sue Chile or Chile pay Peru?", "Does Chile sue Peru or Peru pay Chile?", "word order"),
+    ("Feed everyone but Kim", "Feed everyone including Kim", "negation"),
 ]
 
 SAME = [
@@ -70,7 +104,7 @@ SAME = [
     ("Is there a ball?", "Do you see a ball in the picture?"),
     ("Is it two o'clock?", "is it 2 o'clock"),
     ("What is to the left of the red star?", "Which object is to the left of the red star?"),
-    ("How big is the cone?", "HOW  BIG is the cone?"),
+    ("How big is the cone?", "HOW  BIG IS THE CONE?"),
     ("The trail is 1,000 m long", "The trail is 1000 meters long"),
     ("The trail is 1 km long", "The trail is 1000 m long"),
     ("Does it cost $5?", "Does it cost five dollars?"),
@@ -85,6 +119,32 @@ SAME = [
     ("Call `os.path.join` now", "Call os.path.join now"),
     ("What are the pros and cons of tea?", "What are the advantages and disadvantages of tea?"),
     ("What is AIDS in India?", "What is AIDS in india?"),
+    ("Is AIDS curable?", "IS AIDS CURABLE?"),
+    ("How do I get a US visa?", "HOW DO I GET A US VISA?"),
+    ("Where is Turkey?", "where is turkey?"),
+    ("Is a PDF larger than 5 GB?", "is a pdf larger than 5 gb?"),
+    ("Who wrote Dune?", "Who Wrote Dune?"),
+    ("Is my iPhone in JAVA?", "Is my iphone in Java?"),
+    ("Orange juice is sweet", "The orange juice is sweet"),
+    ("Turkey has how many lakes?", "How many lakes has Turkey?"),
+    ("How many letters do I need?", "how many letters do i need?"),
+    ("Is it 5 MILES long?", "Is it 5 miles long?"),
+    ("What is the area of the United States?", "What is the area of the USA?"),
+    ("WHO IS THE KING NOW?", "Who is now the king?"),
+    ("What is youTube?", "What is YouTube?"),
+    ("How do I use Node.js?", "How do I use node.js?"),
+    ("Can you tell me if I should sell?", "Should I sell?"),
+    ("How does one keep his or her job?", "How do I keep my job?"),
+    ("I was ill. Will I get paid?", "I was ill. Do I get paid?"),
+    ("See you on 3 March", "See you on 3rd March"),
+    ("What is 5+3?", "What is 5 + 3?"),
+    ("How can I find a vet?", "Where can I find a vet?"),
+    ("Can you list three birds?", "Could you list three birds?"),
+    ("Take 10-15 drops", "Take 10 to 15 drops"),
+    ("Cancel my order", "Please cancel my order"),
+    ("Track my parcel", "Track my package"),
+    ("I've lost my keys", "I have lost my keys"),
+    ("Where is the ball, above or below the ring?", "Is the ball above or below the ring?"),
     ("Where is the e-mail setting?", "Where is the email setting?"),
     ("How do I fix a flat tire?", "How can I repair a flat tyre?"),
     ("What is the best hotel booking site?", "What is the best site to book hotels?"),
@@ -125,6 +185,9 @@ def test_a_changed_question_is_vetoed_and_says_why(a: str, b: str, reason: str) 
         ("Ist A besser als B?", "Ist B besser als A?"),
         ("这个立方体是红色的吗？", "这个立方体不是红色的吗？"),
         ("Куб красный?", "Куб не красный?"),
+        ("me on a hotel", "me ei on a hotel"),
+        ("order cancel karo", "order cancel mat karo"),
+        ("die man is in die water", "die man is uit die water"),
     ],
 )
 def test_another_language_stands_for_itself_alone(a: str, b: str) -> None:
@@ -144,6 +207,13 @@ def test_at_most_two_percent_of_the_traps_pass() -> None:
     assert len(traps) >= 300
     assert len(passed) <= 0.02 * len(traps), passed
     assert all(veto(row["b"], row["a"]) == veto(row["a"], row["b"]) for row in traps)
+
+
+def test_pairs_in_other_languages_hardly_pass() -> None:
+    foreign = rows("other_languages.jsonl")
+    passed = [row for row in foreign if veto(row["a"], row["b"]) is None]
+    assert len(foreign) >= 100
+    assert len(passed) <= 0.04 * len(foreign), passed
 
 
 @packaged
@@ -187,7 +257,9 @@ def test_an_empty_lexicon_still_compares_figures_and_code() -> None:
 
 MARKS = st.sampled_from(
     "not no 5 km miles two hundred and from to by was left right Monday May 3 pm % $ ' \" ` ( ) foo() a_b --x C++ 's ? "
-    ", who what how many did dog cat Paris bites less than as 1,000 15:00 2024-05-01 ½ ² İ ß ﷺ . - / 's' US".split()
+    ", who what how many did dog cat Paris bites less than as 1,000 15:00 2024-05-01 ½ ² İ ß ﷺ . - / 's' US "
+    "will must may I you they than Polish polish HELLO hello letters third 5+3 unless every other hotter "
+    "hottest".split()
 )
 TEXTS = st.one_of(st.text(max_size=40), st.lists(MARKS, max_size=12).map(" ".join))
 
@@ -226,14 +298,16 @@ def test_wording_is_symmetric_and_bounded(a: str, b: str) -> None:
 @given(TEXTS)
 def test_a_text_never_vetoes_itself(text: str) -> None:
     assert veto(text, text) is None
-    assert veto(text, f"  {text.casefold()}\t") is None
+    assert veto(text, f"  {text}\t") is None
     assert veto(text, "\n".join(text.split(" "))) is None
 
 
-@given(st.lists(MARKS, max_size=12).map(" ".join).filter(str.isascii))
-@example("foo() who")
-def test_case_never_vetoes(text: str) -> None:
-    assert veto(text, text.upper()) is None
+@given(st.lists(MARKS, min_size=2, max_size=12).map(" ".join).filter(str.isascii))
+@example("who is US")
+@example("WHO is it")
+def test_a_text_typed_in_capitals_or_small_throughout_is_never_vetoed_for_it(text: str) -> None:
+    assert veto(text, text.upper()) in ((None, "code") if LITERAL.search(text) else (None,))
+    assert veto(text.lower(), text.upper()) in ((None, "code") if LITERAL.search(text) else (None,))
 
 
 HOSTILE = [

@@ -33,11 +33,11 @@ def media_id(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-# What keeps its case throughout: code, paths, flags, addresses, quotations.
-_LITERAL = re.compile(
+LITERAL = re.compile(
     r"[`\\{}<>=_|~^\"“”„«»]|(?<!\w)['‘][^\n]+['’](?!\w)|\w[(\[]|::|://|->|[a-z][A-Z]|\w{2}\.\w{2}|"
     r"(?<!\S)(?:--?[A-Za-z]|\.{0,2}/\w)|\d[kKmMgGbBtT]\b"
 )
+"""What keeps its case throughout: code, paths, flags, addresses, quotations."""
 _STARTS = re.compile(r"(?:^|(?<=[.?!] ))[A-Z](?=[a-z'’]*(?:[ ,.:;?!]|$))[^.?!\n]*")  # one that begins with a word
 _GAP = re.compile(r"(?<=\S)(?:[^\S\n]+(?=\n)|[^\S\n]{2,}|[^\S\n ])")  # in a line or at its end, but for one space
 _STYLED = 2  # words from which a text in capitals, or in Title Case, is taken for a way of typing
@@ -54,9 +54,9 @@ def normalise(text: str) -> str:
     if not text.isascii():
         text = unicodedata.normalize("NFC", "".join(_same_meaning(c) for c in text))
     text = _GAP.sub(_folded_space, text.strip())
-    if not _LITERAL.search(text):
-        return text.lower() if _one_style(text) else _STARTS.sub(_small_start, text)
-    return _STARTS.sub(lambda found: found[0] if _LITERAL.search(found[0]) else _small_start(found), text)
+    if not LITERAL.search(text):
+        return text.lower() if one_style(text) else _STARTS.sub(_small_start, text)
+    return _STARTS.sub(lambda found: found[0] if LITERAL.search(found[0]) else _small_start(found), text)
 
 
 def _small_start(sentence: re.Match[str]) -> str:
@@ -69,7 +69,8 @@ def _folded_space(run: re.Match[str]) -> str:
     return "\t" if "\t" in run[0] else " "
 
 
-def _one_style(text: str) -> bool:
+def one_style(text: str) -> bool:
+    """Whether the case of a text is a way of typing: all small, ALL CAPITALS, Each Word Capitalised."""
     if text.islower() or text.isupper():
         return len(text.split(None, _STYLED)) >= _STYLED
     words = text.split()

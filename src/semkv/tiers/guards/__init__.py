@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from semkv.keys import normalise
-from semkv.tiers.guards.checks import CHECKS
+from semkv.tiers.guards.checks import CHECKS, code
 from semkv.tiers.guards.content import Pair, Side, pair, side
 from semkv.tiers.guards.english import ENGLISH
 from semkv.tiers.guards.lexicon import Lexicon
@@ -23,8 +23,9 @@ Guard = Callable[[str, str], str | None]
 """Takes two similar texts; says why they must not stand in for each other, or None."""
 
 REASONS = (
-    "code", "quote", "number", "unit", "date", "negation", "direction", "color", "choice", "antonym", "comparison",
-    "quantity", "question word", "person", "word order", "entity", "substitution", "language",
+    "code", "quote", "case", "number", "unit", "date", "negation", "direction", "color", "choice", "antonym",
+    "comparison", "quantity", "question word", "modality", "tense", "person", "word order", "relation", "entity",
+    "substitution", "language",
 )  # fmt: skip
 """Every reason for a veto in English, in the order in which the guards are asked."""
 
@@ -36,19 +37,29 @@ _SHORT = 1000  # characters of a text that is remembered
 def veto(a: str, b: str, lexicon: Lexicon = ENGLISH) -> str | None:
     """Why two similar texts must not stand in for each other, or None where no guard objects.
 
-    Symmetric; texts that differ in case and white space alone are never vetoed. Linear in the length of the texts.
+    Symmetric; texts that differ in white space and the case of typing alone are never vetoed. Linear in the length of
+    the texts.
 
     Returns:
         One of `REASONS`.
     """
-    if normalise(a).casefold() == normalise(b).casefold():
+    alike = _alike(a, b)
+    if alike and normalise(a) == normalise(b):
         return None
     found = _pair(a, b, lexicon)
-    for check in CHECKS:
+    typed = alike and (found.a.text.cased is None or found.b.text.cased is None)
+    for check in (code,) if typed else CHECKS:
         reason = check(found)
         if reason is not None:
             return reason
     return None
+
+
+def _alike(a: str, b: str) -> bool:
+    """Whether nothing but case, white space and Unicode form may differ."""
+    if a.isascii() and b.isascii():
+        return a.lower().split() == b.lower().split()
+    return normalise(a).casefold() == normalise(b).casefold()
 
 
 def wording(a: str, b: str, lexicon: Lexicon = ENGLISH) -> Wording:

@@ -8,13 +8,13 @@ from semkv.tiers.guards.content import MOST, Pair, Side, akin, content, unmatche
 from semkv.tiers.guards.lexicon import Lexicon
 from semkv.tiers.guards.order import reversed_order
 from semkv.tiers.guards.quantities import differ
+from semkv.tiers.guards.questions import modality, person, question, tense, yes_or_no
 from semkv.tiers.guards.text import STOPS, Token
 
 Check = Callable[[Pair], str | None]
 
-_LOOSE = frozenset(("manner", "place"))  # "how can I buy" and "where can I buy" ask for much the same
-_QUESTION = 40  # tokens in which a question is looked for
 _TELLING = 14  # words of a text among which one tells its language
+_KNOWN = 0.6  # share of the words that are known where none tells it
 _NAMED = 4  # letters of a stem that a prefix may turn round
 
 
@@ -23,21 +23,63 @@ def code(p: Pair) -> str | None:
     for mine, other in ((p.a, p.b), (p.b, p.a)):
         if any(token not in other.text.spelled and token not in other.words for token in mine.text.code):
             return "code"
+    first, second = p.a.text.sums, p.b.text.sums
+    return "code" if first and second and first != second else None
+
+
+def case(p: Pair) -> str | None:
+    """Other letters, beyond the case of typing: a word in capitals and the same one small; a name and the word that it
+    is when small; any capital where letters are asked about.
+    """
+    first, second = p.a.text.cased, p.b.text.cased
+    if first == second or first is None or second is None:
+        return None
+    asked = not (p.lexicon.spelling.isdisjoint(p.a.words) or p.lexicon.spelling.isdisjoint(p.b.words))
+    for written in first ^ second:
+        mine, other = (p.a, p.b) if written in first else (p.b, p.a)
+        word = written.casefold()
+        pronoun = len(word) == 1 and word in p.lexicon.persons
+        if word in mine.words and word in other.words and word not in other.text.starts and not pronoun:
+            theirs = {w for w in other.text.cased or () if w.casefold() == word}
+            if not theirs and any(t.word == word and not t.name for t in other.text.tokens):
+                theirs = {word}
+            if any(asked or _apart(written, their, other, p.lexicon) for their in theirs):
+                return "case"
     return None
 
 
+def _apart(written: str, their: str, other: Side, lexicon: Lexicon) -> bool:
+    """Whether a word with capitals is another one than the same word as the other text writes it."""
+    if not their.islower():
+        return their.casefold() in lexicon.twofold
+    if their in other.quantities.words:
+        return False
+    if written.isupper() and len(written) > 1:
+        return not lexicon.vowels or not set(their).isdisjoint(lexicon.vowels)
+    return their in lexicon.twofold and bool(other.text.cased or other.text.starts)
+
+
 def language(p: Pair) -> str | None:
-    """Other words, or in another order, where a text is not in the language whose words the guards know."""
-    if not p.lexicon.telling or (_told(p.a, p.lexicon) and _told(p.b, p.lexicon)):
+    """Other words, or in another order, where a text is not in the language whose words the guards know.
+
+    A text is where a frequent word tells so, or where most words are known and all in which it differs.
+    """
+    if not p.lexicon.telling or all(_told(s, only, p.lexicon) for s, only in ((p.a, p.only_a), (p.b, p.only_b))):
         return None
     first, second = ([t.word for t in s.text.tokens if t.word not in STOPS] for s in (p.a, p.b))
     return "language" if first != second else None
 
 
-def _told(side: Side, lexicon: Lexicon) -> bool:
-    found = [t.word for t in side.text.tokens if t.word[0].isalpha()]
-    telling = sum(word in lexicon.telling for word in found) + (found[:1] != [] and found[0] in lexicon.telling_first)
-    return telling >= len(found) / _TELLING
+def _told(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> bool:
+    found = [t for t in side.text.tokens if t.word[0].isalpha()]
+    if sum(t.word in lexicon.telling for t in found) >= len(found) / _TELLING:
+        return True
+    known = [t.stem in lexicon.tables.known for t in found if not t.name]
+    return any(known) and sum(known) >= _KNOWN * len(known) and all(_is_known(t, lexicon) for t in only)
+
+
+def _is_known(token: Token, lexicon: Lexicon) -> bool:
+    return token.name or not token.word[0].isalpha() or token.stem in lexicon.tables.known
 
 
 def quote(p: Pair) -> str | None:
@@ -99,17 +141,17 @@ def negation(p: Pair) -> str | None:
 
 def _denials(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> tuple[int, int]:
     """How often a text denies, at least and at most."""
-    sure = sum(t.word in lexicon.negations or t.word.endswith("n't") for t in side.text.tokens)
-    return sure, sure + sum(t.stem in lexicon.tables.denials or _negative(t.word, lexicon) for t in only)
-
-
-def _negative(word: str, lexicon: Lexicon) -> bool:
-    return len(word) > _NAMED and word.startswith(lexicon.tables.prefixes)
+    sure = 0
+    if not side.words.isdisjoint(lexicon.negations):
+        sure = sum(t.word in lexicon.negations for t in side.text.tokens)
+    return sure, sure + sum(t.stem in lexicon.tables.denials for t in only)
 
 
 def groups(p: Pair) -> str | None:
     """Words whose presence must agree, sides and colors: one more or less tells one object from another."""
     for name, group in p.lexicon.groups.items():
+        if p.a.words.isdisjoint(group) and p.b.words.isdisjoint(group):
+            continue
         first, second = (sorted(group[t.word] for t in s.text.tokens if t.word in group) for s in (p.a, p.b))
         if first != second:
             return name
@@ -118,15 +160,16 @@ def groups(p: Pair) -> str | None:
 
 def choice(p: Pair) -> str | None:
     """A choice against a yes or no: "is it large or small?" and "is it large?"."""
-    if not p.lexicon.choices or not all(_yes_or_no(side, p.lexicon) for side in (p.a, p.b)):
+    if not p.lexicon.choices or not all(yes_or_no(side, p.lexicon) for side in (p.a, p.b)):
         return None
     first, second = (not p.lexicon.choices.isdisjoint(side.words) for side in (p.a, p.b))
     return "choice" if first != second else None
 
 
 def sides(p: Pair) -> str | None:
-    """Shared words in another order around a side: "left of the cone", where the cone moved, is another place."""
-    group = p.lexicon.groups.get("direction", {})
+    """Shared words in another order around a side or a "than": "left of the cone", where the cone moved, is
+    another place."""
+    group = p.lexicon.tables.pivots
     if p.a.words.isdisjoint(group) or p.b.words.isdisjoint(group):
         return None
     shared = {stem for stem, times in p.a.stems.items() if times == 1 and p.b.stems[stem] == 1}
@@ -134,7 +177,7 @@ def sides(p: Pair) -> str | None:
     return "word order" if first != second else None
 
 
-def _around(tokens: Iterable[Token], shared: set[str], group: Mapping[str, str], lexicon: Lexicon) -> list[str]:
+def _around(tokens: Iterable[Token], shared: set[str], group: frozenset[str], lexicon: Lexicon) -> list[str]:
     """The shared content words in order; sides that follow one another, as in a choice of two, are one."""
     found: list[str] = []
     for token in tokens:
@@ -162,6 +205,8 @@ def opposites(p: Pair) -> str | None:
         return "comparison"
     if min(len(p.only_a), len(p.only_b)) > MOST:
         return None
+    if not _compared(p.only_a, p.lexicon).isdisjoint(_compared(p.only_b, p.lexicon, other=True)):
+        return "comparison"
     if any(_contrary(x.word, y.word, p.lexicon) for x in p.only_a for y in p.only_b):
         return "antonym"
     return None
@@ -176,6 +221,18 @@ def _lessened(mine: tuple[Token, ...], other: tuple[Token, ...], side: Side, lex
     return any(base in side.stems or lexicon.stem(base) in side.stems for base in bases)
 
 
+def _compared(only: tuple[Token, ...], lexicon: Lexicon, *, other: bool = False) -> set[str]:
+    """The words that end like a comparison, or what they would be with the ``other`` ending: "hotter", "hottest"."""
+    endings = lexicon.lessening[1]
+    turned = endings[::-1] if other else endings
+    return {
+        t.word[: -len(ending)] + instead
+        for t in only
+        for ending, instead in zip(endings, turned, strict=True)
+        if t.word.endswith(ending)
+    }
+
+
 def _contrary(x: str, y: str, lexicon: Lexicon) -> bool:
     """Whether two words are one stem with contrary prefixes: "encode" and "decode"."""
     if x[-3:] != y[-3:] or min(len(x), len(y)) < _NAMED:
@@ -187,73 +244,19 @@ def _contrary(x: str, y: str, lexicon: Lexicon) -> bool:
     )
 
 
-def question(p: Pair) -> str | None:
-    """Another question word: who, when, where, why, how, how many; or "what size" against "what color"."""
-    if not p.lexicon.questions:
-        return None
-    first, second = _asked(p.a, p.lexicon), _asked(p.b, p.lexicon)
-    if first and second and not first & second and first | second != _LOOSE:
-        return "question word"
-    if any("manner " in kind for kind in first ^ second) and _yes_or_no(p.b if first else p.a, p.lexicon):
-        return "question word"
-    one, other = _named(p.a, p.lexicon), _named(p.b, p.lexicon)
-    if one is None or other is None or akin(one, other, p.lexicon):
-        return None
-    return None if one.stem in p.b.stems or other.stem in p.a.stems else "question word"
-
-
-def _asked(side: Side, lexicon: Lexicon) -> frozenset[str]:
-    """What a text asks for; empty where that is open."""
-    how, plain = lexicon.degree
-    tokens = side.text.tokens[:_QUESTION]
-    for i, token in enumerate(tokens):
-        kind = lexicon.questions.get(token.word)
-        if kind is None and token.word in lexicon.leads:
-            continue
-        if not kind:
-            break
-        if token.word == how and _degree(tokens, i + 1, lexicon):
-            after = tokens[i + 1]
-            classes = lexicon.tables.classes.get(after.stem, frozenset())
-            found = {f"{kind} {c}" for c in classes} or {f"{kind} {after.stem}"}
-            return frozenset(found if after.word in plain else found | {kind})
-        return frozenset((kind,))
-    return frozenset()
-
-
-def _yes_or_no(side: Side, lexicon: Lexicon) -> bool:
-    tokens = side.text.tokens
-    return bool(tokens) and (tokens[0].word in lexicon.helpers or tokens[0].word in lexicon.by[1])
-
-
-def _degree(tokens: tuple[Token, ...], i: int, lexicon: Lexicon) -> bool:
-    """Whether "how" and the word at ``i`` are one question: "how old is", not "how children learn"."""
-    after, beyond = (tokens[k].word if k < len(tokens) else "" for k in (i, i + 1))
-    return after in lexicon.degree[1] or (after not in lexicon.function_words and beyond in lexicon.function_words)
-
-
-def _named(side: Side, lexicon: Lexicon) -> Token | None:
-    """The noun that a "what" or "which" asks for."""
-    for token, after in zip(side.text.tokens, side.text.tokens[1:], strict=False):
-        if lexicon.questions.get(token.word) == "":
-            return None if after.word in lexicon.function_words or after.word in lexicon.open else after
-    return None
-
-
-def person(p: Pair) -> str | None:
-    """Another person: "he" and "she"; "my" and "your" where nothing else says who speaks."""
-    table = p.lexicon.persons
-    first, second = ({table[t.word] for t in s.text.tokens if t.word in table} for s in (p.a, p.b))
-    if first and second and first != second:
-        return "person"
-    owners, others = p.lexicon.owners
-    mine, yours = ({owners[t.word] for t in s.text.tokens if t.word in owners} for s in (p.a, p.b))
-    return "person" if mine and yours and not mine & yours and not (p.a.words | p.b.words) & others else None
-
-
 def order(p: Pair) -> str | None:
     """Subject and object exchanged."""
     return "word order" if reversed_order(p.a.text.tokens, p.b.text.tokens, p.lexicon) else None
+
+
+def relation(p: Pair) -> str | None:
+    """Another relation where all else is the same and no question word asks for more: "in the box", "on the box"."""
+    if len(p.only_a) != 1 or len(p.only_b) != 1 or not p.lexicon.questions.keys().isdisjoint(p.a.words | p.b.words):
+        return None
+    x, y, tables, choices = p.only_a[0], p.only_b[0], p.lexicon.tables, p.lexicon.choices
+    tied = x.stem in tables.relations and y.stem in tables.relations
+    joined = x.stem in tables.symmetric and y.stem in tables.symmetric and (x.word in choices) != (y.word in choices)
+    return "relation" if (tied or joined) and not akin(x, y, p.lexicon) and _in_place(x, y, p) else None
 
 
 def substitution(p: Pair) -> str | None:
@@ -264,7 +267,8 @@ def substitution(p: Pair) -> str | None:
     names = [any(t.name for t in side) for side in (left, right)]
     if all(names) or (len(left) + len(right) == 1 and any(names)):
         return "entity"
-    if len(left) == len(right) == 1 and _in_place(left[0], right[0], p):
+    alone = len(p.only_a) == len(p.only_b) == 1
+    if len(left) == len(right) == 1 and (alone or _in_place(left[0], right[0], p)):
         return "entity" if any(names) else "substitution"
     return None
 
@@ -277,6 +281,6 @@ def _in_place(x: Token, y: Token, p: Pair) -> bool:
 
 
 CHECKS: tuple[Check, ...] = (
-    code, quote, quantity, date, negation, groups, choice, sides, opposites, question, person, order, substitution,
-    language,
+    code, quote, case, quantity, date, negation, groups, choice, sides, opposites, question, modality, tense, person,
+    order, relation, substitution, language,
 )  # fmt: skip

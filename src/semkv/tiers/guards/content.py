@@ -15,6 +15,7 @@ MOST = 32
 """Words that only one text has, up to which they are compared one by one; with more on both it is another text."""
 _TYPO = 6  # letters of a word in which one may be wrong
 _START = 4  # letters that two forms of a word share at least
+_ENDING = 5  # letters that a form may have more: "inform", "information", not "java", "javascript"
 
 
 class Side(NamedTuple):
@@ -53,12 +54,13 @@ def pair(a: Side, b: Side, lexicon: Lexicon) -> Pair:
 
 def _only(mine: Side, other: Side) -> tuple[Token, ...]:
     """Tokens beyond those that the other text has, by stem."""
-    left = mine.stems - other.stems
+    theirs = other.stems
+    left = {stem: times - theirs.get(stem, 0) for stem, times in mine.stems.items() if times > theirs.get(stem, 0)}
     if not left:
         return ()
     rest = []
     for token in reversed(mine.text.tokens):
-        if left[token.stem] > 0:
+        if left.get(token.stem, 0) > 0:
             left[token.stem] -= 1
             rest.append(token)
     return tuple(reversed(rest))
@@ -127,7 +129,9 @@ def _demonym(short: str, long: str, lexicon: Lexicon) -> bool:
 def _shared_start(x: str, y: str) -> bool:
     short, long = sorted((x, y), key=len)
     n = _common(short, long)
-    return n >= _START and (n == len(short) or (n >= 0.6 * len(long) and n >= len(short) - 2))
+    if n < _START:
+        return False
+    return len(long) - n <= min(_ENDING, n) if n == len(short) else n >= 0.6 * len(long) and n >= len(short) - 2
 
 
 def _common(x: str, y: str) -> int:

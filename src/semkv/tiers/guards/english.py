@@ -146,7 +146,7 @@ _GROUPS = MappingProxyType(
             *"red orange yellow green blue purple pink brown black white silver gold beige cyan magenta".split(),
             "gray grey",
         ),
-        "quantity": senses("only solely exclusively"),
+        "quantity": senses("only solely exclusively", "everyother"),
     }
 )
 
@@ -162,7 +162,9 @@ _FUNCTION = merged(
         "among against like not no never too very really quite just even still yet already ever now please exactly "
         "actually basically all other another else own s t d ll re ve m o'clock more most much many lot lots few "
         "however therefore hence thus instead around along above below before after behind without toward towards "
-        "is isn't aren't cannot let lets oh hi hello dear thanks thank",
+        "isn't aren't wasn't weren't don't doesn't didn't hasn't haven't hadn't won't can't couldn't wouldn't "
+        "shouldn't mustn't i'm i've i'd i'll you're you've you'd you'll he'd he'll she'd she'll it'll we're we've "
+        "we'd we'll they're they've they'd they'll that'll cannot let lets ok okay oh hi hello dear thanks thank",
     )
 )
 
@@ -176,7 +178,7 @@ _FILLERS = merged(
         "see look "
         "go going come work works working try happen happens exist exists able become example examples work "
         "definition term word words question answer people person man someone time day year today nowadays currently "
-        "ok okay usually often normally generally world part new online real true actual able same total whole",
+        "usually often normally generally world part new online real true actual able same total whole",
     )
 )
 
@@ -203,7 +205,8 @@ woke woken waking; forgiv forgave forgiven; shak shook shaken shake; sink sank s
 sew sewn; prov proven prove; show shown showed; physics physic; bus buses; gas gases; virus viruses; data datum;
 criteria criterion; phenomenon phenomena; usa america american americans u.s u.s.a; chin china chinese; franc france
 french; german germany germans; spain spanish spaniard spaniards; ital italy italian italians; russ russia russian
-russians; japan japanese; brit_ england english; uk_ britain british; sinc since; business businesses; thes these
+russians; japan japanese; brit_ england english; uk_ britain british; https https; sinc since; business
+businesses; thes these
 """
 _IRREGULAR = {form: forms.split()[0] for forms in _FORMS.split(";") for form in forms.split()}
 
@@ -221,26 +224,28 @@ _SUFFIXES = (
 )  # fmt: skip
 
 _PHRASED = """
-get rid of = remove; find out = discover; a lot of = many; lots of = many; how come = why; what causes = why; what
-caused = why; what makes = why; the reason for = why; no one = nobody; how much time = how long; how much money = how
-much; how many times = how often; if not =; of all time =; of all times =; all natural = natural; or why not =; why
-not = why; right way = way; right time = time; right age = age; what year = when; which year = when; what date = when;
-which person = who; what person = who; log in = login; sign in = login; log on = login; log into = login; sign into =
-login; set up = setup; the united states of america = usa; united states of america = usa; united states = usa; u.s. =
-usa; u.s = usa; u.s.a = usa; united kingdom = uk; great britain = uk; as well as = and; or not =; not only =; no
-matter =; of course =; more expensive = dearer; less expensive = cheaper; in front of = front_of; on top of = above;
-next to = beside; close to = near; away from = awayfrom; as well = also; no longer = not; give up = quit; at least =
-atleast; at most = atmost; more than = over; less than = under; fewer than = under; greater than = over; switch off =
-turn off; switch on = turn on; shut down = shutdown; mobile phone = phone; cell phone = phone; world wide web =
-internet; take care of = care; get back = recover; gotten over = get over; deal with = handle; look after = care; turn
-into = become; carry out = perform; speed up = accelerate; go up = rise; went up = rise; go down = fall; went down =
-fall; goes up = rise; goes down = fall; put off = postpone; pick up = collect; throw away = discard; look for = seek;
-point out = mention; one another = other; each other = other; in order to = to; due to = because; because of =
-because; thanks to = because; such as = like; apart
-from = except; aside from = except; other than = except; with the exception of = except; instead of = instead;
-used to = used; have to = must; going to = will;
-light weight = lightweight; web site = website; e mail = email; back up = backup; left over = leftover; all right =;
-right now = now; right thing = thing; right person = person; right place = place; all right =; right away = now
+a third of = thirds of; get rid of = remove; find out = discover; a lot of = many; lots of = many; how come = why; what
+causes = why; what caused = why; what makes = why; the reason for = why; no one = nobody; how much time = how long; how
+much money = how much; how many times = how often; if not =; of all time =; of all times =; all natural = natural; or
+why not =; why not = why; right way = way; right time = time; right age = age; what year = when; which year = when; what
+date = when; which person = who; what person = who; log in = login; sign in = login; log on = login; log into = login;
+sign into = login; set up = setup; the united states of america = usa; united states of america = usa; united states =
+usa; u.s. = usa; u.s = usa; u.s.a = usa; united kingdom = uk; great britain = uk; as well as = and; or not =; not only
+=; no matter =; of course =; more expensive = dearer; less expensive = cheaper; in front of = front_of; on top of =
+above; next to = beside; close to = near; away from = awayfrom; as well = also; no longer = not; give up = quit; at
+least = atleast; at most = atmost; up to date = current; up to = atmost; more than = over; less than = under; fewer than
+= under; greater than = over; switch off = turn off; switch on = turn on; shut down = shutdown; mobile phone = phone;
+cell phone = phone; world wide web = internet; take care of = care; get back = recover; gotten over = get over; deal
+with = handle; look after = care; turn into = become; carry out = perform; speed up = accelerate; go up = rise; went up
+= rise; go down = fall; went down = fall; goes up = rise; goes down = fall; put off = postpone; pick up = collect; throw
+away = discard; look for = seek; point out = mention; one another = other; each other = other; in order to = to; due to
+= because; because of = because; thanks to = because; such as = like; apart from = except; aside from = except; other
+than = except; with the exception of = except; instead of = instead; used to = used; have to = must; every other =
+everyother; which people = who; everyone but = everyone except; everybody but = everybody except; everything but =
+everything except; all but = all except; any but = any except; anyone but = anyone except; anything but = anything
+except; call off = cancel; called off = cancel; going to = will; light weight = lightweight; web site = website; e mail
+= email; back up = backup; left over = leftover; all right =; right now = now; right thing = thing; right person =
+person; right place = place; all right =; right away = now
 """
 _PHRASES = MappingProxyType(
     {
@@ -251,7 +256,9 @@ _PHRASES = MappingProxyType(
 
 ENGLISH = Lexicon(
     negations=frozenset(
-        "no not never none nothing nobody nowhere neither nor without cannot hardly barely except non".split()
+        "no not never unless none nothing nobody nowhere neither nor without cannot hardly barely except non isn't "
+        "aren't wasn't weren't don't doesn't didn't hasn't haven't hadn't won't can't couldn't wouldn't shouldn't "
+        "mustn't needn't ain't".split()
     ),
     denials=frozenset(
         "fail refuse stop quit cease avoid prevent unable lack forbid ban prohibit deny reject decline cancel "
@@ -259,6 +266,7 @@ ENGLISH = Lexicon(
         "disagree impossible".split()
     ),
     numbers=_NUMBERS,
+    ordinals=frozenset((*_ORDINALS, "thirtieth", "st", "nd", "rd", "th")),
     multipliers=_MULTIPLIERS,
     units=_UNITS,
     clock=MappingProxyType({"am": 0, "a.m": 0, "pm": 12, "p.m": 12}),
@@ -281,16 +289,15 @@ ENGLISH = Lexicon(
     phrases=_PHRASES,
     telling=frozenset(
         "the are were been and what how which who whom whose where when why does did can could would should this that "
-        "these those there it its their they them you your our she his from not isn't don't doesn't aren't have any "
-        "some than if about into between many much out most please with give list tell show".split()
+        "these those there it its their they them you your our she his from not isn't don't doesn't aren't any "
+        "some than if about into between many much out please with tell show".split()
     ),
-    telling_first=frozenset("do can has have will set make write explain describe name book order find".split()),
     function_words=_FUNCTION,
     fillers=_FILLERS,
     relations=frozenset(
-        "to from than before after over under into onto of for with without on in behind above below beside "
-        "near by per "
-        "against through toward towards as because since until is are was were 's".split()
+        "to from than before after over under into onto of for with without on in behind above below beside near by "
+        "per within off at about during between among around across along inside outside via against through toward "
+        "towards as because since until is are was were 's".split()
     ),
     symmetric=frozenset(
         "and or vs versus v / between both either compare same equal similar different beside near next".split()
@@ -309,15 +316,33 @@ ENGLISH = Lexicon(
         "do i want wonder wondering like understand ask if exactly also hi hello hey".split()
     ),
     capitals=MappingProxyType({"US": "usa", "U.S": "usa", "IT": "it_", "WHO": "who_", "AD": "ad_"}),
+    twofold=frozenset(
+        "polish turkey china march may august apple amazon jersey nice reading bath orange job lent pole swede finn "
+        "dane welsh guinea chile jordan cologne panama bill mark frank rob will rose hope faith grace kb mb gb tb "
+        "mw mac".split()
+    ),
+    vowels="aeiouy",
+    spelling=frozenset(
+        "capitals capitalized uppercase lowercase letter letters spell spelled spelling spelt vowel vowels "
+        "consonant consonants anagram palindrome".split()
+    ),
     lessening=(frozenset(("less", "least", "as")), ("er", "est")),
-    owners=(
-        MappingProxyType({"my": "my", "our": "my", "your": "your"}),
-        frozenset("i me mine we us you yours myself yourself".split()),
-    ),
     demonyms=frozenset("n an ian i es ish er ".split()),
-    persons=MappingProxyType(
-        {"he": "he", "him": "he", "his": "he", "she": "she", "her": "she", "hers": "she"}
+    persons=senses(
+        "i me my mine myself we us our ours", "you your yours yourself", "he him his himself", "she her hers herself",
+        "they them",
     ),
+    third=frozenset(("he", "she", "they")),
+    owners=frozenset(("my", "our", "your")),
+    hearer=frozenset(("you",)),
+    modals=senses("may can could might", "should ought", "must"),
+    tenses=MappingProxyType(
+        dict.fromkeys("was were did had".split(), "past")
+        | dict.fromkeys("has have been".split(), "perfect")
+        | dict.fromkeys("is are am do does".split(), "present")
+        | dict.fromkeys("will shall".split(), "future")
+    ),
+    pivots=frozenset(("than",)),
     helpers=frozenset(("do", "does", "did")),
     choices=frozenset(("or",)),
     articles=frozenset("a an the this that these those my your his her its our their some any".split()),

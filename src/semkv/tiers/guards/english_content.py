@@ -16,9 +16,9 @@ OPPOSITES = MappingProxyType(
             western; north / east west; south / east west; northeast northwest / southeast southwest; northeast /
             northwest; southeast / southwest; towards toward to / awayfrom away; to / from; forward forwards ahead /
             backward backwards back; uphill / downhill; upper / lower; before / after; clockwise / counterclockwise
-            anticlockwise; near / far; inward / outward; upward / downward; port / starboard; landscape / portrait;
-            northbound / southbound; eastbound / westbound; horizontal / vertical; across / along; ascend / descend;
-            from since / until till; first / last final
+            anticlockwise; before after / during while; near / far; inward / outward; upward / downward; port /
+            starboard; landscape / portrait; northbound / southbound; eastbound / westbound; horizontal / vertical;
+            across / along; ascend / descend; from since / until till; first / last final
             """
         ),
         "antonym": pairs(
@@ -85,7 +85,8 @@ OPPOSITES = MappingProxyType(
             asleep; visible / invisible hidden; edible / inedible poisonous; drunk / sober; straight / curved crooked
             bent; flat / bumpy steep; blunt / sharp; forward / reverse backward; top / bottom; start / finish; whole /
             part; everything all / nothing; wax / wane; ebb / flow; approve / veto; light / heavy; mild / severe
-            spicy; acute / chronic; benign / malignant; gross / net; fixed / variable; open / covered; overt / covert
+            spicy; acute / chronic; benign / malignant; gross / net; fixed / variable; open / covered; overt / covert;
+            now / later; http / https; off / of
             """
         ),
         "comparison": pairs(
@@ -100,9 +101,9 @@ OPPOSITES = MappingProxyType(
             thicker fatter / thinner slimmer; thickest / thinnest; wider broader / narrower; widest / narrowest;
             deeper / shallower; deepest / shallowest; brighter lighter / darker; brightest / darkest; louder /
             quieter; loudest / quietest; earlier sooner / later; earliest / latest; safer / riskier; safest /
-            riskiest; stricter / looser; atleast minimum / atmost maximum; over above exceeding / under below; upward
-            / downward; greater more over above / fewer less under below; maximum / minimum; max / min; happier /
-            sadder; smarter / dumber; cleaner / dirtier; simpler / harder; newer newest / older oldest
+            riskiest; stricter / looser; atleast minimum over above / atmost maximum; over above exceeding / under
+            below; upward / downward; greater more over above / fewer less under below; maximum / minimum; max / min;
+            happier / sadder; smarter / dumber; cleaner / dirtier; simpler / harder; newer newest / older oldest
             """
         ),
         "quantity": pairs(
@@ -125,98 +126,97 @@ _SYNONYMS = """
 fix repair mend solve resolve correct troubleshoot; buy purchase get acquire order; begin start commence launch; big
 large huge great; biggest largest greatest; bigger larger greater; small little tiny; fast quick rapid speedy quickly;
 faster quicker; fastest quickest; delete remove erase clear eliminate uninstall; create make build generate develop
-construct write produce form; write compose draft author create; car automobile vehicle; bike bicycle cycle; movie
-film; photo picture image photograph pic; job work career employment position occupation; child kid children kids;
-mother mom mum; father dad; doctor physician; sick ill; happy glad; sad unhappy; smart intelligent clever; angry mad;
-pretty beautiful; scared afraid frightened; rich wealthy; boring dull; hard difficult tough challenging; easy simple;
-wrong incorrect; correct right; cheap inexpensive affordable low-cost cost; expensive costly dear; help assist aid
-support; show display present; explain describe clarify tell illustrate; end finish stop conclude; stop quit cease end
-halt; choose pick select; earn make get; change alter modify edit update adjust switch convert; increase raise boost
-improve grow enhance; decrease reduce lower cut lessen minimize; improve enhance better increase boost develop; rise
-increase climb grow; fall drop decline decrease; near close beside nearby next adjacent; often frequently; rarely
-seldom; maybe perhaps possibly; require need necessary must want; use utilize employ apply using; allow permit let
-legal; forbid prohibit ban; keep retain maintain; try attempt; show demonstrate; talk speak chat converse; say tell
-state; ask inquire request; answer reply respond response; see view watch look; watch see; look appear seem; find
-locate discover search; search find look seek; error bug issue problem fault mistake trouble; problem issue trouble
-difficulty; website site webpage; internet web online; phone smartphone cellphone telephone mobile cell; laptop
-notebook; computer pc; tv television; fridge refrigerator; sofa couch; trash garbage rubbish waste; store shop market;
-apartment flat; house home; street road; city town; country nation; company firm business corporation; boss manager;
-worker employee staff; customer client; person human individual; guy man; girl woman lady; boy guy; meal food dish;
-dinner supper; candy sweets; cookie biscuit; gas petrol gasoline fuel; truck lorry; elevator lift; vacation holiday
-trip; trip journey travel tour; travel go; flight plane; airplane plane aircraft; money cash; salary pay wage income;
-price cost fee rate charge; cost price expense; free complimentary; tax taxation; exam test examination quiz; school
-college university; grade mark score; teacher instructor tutor professor; student pupil learner; learn study master
-understand; teach instruct train; study learn; book novel; article post text; essay paper; story tale; author writer;
-sentence phrase; summary overview abstract; summarize shorten condense; list enumerate name; image picture drawing;
-draw sketch; translate convert render turn; convert transform change turn transfer; rewrite rephrase reword paraphrase
-make; code program script programming; function method routine; folder directory; file document; copy duplicate clone;
-move transfer shift relocate; transfer send move; send mail ship deliver submit forward make; delivery shipping
-shipment; package parcel; order purchase; return give; refund reimbursement; cancel terminate end stop; subscription
-membership plan; account profile; password passcode; login logon; username login; app application; run execute start
-launch; open launch start; close shut; crash freeze; slow sluggish; setup configure install; configure set; install
-setup; download get; update upgrade; verify check confirm validate; check test verify see; show list; display show
-print; print output display; iterate loop; get obtain receive retrieve fetch gain acquire; call invoke phone ring
-contact; combine merge join concatenate; join merge combine; split divide separate; begin open; number amount count
-quantity; amount quantity; calculate compute determine find work; difference distinction; different distinct another
-other; same identical equal alike; important significant essential key crucial vital; main primary principal chief
-major; reason cause why; cause lead make result trigger create reason; effect impact influence consequence result;
-affect impact influence; benefit advantage pro upside; disadvantage drawback con downside; goal aim objective purpose;
-purpose goal meaning point use; meaning definition sense; mean signify stand; idea concept thought; way method
-approach technique means manner; tip advice suggestion hint trick; example instance sample; type kind sort category;
-part piece portion section; place location spot; area region zone; top best; best top good greatest finest ideal; good
-great nice excellent fine decent; bad poor terrible awful harmful; famous popular known renowned; common frequent
-typical; strange weird odd unusual; normal usual typical; old elderly aged; new recent latest modern; current present
-latest recent; quiet silent; loud noisy; safe secure; dangerous unsafe risky hazardous; healthy nutritious; health
-wellness; weight fat pounds kilos; lose drop shed burn; loss lose; exercise workout training; medicine medication
-drug; illness disease sickness; pain ache hurt; symptom sign; treat cure heal; cure treat remedy treatment; sleep
-rest; tired exhausted weary; calm soothe relax; clean wash cleanse; dirty filthy; cook make prepare; prepare ready;
-ready prepared; boil cook; eat consume have; drink consume; live reside dwell stay life; life living; die pass death;
-kill murder; fight battle; war conflict; win earn; love like adore; like enjoy; hate dislike detest despise; feel
-sense; believe think; think feel opinion thought consider; thought view opinion think; know understand learn;
-understand comprehend grasp; remember recall; meet encounter; friend buddy pal; marry wed; marriage wedding; husband
-spouse; wife spouse; baby infant; dog puppy; cat kitten; kid child; plant grow; grow raise cultivate; weather climate;
-hot warm; cold cool chilly; wet damp; leak drip; tap faucet; build construct; construct make; break damage; broken
-damaged; hurt injure harm; harm damage hurt; hit strike beat; push press; pull drag; carry bring hold; bring take;
-give provide offer supply; provide offer give supply contain; offer provide; receive get obtain; reach arrive get;
-arrive come reach; arrival arrive; leave depart exit quit; go travel get; visit see tour; stay remain; wait await;
-walk stroll; run jog; jump leap; throw toss; catch grab; hold grip; touch feel; sit seat; stand be; wear dress;
-clothes clothing outfit; shoe footwear; hat cap; shirt top; stripe striped; cloud cloudy; sun sunny; color hue shade;
-shape form; size big; height tall; weight heavy; length long; distance far; age old; speed fast; depth deep; width
-wide; population people inhabitants; temperature hot; author writer wrote write; inventor invent; discover find;
-discoverer discover; founder found; invent create; president leader head; capital city; win victory; fear afraid
-scared; marathon race; race run; game match; match game; sport game; song music track; music song; funny humorous
-amusing; cry weep; begin onset; final last; first initial; next following upcoming; previous earlier prior last;
-recover restore retrieve get; restore recover; reset restore change; reset recover; turn switch; activate enable;
-enable activate turn on; disable deactivate turn off; connect link pair attach; pair connect; link connect url;
-disconnect drop; charge bill; bill invoice; invoice receipt bill; pay payment; payment pay; rent lease hire; hire
-employ recruit; fire dismiss; job interview; resume cv; skill ability; ability skill capability; success succeed
-successful; succeed success; become be turn; approach handle method; handle manage deal cope treat; manage handle
-control; control manage; lead guide; guide tutorial instructions; rule regulation law; law legal; allowed permitted
-legal okay acceptable possible; possible feasible able can; able can; unable cannot; likely probable; sure certain;
-true real correct; false untrue fake; fake counterfeit; real actual genuine true; exactly precisely; approximately
-about roughly around; nearly almost; very extremely really so; also too; only just; book reserve booking reservation;
-reserve book; seat chair; rank rating; save store keep; store save keep; save reduce; spend use; fit fits; fitness
-shape; abroad overseas foreign; foreign international; international global worldwide; worldwide global world; global
-world; earth world planet; universe cosmos world; space universe; daily day; yearly annual annually year; weekly week;
-monthly month; fall autumn; noon midday; tonight evening; nowadays today currently; currently now presently; soon
-shortly; immediately instantly now; again once; forever always; always forever; proofread check edit review; review
-evaluate assess; evaluate assess; compare contrast difference versus; versus vs compare; block ban; remind reminder
-alert; alarm alert; polite courteous; plot storyline story; title name headline; name title call; email mail; mail
-post; message text note; note message; chat message talk; contact reach touch; agent representative; representative
-agent; warranty guarantee; damage harm; item product; product item goods thing; goods product; screen display monitor;
-dark night; light lamp; lamp light; rug carpet; carpet rug; stain spot mark; alter change; say spell pronounce;
-pronounce say; spoken speaking speak verbal communication; speak talk; fluent fluently; vocabulary words; word term;
-term word; resolve settle; settle resolve; gift present; present gift; party celebration; wish want desire; hope wish;
-dream wish; plan schedule; schedule plan timetable; meeting appointment; event occasion happening; happen occur; occur
-happen take; exist be; contain include have hold; include contain; consist comprise contain made; prevent avoid stop;
-avoid prevent; protect defend guard secure; protection security; security safety; safety security safe; danger risk;
-risk danger; dispute conflict; agree accept; accept take; refuse decline reject; verify confirm; prove show; evidence
-proof; proof evidence; research study; scientist researcher; invest investment; stock share; share stock; profit gain;
-gain get obtain; growth grow increase; consumption use usage; usage use; fuel gas petrol; strengthen strong stronger;
-speed accelerate; accelerate speed; shorten cut reduce; strong powerful; powerful strong; weak feeble; quality
-standard; excellent great outstanding; perfect ideal; ideal perfect best; favorite best preferred; prefer like;
-interesting fascinating exciting; earn income; figure number; demonetize ban; layperson layman; beginner novice
-newbie; novice beginner; expert professional specialist; professional expert; prisoner inmate; soldier troops; army
+construct write produce form; write compose draft author create; car automobile vehicle; bike bicycle cycle; movie film;
+photo picture image photograph pic; job work career employment position occupation; child kid children kids; mother mom
+mum; father dad; doctor physician; sick ill; happy glad; sad unhappy; smart intelligent clever; angry mad; pretty
+beautiful; scared afraid frightened; rich wealthy; boring dull; hard difficult tough challenging; easy simple; wrong
+incorrect; correct right; cheap inexpensive affordable low-cost cost; expensive costly dear; help assist aid support;
+show display present; explain describe clarify tell illustrate; end finish stop conclude; stop quit cease end halt;
+choose pick select; earn make get; change alter modify edit update adjust switch convert; increase raise boost improve
+grow enhance; decrease reduce lower cut lessen minimize; improve enhance better increase boost develop; rise increase
+climb grow; fall drop decline decrease; near close beside nearby next adjacent; often frequently; rarely seldom; maybe
+perhaps possibly; require need necessary must want; use utilize employ apply using; allow permit let legal; forbid
+prohibit ban; keep retain maintain; try attempt; show demonstrate; talk speak chat converse; say tell state; ask inquire
+request; answer reply respond response; see view watch look; watch see; look appear seem; find locate discover search;
+search find look seek; error bug issue problem fault mistake trouble; problem issue trouble difficulty; website site
+webpage; internet web online; phone smartphone cellphone telephone mobile cell; laptop notebook; computer pc; tv
+television; fridge refrigerator; sofa couch; trash garbage rubbish waste; store shop market; apartment flat; house home;
+street road; city town; country nation; company firm business corporation; boss manager; worker employee staff; customer
+client; person human individual; guy man; girl woman lady; boy guy; meal food dish; dinner supper; candy sweets; cookie
+biscuit; gas petrol gasoline fuel; truck lorry; elevator lift; vacation holiday trip; trip journey travel tour; travel
+go; flight plane; airplane plane aircraft; money cash; salary pay wage income; price cost fee rate charge; cost price
+expense; free complimentary; tax taxation; exam test examination quiz; school college university; grade mark score;
+teacher instructor tutor professor; student pupil learner; learn study master understand; teach instruct train; study
+learn; book novel; article post text; essay paper; story tale; author writer; sentence phrase; summary overview
+abstract; summarize shorten condense; list enumerate name; image picture drawing; draw sketch; translate convert render
+turn; convert transform change turn transfer; rewrite rephrase reword paraphrase make; code program script programming;
+function method routine; folder directory; file document; copy duplicate clone; move transfer shift relocate; transfer
+send move; send mail ship deliver submit forward make; delivery shipping shipment; package parcel; order purchase;
+return give; refund reimbursement; cancel terminate end stop; subscription membership plan; account profile; password
+passcode; login logon; username login; app application; run execute start launch; open launch start; close shut; crash
+freeze; slow sluggish; setup configure install; configure set; install setup; download get; update upgrade; verify check
+confirm validate; check test verify see; show list; display show print; print output display; iterate loop; get obtain
+receive retrieve fetch gain acquire; call invoke phone ring contact; combine merge join concatenate; join merge combine;
+split divide separate; begin open; many number amount count quantity; much amount quantity; calculate compute determine
+find work; difference distinction; different distinct another other; same identical equal alike; important significant
+essential key crucial vital; main primary principal chief major; reason cause why; cause lead make result trigger create
+reason; effect impact influence consequence result; affect impact influence; benefit advantage pro upside; disadvantage
+drawback con downside; goal aim objective purpose; purpose goal meaning point use; meaning definition sense; mean
+signify stand; idea concept thought; way method approach technique means manner; tip advice suggestion hint trick;
+example instance sample; type kind sort category; part piece portion section; place location spot; area region zone; top
+best; best top good greatest finest ideal; good great nice excellent fine decent; bad poor terrible awful harmful;
+famous popular known renowned; common frequent typical; strange weird odd unusual; normal usual typical; old elderly
+aged; new recent latest modern; current present latest recent; quiet silent; loud noisy; safe secure; dangerous unsafe
+risky hazardous; healthy nutritious; health wellness; weight fat pounds kilos; lose drop shed burn; loss lose; exercise
+workout training; medicine medication drug; illness disease sickness; pain ache hurt; symptom sign; treat cure heal;
+cure treat remedy treatment; sleep rest; tired exhausted weary; calm soothe relax; clean wash cleanse; dirty filthy;
+cook make prepare; prepare ready; ready prepared; boil cook; eat consume have; drink consume; live reside dwell stay
+life; life living; die pass death; kill murder; fight battle; war conflict; win earn; love like adore; like enjoy; hate
+dislike detest despise; feel sense; believe think; think feel opinion thought consider; thought view opinion think; know
+understand learn; understand comprehend grasp; remember recall; meet encounter; friend buddy pal; marry wed; marriage
+wedding; husband spouse; wife spouse; baby infant; kid child; plant grow; grow raise cultivate; weather climate; hot
+warm; cold cool chilly; wet damp; leak drip; tap faucet; build construct; construct make; break damage; broken damaged;
+hurt injure harm; harm damage hurt; hit strike beat; push press; pull drag; carry bring hold; bring take; give provide
+offer supply; provide offer give supply contain; offer provide; receive get obtain; reach arrive get; arrive come reach;
+arrival arrive; leave depart exit quit; go travel get; visit see tour; stay remain; wait await; walk stroll; run jog;
+jump leap; throw toss; catch grab; hold grip; touch feel; sit seat; stand be; wear dress; clothes clothing outfit; shoe
+footwear; hat cap; shirt top; stripe striped; cloud cloudy; sun sunny; color hue shade; shape form; size big; height
+tall; weight heavy; length long; distance far; age old; speed fast; depth deep; width wide; population people
+inhabitants; temperature hot; author writer wrote write; inventor invent; discover find; discoverer discover; founder
+found; invent create; president leader head; capital city; win victory; fear afraid scared; marathon race; race run;
+game match; match game; sport game; song music track; music song; funny humorous amusing; cry weep; begin onset; final
+last; first initial; next following upcoming; previous earlier prior last; recover restore retrieve get; restore
+recover; reset restore change; reset recover; turn switch; activate enable; enable activate turn on; disable deactivate
+turn off; connect link pair attach; pair connect; link connect url; disconnect drop; charge bill; bill invoice; invoice
+receipt bill; pay payment; payment pay; rent lease hire; hire employ recruit; fire dismiss; job interview; resume cv;
+skill ability; ability skill capability; success succeed successful; succeed success; become be turn; approach handle
+method; handle manage deal cope treat; manage handle control; control manage; lead guide; guide tutorial instructions;
+rule regulation law; law legal; allowed permitted legal okay acceptable possible; possible feasible able can; able can;
+unable cannot; likely probable; sure certain; true real correct; false untrue fake; fake counterfeit; real actual
+genuine true; exactly precisely; approximately about roughly around; nearly almost; very extremely really so; also too;
+only just; book reserve booking reservation; reserve book; seat chair; rank rating; save store keep; store save keep;
+save reduce; spend use; fit fits; fitness shape; abroad overseas foreign; foreign international; international global
+worldwide; worldwide global world; global world; earth world planet; universe cosmos world; space universe; daily day;
+yearly annual annually year; weekly week; monthly month; fall autumn; noon midday; tonight evening; nowadays today
+currently; currently now presently; soon shortly; immediately instantly now; again once; forever always; always forever;
+proofread check edit review; review evaluate assess; evaluate assess; compare contrast difference versus; versus vs
+compare; block ban; remind reminder alert; alarm alert; polite courteous; plot storyline story; title name headline;
+name title call; email mail; mail post; message text note; note message; chat message talk; contact reach touch; agent
+representative; representative agent; warranty guarantee; damage harm; item product; product item goods thing; goods
+product; screen display monitor; dark night; light lamp; lamp light; rug carpet; carpet rug; stain spot mark; alter
+change; say spell pronounce; pronounce say; spoken speaking speak verbal communication; speak talk; fluent fluently;
+vocabulary words; word term; term word; resolve settle; settle resolve; gift present; present gift; party celebration;
+wish want desire; hope wish; dream wish; plan schedule; schedule plan timetable; meeting appointment; event occasion
+happening; happen occur; occur happen take; exist be; contain include have hold; include contain; consist comprise
+contain made; prevent avoid stop; avoid prevent; protect defend guard secure; protection security; security safety;
+safety security safe; danger risk; risk danger; dispute conflict; agree accept; accept take; refuse decline reject;
+verify confirm; prove show; evidence proof; proof evidence; research study; scientist researcher; invest investment;
+stock share; share stock; profit gain; gain get obtain; growth grow increase; consumption use usage; usage use; fuel gas
+petrol; strengthen strong stronger; speed accelerate; accelerate speed; shorten cut reduce; strong powerful; powerful
+strong; weak feeble; quality standard; excellent great outstanding; perfect ideal; ideal perfect best; favorite best
+preferred; prefer like; interesting fascinating exciting; earn income; figure number; demonetize ban; layperson layman;
+beginner novice newbie; novice beginner; expert professional specialist; professional expert; prisoner inmate; soldier
+troops; to into onto toward towards; in inside within at; on upon onto; by via through; with using; for to; army
 military; police cop; lawyer attorney; thief robber burglar; steal rob; crime offense
 """
 SYNONYMS = tuple(" ".join(group.split()) for group in _SYNONYMS.split(";"))

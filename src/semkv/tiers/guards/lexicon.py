@@ -40,6 +40,7 @@ class Lexicon:
         negations: words that deny.
         denials: words that may deny ("fail", "stop"): as good as a negation, and no negation is needed beside them.
         numbers: number words, to values; ordinals too.
+        ordinals: number words, and endings of figures, that rank.
         multipliers: words that multiply the number before them ("hundred", "dozen", "k").
         units: words and symbols of units, to dimension and factor.
         clock: words after a number that make it a time of day, to the hours they add.
@@ -49,8 +50,7 @@ class Lexicon:
         contraries: pairs of prefixes that make opposites of one stem ("en" and "de", "" and "un").
         synonyms: classes of words that may stand in for each other, separated by blanks.
         phrases: phrases to the one word that stands for them.
-        telling: frequent words that tell a text in this language, none that another one with these letters has too;
-            ``telling_first`` tells it at the start.
+        telling: frequent words that tell a text in this language, none that another one with these letters has too.
         function_words: words that carry no content by themselves.
         fillers: content words that a rewording adds or drops freely.
         relations: function words that tie a subject to an object, so that an exchange around them matters.
@@ -62,10 +62,17 @@ class Lexicon:
         open: nouns after which "what" still asks for anything ("what kind").
         leads: words that may stand before the question word of a question ("tell me").
         capitals: words that are names when written in capitals, with the word to take for them.
+        twofold: words that are a name with a capital and another word without ("Polish").
+        vowels: letters of which every word has one; what has none is an abbreviation, however it is typed.
+        spelling: words of questions about letters, to which capitals matter.
         lessening: words that turn a comparison round ("less"), and the endings of a comparative.
-        owners: possessive words to a sense, and the other words of their persons.
         demonyms: endings that make an adjective of a name.
-        persons: words for a person spoken of or to, to a sense; different senses exclude each other.
+        persons: words for a person to a sense; ``third`` are the senses of persons spoken of, ``owners`` the words of
+            the others that stand before what belongs to them ("my").
+        hearer: words for the one who is asked ("can you").
+        modals: auxiliaries to what they say: may, should, must.
+        tenses: auxiliaries to their time: past, perfect, present, future.
+        pivots: words around which the order of the others tells who is which ("than").
         helpers: auxiliaries that a question for the object needs and one for the subject does not ("did").
         articles: words left out when neighbours are compared.
         by: the word before the agent of a passive, the forms of its auxiliary, and the endings of a gerund, which
@@ -76,6 +83,7 @@ class Lexicon:
 
     negations: frozenset[str]
     numbers: Mapping[str, float] = field(default_factory=dict)
+    ordinals: frozenset[str] = frozenset()
     multipliers: Mapping[str, float] = field(default_factory=dict)
     units: Mapping[str, Unit] = field(default_factory=dict)
     clock: Mapping[str, int] = field(default_factory=dict)
@@ -87,7 +95,6 @@ class Lexicon:
     synonyms: tuple[str, ...] = ()
     phrases: Mapping[str, str] = field(default_factory=lambda: _NONE)
     telling: frozenset[str] = frozenset()
-    telling_first: frozenset[str] = frozenset()
     function_words: frozenset[str] = frozenset()
     fillers: frozenset[str] = frozenset()
     relations: frozenset[str] = frozenset()
@@ -97,10 +104,18 @@ class Lexicon:
     open: frozenset[str] = frozenset()
     leads: frozenset[str] = frozenset()
     capitals: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    twofold: frozenset[str] = frozenset()
+    vowels: str = ""
+    spelling: frozenset[str] = frozenset()
     lessening: tuple[frozenset[str], tuple[str, ...]] = (frozenset(), ())
-    owners: tuple[Mapping[str, str], frozenset[str]] = (_NONE, frozenset())
     demonyms: frozenset[str] = frozenset()
     persons: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    third: frozenset[str] = frozenset()
+    owners: frozenset[str] = frozenset()
+    hearer: frozenset[str] = frozenset()
+    modals: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    tenses: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    pivots: frozenset[str] = frozenset()
     helpers: frozenset[str] = frozenset()
     articles: frozenset[str] = frozenset()
     choices: frozenset[str] = frozenset()
@@ -129,20 +144,25 @@ class Tables:
     quiet: frozenset[str]
     phrases: Mapping[str, tuple[tuple[list[str], list[str]], ...]]
     dates: Mapping[str, tuple[str, str]]
-    prefixes: tuple[str, ...]
+    known: frozenset[str]
+    pivots: frozenset[str]
 
     @classmethod
     def of(cls, lexicon: Lexicon) -> Tables:
+        opposites, classes = _opposites(lexicon), _classes(lexicon)
+        said = {*lexicon.fillers, *lexicon.function_words, *lexicon.numbers, *lexicon.multipliers, *lexicon.units}
+        said.update(word for table in (lexicon.dates, lexicon.groups) for group in table.values() for word in group)
         return cls(
-            opposites=_opposites(lexicon),
-            classes=_classes(lexicon),
+            opposites=opposites,
+            classes=classes,
             denials=frozenset(_stem(word, lexicon) for word in lexicon.denials),
             relations=frozenset(_stem(word, lexicon) for word in lexicon.relations),
             symmetric=frozenset(_stem(word, lexicon) for word in lexicon.symmetric),
             quiet=frozenset(_stem(word, lexicon) for word in lexicon.fillers | lexicon.function_words),
             phrases=_phrases(lexicon.phrases),
             dates=_dates(lexicon),
-            prefixes=tuple(negative for plain, negative in lexicon.contraries if not plain),
+            known=frozenset((*opposites, *classes, *(_stem(word, lexicon) for word in said))),
+            pivots=frozenset(lexicon.groups.get("direction", _NONE)) | lexicon.pivots,
         )
 
 

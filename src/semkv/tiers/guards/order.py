@@ -88,15 +88,20 @@ def _contradicts(s: _Spines, one: Places, other: Places, between: list[Places], 
 
 
 def _transposed(s: _Spines) -> bool:
-    """Whether two words have changed places and nothing else: "Mary's father's boss", "Mary's boss's father"."""
+    """Whether two words have changed places, wherever they come, and nothing else: "Mary's father's boss", "Mary's
+    boss's father".
+    """
     if len(s.first) != len(s.second):
         return False
     apart = [i for i, (x, y) in enumerate(zip(s.first, s.second, strict=True)) if x != y]
-    if len(apart) != 2 or apart[1] - apart[0] < 2:
+    stems = {s.first[i] for i in apart}
+    if len(stems) != 2 or any(s.second[i] not in stems for i in apart):
         return False
-    i, j = apart
-    exchanged = s.first[i] == s.second[j] and s.first[j] == s.second[i]
-    return exchanged and not all(stem in s.lexicon.tables.symmetric for stem in s.first[i + 1 : j])
+    if apart[1] - apart[0] < 2:
+        one, other = stems
+        return other in s.lexicon.tables.opposites.get(one, {})
+    between = s.first[apart[0] + 1 : apart[1]]
+    return not all(stem in s.lexicon.tables.symmetric for stem in between)
 
 
 def _asks_other_side(a: Sequence[Token], b: Sequence[Token], s: _Spines) -> bool:

@@ -39,6 +39,10 @@ class Quantities(NamedTuple):
     """Units without a number, as dimension and factor."""
     words: frozenset[str]
     """The words that are part of these."""
+    counted: frozenset[str]
+    """Stems of what a plain number counts: "three rivers"."""
+    ranked: frozenset[str]
+    """Stems of what an ordinal ranks: "the third river"."""
 
 
 def measure(tokens: Sequence[Token], lexicon: Lexicon) -> Quantities:
@@ -46,6 +50,8 @@ def measure(tokens: Sequence[Token], lexicon: Lexicon) -> Quantities:
     found: list[Quantity] = []
     bare: set[str] = set()
     used: set[int] = set()
+    counted: set[str] = set()
+    ranked: set[str] = set()
     i = 0
     while i < len(tokens):
         word = tokens[i].word
@@ -53,6 +59,8 @@ def measure(tokens: Sequence[Token], lexicon: Lexicon) -> Quantities:
             end, number = _number(tokens, i, lexicon)
             end, quantity = _united(tokens, i, end, number, lexicon)
             found.append(quantity)
+            if not quantity.dimension and end < len(tokens) and tokens[end].stem not in lexicon.tables.dates:
+                (ranked if tokens[end - 1].word in lexicon.ordinals else counted).add(tokens[end].stem)
             used.update(range(i - (i > 0 and tokens[i - 1].word in _CURRENCY), end))
             i = end
             continue
@@ -65,7 +73,8 @@ def measure(tokens: Sequence[Token], lexicon: Lexicon) -> Quantities:
             bare.add(f"{dimension} {factor:g}")
             used.add(i)
         i += 1
-    return Quantities(tuple(found), frozenset(bare), frozenset(tokens[k].word for k in used))
+    words = frozenset(tokens[k].word for k in used)
+    return Quantities(tuple(found), frozenset(bare), words, frozenset(counted), frozenset(ranked))
 
 
 def _number(tokens: Sequence[Token], i: int, lexicon: Lexicon) -> tuple[int, Quantity]:
@@ -167,6 +176,8 @@ def differ(a: Quantities, b: Quantities) -> str | None:
             return "unit"
         if any(not q.loose for q in left) or any(not q.loose for q in right) or (left and right):
             return "number"
+    if a.counted & b.ranked - a.ranked or b.counted & a.ranked - b.ranked:
+        return "number"
     return "unit" if a.bare - b.bare and b.bare - a.bare else None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from semkv.keys import LITERAL, one_style
 from semkv.tiers.guards.lexicon import Lexicon
 
 _KEPT = 40  # characters of a word whose token is remembered
@@ -16,6 +17,7 @@ _PART = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)*|[%°$€£¥₹]|
 _EDGE = ".,;:!?\"“”„«»…‘'`*"
 _BRACKETS = "()[]{}<>"
 _SIGNS = "%°$€£¥₹"
+_ENDS = ",.?!"  # signs after a plain word
 STOPS = frozenset(",;?")
 """Signs that are tokens, since a question may start after one."""
 _CODE = re.compile(
@@ -36,6 +38,7 @@ _CODE = re.compile(
 )
 _CAMEL = re.compile(r"[a-z]{2,}[A-Z]\w*")
 _DOTTED = re.compile(r"[\w-]{2,}(?:\.[\w-]+)*\.[a-z][\w-]+|\w\.[a-z][\w-]+")
+_SUM = re.compile(r"(?<![\d.,])\d[\d.,]*+(?:\s*+[-+*/×÷^]\s*+\d[\d.,]*+)+")
 _DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}")
 _QUOTES = re.compile(
     r"\"([^\"]{1,200})\"|“([^”]{1,200})”|„([^“”]{1,200})[“”]|«([^»]{1,200})»|`([^`]{1,200})`"
@@ -60,21 +63,37 @@ class Text(NamedTuple):
 
     tokens: tuple[Token, ...]
     code: frozenset[str]
-    """Identifiers, flags, paths, versions and operators, folded."""
+    """Identifiers, flags, paths, versions and operators; folded where their case may be a way of typing."""
     spelled: frozenset[str]
-    """Chunks between blanks that are no plain words, folded: where the code of the other text is looked for."""
+    """Chunks between blanks that are no plain words, as written and folded: where the code of the other text is looked
+    for."""
+    sums: frozenset[str]
+    """Figures with a sign of arithmetic between them."""
     quotes: frozenset[str]
     dates: frozenset[str]
     """Dates in figures whose order of day and month is open."""
+    cased: frozenset[str] | None
+    """Words with capitals that are no way of typing, as written; None where the case of the text says nothing."""
+    starts: frozenset[str]
+    """Words whose capital is that of their sentence, folded."""
 
 
 def read(text: str, lexicon: Lexicon) -> Text:
     """Take a text apart."""
     plain = unicodedata.normalize("NFKC", text).replace("’", "'")
-    reader = _Reader(plain.split(), lexicon)
+    reader = _Reader(plain.split(), lexicon, typed=one_style(plain) and not plain.islower())
     words = _phrased(reader.words, lexicon)
     tokens = tuple([(_known if len(word) <= _KEPT else _token)(word, name, lexicon) for word, name in words])
-    return Text(tokens, frozenset(reader.code), frozenset(reader.spelled), _quoted(plain), frozenset(reader.dates))
+    return Text(
+        tokens,
+        frozenset(reader.code),
+        frozenset(reader.spelled),
+        _sums(plain) if reader.figures else frozenset(),
+        _quoted(plain),
+        frozenset(reader.dates),
+        reader.cased_words(),
+        frozenset(reader.starts),
+    )
 
 
 def _token(word: str, name: bool, lexicon: Lexicon) -> Token:
@@ -85,34 +104,60 @@ _known = lru_cache(maxsize=16384)(_token)
 
 
 class _Reader:
-    """Sorts the chunks of a text: words, code and dates."""
+    """Sorts the chunks of a text: words, code and dates. ``typed``: capitals or Title Case are its way of typing."""
 
-    def __init__(self, chunks: Sequence[str], lexicon: Lexicon) -> None:
+    def __init__(self, chunks: Sequence[str], lexicon: Lexicon, *, typed: bool) -> None:
         self._lexicon = lexicon
-        self._titled = _titled(chunks)
+        self._typed = typed
+        self._titled = typed or _titled(chunks)
         self._start = True
+        self._cased: set[str] = set()
+        self.starts: set[str] = set()
+        self.figures = False
         self.words: list[tuple[str, bool]] = []
         self.code: set[str] = set()
         self.spelled: set[str] = set()
         self.dates: set[str] = set()
         for chunk in chunks:
             if chunk.isalpha() and chunk[1:].islower():
-                self.words.append((chunk.casefold(), chunk[0].isupper() and not self._start and not self._titled))
+                self._word(chunk)
                 self._start = False
+            elif chunk[-1] in _ENDS and chunk[:-1].isalpha() and chunk[1:-1].islower():
+                self._word(chunk[:-1])
+                if chunk[-1] in STOPS:
+                    self.words.append((chunk[-1], False))
+                self._start = chunk[-1] != ","
             else:
                 self._mixed(chunk)
 
+    def cased_words(self) -> frozenset[str] | None:
+        return None if self._titled else frozenset(self._cased)
+
+    def _word(self, chunk: str) -> None:
+        word = chunk.casefold()
+        if word == chunk:
+            self.words.append((word, False))
+        elif self._start:
+            self.starts.add(word)
+            self.words.append((word, False))
+        else:
+            self._cased.add(chunk)
+            self.words.append((word, not self._titled))
+
     def _mixed(self, chunk: str) -> None:
         core = chunk.strip(_EDGE)
-        folded = core.strip(_BRACKETS + _EDGE).casefold()
+        inner = core.strip(_BRACKETS + _EDGE)
+        folded = inner.casefold()
+        self.spelled.add(inner)
         self.spelled.add(folded)
         if len(core) > _LONGEST:
             self.code.add(folded)
         elif _DATE.fullmatch(core):
             self._date(core)
         elif is_code(core):
-            self.code.add(folded or core)
-            self.spelled.add(folded or core)
+            cased = LITERAL.search(core) and not core.isalpha() and not _DOTTED.fullmatch(inner)
+            self.code.add((inner if cased else folded) or core)
+            self.spelled.add(core)
             self.words.append((folded or core, False))
         else:
             self._parts(chunk)
@@ -127,10 +172,12 @@ class _Reader:
 
     def _parts(self, chunk: str) -> None:
         parts = _PART.findall(chunk)
+        self.figures = self.figures or chunk[0].isdigit() or chunk[-1].isdigit()
         for i, part in enumerate(parts):
             if part in STOPS:
                 self.words.append((part, False))
             elif part[0].isalnum() or part in _SIGNS:
+                self._case(part.removesuffix("'s"), first=i == 0)
                 name = part[0].isupper() and not self._titled and (part[1:].isupper() or not (self._start and i == 0))
                 follow = parts[i + 1] if i + 1 < len(parts) else ""
                 if part == "C" and follow in ("+", "#"):
@@ -139,7 +186,17 @@ class _Reader:
                 elif part.endswith(("'s", "'S")):
                     self.words += [(part[:-2].casefold(), name), ("'s", False)]
                 else:
-                    self.words.append((self._lexicon.capitals.get(part) or part.casefold(), name))
+                    apart = None if self._typed else self._lexicon.capitals.get(part)
+                    self.words.append((apart or part.casefold(), name))
+
+    def _case(self, part: str, *, first: bool) -> None:
+        word = part.casefold()
+        if word == part:
+            return
+        if first and self._start and part.istitle():
+            self.starts.add(word)
+        else:
+            self._cased.add(part)
 
 
 def is_code(core: str) -> bool:
@@ -157,6 +214,10 @@ def is_code(core: str) -> bool:
     if inner[0] == "-" and inner[1:2] != "-" and len(inner) > _FLAG:
         return False
     return bool(_CODE.fullmatch(inner)) or bool(_DOTTED.fullmatch(inner) and not inner.replace(".", "").isdigit())
+
+
+def _sums(text: str) -> frozenset[str]:
+    return frozenset("".join(found.split()).rstrip(".,") for found in _SUM.findall(text))
 
 
 def _titled(chunks: Sequence[str]) -> bool:
