@@ -1,10 +1,10 @@
 """What the gateway costs and gives: wrk in front, a scripted upstream behind, each in a process of its own.
 
-Two gateways, one with the semantic tiers and one without, are measured in turns, so that what else the machine does
-strikes both alike. Measures exact hits at 64 and 8 connections that ask without a pause, at 8 that pause for 10 ms, the
-same beside misses, what a miss adds to the upstream's own time, memory over 200,000 requests, and beside it the LiteLLM
-proxy with its local cache where a Python that has it is named. Every figure is the median over the rounds, which are
-kept as well.
+Gateways without and with the semantic tiers, and for misses with the int8 encoder and with --overlap, are measured in
+turns, so that what else the machine does strikes all alike. Measures what a miss adds to the upstream's own time, where
+that answers at once and where it thinks for 50 ms (``slow``), exact hits at 64 and 8 connections that ask without a
+pause, at 8 that pause for 10 ms, the same beside misses, memory over 200,000 requests, and beside it the LiteLLM proxy
+with its local cache where a Python that has it is named. Every figure is the median over the rounds, which are kept.
 
 On a machine that has other work, ask the scheduler to put it aside:
 
@@ -29,11 +29,21 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+_INT8 = ("--index-encoder", "all-MiniLM-L6-v2@onnx-int8")
+KINDS: dict[str, tuple[str, ...]] = {
+    "exact": ("--no-semantic",),
+    "semantic": (),
+    "int8": _INT8,
+    "overlap": ("--overlap",),
+    "int8_overlap": (*_INT8, "--overlap"),
+}
 _PACE_MS = 10
+_DELAY_S = 0.05
 ROOT = Path(__file__).parents[1]
 BODY = {
     "model": "scripted",
@@ -91,10 +101,17 @@ def process(command: list[str], url: str, **environment: str) -> Iterator[subpro
                 running.kill()
 
 
-def wrk(url: str, connections: int, seconds: int, share: int = 0, run: str = "", pace: int = 0) -> dict[str, Any]:
-    """Requests a second and latencies in milliseconds. Without a pace the server has all the work that it can do."""
+def wrk(
+    url: str, connections: int, seconds: int, share: int = 0, run: str = "", pace: int = 0, slow: bool = False
+) -> dict[str, Any]:
+    """Requests a second and latencies in milliseconds. Without a pace the server has all the work that it can do.
+
+    ``slow``: the upstream thinks for 50 ms, as a language model at the least does.
+    """
     text = json.dumps(BODY)
-    cut = text.index("What is")
+    if slow:
+        text = text.replace("What is", f"[delay={_DELAY_S}] What is")
+    cut = text.index("[delay") if slow else text.index("What is")
     script = LUA.format(share=share, head=json.dumps(text[:cut]), tail=json.dumps(text[cut:]), run=run)
     script += PACE.format(pace=pace) if pace else ""
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as file:
@@ -180,7 +197,7 @@ def measure(seconds: int, rounds: int, requests: int, litellm_python: str) -> di
     with tempfile.TemporaryDirectory() as folder, process(command, f"{upstream}/health"):
         with ExitStack() as gateways:
             urls = {}
-            for name, flags in (("exact", ("--no-semantic",)), ("semantic", ())):
+            for name, flags in KINDS.items():
                 port = free_port()
                 urls[name] = f"http://127.0.0.1:{port}"
                 serve = gateway(Path(folder) / name, port, upstream, *flags)
@@ -189,18 +206,22 @@ def measure(seconds: int, rounds: int, requests: int, litellm_python: str) -> di
             for number in range(rounds):
                 found["bare_64"].append(wrk(upstream, 64, seconds))
                 found["bare_miss_1"].append(wrk(upstream, 1, seconds, share=1))
+                found["bare_miss_1_slow"].append(wrk(upstream, 1, seconds, share=1, slow=True))
                 for name, url in urls.items():
+                    found[f"{name}_miss_1"].append(wrk(url, 1, seconds, share=1, run=f"miss {number}"))
+                    found[f"{name}_miss_1_slow"].append(wrk(url, 1, seconds, share=1, run=f"slow {number}", slow=True))
+                    if name not in ("exact", "semantic"):
+                        continue
                     found[f"{name}_hit_64"].append(wrk(url, 64, seconds))
                     found[f"{name}_hit_8"].append(wrk(url, 8, seconds))
                     found[f"{name}_hit_8_paced"].append(wrk(url, 8, seconds, pace=_PACE_MS))
                     found[f"{name}_hit_8_paced_beside_misses"].append(beside_misses(url, seconds, str(number)))
-                    found[f"{name}_miss_1"].append(wrk(url, 1, seconds, share=1, run=f"miss {number}"))
                 print(f"  round {number + 1} of {rounds}", flush=True)
         result: dict[str, Any] = {name: middle(each) for name, each in found.items()}
         for name in urls:
-            for quantile in ("p50_ms", "p99_ms"):
-                added = result[f"{name}_miss_1"][quantile] - result["bare_miss_1"][quantile]
-                result[f"{name}_miss_adds_{quantile}"] = round(added, 3)
+            for kind, quantile in product(("", "_slow"), ("p50_ms", "p99_ms")):
+                added = result[f"{name}_miss_1{kind}"][quantile] - result[f"bare_miss_1{kind}"][quantile]
+                result[f"{name}_miss{kind}_adds_{quantile}"] = round(added, 3)
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         bounds = ("--memory-mib", "8", "--store-mib", "64")

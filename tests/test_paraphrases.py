@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from gateway_helpers import Pair, chat, wait_until
+from semkv.server.caches import Odds
 from semkv.tiers.freshness import Freshness, Lifetime, parse_rule
 from semkv.tiers.policies import Bounded
 
@@ -46,6 +47,7 @@ def pair(running: Pair) -> Iterator[Pair]:
     """The pair, its upstream as it was, and nothing left behind."""
     upstream = running.upstream
     upstream.calls.clear()
+    running.app.gateway.caches.odds = Odds()
     yield running
     upstream.script, upstream.hold_at = {}, 0
     upstream.gate.set()

@@ -165,6 +165,21 @@ class TestBodies:
             assert line.until(b"\r\n\r\n")[9:12] == b"413"
             assert small.post("others").status_code == 200
 
+    def test_a_body_that_comes_too_slowly(self, tmp_path: Path) -> None:
+        head = request(b"{" + b" " * 99).removesuffix(b" " * 99)
+        with Pair(tmp_path, body_timeout=0.2) as hasty, Line(hasty) as line, Line(hasty) as trickle:
+            assert line.send(head).until(b"\r\n\r\n")[9:12] == b"408"
+            trickle.send(head)
+            for _ in range(90):  # a byte now and then buys no time
+                time.sleep(0.01)
+                try:
+                    trickle.send(b" ")
+                except OSError:
+                    break
+            assert trickle.until(b"\r\n\r\n")[9:12] == b"408"
+            assert hasty.upstream.total == 0
+            assert hasty.post("others").status_code == 200
+
 
 class TestHeads:
     def test_no_request_target_leads_to_another_server(self, pair: Pair) -> None:

@@ -59,6 +59,10 @@ def serve(
     mode: Annotated[
         str, typer.Option(help="Of near-repeats: live, dry-run (look and count, change nothing) or off.")
     ] = "live",
+    overlap: Annotated[
+        bool,
+        typer.Option(help="Where near-repeats are rare, ask the upstream while they are looked for."),
+    ] = True,
     similarity_threshold: Annotated[float, typer.Option(help="Least cosine of a similar question.")] = 0.92,
     embedding_layer: Annotated[
         list[str] | None,
@@ -91,6 +95,7 @@ def serve(
     ] = False,
     max_body_mib: Annotated[int, typer.Option(help="Larger requests are refused.")] = 32,
     max_answer_mib: Annotated[int, typer.Option(help="Larger answers are passed on, but not kept.")] = 8,
+    body_timeout: Annotated[float, typer.Option(help="Seconds to wait for the whole of a request.")] = 60.0,
     connect_timeout: Annotated[float, typer.Option(help="Seconds to wait for a connection to the upstream.")] = 2.0,
     upstream_timeout: Annotated[float, typer.Option(help="Seconds to wait for its next byte.")] = 600.0,
     store_timeout: Annotated[float, typer.Option(help="Seconds a request waits for the store.")] = 0.25,
@@ -122,6 +127,7 @@ def serve(
         remote_media=remote_media,
         semantic=semantic,
         mode=mode,
+        overlap=overlap,
         similarity_threshold=similarity_threshold,
         embedding_layers=tuple(embedding_layer or ()),
         embedding_hook=embedding_hook,
@@ -138,6 +144,7 @@ def serve(
         tenant_metrics=tenant_metrics,
         max_body_mib=max_body_mib,
         max_answer_mib=max_answer_mib,
+        body_timeout=body_timeout,
         connect_timeout=connect_timeout,
         upstream_timeout=upstream_timeout,
         store_timeout=store_timeout,

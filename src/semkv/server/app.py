@@ -11,7 +11,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from semkv.server.asgi import Answer, TooLarge, Vanished, error_answer, read_body, reply, unless_gone
+from semkv.server.asgi import (
+    Answer,
+    TooLarge,
+    TooSlow,
+    Vanished,
+    error_answer,
+    read_body,
+    reply,
+    route_path,
+    unless_gone,
+)
 from semkv.server.asked import ENDPOINTS
 from semkv.server.gateway import Gateway
 from semkv.server.salt import SALTED
@@ -34,7 +44,7 @@ class App:
 
     def __init__(self, gateway: Gateway, operations: Application, own: frozenset[str] = _OWN) -> None:
         self.gateway, self._operations, self._own = gateway, operations, own
-        self._limit = gateway.settings.bounds[0]
+        self._limit, self._limit_s = gateway.settings.bounds[0], gateway.settings.body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -46,9 +56,9 @@ class App:
 
     async def answered(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer what is ours: the cached routes, those that get a salt, the operators'. False for everything else."""
-        path = scope["path"]
+        path = route_path(scope)
         if scope["method"] == "POST" and (path in ENDPOINTS or path in SALTED):
-            await self._respond(scope, receive, send, cached=path in ENDPOINTS)
+            await self._respond({**scope, "path": path}, receive, send, cached=path in ENDPOINTS)
         elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
             await self._operations(scope, receive, send)
         else:
@@ -60,7 +70,7 @@ class App:
             if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
                 await reply(error_answer(400, "no such path", "invalid_request_error"), send)
                 return
-            call = Call(scope, await read_body(scope, receive, self._limit))
+            call = Call(scope, await read_body(scope, receive, self._limit, self._limit_s))
             answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, ""))
             if answer.stream is None:
                 await reply(answer, send)
@@ -70,6 +80,9 @@ class App:
             limit = self._limit >> 20
             message = f"the request is larger than {limit} MiB (--max-body-mib)"
             await reply(error_answer(413, message, "invalid_request_error"), send)
+        except TooSlow:
+            message = f"the request was not there after {self._limit_s:g} seconds (--body-timeout)"
+            await reply(error_answer(408, message, "invalid_request_error", [(b"connection", b"close")]), send)
         except (Vanished, UpstreamError):  # the latter breaks off in the middle of an answer: so does the connection
             pass
 

@@ -21,6 +21,10 @@ class TooLarge(Exception):  # noqa: N818
     """A request body over the bound."""
 
 
+class TooSlow(Exception):  # noqa: N818
+    """A request body that does not come to its end."""
+
+
 class Vanished(Exception):  # noqa: N818
     """The client hung up."""
 
@@ -50,30 +54,41 @@ def header(scope: Scope, name: bytes) -> str:
     return b",".join(value for key, value in scope["headers"] if key == name).decode("latin-1")
 
 
+def route_path(scope: Scope) -> str:
+    """The path without the ``root_path`` in front of it, which a proxy may or may not have taken off; as Starlette
+    reads it."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
 def is_plain_json(scope: Scope) -> bool:
     """The body is JSON by its content type, and not compressed: what any server reads in one way."""
     kind = header(scope, b"content-type").partition(";")[0].strip().lower()
     return kind == "application/json" and header(scope, b"content-encoding").strip().lower() in ("", "identity")
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float) -> bytes:
     """The whole body.
 
     Raises:
         TooLarge: it is longer than ``limit`` bytes, or says so.
+        TooSlow: it was not there after ``limit_s`` seconds.
         Vanished: the client hung up first.
     """
     declared = header(scope, b"content-length")
     if declared.isdecimal() and int(declared) > limit:
         raise TooLarge
-    message = await receive()
-    if not message.get("more_body", False) and message["type"] == "http.request":
-        body: bytes = message.get("body", b"")
-        if len(body) > limit:
-            raise TooLarge
-        return body
+    try:
+        async with asyncio.timeout(limit_s):
+            return await _body(receive, limit)
+    except TimeoutError:
+        raise TooSlow from None
+
+
+async def _body(receive: Receive, limit: int) -> bytes:
     pieces, size = [], 0
     while True:
+        message = await receive()
         if message["type"] == "http.disconnect":
             raise Vanished
         pieces.append(message.get("body", b""))
@@ -82,7 +97,6 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             raise TooLarge
         if not message.get("more_body", False):
             return b"".join(pieces)
-        message = await receive()
 
 
 async def until_gone(receive: Receive) -> None:

@@ -25,7 +25,7 @@ from semkv.tiers.base import Candidate
 from semkv.tiers.response import Found, ResponseCache
 from semkv.tiers.stats import CacheStats
 from semkv.tiers.underway import Underway
-from semkv.types import Plan, ReuseReport
+from semkv.types import Exactness, Plan, ReuseReport
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,10 @@ EXACT = "exact"
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LOOKUP_S = 10.0  # longest wait for a semantic lookup
+_LATELY = 64  # lookups; after 190 that found nothing their share counts as rare
+_RARE = 0.05
 _LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
+_ASIDE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
 _QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs nobody any time
 _ADMIN_S = 30.0
 _INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
@@ -64,14 +67,32 @@ class Resolution:
 
     @property
     def tier(self) -> str:
-        """``exact``, or where the donor came from."""
-        return self.report.provenance if self.report is not None and self.report.plan.substituted else EXACT
+        """Where the donor came from; ``exact`` without one, and where its prompt is the request's own."""
+        match = self.report.plan.match if self.report is not None and self.report.plan.substituted else None
+        if self.report is None or match is None or match.exactness is Exactness.EXACT:
+            return EXACT
+        return self.report.provenance
 
     @property
     def score(self) -> float | None:
         """Of the donor; None without one."""
         match = self.report.plan.match if self.report is not None else None
         return match.score if match is not None and self.tier != EXACT else None
+
+
+class Odds:
+    """How often lookups have found something lately; taken to be always until shown otherwise."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        self.share = share
+
+    def add(self, *, found: bool) -> None:
+        self.share += (found - self.share) / _LATELY
+
+    @property
+    def rare(self) -> bool:
+        """Whether so few do that work for the upstream costs less than their wait."""
+        return self.share < _RARE
 
 
 class Caches:
@@ -101,7 +122,8 @@ class Caches:
         self._media = None if semantic is None else MediaStore(semantic.config.cache_dir / "media")
         self._store = Workers("semkv-store", threads=4, queued=_QUEUED, drops=True)
         self._keepers = Workers("semkv-keeper", threads=4, queued=_QUEUED)
-        self._encoders = Workers("semkv-encoder", threads=2, queued=_LOOKUPS, drops=True)
+        self._encoders = Workers("semkv-encoder", threads=2, queued=_LOOKUPS, drops=True, nice=_ASIDE)
+        self.odds = Odds()
         self._parsers = Workers("semkv-parser", threads=2, queued=1 << 20)
         self._finding: dict[str, asyncio.Task[Resolution]] = {}
 
@@ -132,11 +154,20 @@ class Caches:
         own = await self._guarded("semantic", self._parsers, _LOOKUP_S, canonical.with_plan, looked.report.plan)
         return Resolution(canonical) if own is None else replace(looked, canonical=own)
 
+    def looks(self, canonical: CanonicalRequest) -> bool:
+        """Whether `find` looks for donors. Where an answer was drawn at random it would be neither served nor
+        comparable with another."""
+        return self.semantic is not None and canonical.request is not None and (self._sampled or not canonical.sampled)
+
+    def partition(self, canonical: CanonicalRequest) -> str:
+        """What a request shares with those whose answers it may join; empty where there are none."""
+        if self.semantic is None or canonical.request is None:
+            return ""
+        return self.semantic.joining.partition(canonical.request)
+
     async def _find(self, canonical: CanonicalRequest) -> Resolution:
         own = Resolution(canonical, await self.stored(canonical))
-        if own.found is not None or self.semantic is None or canonical.request is None:
-            return own
-        if canonical.sampled and not self._sampled:  # its answer would be neither served nor comparable with another
+        if own.found is not None or not self.looks(canonical):
             return own
         start = time.perf_counter()
         looked = await self._guarded("semantic", self._encoders, _LOOKUP_S, self._try_reuse, canonical)
@@ -144,7 +175,10 @@ class Caches:
         if looked is None:
             return own
         report = looked.report
-        if report is None or not report.plan.substituted:
+        if report is None:
+            return looked
+        self.odds.add(found=bool(report.plan.substituted))
+        if not report.plan.substituted:
             return looked
         other = await self._guarded("semantic", self._parsers, _LOOKUP_S, canonical.with_plan, report.plan)
         if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
@@ -169,7 +203,10 @@ class Caches:
             resolution: of the request.
             others: keys of the others, and the others as donors.
         """
-        return await self._guarded("semantic", self._parsers, _LOOKUP_S, self._join, resolution, others)
+        joined = await self._guarded("semantic", self._parsers, _LOOKUP_S, self._join, resolution, others)
+        if joined is not None:
+            self.odds.add(found=True)
+        return joined
 
     def _join(self, resolution: Resolution, others: Sequence[tuple[str, Candidate]]) -> Resolution | None:
         assert self.semantic is not None

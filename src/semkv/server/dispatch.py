@@ -60,7 +60,16 @@ class Dispatch:
             body["stream_options"] = {"include_usage": True}
         return _dump(body) if len(asked.call.body) <= LARGE else await self._caches.parse(_dump, body)
 
-    def start(self, asked: Asked, resolution: Resolution, raw: bytes, *, shared: bool = True) -> Subscription:
+    def start(
+        self,
+        asked: Asked,
+        resolution: Resolution,
+        raw: bytes,
+        *,
+        shared: bool = True,
+        looking: asyncio.Future[Resolution] | None = None,
+        partition: str = "",
+    ) -> Subscription:
         """Send a request upstream; equal and similar ones may join from here on.
 
         Args:
@@ -68,6 +77,8 @@ class Dispatch:
             resolution: of what is asked.
             raw: its body.
             shared: whether others may join, where the client allows it.
+            looking: the lookup, where it is not over yet; similar ones may join after it.
+            partition: of the request then, in which none is `Paraphrases.busy`.
         """
         canonical, started = resolution.canonical, time.perf_counter()
         since = self._caches.responses.begin()
@@ -84,12 +95,34 @@ class Dispatch:
 
         call = asked.call.with_body(raw)
         seat = self.desk.start(self._key(canonical), call, landed, chat=asked.chat, shared=shared)
-        if resolution.report is not None:
-            underway = resolution.underway if shared else None
-            if underway is not None:
-                self.paraphrases.add(canonical.key, underway)
-            self.spawn(self._record(asked, resolution, seat.flight, underway))
+        if looking is not None:
+            self.paraphrases.expect(partition)
+            self.spawn(self._record_looked(asked, looking, seat.flight, partition))
+        elif resolution.report is not None:
+            self.spawn(self._record(asked, resolution, seat.flight, self._announced(resolution, seat.flight)))
         return seat
+
+    def _announced(self, resolution: Resolution, flight: Flight) -> Underway | None:
+        """Let similar requests join a flight; what they find it by, or None where they may not."""
+        if resolution.underway is not None and flight.shared:
+            self.paraphrases.add(resolution.canonical.key, resolution.underway)
+            return resolution.underway
+        return None
+
+    async def _record_looked(
+        self, asked: Asked, looking: asyncio.Future[Resolution], flight: Flight, partition: str
+    ) -> None:
+        """Record what was asked while the lookup ran; a donor that was found too late had no part in it."""
+        underway = None
+        try:
+            looked = await looking
+            if looked.report is not None and looked.canonical.key != asked.canonical.key:
+                looked = Resolution(asked.canonical, None, looked.report.unchanged())
+            underway = self._announced(looked, flight)
+        finally:
+            self.paraphrases.decided(partition)
+        if looked.report is not None:
+            await self._record(asked, looked, flight, underway)
 
     async def _record(self, asked: Asked, resolution: Resolution, flight: Flight, underway: Underway | None) -> None:
         """Tell the semantic cache what was computed; until then paraphrases find the request itself."""

@@ -9,6 +9,7 @@ the cache is counted and the request goes on as a miss.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -209,17 +210,71 @@ class Gateway:
 
     async def _slow(self, asked: Asked) -> Answer:
         try:
-            resolution = Resolution(asked.canonical)
-            if asked.controls.read:
-                resolution = await self.caches.find(asked.canonical, keep=asked.controls.write)
-            answer = self._hit(asked, resolution)
-            if answer is None:
-                return await self._ask(asked, resolution)
+            if (partition := self._overlaps(asked)) is not None:
+                return await self._overlapped(asked, partition)
+            return await self._resolved(asked, await self._looked(asked))
         except UpstreamError as error:
             return self._unreachable(error, MISS, asked.start)
+
+    async def _looked(self, asked: Asked) -> Resolution:
+        if not asked.controls.read:
+            return Resolution(asked.canonical)
+        return await self.caches.find(asked.canonical, keep=asked.controls.write)
+
+    async def _resolved(self, asked: Asked, resolution: Resolution) -> Answer:
+        """What the lookup found, or else the upstream's answer."""
+        answer = self._hit(asked, resolution)
+        if answer is None:
+            return await self._ask(asked, resolution)
         if resolution.found is not None:
             self._dispatch.check_soon(asked, resolution, resolution.found.response.payload)
         return answer
+
+    def _overlaps(self, asked: Asked) -> str | None:
+        """The partition of a request that goes upstream while the lookup runs; None where the lookup comes first.
+
+        It comes first where lookups often find something, since each find then costs the upstream a request that is
+        cut off, and while a request is on its way whose answer this one may be given.
+        """
+        caches = self.caches
+        if not (self.settings.overlap and asked.shared and len(asked.call.body) <= LARGE):
+            return None
+        if not (caches.looks(asked.canonical) and caches.odds.rare):
+            return None
+        partition = caches.partition(asked.canonical)
+        return None if self._dispatch.paraphrases.busy(partition) else partition
+
+    async def _overlapped(self, asked: Asked, partition: str) -> Answer:
+        """Ask the upstream while the lookup runs.
+
+        Until a success has begun to come in the lookup has the last word: what it finds is served, or asked for, in
+        place of the request, which is then cut off unless others wait for it. After that the request is a miss.
+        """
+        own = Resolution(asked.canonical, await self.caches.stored(asked.canonical))
+        if (answer := self._hit(asked, own)) is not None:
+            return answer
+        raw = await self._dispatch.raw(asked, asked.canonical, stream=asked.canonical.stream)
+        answer, seat = self._at_hand(asked, own)
+        if answer is not None:
+            return answer
+        if seat is None and self._dispatch.paraphrases.busy(partition):  # by now
+            return await self._resolved(asked, await self._looked(asked))
+        looking = asyncio.ensure_future(self.caches.find(asked.canonical))
+        tier = MISS if seat is None else JOINED
+        if seat is None:
+            seat = self._dispatch.start(asked, own, raw, looking=looking, partition=partition)
+        try:
+            if await seat.wins(looking):
+                return await self._answer(asked, own, seat, tier)
+            looked = looking.result()
+            if looked.found is not None or looked.canonical.key != asked.canonical.key:
+                self.metrics.cut.inc()
+                seat.leave()
+                return await self._resolved(asked, looked)
+            return await self._answer(asked, own, seat, tier)
+        except BaseException:
+            seat.leave()
+            raise
 
     async def _ask(self, asked: Asked, resolution: Resolution) -> Answer:
         """Join the flight of the same canonical request', or of one that asks the same in other words; else start one.
@@ -230,8 +285,9 @@ class Gateway:
         raw = b""
         if answer is None and seat is None:
             raw = await self._dispatch.raw(asked, resolution.canonical, stream=asked.canonical.stream)
-            if asked.shared:
-                answer = await self._beside(asked, resolution)
+            near = await self._dispatch.paraphrases.find(resolution) if asked.shared else None
+            if near is not None:
+                answer = await self._beside(asked, near)
             if answer is None:
                 answer, seat = self._at_hand(asked, resolution)
         if answer is not None:
@@ -250,15 +306,12 @@ class Gateway:
         seat = self._dispatch.join(resolution.canonical) if asked.shared else None
         return (None, seat) if seat is not None else (self._peek(asked, resolution), None)
 
-    async def _beside(self, asked: Asked, resolution: Resolution) -> Answer | None:
+    async def _beside(self, asked: Asked, near: Resolution) -> Answer | None:
         """The answer to a running request that asks the same in other words; None where it is not to be had.
 
         A stream is passed on as it comes. Whoever has had no byte of it yet goes upstream himself once it turns out
         that the cache may not serve the answer: it failed, was cut off, or cannot be kept for another reason.
         """
-        near = await self._dispatch.paraphrases.find(resolution)
-        if near is None:
-            return None
         seat = self._dispatch.join(near.canonical)
         if seat is not None:
             try:

@@ -97,8 +97,8 @@ _HELP = {
     "semantic_entries": "Entries of the semantic cache.",
     "media_bytes": "Bytes of stored images.",
     "hits_checked": "Approximate hits of the random sample that were checked.",
-    "wrong_hit_share": "Share of checked approximate hits whose answer was wrong.",
-    "wrong_hit_share_upper": "Upper end of its 95% interval.",
+    "wrong_hit_share": "Share of checked approximate hits that the comparator calls wrong; its errors count in.",
+    "wrong_hit_share_upper": "Upper end of its 95% interval, of chance alone.",
 }
 
 
@@ -138,6 +138,10 @@ class Metrics:
             self.joins.labels(kind)
         self.parted = Counter(
             "semkv_single_flight_parted", "Similar requests that joined, and then went upstream themselves.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.cut = Counter(
+            "semkv_overlap_cut", "Requests that were sent during the lookup, and given up for what it found.",
             registry=self.registry,
         )  # fmt: skip
         self.tokens = Counter("semkv_tokens_saved", "Completion tokens not computed.", registry=self.registry)

@@ -10,6 +10,8 @@ Everything here runs on the event loop; only the decision takes a thread.
 
 from __future__ import annotations
 
+import asyncio
+
 from semkv.server.caches import Caches, Resolution
 from semkv.tiers.base import Candidate
 from semkv.tiers.underway import Underway
@@ -27,9 +29,24 @@ class Paraphrases:
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
         self._underway: dict[str, dict[str, Underway]] = {}  # partition -> key -> request
+        self._expected: dict[str, asyncio.Event] = {}  # partition -> that its first request is known, or none comes
 
     def __len__(self) -> int:
         return sum(map(len, self._underway.values()))
+
+    def busy(self, partition: str) -> bool:
+        """Whether a request of this partition is on its way upstream; never for an empty one."""
+        return partition in self._underway or partition in self._expected
+
+    def expect(self, partition: str) -> None:
+        """A request of a partition that is not `busy` goes upstream before its lookup; `find` waits until `decided`."""
+        if partition:
+            self._expected[partition] = asyncio.Event()
+
+    def decided(self, partition: str) -> None:
+        """The request that was expected has been added, or will not be."""
+        if (event := self._expected.pop(partition, None)) is not None:
+            event.set()
 
     def add(self, key: str, request: Underway) -> None:
         """A request went upstream under this key."""
@@ -49,6 +66,8 @@ class Paraphrases:
         None is returned in the same step of the event loop in which the last look was taken.
         """
         own, seen = resolution.underway, set[Underway]()
+        while own is not None and (event := self._expected.get(own.partition)) is not None:
+            await event.wait()
         while own is not None and (found := self._similar(own, seen)):
             joined = await self._caches.join(resolution, found)
             if joined is not None:

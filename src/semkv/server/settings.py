@@ -52,6 +52,8 @@ class ServerSettings:
         remote_media: also keep answers to requests with http(s) images, keyed by their address.
         semantic: look for near-repeats.
         mode: of near-repeats: live, dry-run (look and count, change nothing) or off.
+        overlap: where fewer than one in twenty lookups found something, ask the upstream meanwhile, and cut that off
+            where one does.
         similarity_threshold: least cosine of a similar question.
         embedding_layers: as ``NAME:DIM[:THRESHOLD]``.
         embedding_hook: fills the embedding layers.
@@ -68,6 +70,7 @@ class ServerSettings:
         tenant_metrics: label request metrics with a bucket of the tenant's digest.
         max_body_mib: larger requests are refused.
         max_answer_mib: larger answers are passed on, but neither shared nor kept.
+        body_timeout: seconds to wait for the whole of a request's body.
         connect_timeout: seconds to wait for a connection to the upstream.
         upstream_timeout: seconds to wait for its next byte.
         store_timeout: seconds a request waits for the store.
@@ -89,6 +92,7 @@ class ServerSettings:
     remote_media: bool = False
     semantic: bool = True
     mode: str = "live"
+    overlap: bool = True
     similarity_threshold: float = 0.92
     embedding_layers: tuple[str, ...] = ()
     embedding_hook: str = "none"
@@ -105,6 +109,7 @@ class ServerSettings:
     tenant_metrics: bool = False
     max_body_mib: int = 32
     max_answer_mib: int = 8
+    body_timeout: float = 60.0
     connect_timeout: float = 2.0
     upstream_timeout: float = 600.0
     store_timeout: float = 0.25
@@ -120,7 +125,7 @@ class ServerSettings:
                 raise ConfigError(flag(name), getattr(self, name), "0 or more seconds")
         if not 0.0 <= self.jitter < 1.0:
             raise ConfigError("--jitter", self.jitter, "a share from 0 to below 1")
-        for name in ("connect_timeout", "upstream_timeout", "store_timeout"):
+        for name in ("body_timeout", "connect_timeout", "upstream_timeout", "store_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(flag(name), getattr(self, name), "a positive number of seconds")
         parse_choice("--mode", self.mode, CacheMode)

@@ -16,7 +16,7 @@ from semkv.tiers.checking import HitLog
 from semkv.tiers.keying import Keyed
 from semkv.tiers.plan import Planner, Verdict
 from semkv.tiers.record import entry_of
-from semkv.types import CacheMode, Entry, ReuseReport, Scope, Status
+from semkv.types import CacheMode, Entry, Request, ReuseReport, Scope, Status
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -74,6 +74,20 @@ class Joining:
         self._live, self._least = config.mode is CacheMode.LIVE, least
         self._planner, self._hits, self._tally = planner, hits, tally
 
+    def _keys(self, request: Request) -> tuple[Keyed, str, str]:
+        """Of a request: its keys, and `Underway.whole` and `Underway.frame`."""
+        keyed = Keyed.of(request.namespace, request.segments)
+        chain = keyed.folded if self._with_media else keyed.loose
+        return keyed, keyed.whole(chain, "folded") if self._exact else "", keyed.frame(with_media=self._with_media)
+
+    def partition(self, request: Request) -> str:
+        """`Underway.partition` of a request before its lookup; empty where it can join no other."""
+        with Boundary(self._tally, "request"):
+            if request.segments and self._live:
+                _, whole, frame = self._keys(request)
+                return frame or whole
+        return ""
+
     def underway(self, report: ReuseReport) -> Underway | None:
         """The request of a lookup that found nothing, as others may find it until its answer is recorded.
 
@@ -84,10 +98,7 @@ class Joining:
         if report.hit or not request.segments or not self._live:
             return None
         with Boundary(self._tally, "request"):
-            keyed = Keyed.of(request.namespace, request.segments)
-            chain = keyed.folded if self._with_media else keyed.loose
-            whole = keyed.whole(chain, "folded") if self._exact else ""
-            frame = keyed.frame(with_media=self._with_media)
+            keyed, whole, frame = self._keys(request)
             vector = report.embeddings.get(semantic_text.STATUS)
             return Underway(entry_of(request, keyed), whole, frame, vector, self._least)
         return None

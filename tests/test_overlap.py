@@ -1,0 +1,270 @@
+"""The upstream is asked while the lookup runs, where lookups rarely find anything and nobody is there to be joined.
+
+The lookup has the last word until bytes come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway_helpers import Pair, wait_until
+from semkv.server.caches import Odds
+from test_paraphrases import HUNDRED, ONE, OTHER, a_tenant, asked, beside, paraphrases, said
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("semkv.server.caches._LOOKUP_S", 120.0)  # a busy machine is no fault
+        folder = tmp_path_factory.mktemp("overlap")
+        with Pair(folder, semantic=True, similarity_threshold=0.8, store_timeout=60.0) as pair:
+            yield pair
+
+
+@pytest.fixture
+def pair(running: Pair) -> Iterator[Pair]:
+    running.upstream.calls.clear()
+    running.app.gateway.caches.odds = Odds(0.0)
+    yield running
+    running.upstream.script = {}
+    running.upstream.gate.set()
+    wait_until(lambda: not len(paraphrases(running)) and not len(running.app.gateway.desk))
+    assert running.app.gateway.desk.held == 0
+    assert running.metric("semkv_faults_total") == 0
+
+
+class Held:
+    """Lookups that wait until they are let go."""
+
+    def __init__(self, pair: Pair, patch: pytest.MonkeyPatch) -> None:
+        semantic = pair.app.gateway.caches.semantic
+        assert semantic is not None
+        self.go, self.waiting, look = threading.Event(), threading.Event(), semantic.try_reuse
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            self.waiting.set()
+            assert self.go.wait(30)
+            return look(*args, **kwargs)
+
+        patch.setattr(semantic, "try_reuse", slow)
+
+
+def entries(pair: Pair) -> int:
+    semantic = pair.app.gateway.caches.semantic
+    assert semantic is not None
+    return semantic.stats().entries
+
+
+def let_in(pair: Pair) -> tuple[dict[str, str], int]:
+    """A tenant whose key the upstream has accepted, and how many entries there are."""
+    tenant, before = a_tenant(), entries(pair)
+    pair.post("Let me in.", headers=tenant)
+    wait_until(lambda: entries(pair) == before + 1)
+    return tenant, before + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_comes_first_is_a_miss_and_becomes_a_donor(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    tenant, before = let_in(pair)
+    with monkeypatch.context() as patch:
+        held = Held(pair, patch)
+        first = pair.post(ONE, headers=tenant, stream=stream)
+        assert said(first) == f"You said: {ONE}"
+        assert first.headers["x-semkv"] == "miss"
+        assert held.waiting.wait(30)
+        assert entries(pair) == before, "the lookup is not over"
+        held.go.set()
+        wait_until(lambda: entries(pair) == before + 1)
+    pair.upstream.gate.clear()
+    similar = pair.post(OTHER, headers=tenant)
+    assert similar.headers["x-semkv"].startswith("hit tier=text:semantic")
+    assert said(similar) == f"You said: {ONE}"
+
+
+def test_a_hit_that_comes_first_cuts_the_request_off(pair: Pair) -> None:
+    tenant, before = let_in(pair)
+    pair.post(ONE, headers=tenant)
+    wait_until(lambda: entries(pair) == before + 1)
+    aborted, cut = pair.upstream.aborted, pair.metric("semkv_overlap_cut_total")
+    pair.upstream.gate.clear()  # the upstream takes the request, and does not answer
+    similar = pair.post(OTHER, headers=tenant)
+    assert said(similar) == f"You said: {ONE}"
+    assert asked(pair)[-1] == OTHER
+    wait_until(lambda: pair.upstream.aborted == aborted + 1)
+    assert pair.metric("semkv_overlap_cut_total") == cut + 1
+    assert entries(pair) == before + 1, "nothing is recorded of what was cut off"
+
+
+def test_a_donor_that_is_found_too_late_has_no_part_in_what_is_recorded(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenant, before = let_in(pair)
+    pair.post(ONE, headers=tenant)
+    wait_until(lambda: entries(pair) == before + 1)
+    with monkeypatch.context() as patch:
+        held = Held(pair, patch)
+        similar = pair.post(OTHER, headers=tenant)
+        assert (similar.headers["x-semkv"], said(similar)) == ("miss", f"You said: {OTHER}")
+        held.go.set()
+        wait_until(lambda: entries(pair) == before + 2)
+    again = pair.post(OTHER, headers=tenant)
+    assert said(again) == f"You said: {OTHER}"
+
+
+def test_a_failure_waits_for_the_lookup(pair: Pair) -> None:
+    tenant, before = let_in(pair)
+    pair.post(ONE, headers=tenant)
+    wait_until(lambda: entries(pair) == before + 1)
+    pair.upstream.script = {OTHER: {"status": "503"}}
+    similar = pair.post(OTHER, headers=tenant)
+    assert (similar.status_code, said(similar)) == (200, f"You said: {ONE}")
+    pair.upstream.script = {"A question of its own?": {"status": "503"}}
+    assert pair.post("A question of its own?", headers=tenant).status_code == 503
+
+
+def test_a_paraphrase_of_a_request_on_its_way_joins_it_and_asks_for_nothing(pair: Pair) -> None:
+    tenant, _ = let_in(pair)
+    pair.upstream.calls.clear()
+    with beside(pair, ONE, headers=tenant):
+        wait_until(lambda: len(paraphrases(pair)) == 1)
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(pair.post, OTHER, headers=tenant)
+            wait_until(lambda: sum(len(f._readers) for f in pair.app.gateway.desk._running) == 2)
+            pair.upstream.gate.set()
+            answer = second.result(30)
+    assert said(answer) == f"You said: {ONE}"
+    assert answer.headers["x-semkv"].endswith("joined")
+    assert asked(pair) == [ONE]
+
+
+def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second lookup is over first: without waiting it would find nobody to join, and go upstream itself."""
+    tenant, _ = let_in(pair)
+    pair.upstream.calls.clear()
+    semantic = pair.app.gateway.caches.semantic
+    assert semantic is not None
+    over, go, look = threading.Event(), threading.Event(), semantic.try_reuse
+
+    def first_waits(request: Any) -> Any:
+        report = look(request)
+        if request.segments[-1].text == ONE:
+            assert go.wait(30)
+        else:
+            over.set()
+        return report
+
+    with monkeypatch.context() as patch:
+        patch.setattr(semantic, "try_reuse", first_waits)
+        with beside(pair, ONE, headers=tenant), ThreadPoolExecutor(1) as pool:
+            second = pool.submit(pair.post, OTHER, headers=tenant)
+            assert over.wait(30)
+            time.sleep(0.1)
+            assert asked(pair) == [ONE]
+            go.set()
+            wait_until(lambda: sum(len(f._readers) for f in pair.app.gateway.desk._running) == 2)
+            pair.upstream.gate.set()
+            answer = second.result(30)
+    assert said(answer) == f"You said: {ONE}"
+    assert asked(pair) == [ONE]
+
+
+def test_paraphrases_wait_for_nothing_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup of the first fails: there is nobody to join, and its partition is free again."""
+    with Pair(tmp_path, semantic=True, similarity_threshold=0.8) as pair:
+        semantic = pair.app.gateway.caches.semantic
+        assert semantic is not None
+        tenant, _ = let_in(pair)
+        pair.app.gateway.caches.odds = Odds(0.0)
+
+        def broken(request: Any) -> Any:
+            raise RuntimeError("no lookup today")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(semantic, "try_reuse", broken)
+            with beside(pair, ONE, headers=tenant) as first:
+                wait_until(lambda: not pair.app.gateway._dispatch.paraphrases._expected)
+            assert said(first.result(30)) == f"You said: {ONE}"
+        assert pair.metric("semkv_faults_total") == 1
+        assert pair.post(OTHER, headers=tenant).headers["x-semkv"] == "miss"
+
+
+def test_at_first_and_where_lookups_find_things_they_come_first(pair: Pair) -> None:
+    tenant, before = let_in(pair)
+    pair.post(ONE, headers=tenant)
+    wait_until(lambda: entries(pair) == before + 1)
+    for odds in (Odds(), Odds(0.05)):
+        pair.app.gateway.caches.odds = odds
+        pair.upstream.calls.clear()
+        assert pair.post(OTHER, headers=tenant).headers["x-semkv"].startswith("hit tier=text:semantic")
+        assert asked(pair) == []
+
+
+def test_odds_follow_what_lookups_find() -> None:
+    odds, count = Odds(), 0
+    while not odds.rare:
+        odds.add(found=False)
+        count += 1
+    assert count == 191
+    for number in range(10_000):  # one in fifty
+        odds.add(found=number % 50 == 49)
+        assert odds.rare or number < 100
+    for _ in range(4):
+        odds.add(found=True)
+    assert not odds.rare
+
+
+def test_equal_requests_share_one(pair: Pair) -> None:
+    tenant, _ = let_in(pair)
+    pair.upstream.calls.clear()
+    pair.upstream.gate.clear()
+    with ThreadPoolExecutor(16) as pool:
+        several = [pool.submit(pair.post, "The same for all?", headers=tenant) for _ in range(16)]
+        wait_until(lambda: sum(len(f._readers) for f in pair.app.gateway.desk._running) == 16)
+        pair.upstream.gate.set()
+        assert {said(one.result(30)) for one in several} == {"You said: The same for all?"}
+    assert asked(pair) == ["The same for all?"]
+
+
+def test_many_at_once_get_an_answer_of_their_kind(pair: Pair) -> None:
+    tenant, _ = let_in(pair)
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda text: pair.post(text, headers=tenant), HUNDRED[:40]))
+    assert {answer.status_code for answer in answers} == {200}
+    assert {said(answer).removeprefix("You said: ") for answer in answers} <= set(HUNDRED)
+
+
+def test_a_key_that_was_not_let_in_yet_waits_for_the_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all keys are one tenant, one that may be wrong has no part in what is shared."""
+    with Pair(tmp_path, semantic=True, single_tenant=True) as pair:
+        pair.app.gateway.caches.odds = Odds(0.0)
+        with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+            held = Held(pair, patch)
+            first = pool.submit(pair.post, ONE, headers=a_tenant())
+            assert held.waiting.wait(30)
+            time.sleep(0.1)
+            assert asked(pair) == []
+            held.go.set()
+            assert first.result(30).headers["x-semkv"] == "miss"
+
+
+def test_the_same_prompt_is_no_reuse(tmp_path: Path) -> None:
+    """After an answer was invalidated its entry is there still: the prompt that is sent is the request's own."""
+    with Pair(tmp_path, semantic=True) as pair:
+        semantic = pair.app.gateway.caches.semantic
+        assert semantic is not None
+        pair.post(ONE)
+        wait_until(lambda: semantic.stats().entries == 1)
+        assert pair.admin("invalidate", {"model": "scripted", "dry_run": False}).json()["count"] == 1
+        assert pair.post(ONE).headers["x-semkv"] == "miss"
+        assert pair.post(ONE).headers["x-semkv"].startswith("hit tier=exact ")
