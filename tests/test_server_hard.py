@@ -147,7 +147,7 @@ class TestTenantsWithNeighbours:
 
         def planned() -> bool:  # other parameters, so the donor's answer will not do
             semantic.post(
-                "how do i repair a FLAT bicycle tyre?", headers=headers, max_tokens=17 + len(semantic.upstream.calls)
+                "how do i repair  a flat bicycle tyre?", headers=headers, max_tokens=17 + len(semantic.upstream.calls)
             )
             return semantic.upstream.calls[-1]["messages"][-1]["content"] == "How do I repair a flat bicycle tyre?"
 
