@@ -1,7 +1,7 @@
 """What the gateway costs and gives: wrk in front, a scripted upstream behind, each in a process of its own.
 
-Gateways without and with the semantic tiers, and for misses with the int8 encoder and with --overlap, are measured in
-turns, so that what else the machine does strikes all alike. Measures what a miss adds to the upstream's own time, where
+Gateways without and with the semantic tiers, and for misses with --no-overlap and both encoders, are measured in turns,
+so that what else the machine does strikes all alike. Measures what a miss adds to the upstream's own time, where
 that answers at once and where it thinks for 50 ms (``slow``), exact hits at 64 and 8 connections that ask without a
 pause, at 8 that pause for 10 ms, the same beside misses, memory over 200,000 requests, and beside it the LiteLLM proxy
 with its local cache where a Python that has it is named. Every figure is the median over the rounds, which are kept.
@@ -34,13 +34,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-_INT8 = ("--index-encoder", "all-MiniLM-L6-v2@onnx-int8")
 KINDS: dict[str, tuple[str, ...]] = {
     "exact": ("--no-semantic",),
     "semantic": (),
-    "int8": _INT8,
-    "overlap": ("--overlap",),
-    "int8_overlap": (*_INT8, "--overlap"),
+    "waiting": ("--no-overlap",),
+    "waiting_int8": ("--no-overlap", "--index-encoder", "all-MiniLM-L6-v2@onnx-int8"),
 }
 _PACE_MS = 10
 _DELAY_S = 0.05

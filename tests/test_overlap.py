@@ -5,9 +5,10 @@ The lookup has the last word until bytes come.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 
 from gateway_helpers import Pair, wait_until
 from semkv.server.caches import Odds
+from semkv.server.flight import Bounds, Desk, Flight
+from semkv.server.upstream import Call
 from test_paraphrases import HUNDRED, ONE, OTHER, a_tenant, asked, beside, paraphrases, said
 
 
@@ -197,6 +200,98 @@ def test_paraphrases_wait_for_nothing_that_does_not_come(tmp_path: Path, monkeyp
             assert said(first.result(30)) == f"You said: {ONE}"
         assert pair.metric("semkv_faults_total") == 1
         assert pair.post(OTHER, headers=tenant).headers["x-semkv"] == "miss"
+
+
+def test_an_answer_that_is_too_old_for_the_client_costs_one_request(pair: Pair) -> None:
+    tenant, _ = let_in(pair)
+    pair.post(ONE, headers=tenant)
+    time.sleep(1.1)
+    pair.upstream.calls.clear()
+    cut = pair.metric("semkv_overlap_cut_total")
+    assert pair.post(ONE, headers={**tenant, "Cache-Control": "max-age=1"}).headers["x-semkv"] == "miss"
+    assert asked(pair) == [ONE]
+    assert pair.metric("semkv_overlap_cut_total") == cut
+
+
+def test_a_key_that_the_upstream_refuses_gets_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the lookup finds a donor after the refusal came."""
+    tenant, before = let_in(pair)
+    pair.post(ONE, headers=tenant)
+    wait_until(lambda: entries(pair) == before + 1)
+    pair.upstream.script = {OTHER: {"status": "401"}}
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        held = Held(pair, patch)
+        similar = pool.submit(pair.post, OTHER, headers=tenant)
+        wait_until(lambda: OTHER in asked(pair) and not len(pair.app.gateway.desk))
+        held.go.set()
+        assert similar.result(30).status_code == 401
+    pair.upstream.script = {ONE: {"status": "401"}}
+    assert pair.post(ONE, headers=tenant).status_code == 401, "nor what was stored"
+
+
+def test_who_was_recorded_during_a_lookup_is_found_all_the_same(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup looked before the record, and is over after it: the donor is in neither place any more."""
+    tenant, before = let_in(pair)
+    semantic = pair.app.gateway.caches.semantic
+    assert semantic is not None
+    seen, go, look = threading.Event(), threading.Event(), semantic.try_reuse
+
+    def late(request: Any) -> Any:
+        report = look(request)
+        if request.segments[-1].text == OTHER:
+            seen.set()
+            assert go.wait(30)
+        return report
+
+    pair.app.gateway.caches.odds = Odds()
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(semantic, "try_reuse", late)
+        with beside(pair, ONE, headers=tenant):
+            second = pool.submit(pair.post, OTHER, headers=tenant)
+            assert seen.wait(30)
+        wait_until(lambda: entries(pair) == before + 1 and not len(paraphrases(pair)))
+        go.set()
+        answer = second.result(30)
+    assert said(answer) == f"You said: {ONE}"
+    assert OTHER not in asked(pair)
+
+
+class Slow:
+    """An upstream that needs some turns of the event loop for its head, and some for its body."""
+
+    status = 200
+    headers = ((b"content-type", b"application/json"),)
+
+    def __init__(self, head: int, body: int) -> None:
+        self._head, self._body = head, body
+
+    async def send(self, call: Call) -> Slow:
+        for _ in range(self._head):
+            await asyncio.sleep(0)
+        return self
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        for _ in range(self._body):
+            await asyncio.sleep(0)
+        yield b"{}"
+
+    async def aclose(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("head", range(4))
+@pytest.mark.parametrize("body", range(6))
+def test_bytes_are_seen_whenever_they_come(head: int, body: int) -> None:
+    async def landed(_: Flight) -> None:
+        pass
+
+    async def wait() -> bool:
+        seat = Desk(Slow(head, body), Bounds()).start("key", Call({"headers": []}, b"{}"), landed, chat=True)  # type: ignore[arg-type]
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        async with asyncio.timeout(10):
+            return await seat.wins(never)
+
+    assert asyncio.run(wait())
 
 
 def test_at_first_and_where_lookups_find_things_they_come_first(pair: Pair) -> None:

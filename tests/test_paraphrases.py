@@ -287,7 +287,7 @@ class TestKeptApart:
     def test_what_was_found_wrong_before(self, pair: Pair) -> None:
         tenant, semantic = a_tenant(), pair.app.gateway.caches.semantic
         with beside(pair, headers=tenant, max_tokens=9):
-            ((underway,),) = [same.values() for same in paraphrases(pair)._underway.values()]
+            (((underway, _),),) = [same.values() for same in paraphrases(pair)._underway.values()]
             later(pair, OTHER, waits=True, headers=tenant, max_tokens=9)
         wait_until(lambda: not len(paraphrases(pair)))
         (shown,) = [h for h in pair.admin("hits").json()["hits"] if h["asked"][0]["text"] == OTHER][:1]

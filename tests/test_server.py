@@ -414,6 +414,22 @@ def test_late_questions_are_dropped_and_late_orders_are_carried_out(drops: bool)
     assert done == (["last"] if drops else ["late", "last"])
 
 
+def test_work_goes_on_where_threads_may_not_stand_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is nicer already may not become less so, and some may change nothing."""
+    asked: list[int] = []
+
+    def refuse(which: int, who: int, nice: int) -> None:
+        asked.append(nice)
+        raise PermissionError
+
+    monkeypatch.setattr("os.setpriority", refuse)
+    monkeypatch.setattr("os.getpriority", lambda which, who: 10)
+    workers = Workers("test", threads=1, queued=1, nice=5)
+    assert asyncio.run(workers.run(None, lambda: "done")) == "done"
+    workers.close()
+    assert asked == [10]
+
+
 def flat(answer: openai.types.chat.ChatCompletion) -> dict:
     """A whole answer as `whole` puts a stream."""
     choices = []

@@ -180,6 +180,14 @@ class TestBodies:
             assert hasty.upstream.total == 0
             assert hasty.post("others").status_code == 200
 
+    def test_a_long_body_has_time_for_its_length(self, tmp_path: Path) -> None:
+        whole = request(json.dumps(chat("x" * 60_000)).encode())
+        with Pair(tmp_path, body_timeout=0.3) as hasty, Line(hasty) as line:
+            for at in range(0, len(whole), 3000):  # a second in all
+                line.send(whole[at : at + 3000])
+                time.sleep(0.05)
+            assert line.until(b"\r\n\r\n")[9:12] == b"200"
+
 
 class TestHeads:
     def test_no_request_target_leads_to_another_server(self, pair: Pair) -> None:

@@ -95,7 +95,9 @@ def serve(
     ] = False,
     max_body_mib: Annotated[int, typer.Option(help="Larger requests are refused.")] = 32,
     max_answer_mib: Annotated[int, typer.Option(help="Larger answers are passed on, but not kept.")] = 8,
-    body_timeout: Annotated[float, typer.Option(help="Seconds to wait for the whole of a request.")] = 60.0,
+    body_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for a request, beside one for every 16 KiB.")
+    ] = 60.0,
     connect_timeout: Annotated[float, typer.Option(help="Seconds to wait for a connection to the upstream.")] = 2.0,
     upstream_timeout: Annotated[float, typer.Option(help="Seconds to wait for its next byte.")] = 600.0,
     store_timeout: Annotated[float, typer.Option(help="Seconds a request waits for the store.")] = 0.25,

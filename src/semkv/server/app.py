@@ -58,7 +58,7 @@ class App:
         """Answer what is ours: the cached routes, those that get a salt, the operators'. False for everything else."""
         path = route_path(scope)
         if scope["method"] == "POST" and (path in ENDPOINTS or path in SALTED):
-            await self._respond({**scope, "path": path}, receive, send, cached=path in ENDPOINTS)
+            await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=path in ENDPOINTS)
         elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
             await self._operations(scope, receive, send)
         else:
@@ -81,7 +81,7 @@ class App:
             message = f"the request is larger than {limit} MiB (--max-body-mib)"
             await reply(error_answer(413, message, "invalid_request_error"), send)
         except TooSlow:
-            message = f"the request was not there after {self._limit_s:g} seconds (--body-timeout)"
+            message = f"the request came too slowly: it has {self._limit_s:g} seconds and its length (--body-timeout)"
             await reply(error_answer(408, message, "invalid_request_error", [(b"connection", b"close")]), send)
         except (Vanished, UpstreamError):  # the latter breaks off in the middle of an answer: so does the connection
             pass

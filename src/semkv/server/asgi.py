@@ -15,6 +15,7 @@ JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 EVENTS: tuple[bytes, bytes] = (b"content-type", b"text/event-stream; charset=utf-8")
 
 _T = TypeVar("_T")
+_LEAST_RATE = 16 << 10  # bytes a second of a body; slower ones hold a connection that others wait for
 
 
 class TooLarge(Exception):  # noqa: N818
@@ -72,20 +73,20 @@ async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float) 
 
     Raises:
         TooLarge: it is longer than ``limit`` bytes, or says so.
-        TooSlow: it was not there after ``limit_s`` seconds.
+        TooSlow: it was not there after ``limit_s`` seconds and what its bytes take at `_LEAST_RATE`.
         Vanished: the client hung up first.
     """
     declared = header(scope, b"content-length")
     if declared.isdecimal() and int(declared) > limit:
         raise TooLarge
     try:
-        async with asyncio.timeout(limit_s):
-            return await _body(receive, limit)
+        async with asyncio.timeout(limit_s) as timer:
+            return await _body(receive, limit, timer)
     except TimeoutError:
         raise TooSlow from None
 
 
-async def _body(receive: Receive, limit: int) -> bytes:
+async def _body(receive: Receive, limit: int, timer: asyncio.Timeout) -> bytes:
     pieces, size = [], 0
     while True:
         message = await receive()
@@ -95,6 +96,9 @@ async def _body(receive: Receive, limit: int) -> bytes:
         size += len(pieces[-1])
         if size > limit:
             raise TooLarge
+        until = timer.when()
+        if until is not None:
+            timer.reschedule(until + len(pieces[-1]) / _LEAST_RATE)
         if not message.get("more_body", False):
             return b"".join(pieces)
 

@@ -78,7 +78,7 @@ class Dispatch:
             raw: its body.
             shared: whether others may join, where the client allows it.
             looking: the lookup, where it is not over yet; similar ones may join after it.
-            partition: of the request then, in which none is `Paraphrases.busy`.
+            partition: of the request then.
         """
         canonical, started = resolution.canonical, time.perf_counter()
         since = self._caches.responses.begin()
@@ -96,7 +96,7 @@ class Dispatch:
         call = asked.call.with_body(raw)
         seat = self.desk.start(self._key(canonical), call, landed, chat=asked.chat, shared=shared)
         if looking is not None:
-            self.paraphrases.expect(partition)
+            self.paraphrases.expect(partition, seat.flight)
             self.spawn(self._record_looked(asked, looking, seat.flight, partition))
         elif resolution.report is not None:
             self.spawn(self._record(asked, resolution, seat.flight, self._announced(resolution, seat.flight)))
@@ -105,7 +105,7 @@ class Dispatch:
     def _announced(self, resolution: Resolution, flight: Flight) -> Underway | None:
         """Let similar requests join a flight; what they find it by, or None where they may not."""
         if resolution.underway is not None and flight.shared:
-            self.paraphrases.add(resolution.canonical.key, resolution.underway)
+            self.paraphrases.add(resolution.canonical.key, resolution.underway, flight)
             return resolution.underway
         return None
 
@@ -120,7 +120,7 @@ class Dispatch:
                 looked = Resolution(asked.canonical, None, looked.report.unchanged())
             underway = self._announced(looked, flight)
         finally:
-            self.paraphrases.decided(partition)
+            self.paraphrases.decided(partition, flight)
         if looked.report is not None:
             await self._record(asked, looked, flight, underway)
 

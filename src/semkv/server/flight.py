@@ -167,11 +167,11 @@ class Flight:
         at = number - self._first
         return self._pieces[at] if at < len(self._pieces) else None
 
-    async def changed(self) -> None:
-        """Wait until something has happened."""
-        waiter = asyncio.get_running_loop().create_future()
+    def changed(self) -> asyncio.Future[None]:
+        """Done when something has happened after this call."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        await waiter
+        return waiter
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -294,6 +294,11 @@ class Subscription:
         self.flight = flight
         self.position = 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether a flight would be cut off if this reader left."""
+        return not self.flight.done and self.flight._readers == {self}
+
     def leave(self) -> None:
         """Hang up; the flight is cancelled when nobody is left."""
         if self in self.flight._readers:
@@ -330,9 +335,7 @@ class Subscription:
             if flight.done:  # without a success
                 await asyncio.wait((other,))
                 break
-            changed = asyncio.ensure_future(flight.changed())
-            await asyncio.wait((other, changed), return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
+            await asyncio.wait((other, flight.changed()), return_when=asyncio.FIRST_COMPLETED)
         return False
 
     async def decided(self) -> None:

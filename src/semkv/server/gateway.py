@@ -251,8 +251,8 @@ class Gateway:
         place of the request, which is then cut off unless others wait for it. After that the request is a miss.
         """
         own = Resolution(asked.canonical, await self.caches.stored(asked.canonical))
-        if (answer := self._hit(asked, own)) is not None:
-            return answer
+        if own.found is not None:
+            return await self._resolved(asked, own)
         raw = await self._dispatch.raw(asked, asked.canonical, stream=asked.canonical.stream)
         answer, seat = self._at_hand(asked, own)
         if answer is not None:
@@ -267,14 +267,25 @@ class Gateway:
             if await seat.wins(looking):
                 return await self._answer(asked, own, seat, tier)
             looked = looking.result()
+            if seat.flight.status in (401, 403):  # who is not let in gets nothing of what others computed
+                return await self._answer(asked, own, seat, tier)
             if looked.found is not None or looked.canonical.key != asked.canonical.key:
-                self.metrics.cut.inc()
-                seat.leave()
+                self._give_up(seat)
                 return await self._resolved(asked, looked)
+            near = await self._dispatch.paraphrases.find(looked, asked.start) if tier is MISS else None
+            if near is not None and (answer := await self._beside(asked, near)) is not None:
+                self._give_up(seat)
+                return answer
             return await self._answer(asked, own, seat, tier)
         except BaseException:
             seat.leave()
             raise
+
+    def _give_up(self, seat: Subscription) -> None:
+        """Something better than this seat's answer was found."""
+        if seat.alone:
+            self.metrics.cut.inc()
+        seat.leave()
 
     async def _ask(self, asked: Asked, resolution: Resolution) -> Answer:
         """Join the flight of the same canonical request', or of one that asks the same in other words; else start one.
@@ -285,7 +296,7 @@ class Gateway:
         raw = b""
         if answer is None and seat is None:
             raw = await self._dispatch.raw(asked, resolution.canonical, stream=asked.canonical.stream)
-            near = await self._dispatch.paraphrases.find(resolution) if asked.shared else None
+            near = await self._dispatch.paraphrases.find(resolution, asked.start) if asked.shared else None
             if near is not None:
                 answer = await self._beside(asked, near)
             if answer is None:

@@ -1,9 +1,9 @@
 """Single-flight for near-repeats: a request whose question is being answered for somebody else joins that answer.
 
-A request that goes upstream is known here from then on until its answer is recorded (or there is none), so that there
-is no moment at which a paraphrase would find it neither here nor in the semantic cache. What may join is decided as
-for a stored donor, and everything but the prompt must be the same: the key of the request with the donor's prompt must
-be the donor's own.
+A request that goes upstream is known here from then on until its answer is recorded (or there is none), and to lookups
+that began before that for a while longer, so that a paraphrase finds it here or in the semantic cache. What may join is
+decided as for a stored donor, and everything but the prompt must be the same: the key of the request with the donor's
+prompt must be the donor's own.
 
 Everything here runs on the event loop; only the decision takes a thread.
 """
@@ -11,11 +11,15 @@ Everything here runs on the event loop; only the decision takes a thread.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 
 from semkv.server.caches import Caches, Resolution
+from semkv.server.flight import Flight
 from semkv.tiers.base import Candidate
 from semkv.tiers.underway import Underway
 
+_GONE = 256  # that were recorded last; a lookup that takes longer than so many others may miss one
 _CANDIDATES = 4  # the next ones are asked when the policy refuses the best
 
 
@@ -28,56 +32,72 @@ class Paraphrases:
 
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
-        self._underway: dict[str, dict[str, Underway]] = {}  # partition -> key -> request
-        self._expected: dict[str, asyncio.Event] = {}  # partition -> that its first request is known, or none comes
+        self._underway: dict[str, dict[str, tuple[Underway, Flight]]] = {}  # partition -> key -> request
+        self._expected: dict[str, dict[Flight, asyncio.Event]] = {}  # partition -> requests that are not known yet
+        self._gone: deque[tuple[float, str, Underway]] = deque(maxlen=_GONE)  # when, key and request
 
     def __len__(self) -> int:
         return sum(map(len, self._underway.values()))
 
     def busy(self, partition: str) -> bool:
-        """Whether a request of this partition is on its way upstream; never for an empty one."""
-        return partition in self._underway or partition in self._expected
+        """Whether a request of this partition waits for its answer; never for an empty one."""
+        if any(not flight.done for _, flight in self._underway.get(partition, {}).values()):
+            return True
+        return any(not flight.done for flight in self._expected.get(partition, ()))
 
-    def expect(self, partition: str) -> None:
-        """A request of a partition that is not `busy` goes upstream before its lookup; `find` waits until `decided`."""
+    def expect(self, partition: str, flight: Flight) -> None:
+        """A request went upstream before its lookup; until `decided`, `find` waits."""
         if partition:
-            self._expected[partition] = asyncio.Event()
+            self._expected.setdefault(partition, {})[flight] = asyncio.Event()
 
-    def decided(self, partition: str) -> None:
+    def decided(self, partition: str, flight: Flight) -> None:
         """The request that was expected has been added, or will not be."""
-        if (event := self._expected.pop(partition, None)) is not None:
+        expected = self._expected.get(partition, {})
+        if (event := expected.pop(flight, None)) is not None:
             event.set()
+            if not expected:
+                del self._expected[partition]
 
-    def add(self, key: str, request: Underway) -> None:
+    def add(self, key: str, request: Underway, flight: Flight) -> None:
         """A request went upstream under this key."""
-        self._underway.setdefault(request.partition, {})[key] = request
+        self._underway.setdefault(request.partition, {})[key] = request, flight
 
     def remove(self, key: str, request: Underway) -> None:
         """Its answer is recorded, or there is none."""
         same = self._underway.get(request.partition, {})
-        if same.get(key) is request:
+        if key in same and same[key][0] is request:
             del same[key]
+            self._gone.append((time.perf_counter(), key, request))
             if not same:
                 del self._underway[request.partition]
 
-    async def find(self, resolution: Resolution) -> Resolution | None:
+    async def find(self, resolution: Resolution, since: float) -> Resolution | None:
         """What a request that found nothing gets by joining another; None where it has to go itself.
 
         None is returned in the same step of the event loop in which the last look was taken.
+
+        Args:
+            resolution: what its lookup found.
+            since: a time before that began, by `time.perf_counter`.
         """
-        own, seen = resolution.underway, set[Underway]()
-        while own is not None and (event := self._expected.get(own.partition)) is not None:
-            await event.wait()
-        while own is not None and (found := self._similar(own, seen)):
+        own = resolution.underway
+        seen = {own}  # it may be on its way itself
+        while own is not None:
+            for event in list(self._expected.get(own.partition, {}).values()):
+                await event.wait()
+            if not (found := self._similar(own, seen, since)):
+                break
             joined = await self._caches.join(resolution, found)
             if joined is not None:
                 return joined
         return None
 
-    def _similar(self, own: Underway, seen: set[Underway]) -> list[tuple[str, Candidate]]:
+    def _similar(self, own: Underway, seen: set[Underway | None], since: float) -> list[tuple[str, Candidate]]:
         """The most similar of those not seen before, with their keys."""
+        others = [(key, other) for key, (other, _) in self._underway.get(own.partition, {}).items()]
+        others += [(key, other) for at, key, other in self._gone if at >= since and other.partition == own.partition]
         found = []
-        for key, other in self._underway.get(own.partition, {}).items():
+        for key, other in others:
             if other not in seen:
                 seen.add(other)
                 if (candidate := own.candidate(other)) is not None:

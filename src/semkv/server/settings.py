@@ -70,7 +70,7 @@ class ServerSettings:
         tenant_metrics: label request metrics with a bucket of the tenant's digest.
         max_body_mib: larger requests are refused.
         max_answer_mib: larger answers are passed on, but neither shared nor kept.
-        body_timeout: seconds to wait for the whole of a request's body.
+        body_timeout: seconds to wait for a request's body, beside a second for every 16 KiB of it.
         connect_timeout: seconds to wait for a connection to the upstream.
         upstream_timeout: seconds to wait for its next byte.
         store_timeout: seconds a request waits for the store.

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -52,8 +53,8 @@ class Workers:
         if self._pending >= self._most:
             raise Late("too much is waiting")
         loop = asyncio.get_running_loop()
-        self._pending += 1
         job = self._pool.submit(work, *args, **kwargs)
+        self._pending += 1
         done: asyncio.Future[_T] = loop.create_future()
 
         def tell(_: Future[_T]) -> None:
@@ -87,9 +88,11 @@ class Workers:
 
 
 def _stand_back(nice: int) -> None:
-    """Raise the niceness of this thread, which on Linux is a thread's own."""
+    """Raise the niceness of this thread, which on Linux is a thread's own; where that is refused it stays as it is."""
     if nice and sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _expire(done: asyncio.Future[_T]) -> None:
