@@ -277,6 +277,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = (options.folder or Path(temporary)) / str(options.one)
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / "catalog.sqlite").touch()  # graphs are kept only beside one
             print(json.dumps(one_size(middles, folder, options)))
         return
     rows = []

@@ -816,13 +816,28 @@ def test_several_ranks_load_only_what_is_faster(tmp_path: Path) -> None:
     kv.allocated(r, [1, 2, 3, 4, 5], 0)
     assert kv.build_step(scheduled(new=[("c", [1, 2, 3, 4, 5], 0, 160)])).captures
     assert ask("what was captured") == 160
-    kv.gate.told([b"other"])  # and pushes the oldest out
+    kv.gate.told([b"other"], 4)  # and pushes the oldest out
     assert ask("pushed out") == 0
-    kv.gate.told(names[:5])
+    kv.gate.told(names[:5], 4)
     assert ask("loaded") == 160
     kv.load_failed({1})
     assert ask("after a failed load") == 0
     assert half(tmp_path, ranks=2, gate=RanksGate(1), break_even=False).gate is None
+
+
+def test_what_several_ranks_were_told_is_bounded_where_nothing_ever_hits(tmp_path: Path) -> None:
+    kv = half(tmp_path, ranks=2, gate=RanksGate(host_bytes=5 * 4))
+    for rank in (0, 1):
+        put(tmp_path, rank, [b"theirs"])
+    assert kv.gate is not None
+    for number in range(20):
+        name = f"r{number}"
+        r = request(name, 96, block_hashes=[f"{name} {i}".encode() for i in range(3)])
+        assert kv.matched_tokens(r, 0) == 0
+        kv.allocated(r, [1, 2, 3], 0)
+        assert kv.build_step(scheduled(new=[(name, [1, 2, 3], 0, 96)])).captures
+        kv.finished(r)
+        assert len(kv.gate._told) <= 5
 
 
 def test_what_goes_on_during_a_reset_is_not_captured(tmp_path: Path) -> None:

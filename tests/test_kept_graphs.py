@@ -14,6 +14,7 @@ from random import Random
 from stat import S_ISDIR
 from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,11 +25,13 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.indexes.base import Row
 from semkv.indexes.faiss import FaissIndex, IndexSizes
+from semkv.indexes.kept import pour_graph
 from semkv.indexes.parts import Graph
 from semkv.keys import digest, namespace_key
 from semkv.maintenance import collect, inspect, purge_entries, verify
-from semkv.stores.cachedir import purge_directory
-from semkv.stores.graphs import GraphFiles, damage_of, graph_files, sweep
+from semkv.stores import cachedir
+from semkv.stores.cachedir import prepare, purge_directory
+from semkv.stores.graphs import GraphFiles, damage_of, folder_of, graph_files, sweep
 from semkv.types import Namespace, Plan, Request, ReuseReport, TextSegment
 from test_indexes import HALF, AgainstBruteForce, clustered, drawn
 
@@ -40,6 +43,8 @@ class Disk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.catalog = folder.with_name("catalog.sqlite")  # whose vectors they are
+        self.catalog.touch()
         self.faults: list[Exception] = []
 
     def files(self, layer: str = "layer", **bounds: int) -> GraphFiles:
@@ -186,6 +191,28 @@ def test_a_graph_larger_than_the_index_makes_them_is_refused(disk: Disk) -> None
     assert index.settle(60)
     assert index.search("p", vectors[9])[0].item == "9"
     index.close()
+
+
+@pytest.mark.parametrize("where", ["entry_point", "neighbors"])
+def test_a_forged_graph_with_a_right_checksum_is_refused(disk: Disk, where: str) -> None:
+    """Whoever may write the folder can make any file; a link that leads out of the graph must not be followed."""
+    vectors = clustered(COUNT)
+    disk.filled(vectors)
+    index = disk.opened(vectors)
+    graph = index._partitions["p"].graphs[0]
+    links = graph.index.hnsw
+    if where == "entry_point":
+        links.entry_point = 10**8
+    else:
+        ends = faiss.vector_to_array(links.neighbors)
+        faiss.copy_array_to_vector(np.where(ends >= 0, 10**9, ends).astype(ends.dtype), links.neighbors)
+    names = index._names[graph.slots[: graph.count]]
+    disk.files().save("ns", "p", graph.number, lambda write: pour_graph(graph.index, names, write))
+    again = disk.opened(vectors)
+    assert len(disk.faults) == 1
+    assert again.settle(60)
+    assert again.search("p", vectors[9])[0].item == "9"
+    again.close()
 
 
 def test_files_go_with_their_rows(disk: Disk) -> None:
@@ -410,7 +437,9 @@ class WithRestarts(AgainstBruteForce):
         self.open()
 
     def open(self) -> None:
-        store = GraphFiles(Path(self.folder.name), "layer", self.faults.append)
+        folder = Path(self.folder.name) / "graphs"
+        folder.with_name("catalog.sqlite").touch()
+        store = GraphFiles(folder, "layer", self.faults.append)
         self.index = FaissIndex(4, flat=16, graph=64, store=store)
         items = list(self.table)
         for start in range(0, len(items), 50):
@@ -473,11 +502,20 @@ def opened(folder: Path, encoder: Seeded) -> SemanticCache:
     return SemanticCache(CacheConfig(folder), text_encoder=encoder)
 
 
+def index_of(cache: SemanticCache) -> FaissIndex:
+    """Its index of texts, once nothing is left to do there."""
+    assert cache._semantic is not None
+    assert isinstance(cache._semantic._index, FaissIndex)
+    assert cache._semantic._index.settle(60)
+    return cache._semantic._index
+
+
 def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cache"
     with opened(folder, Seeded()) as cache:
         record(cache, "alice", 1100)
         record(cache, "bob", 1100)
+        index_of(cache)
     graphs = graph_files(folder / "graphs")
     assert len({file.parent for file in graphs}) == len(graphs) == 2
     (use,) = [use for use in inspect(folder).stores if use.store == "graphs"]
@@ -497,9 +535,7 @@ def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, mon
     assert len(verify(folder).damaged) == 1
     with opened(folder, Seeded()) as cache:
         assert cache.stats().faults == {"graph": 1}
-        assert cache._semantic is not None
-        assert isinstance(cache._semantic._index, FaissIndex)
-        assert cache._semantic._index.settle(60)
+        index_of(cache)
     assert verify(folder, repair=True).damaged == ()
 
     with opened(folder, Reseeded()):
@@ -519,11 +555,98 @@ def test_a_purge_takes_graphs_too(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     with opened(folder, Seeded()) as cache:
         record(cache, "alice", 1100)
+        index_of(cache)
     (graph,) = graph_files(folder / "graphs")
     (graph.parent / "x.tmp").write_bytes(b"half")
     (folder / "semkv.json").write_text('{"format": 1}')
     purge_directory(folder)
     assert [path for path in folder.rglob("*") if path.is_file() or "graphs" in path.parts] == []
+
+
+@pytest.mark.parametrize("moment", ["before", "while it is written", "before it has its name", "after"])
+def test_what_was_purged_is_not_written_back(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is open, with rows that no file has yet, is purged from outside and then closed."""
+    folder = tmp_path / "cache"
+    config = CacheConfig(folder)
+    prepare(config)
+    real, catalog = Path.replace, folder / "catalog.sqlite"
+    with opened(folder, Seeded()) as cache:
+        record(cache, "alice", 1100)
+        index = index_of(cache)
+        (graph,) = graph_files(folder / "graphs")
+        if moment == "before":
+            purge_directory(folder)
+        for partition in index._partitions.values():
+            partition.graphs[0].kept = 0
+
+        def late(part: Path, file: Path) -> Path:
+            if moment == "while it is written":
+                purge_directory(folder)
+            elif moment == "before it has its name":  # the purge has looked, and did not see it
+                catalog.unlink()
+                graph.unlink()
+            return real(part, file)
+
+        monkeypatch.setattr(Path, "replace", late)
+    monkeypatch.undo()
+    if moment == "after":
+        purge_directory(folder)
+    assert graph_files(folder / "graphs") == []
+    if moment == "before it has its name":
+        purge_directory(folder)  # and finds the sign, which goes last
+    assert [path.name for path in folder.rglob("*")] == ["media"], "which was empty before"
+    prepare(config)
+    assert purge_directory(folder) == 1
+
+
+def test_another_catalog_gets_no_graphs_of_the_one_before(disk: Disk) -> None:
+    files = disk.files()
+    disk.catalog.rename(disk.folder.with_name("held"))  # as one that is open
+    disk.catalog.touch()
+    disk.files().save("ns", "p", 0, lambda write: write(b"new"))
+    files.save("ns", "p", 0, lambda write: write(b"purged"))
+    assert [bytes(body) for _, body in disk.files().read("p")] == [b"new"]
+    assert disk.faults == []
+
+
+def test_a_graph_written_when_a_purge_has_looked_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cache"
+    prepare(CacheConfig(folder))
+    with opened(folder, Seeded()) as cache:
+        record(cache, "alice", 1)
+        files = GraphFiles(folder / "graphs", "layer", lambda error: pytest.fail(str(error)))
+        real, looked = cachedir._files, []
+
+        def look(*arguments: Any) -> set[Path]:
+            found = real(*arguments)
+            looked.append(found)
+            if len(looked) == 2:
+                files.save("ns", "p", 0, lambda write: write(b"x"))
+            return found
+
+        monkeypatch.setattr(cachedir, "_files", look)
+        purge_directory(folder)
+    assert len(looked) == 2
+    assert not (folder / "graphs").exists()
+
+
+def test_a_purge_by_tag_takes_the_graphs_in_which_its_vectors_are(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with opened(folder, Seeded()) as cache:
+        record(cache, "alice", 1100)
+        record(cache, "bob", 1100)
+        request = ask(5000, "bob")
+        cache.add_observation(ReuseReport(request, Plan(request.segments), {}), "red", tags=("secret",))
+        index_of(cache)
+    graphs = graph_files(folder / "graphs")
+    purge_entries(folder, None, "secret", dry_run=True)
+    assert graph_files(folder / "graphs") == graphs
+    assert purge_entries(folder, None, "secret", dry_run=False).entries == 1
+    (left,) = graph_files(folder / "graphs")
+    assert left.parent.name == folder_of(namespace_key(Namespace("alice", "m")))
+    with opened(folder, Seeded()) as cache:
+        index_of(cache)
+    assert graph_files(folder / "graphs") == graphs
 
 
 def test_gc_deletes_graphs_of_nobody(tmp_path: Path) -> None:

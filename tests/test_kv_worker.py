@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -287,6 +288,30 @@ def test_a_purge_is_seen_by_whoever_asks_first(make: Maker, tmp_path: Path, aske
         assert load(worker, [([10], [1])]) == {10}
     else:
         assert worker.available("r", "ns", [block_hash(1)]) == 0
+
+
+def test_host_memory_of_a_store_that_is_off_serves_and_takes_nothing(make: Maker, tmp_path: Path) -> None:
+    """It would not hear of a purge."""
+    source = caches()
+    worker = make(source)
+    fill(source, 0, 1)
+    capture(worker, [([0], [1])])
+    assert worker.available("r", "ns", [block_hash(1)]) == 1
+
+    def broken(_: object) -> None:
+        raise sqlite3.DatabaseError("malformed")
+
+    worker._extents._index.ask(broken, None)
+    assert not worker._extents.on
+    assert worker.available("s", "ns", [block_hash(1)]) == 0
+    assert not worker.holds("ns", block_hash(1))
+    assert load(worker, [([10], [1])]) == {10}
+    assert not same(source, 10, 1)
+    held, dropped = len(worker.pool), worker.counters.totals().get("dropped", 0)
+    worker.capture(KVStep("ns", 3, epoch=1, captures=[CapturePlan([0], [block_hash(2)], 0)]))
+    assert worker.flush(60)
+    assert len(worker.pool) == held
+    assert worker.counters.totals()["dropped"] == dropped + 1
 
 
 def test_host_memory_is_given_back(make: Maker) -> None:

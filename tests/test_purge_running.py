@@ -261,6 +261,82 @@ def test_who_waits_for_the_lock_of_a_purged_directory_gets_the_new_ones(tmp_path
     assert found == [True]
 
 
+class Asker:
+    """Does something in another thread; ``done`` once it has come back, whatever that takes."""
+
+    def __init__(self, what: Callable[[], Any]) -> None:
+        self._what, self.result = what, None
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        self.result = self._what()
+
+    def done(self) -> bool:
+        self._thread.join(20)
+        return not self._thread.is_alive()
+
+
+def test_nobody_waits_for_a_purge_that_goes_on(tmp_path: Path) -> None:
+    """What is asked meanwhile is a counted miss, and what is computed meanwhile is not found; then it goes on."""
+    kv = open_store(tmp_path)
+    assert save(kv, 1)
+    before = kv._extents.generation
+    directory = ExtentDirectory(tmp_path / "kv", "kv")
+    with directory.one_opener():
+        directory.discard_index()
+        asker = Asker(lambda: (served(kv, 1), save(kv, 2), kv._extents.renew(), kv._extents.renew()))
+        assert asker.done()
+        found, saved, *meanwhile = asker.result  # type: ignore[misc]
+        assert (found, saved) == ([], False)
+        assert len({before, *meanwhile}) == 3
+        assert kv._extents.counters["errors"] >= 3
+        assert kv.on
+        for path in (tmp_path / "kv" / "extents").glob("??/*"):
+            path.unlink()
+    generation = kv._extents.generation  # what is captured now is kept
+    assert save(kv, 3)
+    assert served(kv, 1, 2, 3) == [3]
+    assert kv._extents.renew() == generation
+    kv.close()
+
+
+def test_nobody_waits_to_switch_off(tmp_path: Path) -> None:
+    """An index found damaged while another process has the lock goes when the store is closed."""
+    kv = open_store(tmp_path)
+    assert save(kv, 1)
+    index = kv._extents._index
+    damaged = index.get()
+    assert damaged is not None
+    with ExtentDirectory(tmp_path / "kv", "kv").one_opener():
+        assert Asker(lambda: index._failed(damaged, _damage())).done()
+        assert not kv.on
+        assert served(kv, 1) == []
+    assert (tmp_path / "kv" / "index.sqlite").exists()
+    kv.close()
+    assert not (tmp_path / "kv" / "index.sqlite").exists()
+    again = open_store(tmp_path)
+    again._extents.adopt()
+    assert served(again, 1) == [1]
+
+
+def test_a_damaged_index_is_told_from_a_new_one_while_it_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Afterwards a new file may have its inode."""
+    kv = open_store(tmp_path)
+    assert save(kv, 1)
+    index = kv._extents._index
+    damaged, order = index.get(), []
+    assert damaged is not None
+    real, close = ExtentDirectory.index_file, damaged.close
+    monkeypatch.setattr(ExtentDirectory, "index_file", lambda d: (order.append("compared"), real(d))[1])
+    monkeypatch.setattr(damaged, "close", lambda: (order.append("closed"), close()))
+    index._failed(damaged, _damage())
+    assert order == ["compared", "closed"]
+    assert not (tmp_path / "kv" / "index.sqlite").exists()
+
+
 def _waiting() -> list[str]:
     return [line for line in Path("/proc/locks").read_text().splitlines() if "->" in line]
 
@@ -295,4 +371,36 @@ def test_an_encoder_output_that_waits_for_the_disk_is_not_stored_after_a_purge(t
     gate.set()
     assert worker.flush(60)
     assert ("before" in store, "after" in store) == (False, True)
+    worker.close()
+
+
+def test_states_in_host_memory_are_not_served_by_a_store_that_is_off(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("vllm")
+    from semkv.connectors.ec import ECScheduler, ECWorker, SemECMetadata
+    from semkv.connectors.host import SharedPool
+    from semkv.connectors.settings import ECSettings
+    from semkv.stores.bounds import Bounds
+    from semkv.stores.extents import ExtentStore
+    from semkv.stores.fusion import FusionStore
+    from semkv.stores.host_memory import HostMemories
+
+    extents = ExtentStore(tmp_path / "fusion", "fusion", Bounds())
+    host, settings = SharedPool(tmp_path, 1 << 22, HostMemories()), ECSettings(tmp_path)
+    worker = ECWorker(settings, extents, "cpu", saves=True, host=host)
+    scheduler = ECScheduler(settings, FusionStore(extents, "ns"), "ns", host)
+    step = SemECMetadata("ns", saves={"before": "before", "after": "after"})
+    worker.save(step, {"before": torch.zeros(2, 3)}, "before")
+    assert worker.flush(60)
+    assert scheduler._read("before") is not None
+    index = extents._index.get()
+    assert index is not None
+    extents._index._failed(index, _damage())
+    assert scheduler._read("before") is None
+    pool = host.get()
+    assert pool is not None
+    held = len(pool)
+    worker.save(step, {"after": torch.zeros(2, 3)}, "after")
+    assert worker.flush(60)
+    assert len(pool) == held
     worker.close()

@@ -229,8 +229,8 @@ def _catalog_damage(path: Path) -> str:
 
 
 def purge_entries(cache_dir: Path, tenant: str | None, tag: str | None, *, dry_run: bool) -> Purged:
-    """Delete the catalog's entries of a tenant, with a tag, or both, with the images that only they had and
-    the graphs of a namespace that has none left.
+    """Delete the catalog's entries of a tenant, with a tag, or both, with the images that only they had and the graphs
+    in which their vectors are: the next start, or a running engine, writes new ones.
 
     A tenant's KV blocks lie under hashes that only its salt leads to; they are found by nobody else and go with age.
 
@@ -242,7 +242,7 @@ def purge_entries(cache_dir: Path, tenant: str | None, tag: str | None, *, dry_r
         with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
             removed = catalog.invalidate(tenant=tenant, tag=tag, dry_run=dry_run)
             if not dry_run:
-                sweep(cache_dir / GRAPHS, catalog.spaces())
+                sweep(cache_dir / GRAPHS, set(catalog.spaces()).difference(removed.spaces))
     except (sqlite3.Error, CorruptValue) as error:
         raise StoreError(f"catalog {cache_dir / 'catalog.sqlite'}: {error}") from error
     if not dry_run and removed.media:

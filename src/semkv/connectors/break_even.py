@@ -96,11 +96,13 @@ class RanksGate:
         self._host_bytes = host_bytes
         self._told: OrderedDict[bytes, None] = OrderedDict()
 
-    def told(self, hashes: Iterable[bytes]) -> None:
-        """These blocks come to be in host memory, or are used there."""
+    def told(self, hashes: Iterable[bytes], row_bytes: int) -> None:
+        """These blocks, of ``row_bytes`` bytes in one rank, come to be in host memory, or are used there."""
         for h in hashes:
             self._told[h] = None
             self._told.move_to_end(h)
+        while len(self._told) > self._host_bytes // row_bytes:
+            self._told.popitem(last=False)
 
     def forget(self) -> None:
         """Nothing is known of what is in host memory any more."""
@@ -114,8 +116,6 @@ class RanksGate:
             block_size: tokens of a block.
             row_bytes: bytes of a block in one rank.
         """
-        while len(self._told) > self._host_bytes // row_bytes:
-            self._told.popitem(last=False)
         here = next((i for i, h in enumerate(hashes) if h not in self._told), len(hashes))
         for count in (len(hashes), here):
             if not count or self.rates.worth(count * block_size, count * row_bytes, (count - here) * row_bytes):

@@ -181,11 +181,15 @@ class ECWorker:
         key = step.saves.get(identifier)
         if key is None or not self._saves:
             return
+        store = FusionStore(self._extents, step.namespace)
+        generation = store.renew()
+        if not self._extents.on:
+            self.counters.add("dropped")
+            return
         tensor = encoder_cache[identifier].detach()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         flat, copied = self._to_host(tensor.contiguous().view(-1).view(torch.uint8))
-        store, ends = FusionStore(self._extents, step.namespace), until_from_now(self._settings.max_age_s)
-        generation = store.renew()
+        ends = until_from_now(self._settings.max_age_s)
 
         def save() -> None:
             if copied is not None:

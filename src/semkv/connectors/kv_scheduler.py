@@ -211,10 +211,17 @@ class KVScheduler:
         """How many leading ones of stored blocks to load."""
         if self.gate is None or not hashes:
             return len(hashes)
-        row_bytes = max(store.layout.row_bytes for store in self.stores())
-        count = self.gate.worth(hashes, self.block_size, row_bytes)
+        count = self.gate.worth(hashes, self.block_size, self._row_bytes())
         self.counters.add("refused_loads", int(count < len(hashes)))
         return count
+
+    def _row_bytes(self) -> int:
+        """Of a block, in the rank where it takes most."""
+        return max(store.layout.row_bytes for store in self.stores())
+
+    def _tell(self, plans: Sequence[LoadPlan | PrefetchPlan | CapturePlan]) -> None:
+        if self.gate is not None and plans and self.stores():
+            self.gate.told((h for plan in plans for h in plan.block_hashes), self._row_bytes())
 
     def _holder(self, request_id: str) -> str:
         return f"{self._engine}/{request_id}"  # engines that share a directory may count their requests alike
@@ -262,17 +269,14 @@ class KVScheduler:
         step = KVStep(self.namespace if self.stores() else "", self._step, self._epoch, tokens, loads)
         step.prefetches = [PrefetchPlan(name, hashes) for name, hashes in self._waiting.items() if hashes]
         self._waiting.clear()
-        if self.gate is not None:
-            self.gate.told(h for plan in loads for h in plan.block_hashes)
-            self.gate.told(h for plan in step.prefetches for h in plan.block_hashes)
+        self._tell([*loads, *step.prefetches])
         self._update_block_ids(scheduler_output)
         # With several ranks one rank's failed load spoils what all of them compute: wait for their reports.
         if self.stores() and (self._world_size == 1 or self._last_load_step <= self._confirmed_step):
             self._expire_offers()
             for request_id, computed, complete in self._complete_blocks(scheduler_output):
                 step.captures += self._plan_captures(self._tracks[request_id], computed, complete)
-        if self.gate is not None:
-            self.gate.told(h for plan in step.captures for h in plan.block_hashes)
+        self._tell(step.captures)
         return step
 
     def _update_block_ids(self, scheduler_output: Any) -> None:

@@ -121,7 +121,7 @@ class KVWorker:
         return self._stores[namespace]
 
     def _keys(self, namespace: str, hashes: Sequence[bytes]) -> list[bytes]:
-        """Keys of the pool; after a purge they are other ones, so that nothing from before it is found."""
+        """Keys of the pool; after a purge, or with the store off, other ones: nothing from before it is found."""
         prefix = f"{namespace} {self._extents.generation} ".encode()
         return [prefix + h for h in hashes]
 
@@ -322,6 +322,9 @@ class KVWorker:
 
     def _reserve(self, namespace: str, plan: CapturePlan) -> _Capture | None:
         """Host memory for those planned blocks that are not there; None for none."""
+        if not self._extents.on:
+            self.counters.add("dropped", len(plan.block_hashes))
+            return None
         generation, wanted = self._extents.generation, self._keys(namespace, plan.block_hashes)
         taken, runs = self.pool.reserve(wanted)
         there = sum(key in self.pool for key in wanted)

@@ -66,7 +66,8 @@ def read_graph(body: memoryview, dim: int, room: int) -> Graph:
     """The graph behind `pour_graph`, none of whose rows is taken up yet.
 
     Args:
-        body: its bytes; FAISS does not check what it reads, so these must be whole.
+        body: its bytes, whole. Whoever may write the folder may have made them, as a checksum is no signature: FAISS
+            refuses a graph whose links or entry lead out of it (1.15.1 does; the floor in pyproject.toml).
         dim, room: of the index that asks.
 
     Raises:

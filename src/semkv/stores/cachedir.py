@@ -65,7 +65,7 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_
     Raises:
         StoreError: the directory holds files and no sign that they are semkv's.
     """
-    if not root.is_dir() or not any(root.iterdir()):
+    if not root.is_dir() or _empty(root):
         return 0
     if not _is_ours(root):
         raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
@@ -78,6 +78,7 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_
             directory = ExtentDirectory(index.parent, "")
             locks.enter_context(directory.one_opener())
             directory.discard_index()
+        (root / "catalog.sqlite").unlink(missing_ok=True)  # without it no graphs are written
         files |= _files(root, patterns)  # what a running engine wrote until then
         for file in sorted(files - markers) + sorted(files & markers):  # the sign goes last, so a purge can be repeated
             file.unlink(missing_ok=True)
@@ -85,6 +86,11 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
     return len(files)
+
+
+def _empty(root: Path) -> bool:
+    """Whether no file is anywhere below; a purge leaves folders that were empty before."""
+    return all(path.is_dir() and not path.is_symlink() for path in root.rglob("*"))
 
 
 def _files(root: Path, patterns: tuple[str, ...]) -> set[Path]:
@@ -128,7 +134,7 @@ def _mark(root: Path, *, ours: bool) -> None:
     marker = root / MARKER
     if marker.exists():
         return
-    if not ours and root.is_dir() and any(root.iterdir()):
+    if not ours and root.is_dir() and not _empty(root):
         raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -270,10 +270,13 @@ class Catalog:
         self._recent.clear()
         gone: list[str] = []
         loose: set[str] = set()
+        spaces: set[str] = set()
         for start in range(0, len(rows), _BATCH):
             batch = rows[start : start + _BATCH]
             marks = ",".join("?" * len(batch))
-            gone += [r[0] for r in self._db.execute(f"SELECT entry_id FROM entries WHERE id IN ({marks})", batch)]  # noqa: S608
+            found = self._db.execute(f"SELECT entry_id, space FROM entries WHERE id IN ({marks})", batch).fetchall()  # noqa: S608
+            gone += [row[0] for row in found]
+            spaces |= {row[1] for row in found}
             media = self._db.execute(f"SELECT DISTINCT media, space FROM entry_media WHERE entry IN ({marks})", batch)  # noqa: S608
             touched = media.fetchall()
             keys = self._db.execute(
@@ -291,7 +294,7 @@ class Catalog:
             )
             loose |= {row[0] for row in touched}
         kept = {m for m in loose if self._db.execute("SELECT 1 FROM entry_media WHERE media=?", (m,)).fetchone()}
-        return Removed(tuple(gone), tuple(sorted(loose - kept)))
+        return Removed(tuple(gone), tuple(sorted(loose - kept)), tuple(sorted(spaces)))
 
     def by_namespace(self) -> list[NamespaceUse]:
         """What each tenant and model has here, most entries first."""

@@ -88,10 +88,11 @@ class MediaRow:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What a deletion took away: entries, and media items that no entry refers to any more."""
+    """What a deletion took away: entries, media items that no entry refers to any more, and from which namespaces."""
 
     entry_ids: tuple[str, ...] = ()
     media: tuple[str, ...] = ()
+    spaces: tuple[str, ...] = ()
 
 
 def pack(vector: Vector) -> bytes:

@@ -38,7 +38,20 @@ def new_extent(header: ExtentHeader, nbytes: int) -> NewExtent:
 
 
 FileId = tuple[int, int]
-"""Device and inode: two files that are there at the same time never have the same."""
+"""Device and inode: two files that are there at the same time never have the same. One that is open is there."""
+
+
+def file_id(path: Path) -> FileId | None:
+    """Which file has this name at this moment, at the price of one ``stat``; None where there is none.
+
+    Raises:
+        OSError: that cannot be said.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +69,8 @@ class ExtentDirectory:
         return self.root / "index.sqlite"
 
     def index_file(self) -> FileId | None:
-        """Which file the index is at this moment, at the price of one ``stat``; None where there is none.
-
-        Raises:
-            OSError: that cannot be said.
-        """
-        try:
-            status = self.index.stat()
-        except FileNotFoundError:
-            return None
-        return status.st_dev, status.st_ino
+        """Which file the index is at this moment; see `file_id`."""
+        return file_id(self.index)
 
     def discard_index(self) -> None:
         """Delete the index, so that whoever opens the directory next builds it again."""
@@ -102,14 +107,16 @@ class ExtentDirectory:
             )
 
     @contextlib.contextmanager
-    def one_opener(self, *, make: bool = False) -> Iterator[None]:
+    def one_opener(self, *, make: bool = False, wait: bool = True) -> Iterator[None]:
         """One process at a time opens, repairs, closes or purges a directory; not twice in one thread.
 
         Args:
             make: make the directory where it is not there, or was purged meanwhile.
+            wait: until no other process does; a purge of many files takes its time.
 
         Raises:
             StoreError: it is a file.
+            BlockingIOError: another process does, and this one shall not wait.
             OSError: it is not there, or cannot be made or written.
         """
         path = self.root / "open.lock"
@@ -125,7 +132,7 @@ class ExtentDirectory:
                     continue
                 raise
             with lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
                 ours = False
                 with contextlib.suppress(FileNotFoundError):
                     ours = os.path.samestat(os.fstat(lock.fileno()), path.stat())

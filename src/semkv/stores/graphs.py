@@ -1,13 +1,14 @@
 """The vector indexes' graphs on disk: what spares a start the minutes in which they are built.
 
 Never the only copy of anything, and never believed: an index takes a row from here only where it equals the catalog's
-vector. So a file that is old, or of another catalog, costs time and no answer.
+vector. So a file that is old, or of another catalog, costs time and no answer. Nothing is written unless the catalog
+beside the folder is the one of the start: what a purge took away is not written back.
 
     graphs/<namespace>/<layer>-<partition>-<number>.graph      all digests
 
 A file is a magic word, one JSON line (layer, with its encoder's fingerprint; partition), the index's own bytes, and
-xxh3_128 of all before. It is written to a temporary name, synced and renamed. Several processes may share the folder:
-the last one's file stays.
+xxh3_128 of all before, which finds what a disk did and not what a person did. It is written to a temporary name, synced
+and renamed. Several processes may share the folder: the last one's file stays.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import xxhash
 
 from semkv.errors import CorruptValue
 from semkv.keys import digest
+from semkv.stores.directory import FileId, file_id
 
 FOLDER = "graphs"
 _MAGIC = b"semkv graph 1\n"
@@ -36,7 +38,7 @@ class GraphFiles:
     """The graphs of one layer. Any thread may call, one at a time.
 
     Args:
-        folder: of all graphs of a cache directory.
+        folder: of all graphs of a cache directory; the catalog whose vectors they are is open, beside it.
         layer: whose vectors they are, named with the encoder's fingerprint.
         fault: told of every file that is damaged or cannot be written.
         max_bytes: bound on all files of the folder once a new one is in its place; those used longest ago go first.
@@ -46,6 +48,8 @@ class GraphFiles:
         self, folder: Path, layer: str, fault: Callable[[Exception], None], *, max_bytes: int = _MAX_BYTES
     ) -> None:
         self._folder, self._layer, self._fault, self._max_bytes = folder, layer, fault, max_bytes
+        self._catalog_file = folder.with_name("catalog.sqlite")
+        self._catalog = self._catalog_now()
         self._prefix = digest("layer", layer)[:16]
         self._found: dict[str, list[Path]] = defaultdict(list)  # those of the start, by partition
         for file in sorted(folder.glob(f"*/{self._prefix}-*.graph")):
@@ -65,11 +69,14 @@ class GraphFiles:
 
     def save(self, namespace: str, partition: str, number: int, pour: Callable[[Callable[[bytes], int]], None]) -> None:
         """Write a graph in the place of the one with that number. ``pour`` hands its bytes to a function."""
+        if self._purged():
+            return
         file = self._file(namespace, partition, number)
         part = file.with_suffix(f".{secrets.token_hex(8)}.tmp")
         checksum = xxhash.xxh3_128()
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)
+            file.parent.mkdir(exist_ok=True)
             with part.open("wb") as out:
 
                 def write(data: bytes) -> int:
@@ -88,6 +95,10 @@ class GraphFiles:
             self._fault(error)
         finally:
             _delete(part)
+        if self._purged():  # its catalog goes before a purge looks for graphs: what it did not see is seen here
+            _delete(file)
+            _delete_empty(file.parent)
+            _delete_empty(self._folder)
 
     def drop(self, namespace: str, partition: str, number: int) -> None:
         """Delete a graph. Its folder stays, into which another index may be about to write."""
@@ -103,6 +114,17 @@ class GraphFiles:
         for file in (file for files in self._found.values() for file in files):
             _delete(file)
         self._found.clear()
+
+    def _catalog_now(self) -> FileId | None:
+        try:
+            return file_id(self._catalog_file)
+        except OSError:
+            return None
+
+    def _purged(self) -> bool:
+        """Whether the catalog of the start is gone, or another one in its place."""
+        now = self._catalog_now()
+        return now is None or now != self._catalog
 
     def _head(self, partition: str) -> bytes:
         return _MAGIC + json.dumps({"layer": self._layer, "partition": partition}).encode() + b"\n"

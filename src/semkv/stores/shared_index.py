@@ -1,7 +1,8 @@
 """The index of a store directory as it is now, whatever other processes do to it, and what faults of it mean.
 
 Whoever asks for anything sees first, by one ``stat``, whether the index is still the file that was opened. A purge, or
-a process that found the index damaged, puts another in its place; then the directory is opened anew. A faulty disk
+a process that found the index damaged, puts another in its place; then the directory is opened anew. While another
+process purges or opens it, that is tried again at the next question: nobody who asks waits for a lock. A faulty disk
 never raises: it turns writing off, or the store, with one warning.
 """
 
@@ -33,8 +34,6 @@ class SharedIndex:
     """The index of one directory. Safe to use from several threads.
 
     Attributes:
-        generation: `BlockIndex.generation` of the index in use. What was kept in memory beside another one, or was
-            computed while it was in use, may have been purged.
         writable: whether anything is still written.
     """
 
@@ -54,23 +53,33 @@ class SharedIndex:
         self._file: FileId | None = None
         self._opening = threading.RLock()
         self._layouts: dict[tuple[str, int], str] = {}
-        self.generation, self.writable = "", False
+        self._damaged: BlockIndex | None = None  # not let go of yet
+        self._off = self.writable = False
         try:
-            self._open()
+            self._open(wait=True)
         except (OSError, sqlite3.Error) as error:
             self._switch_off("cannot be used", error)
 
     @property
     def on(self) -> bool:
         """Whether anything can be read; False after a fault that put the store out of use."""
-        return self._index is not None
+        return not self._off
 
-    def _open(self) -> BlockIndex:
-        with self._files.one_opener(make=True):
+    @property
+    def generation(self) -> str:
+        """`BlockIndex.generation` of the index in use: what was kept in memory under another one's may be purged.
+
+        Without an index nobody hears of a purge. Then each question gets another answer, so that nothing kept is found.
+        """
+        index = self._index or self.get()
+        return uuid.uuid4().hex if index is None else index.generation
+
+    def _open(self, *, wait: bool) -> BlockIndex:
+        with self._files.one_opener(make=True, wait=wait):
             self._files.create()
             index = self._open_file(self._files.index)
             self._file = self._files.index_file()
-        self._index, self.generation, self.writable = index, index.generation, True
+        self._index, self.writable = index, True
         return index
 
     def _open_file(self, path: Path) -> BlockIndex:
@@ -94,30 +103,33 @@ class SharedIndex:
         return found is not None and found == self._file
 
     def get(self) -> BlockIndex | None:
-        """The directory's index; None after a fault that put the store out of use."""
+        """The directory's index; None after a fault that put the store out of use, or while a purge goes on."""
         index = self._index
-        if index is None or self.current(index):
+        if self._off or (index is not None and self.current(index)):
             return index
         with self._opening:
-            if self._index is index:
+            if self._index is index and not self._off:
                 self._open_anew(index)
         return self._index
 
-    def _open_anew(self, old: BlockIndex) -> None:
-        self._index, self.generation = None, uuid.uuid4().hex
+    def _open_anew(self, old: BlockIndex | None) -> None:
+        self._index, self.writable = None, False
         try:
             root = self._files.root
             if not root.parent.is_dir():  # the whole cache directory, or the disk it was on, is gone
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(root.parent))
-            index = self._open()
+            index = self._open(wait=False)
             log.warning("semkv: %s was purged, or its index replaced: opened anew", root)
             for (engine, rank), layout in self._layouts.items():
                 self.ask(partial(BlockIndex.put_layout, engine=engine, rank=rank, layout=layout), None, index)
             self.ask(self._opened, None, index)  # which may be purged again meanwhile
+        except BlockingIOError:
+            self._counters["errors"] += 1
         except (OSError, sqlite3.Error, StoreError) as error:
             self._switch_off("cannot be used", error)
-        with contextlib.suppress(sqlite3.Error):
-            old.close()
+        if old is not None:
+            with contextlib.suppress(sqlite3.Error):
+                old.close()
 
     def ask(self, what: Callable[[BlockIndex], _T], otherwise: _T, index: BlockIndex | None = None) -> _T:
         """What the index says (that of now, or the one given), or ``otherwise`` where there is none or it fails."""
@@ -134,9 +146,8 @@ class SharedIndex:
             self._counters["errors"] += 1
         elif not isinstance(error, sqlite3.OperationalError):
             self._switch_off("has a damaged index; it is rebuilt at the next start", error)
-            with contextlib.suppress(OSError, StoreError), self._files.one_opener():
-                if self._files.index_file() == self._file:  # else another process has built it again
-                    self._files.discard_index()
+            self._damaged = index
+            self._let_go(index, wait=False)
         elif error.sqlite_errorcode == sqlite3.SQLITE_BUSY:  # another process writes for long: this once
             self._counters["errors"] += 1
         else:
@@ -146,7 +157,7 @@ class SharedIndex:
         kind, root = self._files.kind, self._files.root
         log.warning("semkv: the %s store in %s %s (%s); requests go on without it", kind, root, what, error)
         self._counters["errors"] += 1
-        self.close()
+        self._index, self._off, self.writable = None, True, False
 
     def read_only(self, error: Exception) -> None:
         """The disk is full or read-only: nothing more is written."""
@@ -162,11 +173,25 @@ class SharedIndex:
         self.ask(lambda index: index.put_layout(engine, rank, layout), None)
 
     def close(self) -> None:
-        index, self._index, self.writable = self._index, None, False
-        if index is not None:
-            with contextlib.ExitStack() as lock:
-                # SQLite looks whether the file was moved and then deletes its log by name: in one step with that.
-                with contextlib.suppress(OSError, StoreError):
-                    lock.enter_context(self._files.one_opener())
-                with contextlib.suppress(sqlite3.Error):
-                    index.close()
+        """Nothing more is asked. Waits while another process purges or opens the directory."""
+        index, self._index, self._off, self.writable = self._index, None, True, False
+        if (last := index or self._damaged) is not None:
+            self._let_go(last, wait=True)
+
+    def _let_go(self, index: BlockIndex, *, wait: bool) -> None:
+        """Close an index; a damaged one's file goes, where no other process has built it again.
+
+        SQLite looks whether the file was moved and then deletes its log by name: in one step with that.
+        """
+        with contextlib.ExitStack() as lock:
+            try:
+                lock.enter_context(self._files.one_opener(wait=wait))
+                if index is self._damaged and self._files.index_file() == self._file:
+                    self._files.discard_index()
+            except BlockingIOError:  # left to `close`
+                return
+            except (OSError, StoreError):  # the directory is gone
+                pass
+            with contextlib.suppress(sqlite3.Error):
+                index.close()
+            self._damaged = None

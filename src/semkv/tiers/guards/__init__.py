@@ -7,12 +7,13 @@ microseconds, and can only veto a match, never make one. A language is one `Lexi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 
 from semkv.keys import normalise
 from semkv.tiers.guards.checks import CHECKS, code
-from semkv.tiers.guards.content import Pair, Side, pair, side
+from semkv.tiers.guards.content import MOST, Pair, Side, pair, side
 from semkv.tiers.guards.english import ENGLISH
 from semkv.tiers.guards.lexicon import Lexicon
 from semkv.tiers.guards.wording import Wording, measured
@@ -32,6 +33,9 @@ REASONS = (
 _REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
 _PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well
 _SHORT = 1000  # characters of a text that is remembered
+_LONG = 10_000  # characters of two texts, from which it pays to count their words first
+_UNLIKE = 10 * MOST  # words that each of two long texts has alone, none of which need be a form of another
+_WORD = re.compile(r"\w+")
 
 
 def veto(a: str, b: str, lexicon: Lexicon = ENGLISH) -> str | None:
@@ -46,6 +50,8 @@ def veto(a: str, b: str, lexicon: Lexicon = ENGLISH) -> str | None:
     alike = _alike(a, b)
     if alike and normalise(a) == normalise(b):
         return None
+    if min(len(a), len(b)) > _LONG and _unlike(a, b):
+        return "substitution"
     found = _pair(a, b, lexicon)
     typed = alike and (found.a.text.cased is None or found.b.text.cased is None)
     for check in (code,) if typed else CHECKS:
@@ -60,6 +66,12 @@ def _alike(a: str, b: str) -> bool:
     if a.isascii() and b.isascii():
         return a.lower().split() == b.lower().split()
     return normalise(a).casefold() == normalise(b).casefold()
+
+
+def _unlike(a: str, b: str) -> bool:
+    """Whether the words of two texts tell without a closer look that one is another text."""
+    first, second = (set(_WORD.findall(text.casefold())) for text in (a, b))
+    return min(len(first - second), len(second - first)) > _UNLIKE
 
 
 def wording(a: str, b: str, lexicon: Lexicon = ENGLISH) -> Wording:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 from semkv.tiers.guards.content import MOST, Pair, Side, akin, content, unmatched
@@ -15,6 +16,7 @@ Check = Callable[[Pair], str | None]
 
 _TELLING = 14  # words of a text among which one tells its language
 _KNOWN = 0.6  # share of the words that are known where none tells it
+_END = Token("?", "?", False)
 _NAMED = 4  # letters of a stem that a prefix may turn round
 
 
@@ -249,14 +251,49 @@ def order(p: Pair) -> str | None:
     return "word order" if reversed_order(p.a.text.tokens, p.b.text.tokens, p.lexicon) else None
 
 
+def particle(p: Pair) -> str | None:
+    """Another verb by the word after it: "adopt" and "adopt out", "turn in" and "turn over"."""
+    apart = ((p.a, p.only_a, p.b), (p.b, p.only_b, p.a))
+    return "relation" if any(_another_verb(*sides, p.lexicon) for sides in apart) else None
+
+
+def _another_verb(mine: Side, only: tuple[Token, ...], other: Side, lexicon: Lexicon) -> bool:
+    """Whether a verb that both texts have goes with a particle that the other text does not have."""
+    verbs = lexicon.tables.particles
+    missing = {t.word for t in only}
+    if not missing or verbs.keys().isdisjoint(other.stems):
+        return False
+    return any(
+        y.word in missing and y.word in verbs.get(x.stem, ()) and x.stem in other.stems
+        for x, y in itertools.pairwise(mine.text.tokens)
+    )
+
+
 def relation(p: Pair) -> str | None:
-    """Another relation where all else is the same and no question word asks for more: "in the box", "on the box"."""
+    """Another relation where all else is the same and no question word asks for more: "in the box", "on the box"; or
+    the other way to or from the same: "leave for Rome", "leave from Rome"."""
+    first, second = _ways(p.a, p.only_a, p.lexicon), _ways(p.b, p.only_b, p.lexicon)
+    if any(way != second.get(where, way) for where, way in first.items()):
+        return "relation"
     if len(p.only_a) != 1 or len(p.only_b) != 1 or not p.lexicon.questions.keys().isdisjoint(p.a.words | p.b.words):
         return None
     x, y, tables, choices = p.only_a[0], p.only_b[0], p.lexicon.tables, p.lexicon.choices
     tied = x.stem in tables.relations and y.stem in tables.relations
     joined = x.stem in tables.symmetric and y.stem in tables.symmetric and (x.word in choices) != (y.word in choices)
     return "relation" if (tied or joined) and not akin(x, y, p.lexicon) and _in_place(x, y, p) else None
+
+
+def _ways(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> dict[str, str]:
+    """Which way it goes from what, by the words for it that one text alone has; "" is the end of a clause."""
+    own = {t.word for t in only} & lexicon.ways.keys()
+    if not own:
+        return {}
+    tokens = [t for t in side.text.tokens if t.word not in lexicon.articles]
+    return {
+        "" if y.word in STOPS else y.stem: lexicon.ways[x.word]
+        for x, y in itertools.pairwise((*tokens, _END))
+        if x.word in own
+    }
 
 
 def substitution(p: Pair) -> str | None:
@@ -282,5 +319,5 @@ def _in_place(x: Token, y: Token, p: Pair) -> bool:
 
 CHECKS: tuple[Check, ...] = (
     code, quote, case, quantity, date, negation, groups, choice, sides, opposites, question, modality, tense, person,
-    order, relation, substitution, language,
+    order, particle, relation, substitution, language,
 )  # fmt: skip

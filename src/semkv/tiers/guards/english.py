@@ -244,8 +244,8 @@ than = except; with the exception of = except; instead of = instead; used to = u
 everyother; which people = who; everyone but = everyone except; everybody but = everybody except; everything but =
 everything except; all but = all except; any but = any except; anyone but = anyone except; anything but = anything
 except; call off = cancel; called off = cancel; going to = will; light weight = lightweight; web site = website; e mail
-= email; back up = backup; left over = leftover; all right =; right now = now; right thing = thing; right person =
-person; right place = place; all right =; right away = now
+= email; back up = backup; left over = leftover; all right =; fill out = fill; fill in = fill; right now = now; right
+thing = thing; right person = person; right place = place; all right =; right away = now
 """
 _PHRASES = MappingProxyType(
     {
@@ -253,6 +253,16 @@ _PHRASES = MappingProxyType(
         for phrase, _, instead in (p.partition("=") for p in _PHRASED.split(";"))
     }
 )
+
+_PARTICLES = """
+adopt out; back off; blow up; break up off; bring up about; call back off; carry on; check in out; cut off; drop off
+out; fall apart; get over away; give away out in; go off over; hand in out over; hang up; hold off on back up; lay off;
+lend out; let down off; look up out over into after for down; make up off; opt in out; pass away out; pay off; pull off
+over; put away down out up; rent out; run into over out away; sell out off; set off aside; show off up; sign off; sleep
+in over; stand up; take away back off over up; throw up; trade in; turn away back down in off on over up; wear off; work
+out; write off up
+"""
+_BOUNDS = {"within": "inside", "under": "inside", "atmost": "inside", "atleast": "outside", "over": "outside"}
 
 ENGLISH = Lexicon(
     negations=frozenset(
@@ -345,6 +355,12 @@ ENGLISH = Lexicon(
     pivots=frozenset(("than",)),
     helpers=frozenset(("do", "does", "did")),
     choices=frozenset(("or",)),
+    bounds=MappingProxyType({"": _BOUNDS, "before": _BOUNDS | {"atmost": "outside"}}),
+    bounded=MappingProxyType(dict.fromkeys("before prior ahead advance earlier".split(), "before")),
+    ways=senses("for to toward towards into onto", "from"),
+    particles=MappingProxyType(
+        {verb: frozenset(after) for verb, *after in (entry.split() for entry in _PARTICLES.split(";"))}
+    ),
     articles=frozenset("a an the this that these those my your his her its our their some any".split()),
     by=("by", frozenset("be is are was were been being get got gets".split()), ("ing",)),
     suffixes=_SUFFIXES,

@@ -8,6 +8,12 @@ from semkv.tiers.guards.lexicon import pairs
 
 OPPOSITES = MappingProxyType(
     {
+        "modality": pairs(
+            """
+            required necessary mandatory compulsory obligatory / should ought recommended advised advisable suggested;
+            must / recommended advised advisable optional
+            """
+        ),
         "direction": pairs(
             """
             left leftmost / right rightmost; above over atop upper top up / below under beneath underneath lower
@@ -77,7 +83,9 @@ OPPOSITES = MappingProxyType(
             digital; hardware / software; online / offline; wired / wireless; breakfast / dinner lunch; lunch /
             dinner; formal / informal casual; professional / amateur; expert / beginner novice; prefix / suffix;
             majority / minority; superior / inferior; ally / enemy; virtue / vice; immigrate / emigrate; immigrant /
-            emigrant; hire / fire; debit / credit; bull bullish / bear bearish; long / short; organic / synthetic
+            emigrant; hire / fire; own possess / sell lose;
+            look / seek care; call / cancel; give / quit; put / postpone; carry / perform;
+            debit / credit; bull bullish / bear bearish; long / short; organic / synthetic
             artificial; natural / artificial; mandatory required compulsory / optional voluntary; deductive /
             inductive; qualitative / quantitative; implicit / explicit; encourage / discourage; agree / disagree; obey
             / disobey; believe / doubt; trust / distrust; respect / disrespect; laugh smile / cry frown; cheap / dear;
@@ -191,7 +199,8 @@ turn off; connect link pair attach; pair connect; link connect url; disconnect d
 receipt bill; pay payment; payment pay; rent lease hire; hire employ recruit; fire dismiss; job interview; resume cv;
 skill ability; ability skill capability; success succeed successful; succeed success; become be turn; approach handle
 method; handle manage deal cope treat; manage handle control; control manage; lead guide; guide tutorial instructions;
-rule regulation law; law legal; allowed permitted legal okay acceptable possible; possible feasible able can; able can;
+rule regulation law; required mandatory compulsory obligatory;
+law legal; allowed permitted legal okay acceptable possible; possible feasible able can; able can;
 unable cannot; likely probable; sure certain; true real correct; false untrue fake; fake counterfeit; real actual
 genuine true; exactly precisely; approximately about roughly around; nearly almost; very extremely really so; also too;
 only just; book reserve booking reservation; reserve book; seat chair; rank rating; save store keep; store save keep;

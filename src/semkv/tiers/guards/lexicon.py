@@ -74,6 +74,11 @@ class Lexicon:
         tenses: auxiliaries to their time: past, perfect, present, future.
         pivots: words around which the order of the others tells who is which ("than").
         helpers: auxiliaries that a question for the object needs and one for the subject does not ("did").
+        bounds: words before a quantity to the side of it that they mean, "inside" or "outside"; by the word after it,
+            "" for any other: "up to a day" is inside, "up to a day before" outside.
+        bounded: words after a quantity that say from where it is measured, to the word by which ``bounds`` has them.
+        particles: verbs, with the words after them that make another verb of each ("look up").
+        ways: words before a place or a person to the way they point, there or from there.
         articles: words left out when neighbours are compared.
         by: the word before the agent of a passive, the forms of its auxiliary, and the endings of a gerund, which
             is no agent.
@@ -117,6 +122,10 @@ class Lexicon:
     tenses: Mapping[str, str] = field(default_factory=lambda: _NONE)
     pivots: frozenset[str] = frozenset()
     helpers: frozenset[str] = frozenset()
+    bounds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    bounded: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    particles: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    ways: Mapping[str, str] = field(default_factory=lambda: _NONE)
     articles: frozenset[str] = frozenset()
     choices: frozenset[str] = frozenset()
     by: tuple[str, frozenset[str], tuple[str, ...]] = ("", frozenset(), ())
@@ -146,6 +155,7 @@ class Tables:
     dates: Mapping[str, tuple[str, str]]
     known: frozenset[str]
     pivots: frozenset[str]
+    particles: Mapping[str, frozenset[str]]
 
     @classmethod
     def of(cls, lexicon: Lexicon) -> Tables:
@@ -163,6 +173,7 @@ class Tables:
             dates=_dates(lexicon),
             known=frozenset((*opposites, *classes, *(_stem(word, lexicon) for word in said))),
             pivots=frozenset(lexicon.groups.get("direction", _NONE)) | lexicon.pivots,
+            particles={_stem(verb, lexicon): after for verb, after in lexicon.particles.items()},
         )
 
 

@@ -17,6 +17,7 @@ _LONGEST = 30  # figures of a number; a longer one is compared as written
 _ROMAN = {r: n for n, r in enumerate("ii iii iv v vi vii viii ix x xi xii xiii xiv xv xvi".split(), 2)}
 _CURRENCY = "$€£¥₹"
 _DAY = 24 * 60
+_NEAR = 6  # words from a bound to the one that its quantity is measured from: "up to twenty four hours in advance"
 
 
 class Quantity(NamedTuple):
@@ -43,6 +44,8 @@ class Quantities(NamedTuple):
     """Stems of what a plain number counts: "three rivers"."""
     ranked: frozenset[str]
     """Stems of what an ordinal ranks: "the third river"."""
+    bounds: frozenset[str]
+    """The sides of a quantity on which something lies, "inside" or "outside": "within 24 hours before"."""
 
 
 def measure(tokens: Sequence[Token], lexicon: Lexicon) -> Quantities:
@@ -74,7 +77,22 @@ def measure(tokens: Sequence[Token], lexicon: Lexicon) -> Quantities:
             used.add(i)
         i += 1
     words = frozenset(tokens[k].word for k in used)
-    return Quantities(tuple(found), frozenset(bare), words, frozenset(counted), frozenset(ranked))
+    return Quantities(
+        tuple(found), frozenset(bare), words, frozenset(counted), frozenset(ranked), _bounds(tokens, lexicon)
+    )
+
+
+def _bounds(tokens: Sequence[Token], lexicon: Lexicon) -> frozenset[str]:
+    """On which sides of its quantities that is of which a text speaks."""
+    plain = lexicon.bounds.get("", {})
+    found = set()
+    for i, token in enumerate(tokens):
+        if token.word in plain:
+            after = [t.word for t in tokens[i + 1 : i + _NEAR]]
+            if any(w[0].isdigit() or w in lexicon.numbers or w in lexicon.units for w in after[:2]):
+                point = next((lexicon.bounded[w] for w in after[1:] if w in lexicon.bounded), "")
+                found.add(lexicon.bounds[point][token.word])
+    return frozenset(found)
 
 
 def _number(tokens: Sequence[Token], i: int, lexicon: Lexicon) -> tuple[int, Quantity]:
@@ -170,12 +188,14 @@ def differ(a: Quantities, b: Quantities) -> str | None:
     if first != second:
         left = _without(a.found, second)
         right = _without(b.found, first)
-        left, right = _paired(left, right)
+        left, right = _unmet(left, right), _unmet(right, left)
         measured = all(q.dimension != "clock" for q in (*left, *right))
         if left and measured and Counter(q.raw for q in left) == Counter(q.raw for q in right):
             return "unit"
         if any(not q.loose for q in left) or any(not q.loose for q in right) or (left and right):
             return "number"
+    if a.bounds and b.bounds and a.bounds.isdisjoint(b.bounds):
+        return "comparison"
     if a.counted & b.ranked - a.ranked or b.counted & a.ranked - b.ranked:
         return "number"
     return "unit" if a.bare - b.bare and b.bare - a.bare else None
@@ -193,14 +213,14 @@ def _without(found: Sequence[Quantity], other: Counter[tuple[str, float | str]])
     return rest
 
 
-def _paired(left: list[Quantity], right: list[Quantity]) -> tuple[list[Quantity], list[Quantity]]:
-    """What is left once a number with a unit has met the same number without one."""
-    rest = list(right)
-    alone = []
-    for q in left:
-        mate = next((r for r in rest if r.raw == q.raw and not (r.dimension and q.dimension)), None)
-        if mate is None:
-            alone.append(q)
+def _unmet(found: Sequence[Quantity], other: Sequence[Quantity]) -> list[Quantity]:
+    """What is left once a number with a unit has met the same number without one in the other text."""
+    left = Counter((q.raw, not q.dimension) for q in other)
+    rest = []
+    for q in found:
+        key = (q.raw, bool(q.dimension))
+        if left[key] > 0:
+            left[key] -= 1
         else:
-            rest.remove(mate)
-    return alone, rest
+            rest.append(q)
+    return rest
