@@ -253,16 +253,15 @@ def order(p: Pair) -> str | None:
 
 def particle(p: Pair) -> str | None:
     """Another verb by the word after it: "adopt" and "adopt out", "turn in" and "turn over"."""
+    if p.lexicon.tables.particles.keys().isdisjoint(p.a.stems):
+        return None
     apart = ((p.a, p.only_a, p.b), (p.b, p.only_b, p.a))
     return "relation" if any(_another_verb(*sides, p.lexicon) for sides in apart) else None
 
 
 def _another_verb(mine: Side, only: tuple[Token, ...], other: Side, lexicon: Lexicon) -> bool:
     """Whether a verb that both texts have goes with a particle that the other text does not have."""
-    verbs = lexicon.tables.particles
-    missing = {t.word for t in only}
-    if not missing or verbs.keys().isdisjoint(other.stems):
-        return False
+    verbs, missing = lexicon.tables.particles, {t.word for t in only}
     return any(
         y.word in missing and y.word in verbs.get(x.stem, ()) and x.stem in other.stems
         for x, y in itertools.pairwise(mine.text.tokens)
@@ -272,7 +271,8 @@ def _another_verb(mine: Side, only: tuple[Token, ...], other: Side, lexicon: Lex
 def relation(p: Pair) -> str | None:
     """Another relation where all else is the same and no question word asks for more: "in the box", "on the box"; or
     the other way to or from the same: "leave for Rome", "leave from Rome"."""
-    first, second = _ways(p.a, p.only_a, p.lexicon), _ways(p.b, p.only_b, p.lexicon)
+    first = _ways(p.a, p.only_a, p.lexicon)
+    second = _ways(p.b, p.only_b, p.lexicon) if first else {}
     if any(way != second.get(where, way) for where, way in first.items()):
         return "relation"
     if len(p.only_a) != 1 or len(p.only_b) != 1 or not p.lexicon.questions.keys().isdisjoint(p.a.words | p.b.words):
@@ -285,7 +285,7 @@ def relation(p: Pair) -> str | None:
 
 def _ways(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> dict[str, str]:
     """Which way it goes from what, by the words for it that one text alone has; "" is the end of a clause."""
-    own = {t.word for t in only} & lexicon.ways.keys()
+    own = {t.word for t in only if t.word in lexicon.ways}
     if not own:
         return {}
     tokens = [t for t in side.text.tokens if t.word not in lexicon.articles]
