@@ -301,6 +301,26 @@ def test_nobody_waits_for_a_purge_that_goes_on(tmp_path: Path) -> None:
     kv.close()
 
 
+def test_who_else_opens_the_directory_after_a_purge_costs_nobody_a_capture(tmp_path: Path) -> None:
+    """The ranks of an engine all open it in the same moment."""
+    kv = open_store(tmp_path)
+    directory, held = ExtentDirectory(tmp_path / "kv", "kv"), threading.Event()
+
+    def other() -> None:
+        with directory.one_opener():
+            directory.discard_index()
+            held.set()
+            time.sleep(0.2)
+
+    opener = threading.Thread(target=other)
+    opener.start()
+    assert held.wait(20)
+    assert save(kv, 1)
+    opener.join()
+    assert served(kv, 1) == [1]
+    kv.close()
+
+
 def test_nobody_waits_to_switch_off(tmp_path: Path) -> None:
     """An index found damaged while another process has the lock goes when the store is closed."""
     kv = open_store(tmp_path)

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from semkv.errors import CorruptValue, StoreError
 from semkv.stores import container
 from semkv.stores.block_index import BlockRef, FoundFile, NewExtent
 from semkv.stores.container import Bytes, ExtentFile, ExtentHeader
+
+_LOCK_POLL_S = 0.002
 
 
 def valid_id(extent: str) -> bool:
@@ -107,19 +110,19 @@ class ExtentDirectory:
             )
 
     @contextlib.contextmanager
-    def one_opener(self, *, make: bool = False, wait: bool = True) -> Iterator[None]:
+    def one_opener(self, *, make: bool = False, wait_s: float | None = None) -> Iterator[None]:
         """One process at a time opens, repairs, closes or purges a directory; not twice in one thread.
 
         Args:
             make: make the directory where it is not there, or was purged meanwhile.
-            wait: until no other process does; a purge of many files takes its time.
+            wait_s: how long to wait while another process does; None for as long as that takes.
 
         Raises:
             StoreError: it is a file.
-            BlockingIOError: another process does, and this one shall not wait.
+            BlockingIOError: another process still does after ``wait_s``.
             OSError: it is not there, or cannot be made or written.
         """
-        path = self.root / "open.lock"
+        path, until = self.root / "open.lock", time.monotonic() + (wait_s or 0)
         if self.root.exists() and not self.root.is_dir():
             raise StoreError(f"{self.root} is not a directory")
         while True:
@@ -132,7 +135,13 @@ class ExtentDirectory:
                     continue
                 raise
             with lock:
-                fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX if wait_s is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if time.monotonic() >= until:
+                        raise
+                    time.sleep(_LOCK_POLL_S)
+                    continue
                 ours = False
                 with contextlib.suppress(FileNotFoundError):
                     ours = os.path.samestat(os.fstat(lock.fileno()), path.stat())

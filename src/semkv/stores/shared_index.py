@@ -2,7 +2,7 @@
 
 Whoever asks for anything sees first, by one ``stat``, whether the index is still the file that was opened. A purge, or
 a process that found the index damaged, puts another in its place; then the directory is opened anew. While another
-process purges or opens it, that is tried again at the next question: nobody who asks waits for a lock. A faulty disk
+process purges or opens it, that is tried again at the next question: nobody who asks waits for long. A faulty disk
 never raises: it turns writing off, or the store, with one warning.
 """
 
@@ -28,6 +28,7 @@ from semkv.stores.directory import ExtentDirectory, FileId
 log = logging.getLogger("semkv.stores")
 
 _T = TypeVar("_T")
+_PATIENCE_S = 1.0  # once after a purge: engines and their ranks, which all open the directory then, take milliseconds
 
 
 class SharedIndex:
@@ -56,7 +57,7 @@ class SharedIndex:
         self._damaged: BlockIndex | None = None  # not let go of yet
         self._off = self.writable = False
         try:
-            self._open(wait=True)
+            self._open(wait_s=None)
         except (OSError, sqlite3.Error) as error:
             self._switch_off("cannot be used", error)
 
@@ -74,8 +75,8 @@ class SharedIndex:
         index = self._index or self.get()
         return uuid.uuid4().hex if index is None else index.generation
 
-    def _open(self, *, wait: bool) -> BlockIndex:
-        with self._files.one_opener(make=True, wait=wait):
+    def _open(self, *, wait_s: float | None) -> BlockIndex:
+        with self._files.one_opener(make=True, wait_s=wait_s):
             self._files.create()
             index = self._open_file(self._files.index)
             self._file = self._files.index_file()
@@ -118,7 +119,7 @@ class SharedIndex:
             root = self._files.root
             if not root.parent.is_dir():  # the whole cache directory, or the disk it was on, is gone
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(root.parent))
-            index = self._open(wait=False)
+            index = self._open(wait_s=0 if old is None else _PATIENCE_S)
             log.warning("semkv: %s was purged, or its index replaced: opened anew", root)
             for (engine, rank), layout in self._layouts.items():
                 self.ask(partial(BlockIndex.put_layout, engine=engine, rank=rank, layout=layout), None, index)
@@ -185,7 +186,7 @@ class SharedIndex:
         """
         with contextlib.ExitStack() as lock:
             try:
-                lock.enter_context(self._files.one_opener(wait=wait))
+                lock.enter_context(self._files.one_opener(wait_s=None if wait else 0))
                 if index is self._damaged and self._files.index_file() == self._file:
                     self._files.discard_index()
             except BlockingIOError:  # left to `close`
