@@ -112,7 +112,7 @@ class Dispatch:
     async def _record_looked(
         self, asked: Asked, looking: asyncio.Future[Resolution], flight: Flight, partition: str
     ) -> None:
-        """Record what was asked while the lookup ran; a donor that was found too late had no part in it."""
+        """Record what was asked while the lookup ran; a donor that was found had no part in it."""
         underway = None
         try:
             looked = await looking

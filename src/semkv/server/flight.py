@@ -14,7 +14,6 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from semkv.server.sse import Assembler, NotKeepable, Splitter, data_of, is_usage_only
 from semkv.server.upstream import Call, Headers, Reply, Upstream, UpstreamError
@@ -325,18 +324,6 @@ class Subscription:
         while not flight.done and flight.piece(self.position) is None:
             await flight.changed()
         return flight.streamed and flight.keepable and not flight.done
-
-    async def wins(self, other: asyncio.Future[Any]) -> bool:
-        """Wait for the first bytes of a success, or for something else; whether the bytes came first."""
-        flight = self.flight
-        while not other.done():
-            if flight.status == 200 and flight.error is None and flight.piece(self.position) is not None:
-                return True
-            if flight.done:  # without a success
-                await asyncio.wait((other,))
-                break
-            await asyncio.wait((other, flight.changed()), return_when=asyncio.FIRST_COMPLETED)
-        return False
 
     async def decided(self) -> None:
         """Wait until the answer is kept, or known not to be."""

@@ -247,8 +247,8 @@ class Gateway:
     async def _overlapped(self, asked: Asked, partition: str) -> Answer:
         """Ask the upstream while the lookup runs.
 
-        Until a success has begun to come in the lookup has the last word: what it finds is served, or asked for, in
-        place of the request, which is then cut off unless others wait for it. After that the request is a miss.
+        The lookup has the last word, however soon the upstream answers: what it finds is served, or asked for, in place
+        of the request, which is then cut off unless others wait for it.
         """
         own = Resolution(asked.canonical, await self.caches.stored(asked.canonical))
         if own.found is not None:
@@ -264,9 +264,7 @@ class Gateway:
         if seat is None:
             seat = self._dispatch.start(asked, own, raw, looking=looking, partition=partition)
         try:
-            if await seat.wins(looking):
-                return await self._answer(asked, own, seat, tier)
-            looked = looking.result()
+            looked = await asyncio.shield(looking)
             if seat.flight.status in (401, 403):  # who is not let in gets nothing of what others computed
                 return await self._answer(asked, own, seat, tier)
             if looked.found is not None or looked.canonical.key != asked.canonical.key:
