@@ -129,18 +129,19 @@ class Caches:
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
-    async def find(self, canonical: CanonicalRequest, *, keep: bool = True) -> Resolution:
+    async def find(self, canonical: CanonicalRequest, *, keep: bool = True, stored: bool = True) -> Resolution:
         """What the caches have; looked up once for all who ask for the same at the same time.
 
         Args:
             canonical: the request.
             keep: False where nothing of it may be kept. A look for similar pictures writes the request's own.
+            stored: False where the store was asked for exactly this request already, and has nothing.
         """
         if not keep and self.semantic is not None and canonical.request is not None and canonical.request.media:
             return Resolution(canonical, await self.stored(canonical))
         task = self._finding.get(canonical.key)
         if task is None:
-            task = asyncio.ensure_future(self._find(canonical))
+            task = asyncio.ensure_future(self._find(canonical, stored))
             self._finding[canonical.key] = task
             task.add_done_callback(lambda _: self._finding.pop(canonical.key, None))
             return await asyncio.shield(task)
@@ -165,8 +166,8 @@ class Caches:
             return ""
         return self.semantic.joining.partition(canonical.request)
 
-    async def _find(self, canonical: CanonicalRequest) -> Resolution:
-        own = Resolution(canonical, await self.stored(canonical))
+    async def _find(self, canonical: CanonicalRequest, stored: bool) -> Resolution:
+        own = Resolution(canonical, await self.stored(canonical) if stored else None)
         if own.found is not None or not self.looks(canonical):
             return own
         start = time.perf_counter()

@@ -259,7 +259,7 @@ class Gateway:
             return answer
         if seat is None and self._dispatch.paraphrases.busy(partition):  # by now
             return await self._resolved(asked, await self._looked(asked))
-        looking = asyncio.ensure_future(self.caches.find(asked.canonical))
+        looking = asyncio.ensure_future(self.caches.find(asked.canonical, stored=False))
         tier = MISS if seat is None else JOINED
         if seat is None:
             seat = self._dispatch.start(asked, own, raw, looking=looking, partition=partition)

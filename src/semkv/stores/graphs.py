@@ -25,6 +25,7 @@ import xxhash
 
 from semkv.errors import CorruptValue
 from semkv.keys import digest
+from semkv.stores.container import fsync_directory
 from semkv.stores.directory import FileId, file_id
 
 FOLDER = "graphs"
@@ -90,7 +91,7 @@ class GraphFiles:
                 os.fsync(out.fileno())
             if self._make_room(part, file):
                 part.replace(file)
-                _sync(file.parent)
+                fsync_directory(file.parent)
         except (OSError, RuntimeError) as error:  # the second from FAISS, when a write of its own fails
             self._fault(error)
         finally:
@@ -209,14 +210,6 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield file, file.stat()
             except FileNotFoundError:  # another process replaced it
                 continue
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _delete(file: Path) -> None:
