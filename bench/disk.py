@@ -127,6 +127,17 @@ def rate(files: list[Path], read: Callable[[ThreadPoolExecutor], int], threads: 
     return round(statistics.median(found), 2)
 
 
+def write(out: Path, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """The rows so far, in one piece: a run that is cut off leaves what it measured."""
+    result = {
+        "rows": rows, "settings": {"rows": options.rows, "row_bytes": ROW, "repeats": options.repeats},
+        "python": platform.python_version(), "cores": os.cpu_count(), "load_average": os.getloadavg(),
+    }  # fmt: skip
+    part = out.with_name(f"{out.name}.tmp")
+    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.replace(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, help="a folder on the disk to measure")
@@ -152,12 +163,8 @@ def main() -> None:
                 gb_s = {way: rate(files, found[way], threads, options.repeats) for way in options.ways}
                 rows.append({"mib": size, "threads": threads, "gb_s": gb_s})
                 print(rows[-1], flush=True)
-    result = {
-        "rows": rows, "settings": {"rows": options.rows, "row_bytes": ROW, "repeats": options.repeats},
-        "python": platform.python_version(), "cores": os.cpu_count(), "load_average": os.getloadavg(),
-    }  # fmt: skip
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                if options.out:
+                    write(options.out, rows, options)
 
 
 if __name__ == "__main__":

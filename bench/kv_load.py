@@ -14,7 +14,7 @@ Random tokens through Qwen2.5-7B's shape with dummy weights. Each engine runs in
     offload-cpu  vLLM's OffloadingConnector with enough host memory
     offload-fs   the same with its file tier, and a host tier too small to hold what is asked for
     example      vLLM's ExampleConnector
-    lmcache      LMCache, where it is installed
+    lmcache      LMCache 0.5.3 with its server process and enough host memory, where it is installed
 
 One request at a time (median of ``--repeats``) and several at once (the time until all have their first token). The
 floor is the prefix cache's time and the bytes over the rate of a plain copy from page-locked memory, both measured.
@@ -28,9 +28,12 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,7 @@ TINY = {
 TINY_ENGINE = {"kv_cache_memory_bytes": 1 << 28, "block_size": 32, "enforce_eager": True}
 ENGINES = ("plain", "semkv", "offload-cpu", "offload-fs", "example", "lmcache")
 NOT_ON_A_CPU = ("offload-cpu", "offload-fs", "lmcache")
+LMCACHE_PORT = 5655
 SMALL_TIER = 2 << 30  # of offload-fs: less than the prompts that are stored before one comes back
 LEVELS = {"plain": [], "semkv": ["host", "disk"], "offload-fs": ["disk"], "example": ["disk"]}
 
@@ -70,9 +74,28 @@ def connector(engine: str, folder: str, spec: Mapping[str, Any]) -> dict[str, An
     elif engine == "example":
         name, extra = "ExampleConnector", {"shared_storage_path": folder}
     elif engine == "lmcache":
-        name, extra = "LMCacheConnectorV1", {}
+        # not LMCacheConnectorV1: of vLLM 0.26's packed blocks it moves half the bytes (LMCache 0.5.3)
+        name, extra = "LMCacheMPConnector", {"lmcache.mp.port": LMCACHE_PORT}
     config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
     return config | ({"kv_connector_module_path": "semkv.connectors.kv"} if engine == "semkv" else {})
+
+
+@contextmanager
+def lmcache_server(spec: Mapping[str, Any]) -> Iterator[None]:
+    """LMCache's server while its engine runs: all in page-locked host memory, taken at once; chunks of 256 tokens."""
+    if spec["engine"] != "lmcache":
+        yield
+        return
+    command = ["timeout", "-k10", str(spec["budget"] + load_runs.GRACE_S)]  # its own end, should this process be killed
+    command += [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--port", str(LMCACHE_PORT)]
+    command += ["--l1-size-gb", str(spec["host_bytes"] / 2**30), "--no-l1-use-lazy", "--eviction-policy", "LRU"]
+    command += ["--supported-transfer-mode", "lmcache_driven", "--disable-observability"]
+    server = subprocess.Popen(command, env=os.environ | {"LMCACHE_TRACK_USAGE": "false"})
+    try:
+        yield
+    finally:
+        server.terminate()
+        server.wait()
 
 
 class Bench:
@@ -156,6 +179,8 @@ class Bench:
             if self.llm.reset_prefix_cache():
                 break
             self.settle()
+        else:  # or the prefix cache would be measured under another name
+            raise RuntimeError("vLLM's prefix cache cannot be emptied: the connector holds blocks")
         if level != "disk":
             return
         if self.engine == "semkv":
@@ -297,7 +322,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         spec = json.loads(options.child)
-        with tempfile.TemporaryDirectory(dir=spec["scratch"]) as folder:
+        with tempfile.TemporaryDirectory(dir=spec["scratch"]) as folder, lmcache_server(spec):
             load_runs.child(spec, lambda spec: Bench(spec, folder))
         return
     shape, arguments = json.loads(options.shape), json.loads(options.engine_args)
