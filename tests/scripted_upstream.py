@@ -23,6 +23,7 @@ from typing import Any
 
 _DIRECTIVE = re.compile(r"\[(\w+)(?:=([\d.]+))?\]")
 CREATED = 1_700_000_000
+_ANSWERS = 128  # to one request; a fuzzer asks for milliards
 EVENTS = b"text/event-stream; charset=utf-8"
 
 
@@ -96,6 +97,8 @@ class Scripted:
         try:
             body = json.loads(raw)
             text = prompt_of(body)
+            if (body.get("n") or 1) > _ANSWERS:
+                raise ValueError("too many answers")
             said = dict(_DIRECTIVE.findall(text)) | self.script.get(text, {})
             content = list(chunks(body, text, said)) if body.get("stream") else answer(body, text, said)
         except Exception:

@@ -77,3 +77,20 @@ def test_the_end_waits_until_the_answer_was_kept(kind: bytes, pieces: list[bytes
         seat.leave()
 
     asyncio.run(story())
+
+
+def test_a_flight_that_is_cancelled_at_once_has_an_end() -> None:
+    async def story() -> None:
+        async def landed(flight: Flight) -> None:
+            raise AssertionError("nothing came")
+
+        desk = Desk(Scripted(b"application/json", []), Bounds())
+        seat = desk.start("key", Call({}, b""), landed, chat=True)
+        await desk.aclose()
+        await asyncio.wait_for(seat.settled(), 10)
+        await asyncio.wait_for(seat.flight.over(), 10)
+        assert seat.flight.done
+        assert not len(desk)
+        seat.leave()
+
+    asyncio.run(story())

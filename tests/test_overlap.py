@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from gateway_helpers import Pair, wait_until
+from gateway_helpers import Pair, chat, wait_until
 from semkv.server.caches import Odds
 from test_paraphrases import HUNDRED, ONE, OTHER, a_tenant, asked, beside, paraphrases, said
 
@@ -35,7 +36,8 @@ def pair(running: Pair) -> Iterator[Pair]:
     yield running
     running.upstream.script = {}
     running.upstream.gate.set()
-    wait_until(lambda: not len(paraphrases(running)) and not len(running.app.gateway.desk))
+    wait_until(lambda: not running.app.gateway._dispatch._background and not len(running.app.gateway.desk))
+    assert not len(paraphrases(running))
     assert running.app.gateway.desk.held == 0
     assert running.metric("semkv_faults_total") == 0
 
@@ -180,6 +182,79 @@ def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(
     assert asked(pair) == [ONE]
 
 
+def test_an_answer_that_came_at_once_sends_no_paraphrase_upstream(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one's lookup still runs when its answer is there: nobody can know yet who may have it."""
+    tenant, _ = let_in(pair)
+    pair.upstream.calls.clear()
+    with monkeypatch.context() as patch, ThreadPoolExecutor(20) as pool:
+        held = Held(pair, patch)
+        first = pool.submit(pair.post, ONE, headers=tenant)
+        wait_until(lambda: ONE in asked(pair) and not len(pair.app.gateway.desk))
+        later = [pool.submit(pair.post, text, headers=tenant) for text in HUNDRED[1:11]]
+        finding = pair.app.gateway.caches._finding
+        wait_until(lambda: len(finding) == 11)
+        held.go.set()
+        answers = [one.result(30) for one in (first, *later)]
+    assert asked(pair) == [ONE]
+    assert {said(answer) for answer in answers} == {f"You said: {ONE}"}
+
+
+def test_what_the_store_has_is_served_in_place_of_what_was_asked(pair: Pair) -> None:
+    """Memory has lost it, so the upstream is asked while the store is."""
+    tenant, _ = answered_once(pair)
+    responses = pair.app.gateway.caches.responses
+    for key in list(responses._memory._entries):
+        responses._memory._drop(key)
+    pair.upstream.gate.clear()
+    cut, aborted = pair.metric("semkv_overlap_cut_total"), pair.upstream.aborted
+    again = pair.post(ONE, headers=tenant)
+    assert again.headers["x-semkv"].startswith("hit tier=exact")
+    wait_until(lambda: pair.upstream.aborted == aborted + 1)
+    assert pair.metric("semkv_overlap_cut_total") == cut + 1
+
+
+def test_without_the_semantic_tiers_the_store_is_asked_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Pair(tmp_path, store_timeout=60.0) as pair, ThreadPoolExecutor(1) as pool:
+        pair.post(ONE)
+        caches, go = pair.app.gateway.caches, threading.Event()
+        caches.odds, get = Odds(0.0), caches.responses.lookup
+
+        def slow(key: str) -> Any:
+            assert go.wait(30)
+            return get(key)
+
+        monkeypatch.setattr(caches.responses, "lookup", slow)
+        first = pool.submit(pair.post, OTHER)
+        wait_until(lambda: asked(pair) == [ONE, OTHER] and not len(pair.app.gateway.desk))
+        assert not first.done()
+        go.set()
+        assert first.result(30).headers["x-semkv"] == "miss", "what it was answered meanwhile is no hit"
+        assert caches.odds.share == 0.0
+
+
+def test_an_answer_that_came_before_the_store_was_asked_is_recorded(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look into the store finds what the request itself has brought: a miss, with a lookup as any."""
+    tenant, before = let_in(pair)
+    responses, go = pair.app.gateway.caches.responses, threading.Event()
+    look = responses.lookup
+
+    def late(key: str) -> Any:
+        assert go.wait(30)
+        return look(key)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(responses, "lookup", late)
+        first = pool.submit(pair.post, ONE, headers=tenant)
+        wait_until(lambda: ONE in asked(pair) and not len(pair.app.gateway.desk))
+        go.set()
+        assert first.result(30).headers["x-semkv"] == "miss"
+    wait_until(lambda: entries(pair) == before + 1)
+
+
 def test_paraphrases_wait_for_nothing_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lookup of the first fails: there is nobody to join, and its partition is free again."""
     with Pair(tmp_path, semantic=True, similarity_threshold=0.8) as pair:
@@ -223,6 +298,49 @@ def test_a_key_that_the_upstream_refuses_gets_nothing(pair: Pair, monkeypatch: p
         assert similar.result(30).status_code == 401
     pair.upstream.script = {ONE: {"status": "401"}}
     assert pair.post(ONE, headers=tenant).status_code == 401, "nor what was stored"
+
+
+def test_an_equal_request_that_has_just_ended_is_not_joined(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is forgotten during the next one's lookup; its key would lead that one to the flight it started itself."""
+    tenant, _ = let_in(pair)
+    pair.upstream.script = {ONE: {"length": ""}}
+    monkeypatch.setattr("semkv.server.dispatch._STAND_BACK_S", 0.5)
+    pair.post(ONE, headers=tenant, stream=True)
+    pair.upstream.hold_at = 2
+    pair.upstream.gate.clear()
+
+    def ask() -> str:
+        body = chat(ONE, stream=True)
+        with httpx.stream("POST", f"{pair.url}/v1/chat/completions", json=body, headers=tenant, timeout=30) as answer:
+            pair.upstream.gate.set()
+            answer.read()
+        return f"{answer.status_code} {answer.headers.get('x-semkv')}"
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        held = Held(pair, patch)
+        second = pool.submit(ask)
+        assert held.waiting.wait(30)
+        wait_until(lambda: not len(paraphrases(pair)))
+        held.go.set()
+        assert second.result(30) == "200 miss"
+    pair.upstream.hold_at = 0
+
+
+def test_a_stale_answer_is_renewed_by_what_was_asked_meanwhile(tmp_path: Path) -> None:
+    with Pair(tmp_path, ttl=0.5, stale=60.0, store_timeout=60.0) as pair:
+        first, gateway = pair.post(ONE), pair.app.gateway
+        gateway.caches.odds = Odds(0.0)
+        time.sleep(0.6)
+        responses = gateway.caches.responses
+        for key in list(responses._memory._entries):
+            responses._memory._drop(key)
+        with beside(pair, ONE) as second:
+            assert second.result(30).headers["x-semkv"].endswith("stale")
+            assert second.result().json() == first.json()
+        wait_until(lambda: not gateway._dispatch._background and not len(gateway.desk))
+        assert asked(pair) == [ONE, ONE]
+        assert (pair.upstream.aborted, pair.metric("semkv_overlap_cut_total")) == (0, 0)
+        assert pair.post(ONE).json()["id"] != first.json()["id"]
 
 
 def test_who_was_recorded_during_a_lookup_is_found_all_the_same(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from semkv.server.assemble import app_of
 from semkv.server.salt import NoPlace, salted
 from semkv.server.settings import ServerSettings
 from semkv.server.tags import parse_tag_rule, tags_by
+from test_paraphrases import beside, later
 
 
 @pytest.fixture(scope="module")
@@ -268,3 +269,20 @@ class TestNamedTenants:
             victim = ask("victim")
             assert victim == ask("victim")
             assert victim not in (ask("victim", "me"), ask("me", "victim"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whose_key_was_refused_refuses_nobody_else(tmp_path: Path, stream: bool) -> None:
+    """Where all keys are one tenant, one that was revoked meanwhile is on its way with what a good one asks as well."""
+    revoked, good = ({"Authorization": f"Bearer {key}"} for key in ("revoked", "good"))
+    with Pair(tmp_path, single_tenant=True) as pair:
+        for key in (revoked, good):
+            pair.post("Let me in.", headers={**key, "Cache-Control": "no-cache"})
+        pair.upstream.script = {"both": {"status": "401"}}
+        with beside(pair, "both", headers=revoked) as first:
+            pair.upstream.script = {}
+            second = later(pair, "both", waits=True, headers=good, stream=stream)
+        assert first.result(30).status_code == 401
+        assert (second.status_code, second.headers["x-semkv"]) == (200, "miss")
+        assert pair.post("both", headers=good).headers["x-semkv"].startswith("hit")
+        assert pair.post("both", headers=revoked).headers["x-semkv"] == "miss", "it has to ask again"

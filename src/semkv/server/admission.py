@@ -18,6 +18,7 @@ Network = IPv4Network | IPv6Network
 _CREDENTIALS = frozenset(
     (b"authorization", b"proxy-authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie")
 )
+REFUSED = (401, 403)  # statuses of an upstream that does not know the credentials
 _ACCEPTED_S = 300.0
 _REMEMBERED = 10_000  # credentials, by their digests
 
@@ -146,7 +147,7 @@ class Tenants:
         A success lets them in, 401 and 403 shut them out; anything else may have been said before they were looked at.
         """
         name = self._fingerprint(scope)
-        if status in (401, 403):
+        if status in REFUSED:
             self._accepted.pop(name, None)
             _remember(self._refused, name, None)
         elif 200 <= status < 300:

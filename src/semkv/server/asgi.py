@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -115,19 +114,26 @@ async def unless_gone(work: Awaitable[_T], receive: Receive) -> _T:
     Raises:
         Vanished: it did.
     """
-    task: asyncio.Future[_T] = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(until_gone(receive))
+    own, gone = asyncio.current_task(), False
+    assert own is not None
+
+    async def watch() -> None:
+        nonlocal gone
+        await until_gone(receive)
+        gone = True
+        own.cancel()
+
+    watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Vanished
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if not gone or own.cancelling() > 1:
+            raise
+        raise Vanished from None
     finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
+        watching.cancel()
+        if gone:
+            own.uncancel()
 
 
 async def reply(answer: Answer, send: Send) -> None:

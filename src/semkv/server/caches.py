@@ -129,19 +129,18 @@ class Caches:
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
-    async def find(self, canonical: CanonicalRequest, *, keep: bool = True, stored: bool = True) -> Resolution:
+    async def find(self, canonical: CanonicalRequest, *, keep: bool = True) -> Resolution:
         """What the caches have; looked up once for all who ask for the same at the same time.
 
         Args:
             canonical: the request.
             keep: False where nothing of it may be kept. A look for similar pictures writes the request's own.
-            stored: False where the store was asked for exactly this request already, and has nothing.
         """
         if not keep and self.semantic is not None and canonical.request is not None and canonical.request.media:
             return Resolution(canonical, await self.stored(canonical))
         task = self._finding.get(canonical.key)
         if task is None:
-            task = asyncio.ensure_future(self._find(canonical, stored))
+            task = asyncio.ensure_future(self._find(canonical))
             self._finding[canonical.key] = task
             task.add_done_callback(lambda _: self._finding.pop(canonical.key, None))
             return await asyncio.shield(task)
@@ -155,32 +154,31 @@ class Caches:
         own = await self._guarded("semantic", self._parsers, _LOOKUP_S, canonical.with_plan, looked.report.plan)
         return Resolution(canonical) if own is None else replace(looked, canonical=own)
 
-    def looks(self, canonical: CanonicalRequest) -> bool:
-        """Whether `find` looks for donors. Where an answer was drawn at random it would be neither served nor
-        comparable with another."""
-        return self.semantic is not None and canonical.request is not None and (self._sampled or not canonical.sampled)
-
     def partition(self, canonical: CanonicalRequest) -> str:
         """What a request shares with those whose answers it may join; empty where there are none."""
         if self.semantic is None or canonical.request is None:
             return ""
         return self.semantic.joining.partition(canonical.request)
 
-    async def _find(self, canonical: CanonicalRequest, stored: bool) -> Resolution:
-        own = Resolution(canonical, await self.stored(canonical) if stored else None)
-        if own.found is not None or not self.looks(canonical):
+    async def _find(self, canonical: CanonicalRequest) -> Resolution:
+        if canonical.sampled and not self._sampled:
+            return Resolution(canonical)
+        start = time.perf_counter()
+        own = Resolution(canonical, await self.stored(canonical))
+        # What is younger than the question may be the answer to this very request, which is asked meanwhile.
+        there = own.found is not None and own.found.age_s > time.perf_counter() - start
+        if there or self.semantic is None or canonical.request is None:
+            self.odds.add(found=there)
             return own
         start = time.perf_counter()
         looked = await self._guarded("semantic", self._encoders, _LOOKUP_S, self._try_reuse, canonical)
         self._metrics.lookup(time.perf_counter() - start)
-        if looked is None:
+        report = None if looked is None else looked.report
+        if looked is None or report is None:
             return own
-        report = looked.report
-        if report is None:
-            return looked
         self.odds.add(found=bool(report.plan.substituted))
         if not report.plan.substituted:
-            return looked
+            return replace(looked, found=own.found)
         other = await self._guarded("semantic", self._parsers, _LOOKUP_S, canonical.with_plan, report.plan)
         if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
             return own

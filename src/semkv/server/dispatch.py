@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 LARGE = 64 * 1024  # bytes of a body that is parsed and written in a thread
 _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
+_STAND_BACK_S = 0.005  # before a record: it shares the interpreter with the answer that goes out and what comes next
 
 
 class Dispatch:
@@ -67,8 +68,6 @@ class Dispatch:
         raw: bytes,
         *,
         shared: bool = True,
-        looking: asyncio.Future[Resolution] | None = None,
-        partition: str = "",
     ) -> Subscription:
         """Send a request upstream; equal and similar ones may join from here on.
 
@@ -77,8 +76,6 @@ class Dispatch:
             resolution: of what is asked.
             raw: its body.
             shared: whether others may join, where the client allows it.
-            looking: the lookup, where it is not over yet; similar ones may join after it.
-            partition: of the request then.
         """
         canonical, started = resolution.canonical, time.perf_counter()
         since = self._caches.responses.begin()
@@ -95,10 +92,7 @@ class Dispatch:
 
         call = asked.call.with_body(raw)
         seat = self.desk.start(self._key(canonical), call, landed, chat=asked.chat, shared=shared)
-        if looking is not None:
-            self.paraphrases.expect(partition, seat.flight)
-            self.spawn(self._record_looked(asked, looking, seat.flight, partition))
-        elif resolution.report is not None:
+        if resolution.report is not None:
             self.spawn(self._record(asked, resolution, seat.flight, self._announced(resolution, seat.flight)))
         return seat
 
@@ -109,10 +103,23 @@ class Dispatch:
             return resolution.underway
         return None
 
+    def record_looked(self, asked: Asked, looking: asyncio.Future[Resolution], flight: Flight, partition: str) -> None:
+        """Record what is asked while the lookup runs, once both are over; similar requests may join after the lookup.
+
+        Args:
+            asked: the request.
+            looking: the lookup.
+            flight: what was started.
+            partition: of the request, `Caches.partition`.
+        """
+        if self._caches.semantic is not None:
+            self.paraphrases.expect(partition, flight)
+            self.spawn(self._record_looked(asked, looking, flight, partition))
+
     async def _record_looked(
         self, asked: Asked, looking: asyncio.Future[Resolution], flight: Flight, partition: str
     ) -> None:
-        """Record what was asked while the lookup ran; a donor that was found had no part in it."""
+        """A donor that was found had no part in what was asked."""
         underway = None
         try:
             looked = await looking
@@ -129,6 +136,7 @@ class Dispatch:
         canonical, report = resolution.canonical, resolution.report
         try:
             await flight.over()
+            await asyncio.sleep(_STAND_BACK_S)
             whole = flight.payload if flight.status == 200 and asked.controls.write else None
             if report is not None and whole is not None and (flight.kept or canonical.sampled):
                 await self._caches.observe(report, whole)
@@ -138,10 +146,11 @@ class Dispatch:
         if whole is not None and flight.kept:  # of a donor's prompt, where its answer was not there any more
             self.check_soon(asked, resolution, whole)
 
-    async def _fetch(self, asked: Asked, canonical: CanonicalRequest) -> bytes | None:
-        """The upstream's answer to a request, kept on the way; None where there is none."""
-        raw = await self.raw(asked, canonical, stream=False)
-        seat = self.join(canonical) or self.start(asked, Resolution(canonical), raw)
+    async def _fetch(self, asked: Asked, canonical: CanonicalRequest, seat: Subscription | None = None) -> bytes | None:
+        """The upstream's answer to a request, kept on the way; None where there is none. A ``seat`` brings it."""
+        if seat is None:
+            raw = await self.raw(asked, canonical, stream=False)
+            seat = self.join(canonical) or self.start(asked, Resolution(canonical), raw)
         try:
             await seat.settled()
             return seat.flight.payload if seat.flight.status == 200 else None
@@ -163,10 +172,11 @@ class Dispatch:
             self._metrics.fault("background")
 
     def refresh(self, asked: Asked, canonical: CanonicalRequest) -> None:
-        """Fetch a fresh answer in place of a stale one."""
+        """Fetch a fresh answer in place of a stale one: what is on its way already goes on for it."""
+        seat = self.join(canonical)
 
         async def fetch() -> None:
-            await self._fetch(asked, canonical)
+            await self._fetch(asked, canonical, seat)
 
         self.spawn(fetch())
 

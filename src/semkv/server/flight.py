@@ -160,7 +160,7 @@ class Flight:
 
     def cancel(self) -> None:
         self.shared = False
-        self._task.cancel()
+        asyncio.get_running_loop().call_soon(self._task.cancel)  # after its first step, without which it has no end
 
     def piece(self, number: int) -> Piece | None:
         at = number - self._first

@@ -40,10 +40,9 @@ class Paraphrases:
         return sum(map(len, self._underway.values()))
 
     def busy(self, partition: str) -> bool:
-        """Whether a request of this partition waits for its answer; never for an empty one."""
-        if any(not flight.done for _, flight in self._underway.get(partition, {}).values()):
-            return True
-        return any(not flight.done for flight in self._expected.get(partition, ()))
+        """Whether a request of this partition waits for its answer or for its lookup; never for an empty one."""
+        underway = self._underway.get(partition, {}).values()
+        return partition in self._expected or any(not flight.done for _, flight in underway)
 
     def expect(self, partition: str, flight: Flight) -> None:
         """A request went upstream before its lookup; until `decided`, `find` waits."""
@@ -80,25 +79,24 @@ class Paraphrases:
             resolution: what its lookup found.
             since: a time before that began, by `time.perf_counter`.
         """
-        own = resolution.underway
-        seen = {own}  # it may be on its way itself
+        own, seen = resolution.underway, set[Underway]()
         while own is not None:
             for event in list(self._expected.get(own.partition, {}).values()):
                 await event.wait()
-            if not (found := self._similar(own, seen, since)):
+            if not (found := self._similar(own, resolution.canonical.key, seen, since)):
                 break
             joined = await self._caches.join(resolution, found)
             if joined is not None:
                 return joined
         return None
 
-    def _similar(self, own: Underway, seen: set[Underway | None], since: float) -> list[tuple[str, Candidate]]:
-        """The most similar of those not seen before, with their keys."""
+    def _similar(self, own: Underway, mine: str, seen: set[Underway], since: float) -> list[tuple[str, Candidate]]:
+        """The most similar not seen before, with their keys. An equal request, with the key ``mine``, is none."""
         others = [(key, other) for key, (other, _) in self._underway.get(own.partition, {}).items()]
         others += [(key, other) for at, key, other in self._gone if at >= since and other.partition == own.partition]
         found = []
         for key, other in others:
-            if other not in seen:
+            if key != mine and other not in seen:
                 seen.add(other)
                 if (candidate := own.candidate(other)) is not None:
                     found.append((key, candidate))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import logging
@@ -18,16 +19,42 @@ from semkv.server.settings import ServerSettings
 
 _DRAIN_S = 20  # how long open requests may go on after a signal to stop
 _HEAD = 64 * 1024  # bytes of a request's line and headers, beside the first piece that comes in
+_HEAD_S = 30.0  # from a connection, or a request's first byte, to the end of its head
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's, but a request's head is bounded: httptools would gather one without end."""
+    """uvicorn's, but a request's head is bounded, in bytes and time: httptools would wait for one without end."""
 
     _message, _in_head, _head = 0, False, 0  # which message is read, whether its head, and how many bytes of that
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(_HEAD_S, self._head_late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _head_late(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:  # sent ahead of an answer that still goes out
+            self._expect_head()
+        else:
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        before = self._message
+        before, idle = self._message, self.timeout_keep_alive_task
         super().data_received(data)
+        if idle is not None and before == self._message:  # bytes that begin nothing have stopped uvicorn's timer
+            self._expect_head()
         if self._in_head and before == self._message and self.parser is not None:
             self._head += len(data)
             if self._head > _HEAD:
@@ -35,10 +62,12 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._message, self._in_head, self._head = self._message + 1, True, 0
+        self._expect_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._stop_timer()
         super().on_headers_complete()
 
 

@@ -52,8 +52,8 @@ class ServerSettings:
         remote_media: also keep answers to requests with http(s) images, keyed by their address.
         semantic: look for near-repeats.
         mode: of near-repeats: live, dry-run (look and count, change nothing) or off.
-        overlap: where fewer than one in twenty lookups found something, ask the upstream meanwhile, and cut that off
-            where one does.
+        overlap: where fewer than one in twenty lookups (of the store, and for near-repeats) found something, ask the
+            upstream meanwhile, and cut that off where one does.
         similarity_threshold: least cosine of a similar question.
         embedding_layers: as ``NAME:DIM[:THRESHOLD]``.
         embedding_hook: fills the embedding layers.
