@@ -11,7 +11,9 @@ import sqlite3
 import struct
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from semkv.stores import container
 from semkv.stores.blocks import KVChunk, KVLayout, KVStore, LayerLayout
 from semkv.stores.bounds import Bounds
 from semkv.stores.eviction import ExtentUse, Ghosts, adapt, victims
+from semkv.stores.extents import ExtentStore
 
 LAYOUT = KVLayout(
     tuple(LayerLayout(f"layer{i}", "bfloat16", (1, 2, 32, 8), (512, 256, 8, 1), 1024) for i in range(3)), 32, "TEST"
@@ -369,6 +372,59 @@ def test_purge_takes_one_namespace(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 1
 
 
+def test_a_writer_may_take_back_what_it_wrote_and_has_under_way(tmp_path: Path) -> None:
+    mine, same, yours = (
+        KVStore(ExtentStore(tmp_path / "kv", "kv", Bounds(), writer), "ns", LAYOUT) for writer in ("me", "me", "you")
+    )
+    other = KVStore(mine._extents, "other", LAYOUT)
+    for i, kv in enumerate((mine, same, yours, other)):
+        assert kv.save_rows(hashes(1, i), rows(1))
+    assert mine.disown()
+    assert len(files(tmp_path)) == 2
+    assert [kv.lookup(hashes(1, i)) for i, kv in enumerate((mine, same, yours, other))] == [0, 0, 1, 1]
+    assert not same.save_rows(hashes(1, 4), rows(1))
+    assert yours.save_rows(hashes(1, 5), rows(1))
+    assert other.save_rows(hashes(1, 6), rows(1))
+
+    def begun(*args: Any) -> bool:
+        yours.disown()  # when its room is reserved
+        return write(*args)
+
+    write, yours._extents._write_file = yours._extents._write_file, begun  # type: ignore[method-assign]
+    assert not yours.save_rows(hashes(1, 7), rows(1))
+    assert len(files(tmp_path)) == len(other._extents.extents()) == 2
+    for path in (tmp_path / "kv").glob("index.sqlite*"):  # who wrote it stands in the files too
+        path.unlink()
+    with mine._extents._adopting:  # before their heads are read
+        assert mine._extents.disown(other.namespace)
+    mine._extents.adopt()
+    assert not files(tmp_path)
+    assert not mine.save_rows(hashes(1, 8), rows(1))  # what was said to the index that is gone still holds
+
+
+def test_taking_back_is_one_step_and_says_where_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = KVStore(ExtentStore(tmp_path / "kv", "kv", Bounds(), "me"), "ns", LAYOUT)
+    assert kv.save_rows(hashes(1), rows(1))
+    index = kv._extents._index.get()
+    assert index is not None
+    index._db.execute("PRAGMA busy_timeout=0")
+    writer = sqlite3.connect(tmp_path / "kv" / "index.sqlite", isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    assert not kv.disown()
+    assert kv.lookup(hashes(1)) == 1
+    writer.execute("COMMIT")
+
+    def killed(extent: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kv._extents, "_unlink", killed)
+    with pytest.raises(KeyboardInterrupt):
+        kv.disown()
+    assert files(tmp_path)
+    assert store(tmp_path).lookup(hashes(1)) == 0
+    assert not files(tmp_path)  # nobody's file is swept
+
+
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     kv = store(tmp_path)
     with pytest.raises(ValueError, match="layout"):
@@ -428,3 +484,20 @@ def test_processes_share_a_directory(tmp_path: Path) -> None:
     kv = store(tmp_path, bounds=Bounds(max_bytes=0, max_blocks=30))
     assert np.array_equal(kv.read_rows(hashes(3, 200)), rows(3, seed=7)[: kv.lookup(hashes(3, 200))])
     assert kv.stats().blocks <= 36
+
+
+def test_what_a_later_version_adds_to_a_header_is_ignored(tmp_path: Path) -> None:
+    @dataclass(frozen=True, slots=True)
+    class Later(container.ExtentHeader):
+        added: str = "later"
+
+    kv, real = store(tmp_path), container.encode_head
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            container,
+            "encode_head",
+            lambda header, shape: real(Later(**{f: getattr(header, f) for f in header.__dataclass_fields__}), shape),
+        )
+        kv.save_rows(hashes(2), rows(2))
+    assert b"later" in files(tmp_path)[0].read_bytes()
+    assert np.array_equal(kv.read_rows(hashes(2)), rows(2))

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from semkv.errors import StoreError
 from semkv.experiments.settings import RunFlags, resolve
-from semkv.stores.cachedir import prepare, purge_directory
+from semkv.stores import cachedir, shared_index
+from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+from semkv.stores.cachedir import EXTENT_FILES, prepare, purge_directory
+from semkv.stores.directory import ExtentDirectory
+from semkv.stores.fusion import FusionStore
+
+LAYOUT = KVLayout((LayerLayout("layer0", "float32", (64,), (64,), 256),), 16)
 
 
 def config(root: Path, **flags: Any) -> Any:
@@ -74,3 +83,121 @@ def test_a_fusion_directory_elsewhere_is_purged_too(tmp_path: Path) -> None:
     (fusion / "extents" / "0b" / "0b.safetensors").write_text("x", encoding="utf-8")
     prepare(config(root, fusion_cache_dir=fusion), purge=True)
     assert list(fusion.rglob("*")) == []
+
+
+class CutOff(Exception):  # noqa: N818
+    """The purge ends here."""
+
+
+class Steps:
+    """Something happens before step ``at`` of what deletes files and folders."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, happens: Callable[[], object]) -> None:
+        self.done, self._at, self._happens, self._running = 0, at, happens, False
+        for name in ("unlink", "rmdir"):
+            monkeypatch.setattr(Path, name, self._before(getattr(Path, name)))
+
+    def _before(self, real: Callable[..., None]) -> Callable[..., None]:
+        def step(path: Path, *args: Any, **kwargs: Any) -> None:
+            if not self._running:
+                self._running = True
+                try:
+                    if self.done == self._at:
+                        self._happens()
+                    self.done += 1
+                finally:
+                    self._running = False
+            real(path, *args, **kwargs)
+
+        return step
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_who_opens_a_store_at_any_step_of_a_purge_has_a_whole_one(tmp_path: Path, elsewhere: bool) -> None:
+    """A running engine asks again before step 0, 1, 2 ... of a purge, and stores something where it may."""
+    key, row, at, opened = b"k" * 32, np.ones((1, 256), np.uint8), 0, []
+    while True:
+        cache = tmp_path / str(at)
+        root = cache if elsewhere else cache / "kv"  # a folder of fusion states alone is a store itself
+        engine = KVStore.open(root, "ns", LAYOUT)
+        assert engine.save_rows([key], row)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(shared_index, "_PATIENCE_S", 0)
+            steps = Steps(monkeypatch, at, lambda engine=engine: engine.save_rows([key], row))
+            purge_directory(cache, EXTENT_FILES) if elsewhere else purge_directory(cache)
+        opened.append((root / "index.sqlite").exists())
+        assert (root / "semkv.json").exists() == opened[-1]
+        assert not opened[-1] or (root / "open.lock").exists()
+        engine.save_rows([key], row)
+        for kv in (engine, KVStore.open(root, "ns", LAYOUT)):
+            assert np.array_equal(kv.read_rows([key]), row)
+            kv.close()
+        purge_directory(cache, EXTENT_FILES) if elsewhere else purge_directory(cache)
+        assert not any(cache.rglob("*"))
+        if steps.done <= at:
+            break
+        at += 1
+    assert (True in opened) is not elsewhere  # where the lock is the last to go
+    assert opened[0] is opened[-1] is False
+
+
+def test_a_purge_that_was_cut_off_at_any_step_can_be_repeated(tmp_path: Path) -> None:
+    def cut() -> None:
+        raise CutOff
+
+    at = 0
+    while True:
+        cache = tmp_path / str(at)
+        prepare(config(cache))
+        for store in ("kv", "fusion"):
+            kv = KVStore.open(cache / store, "ns", LAYOUT) if store == "kv" else FusionStore.open(cache / store, "ns")
+            kv.close()
+        with pytest.MonkeyPatch.context() as monkeypatch, contextlib.suppress(CutOff):
+            steps = Steps(monkeypatch, at, cut)
+            purge_directory(cache)
+        prepare(config(cache), purge=True)
+        assert not (cache / "kv" / "semkv.json").exists()
+        prepare(config(cache))
+        if steps.done < at:
+            break
+        at += 1
+    assert at > 5
+
+
+def test_a_store_that_is_made_beside_a_purge_stays_whole(tmp_path: Path) -> None:
+    """The purge does not hold its lock."""
+    FusionStore.open(tmp_path / "fusion", "ns").close()
+    key, row, engines = b"k" * 32, np.ones((1, 256), np.uint8), []
+    real = ExtentDirectory.discard_index
+
+    def beside(directory: ExtentDirectory) -> None:
+        engines.append(KVStore.open(tmp_path / "kv", "ns", LAYOUT))
+        assert engines[0].save_rows([key], row)
+        real(directory)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ExtentDirectory, "discard_index", beside)
+        purge_directory(tmp_path)
+    assert not [path for path in (tmp_path / "fusion").rglob("*") if path.is_file()]
+    for kv in (*engines, KVStore.open(tmp_path / "kv", "ns", LAYOUT)):
+        assert np.array_equal(kv.read_rows([key]), row)
+        kv.close()
+
+
+@pytest.mark.parametrize("look", ["_empty", "_is_ours"])
+def test_a_purge_beside_another_is_no_fault(tmp_path: Path, look: str) -> None:
+    """The other one takes everything before or after this one looks whether there is anything."""
+    prepare(config(tmp_path))
+    FusionStore.open(tmp_path / "fusion", "ns").close()
+    real = getattr(cachedir, look)
+
+    def late(root: Path) -> bool:
+        monkeypatch.undo()
+        found: bool = real(root)
+        purge_directory(root)
+        return found
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(cachedir, look, late)
+    purge_directory(tmp_path)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import logging
 import os
 import pickle
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ import numpy as np
 import pytest
 
 import tiny_models
-from semkv.connectors import namespace, register
+from semkv.connectors import namespace, register, weights
 from semkv.connectors.adapter import KVAdapter
 from semkv.connectors.break_even import RanksGate
 from semkv.connectors.host import SharedPool
@@ -31,7 +33,8 @@ from semkv.connectors.settings import ECSettings, KVSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.errors import ConfigError
 from semkv.keys import digest
-from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+from semkv.maintenance import purge_salts
+from semkv.stores.blocks import KVChunk, KVLayout, KVStore, LayerLayout
 from semkv.stores.cachedir import purge_directory
 from semkv.stores.extents import Bounds, ExtentStore
 
@@ -323,6 +326,22 @@ class TestEngine:
         engine.forget()
         assert engine.one(a, extra=SKIP)[1].fusion_loaded == 1
 
+    def test_a_purge_of_a_tenant_takes_its_blocks_and_encoder_outputs(self, engine: Engine) -> None:
+        assert engine.cache_dir is not None
+        mine, yours = (engine.prompt("of a tenant", picture=8, salt=s) for s in ("me", "you"))
+        cold, _ = engine.one(mine)
+        engine.forget()
+        engine.one(yours)
+        engine.forget()
+        assert purge_salts(engine.cache_dir, None, ["me"], dry_run=True).files >= 2
+        purge_salts(engine.cache_dir, None, ["me"], dry_run=False)
+        assert purge_salts(engine.cache_dir, None, ["me"], dry_run=True).files == 0
+        assert engine.one(mine) == (cold, ConnectorOutcome(0, False, 0, 1, 0))
+        engine.forget()
+        assert engine.one(yours)[1].loaded_tokens
+        engine.forget()
+        assert engine.one(yours, extra=SKIP)[1].fusion_loaded == 1
+
     def test_prefix_of_another_question_and_only_new_blocks(self, engine: Engine) -> None:
         first, second = engine.prompt("one", picture=6), engine.prompt("two", picture=6)
         (cold,) = engine.run(first)
@@ -500,18 +519,74 @@ class TestEngine:
         assert answer(warm) == answer(cold)
         assert read_outcome(warm).loaded_tokens == full_blocks(cold)
 
-    def test_reset_of_the_connector_forgets_everything(self, engine: Engine) -> None:
-        prompt = engine.prompt("reset", picture=23)
+    def test_a_nap_of_fixed_weights_keeps_what_is_stored(self, engine: Engine) -> None:
+        prompt, kv = engine.prompt("nap", picture=27), engine.kv
+        connector, settings = engine.core.scheduler.connector, kv.settings
         cold, _ = engine.one(prompt)
-        engine.flush()
-        assert engine.llm.reset_prefix_cache(reset_connector=True)
-        engine.llm.llm_engine.reset_encoder_cache()
-        again, outcome = engine.one(prompt)
-        assert (again, outcome.loaded_tokens) == (cold, 0)
+        connector._settings = kv.settings = dataclasses.replace(settings, fixed_weights=True)
+        try:
+            for extra, loads, fusion in ((None, True, (0, 0)), (SKIP, False, (1, 0))):
+                engine.forget()
+                engine.llm.sleep(level=1)
+                engine.llm.wake_up()
+                again, outcome = engine.one(prompt, extra=extra)
+                assert (again, bool(outcome.loaded_tokens)) == (cold, loads)
+                assert (outcome.fusion_loaded, outcome.fusion_encoded) == fusion
+        finally:
+            connector._settings = kv.settings = settings
+
+    @pytest.mark.parametrize(("how", "pictures"), [("reset", (23, 28)), ("sleep", (29, 30))])
+    def test_nothing_of_the_old_weights_is_served_after_a_reset(
+        self, engine: Engine, how: str, pictures: tuple[int, int]
+    ) -> None:
+        """Other weights follow: neither KV nor encoder outputs are served; what another engine stored stays its own."""
+        from vllm import SamplingParams
+
+        mine, yours = (engine.prompt("weights", picture=picture) for picture in pictures)
+        engine.one(mine)
+        (output,) = engine.run(yours, extra=SKIP)
+        chunk = KVAdapter(engine.llm).capture(output.request_id)
+        assert chunk is not None
+        assert engine.cache_dir is not None
+        old = KVStore(ExtentStore(engine.cache_dir / "kv", "kv", Bounds(), "another"), "", chunk.layout)
+        old.namespace = engine.store().namespace
+        assert old.save(chunk)
         engine.forget()
-        again, outcome = engine.one(prompt)
-        assert again == cold
-        assert outcome.loaded_tokens
+        (output,) = engine.run(yours)
+        assert read_outcome(output).loaded_tokens == full_blocks(output)
+        engine.one(mine)
+        assert old.stats().extents > 1
+
+        if how == "reset":
+            assert engine.llm.reset_prefix_cache(reset_connector=True)
+            engine.llm.llm_engine.reset_encoder_cache()
+        else:
+            engine.llm.sleep(level=2)
+        engine.llm.apply_model(_other_weights)
+        if how == "sleep":
+            engine.llm.wake_up()
+        assert old.stats().extents == 1
+        assert old.lookup(chunk.block_hashes) == len(chunk.block_hashes)
+        old.close()
+        for prompt in (mine, yours):
+            fresh, outcome = engine.one(prompt)
+            assert outcome == ConnectorOutcome(0, False, 0, 1, 0)
+            engine.forget()
+            again, outcome = engine.one(prompt, extra=SKIP)
+            assert (again, outcome.fusion_loaded) == (fresh, 1)
+            engine.forget()
+            again, outcome = engine.one(prompt)
+            assert (again, bool(outcome.loaded_tokens)) == (fresh, True)
+        engine.llm.llm_engine.add_request("late", yours, SamplingParams(max_tokens=1))
+        assert "reset" in KVAdapter(engine.llm).can_inject("late", chunk).reason
+        while engine.llm.llm_engine.has_unfinished_requests():
+            engine.llm.llm_engine.step()
+
+
+def _other_weights(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.data.mul_(1.125)
 
 
 # ---------------------------------------------------------------------- other engines
@@ -604,6 +679,35 @@ def test_preemption_decode_capture_failed_loads_and_bounds(models: Any, tmp_path
         )
     finally:
         small.close()
+
+
+@pytest.mark.engine
+def test_speculation_prompt_embeddings_and_an_fp8_cache(models: Any, tmp_path: Path) -> None:
+    """In one engine, told to keep generated tokens too, which it must not where drafts may stand among them."""
+    import torch
+
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    odd = {"enable_prompt_embeds": True, "speculative_config": drafts, "kv_cache_dtype": "fp8"}
+    engine = Engine(models("opt"), tmp_path, {"capture_decode": True}, **odd)
+    try:
+        (cold,) = engine.run(engine.prompt("drafts"), tokens=40)
+        engine.forget()
+        assert {layer.dtype for layer in engine.store().layout.layers} <= {"uint8", "float8_e4m3fn"}
+        assert engine.store().stats().blocks == len(cold.prompt_token_ids) // BLOCK
+        (warm,) = engine.run(engine.prompt("drafts"), tokens=40)
+        assert answer(warm) == answer(cold)
+        assert read_outcome(warm).loaded_tokens == full_blocks(cold)
+
+        one = (torch.randn(100, 128, generator=torch.Generator().manual_seed(0)) / 10).to(torch.bfloat16)
+        seen = []
+        for embeddings in (one, -one, one):
+            engine.forget()
+            tokens, outcome = engine.one({"prompt_embeds": embeddings})
+            seen.append((tokens, outcome.loaded_tokens))
+        assert [loaded for _, loaded in seen] == [0, 0, 96]
+        assert seen[0][0] == seen[2][0] != seen[1][0]
+    finally:
+        engine.close()
 
 
 BY_NAME = """
@@ -854,6 +958,108 @@ def test_what_goes_on_during_a_reset_is_not_captured(tmp_path: Path) -> None:
     assert [c.block_ids for c in step.captures] == [[8, 9, 10]]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_rests_on_blocks_from_before_a_reset_is_not_captured(tmp_path: Path, ranks: int) -> None:
+    """vLLM's own prefix cache stays where requests run on: its blocks have the same hashes, and are of both weights."""
+    kv, old = half(tmp_path, ranks=ranks), request("a", 200)
+
+    def captured(name: str, block_ids: list[int], computed: int) -> list[list[int]]:
+        r = request(name, 32 * len(block_ids), block_hashes=old.block_hashes[: len(block_ids)])
+        kv._offered.clear()
+        kv.allocated(r, block_ids, 0)
+        return [
+            c.block_ids
+            for c in kv.build_step(scheduled(new=[(name, block_ids, computed, r.num_tokens - computed)])).captures
+        ]
+
+    kv.allocated(old, [1, 2, 3], 0)
+    assert kv.build_step(scheduled(new=[("a", [1, 2, 3], 0, 64)])).captures
+    kv.reset()
+    assert not kv.build_step(scheduled(cached=[("a", [4, 5, 6, 7], 64, 136)])).captures
+    assert captured("before", [1, 8], 32) == captured("both", [1, 2, 3, 4, 9], 128) == []
+    assert captured("on those", [1, 8, 10], 64) == []
+    assert captured("new", [11, 12, 13], 0) == [[11, 12, 13]]
+    assert captured("on new", [11, 12, 13, 14], 96) == [[11, 12, 13, 14]]
+    assert captured("again", [11, 12, 13, 1], 96) == [[11, 12, 13, 1]]  # the engine let go of what was there
+    assert captured("on that", [11, 12, 13, 1, 2], 128) == [[11, 12, 13, 1, 2]]
+    put_to = [KVStore(kv._extents, rank_namespace(kv.namespace, rank), LAYOUT) for rank in range(ranks)]
+    for store in put_to:
+        store.save_rows(old.block_hashes[:3], np.zeros((3, 4), np.uint8))
+    loads = request("loads", 160, block_hashes=old.block_hashes[:5])
+    kv._offered.clear()
+    assert kv.matched_tokens(loads, 0) == 96
+    kv.allocated(loads, [20, 21, 22, 23, 24], 96)
+    kv.build_step(scheduled())  # asynchronous: it is scheduled when they have come
+    kv.confirm(kv._step)
+    kv.allocated(loads, [20, 21, 22, 23, 24], 0)
+    step = kv.build_step(scheduled(new=[("loads", [20, 21, 22, 23, 24], 96, 64)]))
+    assert [c.block_ids[-2:] for c in step.captures] == [[23, 24]]  # the writer leaves out what is there
+
+
+def test_what_was_injected_before_a_reset_is_not_loaded_after_it(tmp_path: Path) -> None:
+    kv, r = half(tmp_path), request("a", 97)
+    chunk = KVChunk.from_rows(np.ones((3, LAYOUT.row_bytes), np.uint8), r.block_hashes, LAYOUT)
+    kv.inject("a", chunk)
+    assert kv.matched_tokens(r, 0) == 96
+    kv.inject("a", chunk)
+    kv.reset()
+    assert kv.matched_tokens(r, 0) == 0
+
+
+def test_a_reset_that_cannot_take_back_says_so_and_goes_on_trying(tmp_path: Path) -> None:
+    kv, name = half(tmp_path), b"name"
+    put(tmp_path, 0, [name])
+    (store,) = kv.stores()
+    index = kv._extents._index.get()
+    assert index is not None
+    index._db.execute("PRAGMA busy_timeout=0")
+    other = sqlite3.connect(tmp_path / "kv" / "index.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert not kv.reset()
+    kv.build_step(scheduled())
+    other.execute("COMMIT")
+    assert store.stored([name]) == [True]
+    kv.build_step(scheduled())
+    assert store.stored([name]) == [False]
+    assert kv.reset()
+
+
+@pytest.mark.parametrize("resets", [0, 1, 2])
+def test_what_an_engine_stored_after_a_reset_ends_with_it(tmp_path: Path, resets: int) -> None:
+    kv, extents = half(tmp_path), ExtentStore(tmp_path / "kv", "kv", Bounds())
+    for _ in range(resets):
+        assert kv.reset()
+    (store,) = kv.stores()
+    assert store.save_rows([b"name"], np.zeros((1, 4), np.uint8))
+    kv.close()
+    assert len(extents.extents()) == (0 if resets else 1)
+
+
+def test_an_engine_is_one_run_of_it_in_all_processes() -> None:
+    pytest.importorskip("vllm")
+    from vllm.config import VllmConfig
+
+    one, two = VllmConfig(), VllmConfig()
+    name = namespace.engine_name(one, "given")
+    assert name != namespace.engine_name(two, "given")
+    assert name != namespace.engine_name(one, "another")
+    assert name == namespace.engine_name(pickle.loads(pickle.dumps(one)), "given")
+
+
+def test_a_reset_takes_back_what_this_engine_wrote(tmp_path: Path) -> None:
+    """And nothing else; with weights that are never exchanged, nothing at all."""
+    for fixed in (True, False):
+        kv, name = half(tmp_path, fixed_weights=fixed), f"of {fixed}".encode()
+        for writer in ("another", ""):  # `half` has no name
+            store = KVStore(ExtentStore(tmp_path / "kv", "kv", Bounds(), writer), rank_namespace("ns", 0), LAYOUT)
+            assert store.save_rows([writer.encode() + name], np.zeros((1, 4), np.uint8))
+        asked = request("a", 64, block_hashes=[name, b"missing"])
+        assert kv.matched_tokens(asked, 0) == BLOCK
+        kv.reset()
+        assert kv.matched_tokens(asked, 0) == (BLOCK if fixed else 0)
+        assert store.stored([name, b"another" + name]) == [fixed, True]
+
+
 def test_what_was_captured_before_a_purge_is_captured_again(tmp_path: Path) -> None:
     kv, names = half(tmp_path), [f"a{i}".encode() for i in range(3)]
     for number, again in enumerate((True, False, True)):
@@ -970,6 +1176,32 @@ def test_registration_is_idempotent_and_lazy(caplog: pytest.LogCaptureFixture) -
     assert ECConnectorFactory._registry["SemECConnector"]() is SemECConnector
 
 
+@pytest.mark.parametrize(
+    ("where", "key", "value"),
+    [
+        ("parallel_config", "decode_context_parallel_size", 2),
+        ("parallel_config", "prefill_context_parallel_size", 2),
+        ("cache_config", "calculate_kv_scales", True),
+        ("cache_config", "block_size", 2 * BLOCK),
+    ],
+)
+def test_what_cannot_be_served_is_left_idle(where: str, key: str, value: object) -> None:
+    pytest.importorskip("vllm")
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from semkv.connectors.kv import unsupported
+
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])])
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(block_size=BLOCK), speculative_config=None
+    )
+    assert unsupported(config, groups) is None
+    setattr(getattr(config, where), key, value)
+    assert unsupported(config, groups)
+
+
 def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from semkv.connectors.ec import ECScheduler
@@ -1012,3 +1244,63 @@ def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
     odd = media("6", "odd")
     ec.observe(odd)
     assert not ec.has("cat.jpg")  # three rows for two positions
+
+
+def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) -> None:
+    """Without another picture: neither what is on disk and in host memory, nor what is on its way there."""
+    pytest.importorskip("vllm")
+    import torch
+
+    from semkv.connectors.ec import ECScheduler, ECWorker
+    from semkv.stores.fusion import FusionStore
+    from semkv.stores.host_memory import HostMemories
+
+    settings, memories, followers = ECSettings(tmp_path), HostMemories(), len(weights._FOLLOWERS)
+
+    def engine(name: str) -> tuple[ECScheduler, ECWorker]:
+        extents = ExtentStore(tmp_path / "fusion", "fusion", Bounds(), name)
+        host = SharedPool(tmp_path, 1 << 22, memories)
+        scheduler = ECScheduler(settings, FusionStore(extents, "ns"), "ns", host)
+        weights.follow(name, scheduler)
+        return scheduler, ECWorker(settings, extents, "cpu", saves=True, host=host)
+
+    def asked(ec: ECScheduler, name: str) -> Any:
+        feature = SimpleNamespace(
+            identifier=name, modality="image", mm_position=SimpleNamespace(get_num_embeds=lambda: 2)
+        )
+        fields = {"cache_salt": None, "lora_request": None, "ec_transfer_params": None}
+        return SimpleNamespace(request_id=name, mm_features=[feature], **fields)
+
+    def has(ec: ECScheduler, name: str) -> bool:
+        ec.observe(asked(ec, name))
+        return ec.has(name)
+
+    def step(ec: ECScheduler, name: str) -> Any:
+        assert not has(ec, name)
+        ec.allocated(asked(ec, name), 0)
+        return ec.build_step()
+
+    (one, mine), (two, yours) = engine("one"), engine("two")
+    mine.save(step(one, "cat"), {"cat": torch.ones(2, 4)}, "cat")
+    yours.save(step(two, "dog"), {"dog": torch.ones(2, 4)}, "dog")
+    assert mine._writer.flush(60)
+    assert yours._writer.flush(60)
+    assert two.store.stats().extents == 2
+    under_way = step(one, "cow")
+    assert weights.may_have_changed("one")
+    assert not has(two, "cat")
+    mine.save(under_way, {"cow": torch.ones(2, 4)}, "cow")
+    assert mine._writer.flush(60)
+    assert not has(two, "cow")
+    assert has(two, "dog")
+    mine.save(step(one, "dog"), {"dog": torch.ones(2, 4)}, "dog")
+    assert mine._writer.flush(60)
+    assert has(one, "dog")
+    assert one.store.stats().extents == 1
+    one.close()
+    assert one.store.stats().extents == 0
+
+    weights.leave(one)
+    del two
+    gc.collect()
+    assert len(weights._FOLLOWERS) == followers

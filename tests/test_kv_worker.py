@@ -60,13 +60,20 @@ def make(tmp_path: Path) -> Iterator[Maker]:
     made: list[KVWorker] = []
 
     def worker(
-        cache: dict[str, Any], *, staging_rows: int = 100, host_rows: int = 100, engine: str = "e", **settings: Any
+        cache: dict[str, Any],
+        *,
+        staging_rows: int = 100,
+        host_rows: int = 100,
+        engine: str = "e",
+        memories: HostMemories | None = None,
+        **settings: Any,
     ) -> KVWorker:
         row = PagedTransfer(cache, BLOCKS, 16).layout.row_bytes
         transfer = PagedTransfer(cache, BLOCKS, 16, staging_bytes=8 * row * staging_rows)
         given = KVSettings(tmp_path, host_bytes=host_rows * row, break_even=False, **settings)
-        extents = ExtentStore(tmp_path / "kv", "kv", Bounds(max_age_s=given.max_age_s))
-        made.append(KVWorker(given, extents, transfer, engine=engine, rank=0, memories=HostMemories()))
+        extents = ExtentStore(tmp_path / "kv", "kv", Bounds(max_age_s=given.max_age_s), engine)
+        memories = HostMemories() if memories is None else memories
+        made.append(KVWorker(given, extents, transfer, engine=engine, rank=0, memories=memories))
         return made[-1]
 
     yield worker
@@ -275,6 +282,17 @@ def test_a_purge_reaches_host_memory_and_what_is_on_its_way_to_the_disk(make: Ma
     assert worker.available("t", "ns", hashes) == 2
     assert load(worker, [([20, 21], [0, 1])]) == set()
     assert [same(source, 20 + i, i) for i in range(2)] == [True, True]
+
+
+def test_what_an_engine_takes_back_is_in_nobody_elses_host_memory(make: Maker) -> None:
+    source = caches()
+    one = make(source)
+    two = make(source, engine="f", memories=one._memories)
+    assert one.pool is two.pool
+    fill(source, 0, 1)
+    capture(one, [([0], [1])])
+    assert one._store("ns").disown()
+    assert two.available("r", "ns", [block_hash(1)]) == 0
 
 
 @pytest.mark.parametrize("asked", ["before a promise", "by the load"])

@@ -14,10 +14,13 @@ from typer.testing import CliRunner
 from semkv.cache import SemanticCache
 from semkv.cli import app
 from semkv.config import CacheConfig
+from semkv.engines.base import EnginePrompt
 from semkv.errors import StoreError
 from semkv.maintenance import collect, inspect, verify
+from semkv.server.salt import tenant_salt
 from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
 from semkv.stores.cachedir import prepare
+from semkv.stores.container import owner_of
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
 
@@ -141,6 +144,56 @@ def test_purge_of_a_tenant_leaves_the_other(used: Path) -> None:
     assert [(e.tenant, e.entries) for e in inspect(used).entries] == [("bob", 3)]
     assert "2 entries" in call("purge", "--cache-dir", str(used), "--tag", "t")
     assert [e.entries for e in inspect(used).entries] == [1]
+
+
+def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the salt of `semkv run`, by the gateway's, which takes the secret, and by one that a client sent itself."""
+    secret = b"a secret of the deployment"
+    salts = [
+        salt
+        for tenant in ("alice", "bob")
+        for salt in (tenant, EnginePrompt((), tenant).cache_salt, tenant_salt(secret, tenant, None))
+    ]
+    kv, fusion = KVStore.open(used / "kv", "ns", LAYOUT), FusionStore.open(used / "fusion", "ns")
+    for i, salt in enumerate(salts):
+        kv.save_rows([bytes([i + 9]) * 32], np.full((1, 256), i, np.uint8), owner=owner_of(salt))
+        fusion.save(FusionState.from_array(str(salt), np.zeros((2, 3), np.float32)), owner=owner_of(salt))
+    kv.close(), fusion.close()
+    for path in (used / "kv").glob("index.sqlite*"):  # whose they are stands in the files too
+        path.unlink()
+
+    def left() -> list[int]:
+        return [len(extents(used, store)) for store in ("kv", "fusion")]
+
+    words = ("purge", "--cache-dir", str(used), "--tenant", "alice")
+    assert left() == [8, 7]
+    monkeypatch.delenv("SEMKV_SECRET", raising=False)
+    assert "3 entries and 5 files" in call(*words)  # a picture, and two of each store
+    assert "set SEMKV_SECRET" in CliRunner().invoke(app, words).stderr
+    monkeypatch.setenv("SEMKV_SECRET", secret.decode())
+    assert "0 entries and 2 files would" in call(*words, "--dry-run")
+    assert "set SEMKV_SECRET" not in (said := CliRunner().invoke(app, words).stderr)
+    assert "none has the salt" not in said
+    assert "none has the salt" in CliRunner().invoke(app, words).stderr
+    assert left() == [5, 4]
+    monkeypatch.delenv("SEMKV_SECRET")
+    (used / "secret").write_bytes(secret)
+    call("purge", "--cache-dir", str(used), "--tenant", "bob", "--tag", "t")  # blocks have no tags
+    assert left() == [5, 4]
+    call("purge", "--cache-dir", str(used), "--tenant", "bob")
+    assert left() == [2, 1]
+
+
+def test_purge_of_the_one_tenant_of_a_single_tenant_gateway(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is empty; what came without any salt is nobody's, and stays."""
+    kv = KVStore.open(used / "kv", "ns", LAYOUT)
+    kv.save_rows([b"k" * 32], np.zeros((1, 256), np.uint8), owner=owner_of(tenant_salt(b"secret", "", None)))
+    kv.close()
+    monkeypatch.setenv("SEMKV_SECRET", "secret")
+    result = CliRunner().invoke(app, ["purge", "--cache-dir", str(used), "--tenant", ""], catch_exceptions=False)
+    assert "0 entries and 1 files deleted" in result.stdout
+    assert "without a salt" in result.stderr
+    assert len(extents(used, "kv")) == 2
 
 
 def test_purge_deletes_what_is_ours_and_nothing_else(used: Path) -> None:

@@ -261,6 +261,36 @@ def test_who_waits_for_the_lock_of_a_purged_directory_gets_the_new_ones(tmp_path
     assert found == [True]
 
 
+def test_a_purge_between_two_looks_of_an_opener_is_no_fault(tmp_path: Path) -> None:
+    """Both whether the folder is one and what is in it are asked in several steps."""
+    root = tmp_path / "kv"
+
+    def gone(patch: pytest.MonkeyPatch, name: str, at: Path) -> None:
+        real, once = getattr(Path, name), [at]
+
+        def look(path: Path) -> Any:
+            found = real(path) if name == "is_dir" else list(real(path))
+            if path == at and once:
+                once.clear()
+                shutil.rmtree(root)
+                return real(path) if name == "is_dir" else found
+            return found
+
+        patch.setattr(Path, name, look)
+
+    for name, at in (("is_dir", root), ("iterdir", root / "extents")):
+        kv = open_store(tmp_path)
+        assert save(kv, 1)
+        kv.close()
+        with pytest.MonkeyPatch.context() as patch:
+            gone(patch, name, at)
+            again = open_store(tmp_path)
+            assert again._extents.on
+            assert save(again, 2)
+            assert served(again, 1, 2) == [2]
+            again.close()
+
+
 class Asker:
     """Does something in another thread; ``done`` once it has come back, whatever that takes."""
 
@@ -275,6 +305,19 @@ class Asker:
     def done(self) -> bool:
         self._thread.join(20)
         return not self._thread.is_alive()
+
+
+@pytest.mark.parametrize("link", ["kv", "."])
+def test_a_folder_on_a_disk_that_is_not_there_is_no_reason_to_wait(tmp_path: Path, link: str) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    place = cache if link == "." else cache / link
+    if link == ".":
+        cache.rmdir()
+    place.symlink_to(tmp_path / "not mounted")
+    asker = Asker(lambda: open_store(cache).on)
+    assert asker.done()
+    assert asker.result is False
 
 
 def test_nobody_waits_for_a_purge_that_goes_on(tmp_path: Path) -> None:

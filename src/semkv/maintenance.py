@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from semkv.stores.bounds import Bounds
 from semkv.stores.cachedir import CACHE_FILES, EXTENT_FILES, purge_directory
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import NamespaceUse
+from semkv.stores.container import owner_of
 from semkv.stores.extents import ExtentStore
 from semkv.stores.graphs import FOLDER as GRAPHS
 from semkv.stores.graphs import damage_of, graph_files, sweep
@@ -232,12 +233,12 @@ def purge_entries(cache_dir: Path, tenant: str | None, tag: str | None, *, dry_r
     """Delete the catalog's entries of a tenant, with a tag, or both, with the images that only they had and the graphs
     in which their vectors are: the next start, or a running engine, writes new ones.
 
-    A tenant's KV blocks lie under hashes that only its salt leads to; they are found by nobody else and go with age.
-
     Raises:
         StoreError: there is no cache, or the catalog cannot be written.
     """
     check_is_cache(cache_dir)
+    if not (cache_dir / "catalog.sqlite").exists():
+        return Purged(0, 0, dry_run)
     try:
         with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
             removed = catalog.invalidate(tenant=tenant, tag=tag, dry_run=dry_run)
@@ -250,6 +251,25 @@ def purge_entries(cache_dir: Path, tenant: str | None, tag: str | None, *, dry_r
         for media_id in removed.media:
             media.delete(media_id)
     return Purged(len(removed.entry_ids), len(removed.media), dry_run)
+
+
+def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | None], *, dry_run: bool) -> Purged:
+    """Delete the KV blocks and encoder outputs of requests that came with one of these values of ``cache_salt``.
+
+    Running engines find them on the disk no more; what they hold in memory is out of reach.
+
+    Raises:
+        StoreError: there is no cache, or it was written by another format version.
+    """
+    check_is_cache(cache_dir)
+    owners, count = {owner_of(salt) for salt in salts if salt}, 0
+    with _extents(cache_dir, fusion_dir) as opened:
+        for _, store in opened:
+            found = [extent for owner in owners for extent in store.owned(owner)]
+            count += len(found)
+            if not dry_run:
+                store.drop(found)
+    return Purged(0, count, dry_run)
 
 
 def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool) -> Purged:

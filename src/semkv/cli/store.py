@@ -38,7 +38,9 @@ Examples:
       delete everything that semkv wrote there, and nothing else; engines that run on it notice, and start again empty.
       What vLLM itself holds on the device goes with reset_prefix_cache and reset_encoder_cache
   semkv purge --tenant alice
-      delete the entries of one tenant, with the pictures that only they had (not its KV blocks and encoder outputs)
+      delete the entries of one tenant, named as in stats, with the pictures that only they had, and the KV blocks and
+      encoder outputs that were stored for it. A gateway's tenant needs the deployment's secret: SEMKV_SECRET, or the
+      file that the gateway made in its cache directory
   semkv purge --tag release-7 --dry-run
       count what would go
 """
@@ -125,18 +127,68 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Delete a cache, or the entries of one tenant or tag."""
-    from semkv.maintenance import purge_all, purge_entries
+    from dataclasses import replace
 
-    folder = _folder(cache_dir)
+    from semkv.maintenance import purge_all, purge_entries, purge_salts
+
+    folder, gateways = _folder(cache_dir), None
     if tenant is None and tag is None:
         found = purge_all(folder, fusion_cache_dir, dry_run=dry_run)
     else:
         found = purge_entries(folder, tenant, tag, dry_run=dry_run)
+        if tenant is not None and tag is None:
+            own, salt = _salts(folder, tenant)
+            files = found.files + purge_salts(folder, fusion_cache_dir, own, dry_run=dry_run).files
+            if salt is not None:
+                gateways = purge_salts(folder, fusion_cache_dir, [salt], dry_run=dry_run).files
+            found = replace(found, files=files + (gateways or 0))
     if as_json:
         _print_json(found)
     else:
         done = "would be deleted" if dry_run else "deleted"
         typer.echo(f"{found.entries} entries and {found.files} files {done}")
+    if tenant is not None or tag is not None:
+        typer.echo(_left_over(tag, gateways), err=True)
+
+
+def _secret(folder: Path) -> bytes:
+    """The gateway's, where it can be had."""
+    import os
+
+    file = folder / "secret"
+    try:
+        return os.environ.get("SEMKV_SECRET", "").encode() or file.read_bytes()
+    except OSError:
+        return b""
+
+
+def _salts(folder: Path, tenant: str) -> tuple[list[str | None], str | None]:
+    """The values of ``cache_salt`` under which requests of a tenant reach vLLM: of a client that names it itself and of
+    ``semkv run``; and of the gateway, None without its secret."""
+    from semkv.engines.base import EnginePrompt
+    from semkv.server.salt import tenant_salt
+
+    secret = _secret(folder)
+    salt = tenant_salt(secret, tenant, None) if secret else None
+    return [tenant, EnginePrompt((), tenant).cache_salt], salt
+
+
+def _left_over(tag: str | None, gateways: int | None) -> str:
+    """What a purge of some entries does not reach, for people. ``gateways``: how many files had the gateway's salt."""
+    left = [
+        "what running engines hold in memory (until it is evicted, or they restart) and are writing now",
+        "a gateway's answers (remove them with its /semkv/api/invalidate)",
+    ]
+    if tag is not None:
+        left.append("KV blocks and encoder outputs (they have no tags)")
+    else:
+        left.append("KV blocks and encoder outputs without a salt, or stored before files said whose they are")
+        left.append("what clients of a gateway asked with a cache_salt of their own")
+        if gateways is None:
+            left.append("KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)")
+        elif not gateways:
+            left.append("those of a gateway, if it stored any: none has the salt of this tenant and this secret")
+    return "left: " + "; ".join(left)
 
 
 def _folder(given: Path | None) -> Path:

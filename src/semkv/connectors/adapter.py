@@ -82,10 +82,17 @@ class KVAdapter:
             rows = np.concatenate([rows, stored]) if len(stored) else rows
         if not len(rows):
             return None
-        complete = len(ids) == len(rows)
         return KVChunk.from_rows(
-            rows, hashes[: len(rows)], self._worker.transfer.layout, block_ids=ids if complete else None
+            rows,
+            hashes[: len(rows)],
+            self._worker.transfer.layout,
+            block_ids=ids if len(ids) == len(rows) else None,
+            namespace=self._namespace(),
         )
+
+    def _namespace(self) -> str:
+        stores = self._scheduler.stores()
+        return stores[0].namespace if stores else ""
 
     def _engine_blocks(self, hashes: list[bytes]) -> list[int]:
         """Where the engine holds the longest leading run of ``hashes``."""
@@ -94,7 +101,7 @@ class KVAdapter:
         ids: list[int] = []
         for h in hashes:
             blocks = pool.get_cached_block(h, [0])
-            if not blocks:
+            if not blocks or not self._scheduler.fresh(int(blocks[0].block_id)):
                 break
             ids.append(int(blocks[0].block_id))
         return ids
@@ -120,6 +127,8 @@ class KVAdapter:
             return InjectCheck(False, "the request has a LoRA adapter")
         if chunk.layout != self._worker.transfer.layout:
             return InjectCheck(False, "the chunk has another layout than this engine")
+        if chunk.namespace not in ("", self._namespace()):
+            return InjectCheck(False, "the chunk is of another model, or of weights from before a reset")
         own = tuple(bytes(h) for h in request.block_hashes[chunk.position :][: len(chunk.block_hashes)])
         if own != chunk.block_hashes:
             return InjectCheck(False, "the chunk's block hashes differ from the request's")

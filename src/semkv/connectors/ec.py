@@ -8,18 +8,21 @@ A promised item that then cannot be loaded ends the engine, so `has_cache_item` 
 travel to the workers inside the step's metadata. What was encoded or read lately is in host memory, which is shared
 with the KV connector where both are in one process.
 
-vLLM tells an encoder-cache connector nothing of weights exchanged in a running engine: such an engine must not use it.
+vLLM tells an encoder-cache connector nothing of weights that are exchanged in a running engine. Where the KV connector
+is in the same engine, it passes on what it is told (`weights`); without it such an engine must not use this one.
 """
 
 from __future__ import annotations
 
 import logging
+import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
 from semkv.connectors import namespace as ns
+from semkv.connectors import weights
 from semkv.connectors.counters import Counters
 from semkv.connectors.host import SharedPool
 from semkv.connectors.lora import Adapters
@@ -27,9 +30,11 @@ from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.settings import ECSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.keys import digest
+from semkv.stores.container import owner_of
 from semkv.stores.extents import ExtentStore
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.host_policy import until_from_now
+from semkv.stores.host_pool import HostPool
 from semkv.stores.host_states import HeldState, HostStates
 
 if TYPE_CHECKING:
@@ -40,11 +45,13 @@ log = logging.getLogger("semkv.connectors")
 
 @dataclass
 class SemECMetadata(ECConnectorMetadata):
-    """One step's work: states to put in by identifier, and the keys under which to save what gets encoded."""
+    """One step's work, by identifier: states to put in, the keys under which to save what gets encoded, and whose it is
+    (`container.owner_of`)."""
 
     namespace: str = ""
     loads: dict[str, HeldState] = field(default_factory=dict)
     saves: dict[str, str] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -60,12 +67,32 @@ class _Live:
 class ECScheduler:
     """Which items to load and to save. Runs in the scheduler's thread."""
 
-    def __init__(self, settings: ECSettings, store: FusionStore, namespace: str, host: SharedPool) -> None:
+    def __init__(
+        self,
+        settings: ECSettings,
+        store: FusionStore,
+        namespace: str,
+        host: SharedPool,
+    ) -> None:
         self.settings, self.store, self.namespace, self.counters = settings, store, namespace, Counters()
+        self._named, self._disowning = namespace, list[FusionStore]()
         self.host, self._adapters = host, Adapters(settings.cache_dir)
         self._live: dict[str, _Live] = {}
         self._promised: dict[str, tuple[str, HeldState]] = {}  # by identifier: key and state
         self._step = SemECMetadata(namespace)
+
+    def reset(self) -> bool:
+        """See `KVScheduler.reset`, which goes the same way."""
+        self._disowning.append(self.store)
+        self.namespace = digest("after reset", self.namespace, uuid.uuid4().hex)
+        self.store = self.store.apart(self.namespace)
+        self._promised.clear()
+        self._step = SemECMetadata(self.namespace)
+        return self._disown()
+
+    def _disown(self) -> bool:
+        self._disowning = [store for store in self._disowning if not store.disown()]
+        return not self._disowning
 
     def observe(self, request: Any) -> _Live:
         """Remember whose items these are; called before `has` for the same request."""
@@ -108,7 +135,7 @@ class ECScheduler:
 
     def _read(self, key: str) -> HeldState | None:
         pool, generation = self.host.get(), self.store.renew()
-        states = None if pool is None else HostStates(pool, self.namespace, generation)
+        states = None if pool is None else _states(pool, self.store, generation)
         if states is not None and (held := states.get(key)) is not None:
             return held
         ends = self.store.ends(key)
@@ -131,8 +158,10 @@ class ECScheduler:
         self.counters.add("encoded")
         if identifier in live.rows and (key := self._key(identifier)) is not None:
             self._step.saves[identifier] = key
+            self._step.owners[identifier] = owner_of(request.cache_salt)
 
     def build_step(self) -> SemECMetadata:
+        self._disown()
         step, self._step = self._step, SemECMetadata(self.namespace)
         self._promised.clear()
         return step
@@ -142,6 +171,17 @@ class ECScheduler:
         if live is None or not self.settings.report:
             return None
         return {REPORT_KEY: {"loaded": live.loaded, "encoded": live.encoded}}
+
+    def close(self) -> None:
+        """See `KVScheduler.close`."""
+        if self.namespace != self._named:
+            self._disowning.append(self.store)
+        self._disown()
+
+
+def _states(pool: HostPool, store: FusionStore, generation: str) -> HostStates:
+    """An engine's own in host memory: what it disowns may lie in a pool that other engines use too."""
+    return HostStates(pool, f"{store.writer} {store.namespace}", generation)
 
 
 class ECWorker:
@@ -189,15 +229,15 @@ class ECWorker:
         tensor = encoder_cache[identifier].detach()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         flat, copied = self._to_host(tensor.contiguous().view(-1).view(torch.uint8))
-        ends = until_from_now(self._settings.max_age_s)
+        ends, owner = until_from_now(self._settings.max_age_s), step.owners.get(identifier, "")
 
         def save() -> None:
             if copied is not None:
                 copied.synchronize()
             state = FusionState(key, flat.numpy(), shape, dtype)
             if (pool := self.host.get()) is not None:
-                HostStates(pool, step.namespace, generation).put(key, state, ends)
-            store.save(state, generation)
+                _states(pool, store, generation).put(key, state, ends)
+            store.save(state, generation, owner)
 
         if not self._writer.submit(save, flat.nbytes):
             self.counters.add("dropped")
@@ -241,7 +281,8 @@ class SemECConnector(ECConnectorBase):
         """
         super().__init__(vllm_config=vllm_config, role=role)
         settings = read_settings(ECSettings, vllm_config.ec_transfer_config.ec_connector_extra_config)
-        self._extents = ExtentStore(settings.root, "fusion", settings.bounds())
+        engine = ns.engine_name(vllm_config, vllm_config.ec_transfer_config.engine_id)
+        self._extents = ExtentStore(settings.root, "fusion", settings.bounds(), engine)
         # A worker in another process than the scheduler has no use for host memory: states are read where they are
         # promised.
         alone = vllm_config.parallel_config.world_size > 1 and role != ECConnectorRole.SCHEDULER
@@ -251,6 +292,7 @@ class SemECConnector(ECConnectorBase):
         if role == ECConnectorRole.SCHEDULER:
             name = ns.namespace_digest(ns.model_facts(vllm_config, settings.cache_dir))
             self._scheduler = ECScheduler(settings, FusionStore(self._extents, name), name, self._host)
+            weights.follow(str(vllm_config.instance_id), self._scheduler)
         else:
             from vllm.distributed.parallel_state import get_tp_group
             from vllm.platforms import current_platform
@@ -303,6 +345,8 @@ class SemECConnector(ECConnectorBase):
         """Write what waits and close the files."""
         if self._worker is not None:
             self._worker.close()
-        else:
+        elif self._scheduler is not None:
+            weights.leave(self._scheduler)
+            self._scheduler.close()
             self._extents.close()
         self._host.close()

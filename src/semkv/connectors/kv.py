@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from semkv.connectors import namespace as ns
+from semkv.connectors import weights
 from semkv.connectors.break_even import Measured, RanksGate
 from semkv.connectors.kv_plan import KVStep
 from semkv.connectors.kv_scheduler import KVScheduler
@@ -81,7 +82,8 @@ class SemKVConnector(KVConnectorBase_V1):
             log.warning("semkv: the KV connector stays idle: %s", reason)
             self._extents: ExtentStore | None = None
             return
-        self._extents = ExtentStore(self._settings.cache_dir / "kv", "kv", self._settings.bounds())
+        self._engine = ns.engine_name(vllm_config, transfer.engine_id)
+        self._extents = ExtentStore(self._settings.cache_dir / "kv", "kv", self._settings.bounds(), self._engine)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler(vllm_config, kv_cache_config, self._extents)
 
@@ -99,7 +101,7 @@ class SemKVConnector(KVConnectorBase_V1):
             settings,
             extents,
             lambda: ns.namespace_digest(*facts, ns.hash_facts(vllm_config)),
-            engine=str(transfer.engine_id),
+            engine=self._engine,
             world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             block_size=vllm_config.cache_config.block_size,
             speculative=vllm_config.speculative_config is not None,
@@ -160,10 +162,11 @@ class SemKVConnector(KVConnectorBase_V1):
         return {CacheHitSource.DISK: num_external_tokens} if num_external_tokens else {}
 
     def reset_cache(self) -> bool | None:
-        """Delete what is stored for this model; see `KVScheduler.reset`."""
-        if self._scheduler is not None:
-            self._scheduler.reset()
-        return True
+        """vLLM's word for: the weights may be others; see `KVScheduler.reset`. False where that is not done yet."""
+        if self._settings.fixed_weights:
+            return True
+        done = weights.may_have_changed(str(self._vllm_config.instance_id))
+        return (self._scheduler is None or self._scheduler.reset()) and done
 
     # ------------------------------------------------------------------ worker half
 
@@ -188,7 +191,7 @@ class SemKVConnector(KVConnectorBase_V1):
                 self._settings,
                 self._extents,
                 transfer,
-                engine=str(config.kv_transfer_config.engine_id),
+                engine=self._engine,
                 rank=model_rank(),
             )
         except ConfigError as error:
@@ -247,6 +250,8 @@ class SemKVConnector(KVConnectorBase_V1):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+        elif self._scheduler is not None:
+            self._scheduler.close()
         elif self._extents is not None:
             self._extents.close()
 

@@ -39,11 +39,17 @@ class PrefetchPlan:
 
 @dataclass(slots=True)
 class CapturePlan:
-    """Full blocks to copy out after the forward pass. ``position``: index in the prompt of the first."""
+    """Full blocks to copy out after the forward pass.
+
+    Attributes:
+        position: index in the prompt of the first.
+        owner: `container.owner_of` the request.
+    """
 
     block_ids: list[int]
     block_hashes: list[bytes]
     position: int
+    owner: str = ""
 
 
 @dataclass(slots=True)

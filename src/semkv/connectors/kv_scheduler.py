@@ -25,7 +25,7 @@ from semkv.connectors.settings import KVSettings
 from semkv.errors import CorruptValue
 from semkv.keys import digest
 from semkv.stores.blocks import KVChunk, KVLayout, KVStore
-from semkv.stores.container import Bytes
+from semkv.stores.container import Bytes, owner_of
 from semkv.stores.extents import ExtentStore
 
 log = logging.getLogger("semkv.connectors")
@@ -79,6 +79,7 @@ class _Track:
     Attributes:
         adapter: see `Adapters.identity`; None where the request is left alone.
         checked: leading blocks that need no more capturing.
+        mixed: whether it rests on blocks of the engine's from before a reset; then it is not captured.
     """
 
     request: Any
@@ -87,6 +88,7 @@ class _Track:
     checked: int = 0
     loaded_tokens: int = 0
     load_failed: bool = False
+    mixed: bool = False
 
 
 class KVScheduler:
@@ -117,6 +119,8 @@ class KVScheduler:
             log.warning("semkv: capture_decode has no effect with speculative decoding")
         self._adapters = Adapters(settings.cache_dir)
         self._namespace = ""
+        self._disowning: list[KVStore] = []
+        self._fresh: set[int] | None = None  # the engine's blocks that rest on nothing from before the last reset
         self._stores: list[KVStore] = []
         self._tracks: dict[str, _Track] = {}
         self._promises: OrderedDict[str, _Promise] = OrderedDict()
@@ -253,6 +257,8 @@ class KVScheduler:
             None if promise.rows is None else promise.rows[:count],
         )
         self._loads.append(plan)
+        if self._fresh is not None:
+            self._fresh.update(plan.block_ids)
         track.loaded_tokens = max(track.loaded_tokens, num_external_tokens)
         self.counters.add("loads")
         self.counters.add("loaded_tokens", num_external_tokens)
@@ -262,6 +268,7 @@ class KVScheduler:
     def build_step(self, scheduler_output: Any) -> KVStep:
         """Everything for the workers' next step; resets what was collected since the last."""
         self._step += 1
+        self._disown()
         loads, self._loads = self._loads, []
         if loads:
             self._last_load_step = self._step
@@ -280,18 +287,32 @@ class KVScheduler:
         return step
 
     def _update_block_ids(self, scheduler_output: Any) -> None:
-        for new in scheduler_output.scheduled_new_reqs:
-            if (track := self._tracks.get(new.req_id)) is not None:
-                track.block_ids = list(new.block_ids[0])
         cached = scheduler_output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, block_ids, computed in rows:  # before the new ones, which may share what these get now
             track = self._tracks.get(request_id)
             if track is None or block_ids is None:
                 continue
             if request_id in cached.resumed_req_ids:
                 track.block_ids, track.checked = list(block_ids[0]), 0
+                self._admitted(track, computed)
             else:
                 track.block_ids.extend(block_ids[0])
+                self._got(track, block_ids[0])
+        for new in scheduler_output.scheduled_new_reqs:
+            if (track := self._tracks.get(new.req_id)) is not None:
+                track.block_ids = list(new.block_ids[0])
+                self._admitted(track, new.num_computed_tokens)
+
+    def _admitted(self, track: _Track, computed: int) -> None:
+        """After a reset, see whether what the engine's own prefix cache gave is of the weights of now."""
+        if self._fresh is not None:
+            track.mixed |= not self._fresh.issuperset(track.block_ids[: -(-computed // self.block_size)])
+            self._got(track, track.block_ids)
+
+    def _got(self, track: _Track, block_ids: Sequence[int]) -> None:
+        if self._fresh is not None:
+            (self._fresh.difference_update if track.mixed else self._fresh.update)(block_ids)
 
     def _complete_blocks(self, scheduler_output: Any) -> list[tuple[str, int, int]]:
         """Per scheduled request, how many leading blocks were full before this step, and are full after it."""
@@ -301,7 +322,7 @@ class KVScheduler:
         complete = []
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             track = self._tracks.get(request_id)
-            if track is None or track.adapter is None or request_id not in computed:
+            if track is None or track.adapter is None or track.mixed or request_id not in computed:
                 continue
             # A block's hash exists once all of its tokens are known, so a hash plus a scheduled token is a full block.
             tokens = computed[request_id] + scheduled
@@ -333,11 +354,11 @@ class KVScheduler:
         chosen = sorted(missing)
         now, most = time.monotonic(), self.settings.max_extent_blocks
         self._offered.update((hashes[i], now) for i in chosen)
-        plans = []
+        plans, owner = [], owner_of(getattr(track.request, "cache_salt", None))
         for at in range(0, len(chosen), most):
             part = chosen[at : at + most]
             ids = [track.block_ids[first + i] for i in part]
-            plans.append(CapturePlan(ids, [hashes[i] for i in part], first + part[0]))
+            plans.append(CapturePlan(ids, [hashes[i] for i in part], first + part[0], owner))
         return plans
 
     def _kept(self, hashes: list[bytes]) -> set[int]:
@@ -396,21 +417,35 @@ class KVScheduler:
             return None
         return {REPORT_KEY: {"loaded_tokens": track.loaded_tokens, "load_failed": track.load_failed}}
 
-    def reset(self) -> None:
-        """Delete what is stored for this model, and store what follows apart from it.
+    def reset(self) -> bool:
+        """Go on under a namespace of this engine's own, and delete what it captured so far.
 
-        vLLM asks for this when the weights may have changed; what is computed from now on must not be found under the
-        old weights' name, so it goes to a namespace of this process's own. A request that goes on meanwhile rests on
-        both: nothing more of it is captured.
+        vLLM asks for this when the weights may have been exchanged or are about to be, and does not say which. So
+        nothing that is stored is served to this engine any more, and nothing that it computes from now on is found
+        under the old weights' name. What it captured may be of new weights already, so it goes, also what is under way;
+        what other engines captured stays theirs. A request that goes on meanwhile rests on both, and so does one that
+        finds blocks from before in the engine's own cache: nothing of them is captured. With ``fixed_weights`` nothing
+        happens.
+
+        Returns:
+            Whether all of that is deleted; where not, each step tries again.
         """
-        for store in self.stores():
-            store.purge()
+        if self.settings.fixed_weights:
+            return True
+        self._disowning += self.stores()
         self._namespace = digest("after reset", self.namespace, uuid.uuid4().hex)
         self._stores = []
         self._promises.clear()
+        self._injected.clear()
         self._offered.clear()
+        self._fresh = set()
         for track in self._tracks.values():
-            track.adapter = None
+            track.mixed = True
+        return self._disown()
+
+    def _disown(self) -> bool:
+        self._disowning = [store for store in self._disowning if not store.disown()]
+        return not self._disowning
 
     def take_counters(self) -> dict[str, int]:
         self.counters.merge({f"scheduler_{k}": v for k, v in self._extents.counters.items()})
@@ -434,10 +469,18 @@ class KVScheduler:
         found = [n for n in names if n.rpartition("-")[0] == request_id]
         return found[-1] if found else None
 
+    def fresh(self, block_id: int) -> bool:
+        """Whether a block of the engine's rests on nothing from before a reset."""
+        return self._fresh is None or block_id in self._fresh
+
     def inject(self, request_id: str, chunk: KVChunk) -> None:
         """Offer a chunk's blocks to the request of this (vLLM) id when it is scheduled first."""
         self._injected[request_id] = chunk
         self._promises.pop(request_id, None)
 
     def close(self) -> None:
+        """Close the files; what was captured after a reset is of use to nobody any more, and goes."""
+        if self._fresh is not None:
+            self._disowning += self.stores()
+        self._disown()
         self._extents.close()

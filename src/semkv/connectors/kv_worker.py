@@ -60,7 +60,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    """Blocks on their way out: hashes and pool keys in the order of the job's rows; see `CapturePlan.position`.
+    """Blocks on their way out: hashes and pool keys in the order of the job's rows; see `CapturePlan`.
 
     ``generation``: of the store when they were captured.
     """
@@ -69,6 +69,7 @@ class _Capture:
     hashes: list[bytes]
     keys: list[bytes]
     position: int
+    owner: str
     generation: str
 
 
@@ -96,6 +97,7 @@ class KVWorker:
         self.pool = memories.acquire(settings.cache_dir, settings.host_bytes, allocate, row_bytes)
         self._memories = memories
         self._extents, self._rank = extents, rank
+        self._engine = engine
         self._holder = f"{engine}/{rank}/"  # engines that share a directory may count their requests alike
         self._stores: dict[str, KVStore] = {}
         self._landings = BackgroundWriter("semkv-kv-landings", 1 << 62)
@@ -121,8 +123,11 @@ class KVWorker:
         return self._stores[namespace]
 
     def _keys(self, namespace: str, hashes: Sequence[bytes]) -> list[bytes]:
-        """Keys of the pool; after a purge, or with the store off, other ones: nothing from before it is found."""
-        prefix = f"{namespace} {self._extents.generation} ".encode()
+        """Keys of the pool: the engine's own, since what it disowns may lie in a pool that others use too.
+
+        After a purge, or with the store off, they are other ones: nothing from before it is found.
+        """
+        prefix = f"{self._engine} {namespace} {self._extents.generation} ".encode()
         return [prefix + h for h in hashes]
 
     # ------------------------------------------------------------------ before a load is promised
@@ -195,11 +200,12 @@ class KVWorker:
 
         # One part needs no other thread, and a worker of several threads may be called from one.
         good = map(read, parts) if len(parts) == 1 else self._readers.map(read, parts)
-        done = 0
+        done, sound = 0, True
         try:
             for (n, ends), (which, _) in zip(good, parts, strict=True):
-                self.pool.publish((keys[i] for i in which[:n]), ends)
-                done += n
+                if sound:  # what follows a bad row is computed anew, and must not pass for stored
+                    self.pool.publish((keys[i] for i in which[:n]), ends)
+                    done, sound = done + n, n == len(which)
         finally:
             self.pool.release(keys[i] for i in taken)
             store.release(self._holder + request_id)
@@ -334,7 +340,7 @@ class KVWorker:
             return None
         job = Job([self.pool.view(run) for run in runs], [plan.block_ids[i] for i in taken])
         hashes, keys = [plan.block_hashes[i] for i in taken], [wanted[i] for i in taken]
-        return _Capture(job, hashes, keys, plan.position, generation)
+        return _Capture(job, hashes, keys, plan.position, plan.owner, generation)
 
     def _save(self, namespace: str, capture: _Capture, landing: Landing) -> None:
         """Publish a capture when it has landed, and queue it for the disk."""
@@ -343,7 +349,13 @@ class KVWorker:
 
         def save() -> None:
             try:
-                store.save_rows(capture.hashes, *rows, position=capture.position, generation=capture.generation)
+                store.save_rows(
+                    capture.hashes,
+                    *rows,
+                    position=capture.position,
+                    generation=capture.generation,
+                    owner=capture.owner,
+                )
             finally:
                 self.pool.release(keys)
 

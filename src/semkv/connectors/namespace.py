@@ -43,6 +43,12 @@ def model_facts(vllm_config: Any, cache_dir: Path) -> dict[str, object]:
     }
 
 
+def engine_name(vllm_config: Any, engine_id: object) -> str:
+    """One name for all processes of this run of an engine; an ``engine_id`` may be several engines'."""
+    replica = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
+    return f"{engine_id} {vllm_config.instance_id} {replica}"
+
+
 def _lora_facts(config: Any) -> dict[str, list[str]]:
     """How adapters are applied, where the engine takes any; which one, is in each request's keys (`lora`)."""
     if config is None:

@@ -43,6 +43,9 @@ class KVSettings:
         report: tell each request's outcome in its ``kv_transfer_params``, under ``semkv``.
         recompute_on_failure: turn vLLM's ``kv_load_failure_policy`` to ``recompute`` for this engine: its default
             ``fail`` ends a request whose load failed, which no cache should do.
+        fixed_weights: the weights of a running engine are never exchanged. Then what is stored stays through sleep,
+            pause and resets, at which vLLM does not tell whether other weights follow. Never where they do: what the
+            old ones computed would be served.
         stable_hashes: where vLLM (before 0.29) seeds its block hashes at random, seed them with ``PYTHONHASHSEED=0``
             so that a restart finds what was stored. Only for the cryptographic hashes.
     """
@@ -60,6 +63,7 @@ class KVSettings:
     max_extent_blocks: int = 256
     report: bool = True
     recompute_on_failure: bool = True
+    fixed_weights: bool = False
     stable_hashes: bool = True
 
     def __post_init__(self) -> None:

@@ -21,15 +21,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from semkv.stores import ghosts
 from semkv.stores.bounds import Bounds
-from semkv.stores.eviction import ExtentUse, Ghosts, adapt, victims
+from semkv.stores.eviction import ExtentUse, victims
 
-_VERSION = 3
+_VERSION = 4
 _SCHEMA = """
 CREATE TABLE extents(
   extent TEXT PRIMARY KEY, namespace TEXT NOT NULL, blocks INTEGER NOT NULL, nbytes INTEGER NOT NULL,
   position INTEGER NOT NULL, created REAL NOT NULL, last_use REAL NOT NULL, frequent INTEGER NOT NULL,
-  committed INTEGER NOT NULL, first BLOB NOT NULL) WITHOUT ROWID;
+  committed INTEGER NOT NULL, first BLOB NOT NULL, owner TEXT NOT NULL, writer TEXT NOT NULL) WITHOUT ROWID;
 CREATE INDEX extents_by_creation ON extents(created);
 CREATE INDEX extents_by_use ON extents(frequent, last_use, position DESC);
 CREATE TABLE blocks(
@@ -47,11 +48,14 @@ INSERT INTO arc VALUES(0);
 CREATE TABLE layouts(
   engine TEXT NOT NULL, rank INTEGER NOT NULL, layout TEXT NOT NULL, created REAL NOT NULL,
   PRIMARY KEY(engine, rank)) WITHOUT ROWID;
+CREATE TABLE disowned(
+  writer TEXT NOT NULL, namespace TEXT NOT NULL, at REAL NOT NULL, PRIMARY KEY(writer, namespace)) WITHOUT ROWID;
 CREATE TABLE generation(name TEXT NOT NULL);
 """
-_INSERT = "INSERT OR REPLACE INTO extents VALUES(?,?,?,?,?,?,?,?,?,?)"
+_INSERT = "INSERT OR REPLACE INTO extents VALUES(?,?,?,?,?,?,?,?,?,?,?,?)"
 _MOST_ASKED = 512  # hashes in one query
 _LAYOUT_SECONDS = 7 * 86_400.0
+_DISOWNED_SECONDS = 86_400.0  # by then nothing of what was under way waits any more
 
 PENDING_SECONDS = 600.0
 """A reserved extent whose writer has said nothing for so long is given up: the writer died."""
@@ -75,7 +79,8 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class NewExtent:
-    """An extent that is about to be written; ``nbytes`` of the whole file, ``first`` its first block's hash."""
+    """An extent that is about to be written; ``nbytes`` of the whole file, ``first`` its first block's hash, ``owner``
+    and ``writer`` as in `container.ExtentHeader`."""
 
     extent: str
     namespace: str
@@ -83,6 +88,8 @@ class NewExtent:
     nbytes: int
     position: int
     first: bytes
+    owner: str = ""
+    writer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,7 @@ class BlockIndex:
                 raise sqlite3.DatabaseError(f"index of version {version}, this one is {_VERSION}")
             for statement in _SCHEMA.split(";"):
                 db.execute(statement)
-            rows = ((f.extent, "", 0, f.nbytes, 0, f.created, f.created, False, True, b"") for f in found())
+            rows = ((f.extent, "", 0, f.nbytes, 0, f.created, f.created, False, True, b"", "", "") for f in found())
             db.executemany(_INSERT, rows)
             db.execute("INSERT INTO generation VALUES(?)", (uuid.uuid4().hex,))
             db.execute(f"PRAGMA user_version={_VERSION}")
@@ -214,7 +221,9 @@ class BlockIndex:
         ):
             return Reservation(False)
         with self._write() as db:
-            target, returned = self._target(db, new, bounds)
+            if _disowned(db, new):
+                return Reservation(False)
+            target, returned = ghosts.target(db, new.namespace, new.first, bounds)
             _, blocks, nbytes = _totals(db)
             over_bytes = nbytes + new.nbytes - bounds.max_bytes if bounds.max_bytes else 0
             over_blocks = blocks + new.blocks - bounds.max_blocks if bounds.max_blocks else 0
@@ -229,24 +238,13 @@ class BlockIndex:
                         break
                 else:
                     return Reservation(False)  # nothing was written: the rest is held by loads
-            _leave_ghosts(db, gone, bounds, now)
+            ghosts.leave(db, gone, bounds, now)
             _delete(db, [use.extent for use in gone])
             for use in gone:
                 delete(use.extent)
             db.execute("UPDATE arc SET target=?", (target,))
-            db.execute(_INSERT, (*_key(new), now, now, returned, False, new.first))
+            db.execute(_INSERT, (*_key(new), now, now, returned, False, new.first, new.owner, new.writer))
         return Reservation(True, tuple(gone))
-
-    @staticmethod
-    def _target(db: sqlite3.Connection, new: NewExtent, bounds: Bounds) -> tuple[float, bool]:
-        """What recent extents may keep now, and whether the new one is an old acquaintance."""
-        target = float(db.execute("SELECT target FROM arc").fetchone()[0])
-        key = (new.namespace, new.first)
-        ghost = db.execute("SELECT nbytes, frequent FROM ghosts WHERE namespace=? AND first=?", key).fetchone()
-        if ghost is None:
-            return target, False
-        db.execute("DELETE FROM ghosts WHERE namespace=? AND first=?", key)
-        return adapt(target, bounds.max_bytes, ghost[0], _ghost_bytes(db), frequent=bool(ghost[1])), True
 
     def commit(self, new: NewExtent, hashes: Sequence[bytes]) -> int:
         """Name the blocks of a reserved extent whose file is there now, and return how many were new.
@@ -278,14 +276,18 @@ class BlockIndex:
         """Name the blocks of extents that were `unread`; what another process adopted or evicted meanwhile is left.
 
         Returns:
-            Those without a block that is not stored already; they are forgotten, and their files must go.
+            Those without a block that is not stored already, and disowned ones; they are forgotten, and their files
+            must go.
         """
-        query = "UPDATE extents SET namespace=?, blocks=?, position=?, first=? WHERE extent=? AND blocks=0"
+        fields = "namespace=?, blocks=?, position=?, first=?, owner=?, writer=?"
+        query = f"UPDATE extents SET {fields} WHERE extent=? AND blocks=0"  # noqa: S608
         useless: list[str] = []
         with self._write() as db:
             for new, hashes in read:
-                row = (new.namespace, new.blocks, new.position, new.first, new.extent)
-                if db.execute(query, row).rowcount and not self._name(db, new.namespace, new.extent, hashes):
+                row = (new.namespace, new.blocks, new.position, new.first, new.owner, new.writer, new.extent)
+                if db.execute(query, row).rowcount and (
+                    _disowned(db, new) or not self._name(db, new.namespace, new.extent, hashes)
+                ):
                     useless.append(new.extent)
             _delete(db, useless)
         return useless
@@ -293,6 +295,17 @@ class BlockIndex:
     def remove(self, extents: Iterable[str]) -> None:
         with self._write() as db:
             _delete(db, extents)
+
+    def disown(self, namespace: str, writer: str) -> list[str]:
+        """Forget what ``writer`` wrote under this namespace, and take nothing more of it there; the files must go."""
+        now = time.time()
+        with self._write() as db:
+            db.execute("DELETE FROM disowned WHERE at<?", (now - _DISOWNED_SECONDS,))
+            db.execute("INSERT OR REPLACE INTO disowned VALUES(?,?,?)", (writer, namespace, now))
+            query = "SELECT extent FROM extents WHERE namespace=? AND writer=?"
+            gone = [row[0] for row in db.execute(query, (namespace, writer))]
+            _delete(db, gone)
+        return gone
 
     def expired(self, before: float) -> list[str]:
         """Extents written before this moment, and those whose writer died."""
@@ -312,6 +325,11 @@ class BlockIndex:
         where, args = ("", ()) if namespace is None else (" WHERE namespace=?", (namespace,))
         with self._lock:
             return [row[0] for row in self._db.execute(f"SELECT extent FROM extents{where}", args)]  # noqa: S608
+
+    def owned(self, owner: str) -> list[str]:
+        """All extents of a tenant."""
+        with self._lock:
+            return [row[0] for row in self._db.execute("SELECT extent FROM extents WHERE owner=?", (owner,))]
 
     def ages(self) -> dict[str, tuple[int, int, int, float, float]]:
         """By namespace: extents, blocks, bytes, and when the oldest was written and the latest was used."""
@@ -342,6 +360,11 @@ def _key(new: NewExtent) -> tuple[str, str, int, int, int]:
     return new.extent, new.namespace, new.blocks, new.nbytes, new.position
 
 
+def _disowned(db: sqlite3.Connection, new: NewExtent) -> bool:
+    query = "SELECT 1 FROM disowned WHERE writer=? AND namespace=?"
+    return db.execute(query, (new.writer, new.namespace)).fetchone() is not None
+
+
 def _totals(db: sqlite3.Connection, namespace: str | None = None) -> tuple[int, int, int]:
     where, args = ("", ()) if namespace is None else (" WHERE namespace=?", (namespace,))
     query = f"SELECT count(*), coalesce(sum(blocks),0), coalesce(sum(nbytes),0) FROM extents{where}"  # noqa: S608
@@ -363,26 +386,3 @@ def _delete(db: sqlite3.Connection, extents: Iterable[str]) -> None:
     ids = [(e,) for e in extents]
     db.executemany("DELETE FROM blocks WHERE extent=?", ids)
     db.executemany("DELETE FROM extents WHERE extent=?", ids)
-
-
-def _ghost_bytes(db: sqlite3.Connection) -> Ghosts:
-    found = dict(db.execute("SELECT frequent, sum(nbytes) FROM ghosts GROUP BY frequent").fetchall())
-    return Ghosts(int(found.get(0, 0)), int(found.get(1, 0)))
-
-
-def _leave_ghosts(db: sqlite3.Connection, gone: Sequence[ExtentUse], bounds: Bounds, now: float) -> None:
-    """Remember what was evicted; each list's ghosts stand for as many bytes as the store may hold."""
-    for use in gone:
-        db.execute(
-            "INSERT OR REPLACE INTO ghosts SELECT namespace, first, nbytes, frequent, ? FROM extents "
-            "WHERE extent=? AND blocks",
-            (now, use.extent),
-        )
-    for frequent, nbytes in enumerate((lambda g: (g.recent, g.frequent))(_ghost_bytes(db)) if gone else ()):
-        over = nbytes - bounds.max_bytes
-        query = "SELECT namespace, first, nbytes FROM ghosts WHERE frequent=? ORDER BY gone"
-        for namespace, first, size in db.execute(query, (frequent,)).fetchall() if over > 0 else ():
-            if over <= 0:
-                break
-            db.execute("DELETE FROM ghosts WHERE namespace=? AND first=?", (namespace, first))
-            over -= size

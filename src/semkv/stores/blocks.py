@@ -97,6 +97,7 @@ class KVChunk:
         layout: what the bytes mean.
         block_ids: where the engine held the blocks, or None.
         position: index in the prompt of the first block.
+        namespace: of the store that it is of; empty where that is not known.
     """
 
     chunk_id: str
@@ -105,6 +106,7 @@ class KVChunk:
     layout: KVLayout
     block_ids: tuple[int, ...] | None = None
     position: int = 0
+    namespace: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -133,6 +135,7 @@ class KVChunk:
         chunk_id: str = "",
         block_ids: Sequence[int] | None = None,
         position: int = 0,
+        namespace: str = "",
     ) -> KVChunk:
         """Cut rows (uint8 ``[n_blocks, row_bytes]``) into layers; the tensors are views of ``rows``."""
         tensors, start = {}, 0
@@ -140,7 +143,7 @@ class KVChunk:
             tensors[layer.name] = rows[:, start : start + layer.nbytes]
             start += layer.nbytes
         ids = None if block_ids is None else tuple(block_ids)
-        return cls(chunk_id, tuple(hashes), tensors, layout, ids, position)
+        return cls(chunk_id, tuple(hashes), tensors, layout, ids, position, namespace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,9 @@ class KVStore:
         rows = self.read_rows(hashes)
         if len(rows) < len(hashes):
             return None
-        return KVChunk.from_rows(rows, hashes, self.layout, chunk_id=chunk_id, position=header.position)
+        return KVChunk.from_rows(
+            rows, hashes, self.layout, chunk_id=chunk_id, position=header.position, namespace=self.namespace
+        )
 
     def save(self, chunk: KVChunk) -> str | None:
         """Store the blocks of ``chunk`` that are not stored yet, and return the new extent's id.
@@ -254,11 +259,17 @@ class KVStore:
         return self.save_rows(chunk.block_hashes, chunk.rows(), position=chunk.position)
 
     def save_rows(
-        self, hashes: Sequence[bytes], *parts: Bytes, position: int = 0, generation: str | None = None
+        self,
+        hashes: Sequence[bytes],
+        *parts: Bytes,
+        position: int = 0,
+        generation: str | None = None,
+        owner: str = "",
     ) -> str | None:
         """`save` for rows, in any number of parts (uint8 ``[n, row_bytes]`` each) with one row for each hash.
 
         ``generation``: of the store when the rows were computed; what was purged since is not stored again.
+        ``owner``: see `container.owner_of`.
         """
         if sum(map(len, parts)) != len(hashes) or any(part.shape[1:] != (self.layout.row_bytes,) for part in parts):
             shapes = ", ".join(str(part.shape) for part in parts)
@@ -269,11 +280,22 @@ class KVStore:
         sizes = {layer.nbytes for layer in self.layout.layers}
         shape = (len(hashes), len(self.layout.layers), sizes.pop()) if len(sizes) == 1 else None
         return self._extents.write(
-            self.namespace, self._document, hashes, parts, position=position, shape=shape, generation=generation
+            self.namespace,
+            self._document,
+            hashes,
+            parts,
+            position=position,
+            shape=shape,
+            generation=generation,
+            owner=owner,
         )
 
     def stats(self) -> StoreStats:
         return StoreStats(*self._extents.totals(self.namespace), dict(self._extents.counters))
+
+    def disown(self) -> bool:
+        """See `ExtentStore.disown`."""
+        return self._extents.disown(self.namespace)
 
     def purge(self) -> int:
         """Delete what this namespace holds; returns the number of extents."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from semkv.errors import StoreError
 from semkv.stores.directory import ExtentDirectory
 
 MARKER = "semkv.json"
+LOCK = "open.lock"
 FORMAT = 1
 _STORES = ("kv", "fusion")
 
 # What semkv writes into a cache directory, and into a directory of fusion states alone.
-EXTENT_FILES = (MARKER, "open.lock", "index.sqlite", "index.sqlite-*", "extents/??/*", f"{MARKER}.*.tmp")
+EXTENT_FILES = (MARKER, LOCK, "index.sqlite", "index.sqlite-*", "extents/??/*", f"{MARKER}.*.tmp")
 CACHE_FILES = (
     MARKER,
     "catalog.sqlite",
@@ -57,7 +59,8 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_
     """Remove what semkv wrote below ``root``; an empty or missing directory is left as it is.
 
     The indexes of the extents go first, under the lock of whoever opens a directory: a running engine sees at its next
-    lookup that its index is gone, and serves nothing any more that it has in memory (`shared_index`).
+    lookup that its index is gone, and serves nothing any more that it has in memory (`shared_index`). The lock goes
+    last, when everything it guards is gone: whoever opens the directory after that makes a new one, and a whole store.
 
     Returns:
         How many files were removed, or with ``dry_run`` would be.
@@ -65,36 +68,75 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_
     Raises:
         StoreError: the directory holds files and no sign that they are semkv's.
     """
+    ours = _is_ours(root)  # before the other look: another purge takes the sign first
     if not root.is_dir() or _empty(root):
         return 0
-    if not _is_ours(root):
+    if not ours:
         raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
     files = _files(root, patterns)
     if dry_run:
         return len(files)
     markers = set(_markers(root))
-    with contextlib.ExitStack() as locks:
-        for index in sorted(file for file in files if file.name == "index.sqlite"):
-            directory = ExtentDirectory(index.parent, "")
-            locks.enter_context(directory.one_opener())
+    with contextlib.ExitStack() as held:
+        stores = _stores(root, patterns)
+        locked = {store for store in stores if _inside(files, store)}
+        for store in sorted(locked):
+            directory = ExtentDirectory(store, "")
+            held.enter_context(directory.one_opener(make=True))  # another purge may have been faster
             directory.discard_index()
         (root / "catalog.sqlite").unlink(missing_ok=True)  # without it no graphs are written
-        files |= _files(root, patterns)  # what a running engine wrote until then
-        for file in sorted(files - markers) + sorted(files & markers):  # the sign goes last, so a purge can be repeated
+        found = _files(root, patterns)  # also what a running engine wrote until then, and the locks
+        files |= found.difference(*(_inside(found, store) for store in stores - locked))  # those are new
+        locks = {file for file in files if file.name == LOCK}
+        # The sign goes last but for the locks, so that a purge that was cut off can be repeated.
+        for file in sorted(files - markers - locks) + sorted(files & markers):
             file.unlink(missing_ok=True)
-        for folder in sorted({parent for file in files for parent in _parents(file, root)}, reverse=True):
-            with contextlib.suppress(OSError):  # not empty
-                folder.rmdir()
+        folders = {parent for file in files for parent in _parents(file, root)}
+        _remove_empty(folders)
+        for lock in sorted(locks):
+            lock.unlink(missing_ok=True)
+        _remove_empty({parent for lock in locks for parent in _parents(lock, root)})
     return len(files)
 
 
+def _stores(root: Path, patterns: tuple[str, ...]) -> set[Path]:
+    """The folders of extents; each has a lock."""
+    return {(root / pattern).parent for pattern in patterns if Path(pattern).name == LOCK}
+
+
+def _inside(files: set[Path], store: Path) -> set[Path]:
+    return {file for file in files if file.is_relative_to(store)}
+
+
+def _remove_empty(folders: set[Path]) -> None:
+    for folder in sorted(folders, reverse=True):
+        with contextlib.suppress(OSError):  # not empty
+            folder.rmdir()
+
+
 def _empty(root: Path) -> bool:
-    """Whether no file is anywhere below; a purge leaves folders that were empty before."""
-    return all(path.is_dir() and not path.is_symlink() for path in root.rglob("*"))
+    """Whether nothing is anywhere below but what a purge may leave: empty folders, and locks where it was cut off."""
+    locks = {root / LOCK, *(root / store / LOCK for store in _STORES)}
+    return all(path in locks or _is_folder(path) for path in _found(root, "**/*"))
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it is one, no link, or is gone by now."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return True
+
+
+def _found(root: Path, pattern: str) -> list[Path]:
+    """What is there of a form; looked for again where another process took a folder away meanwhile."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return list(root.glob(pattern))
 
 
 def _files(root: Path, patterns: tuple[str, ...]) -> set[Path]:
-    found = (file for pattern in patterns for file in root.glob(pattern) if file.is_file() or file.is_symlink())
+    found = (file for pattern in patterns for file in _found(root, pattern) if file.is_file() or file.is_symlink())
     return {file for file in found if not any(p.is_symlink() for p in _parents(file, root))}
 
 

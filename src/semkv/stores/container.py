@@ -26,6 +26,7 @@ import numpy.typing as npt
 import xxhash
 
 from semkv.errors import CorruptValue
+from semkv.keys import digest
 
 FORMAT_VERSION = 1
 """Version of the files; a directory of another version is refused when it is opened."""
@@ -55,6 +56,8 @@ class ExtentHeader:
         hashes: lowercase hex of the key of each row.
         checksums: lowercase hex of xxh3_128 over each row.
         position: index of the first row's block in its prompt.
+        owner: `owner_of` the tenant.
+        writer: the engine that computed it.
     """
 
     version: int
@@ -65,6 +68,14 @@ class ExtentHeader:
     hashes: tuple[str, ...]
     checksums: tuple[str, ...]
     position: int = 0
+    owner: str = ""
+    writer: str = ""
+
+
+def owner_of(salt: str | None) -> str:
+    """The tag of a tenant's extents, by which its data is found: of the ``cache_salt`` of its requests. It says nothing
+    to who does not know the salt."""
+    return digest("owner", salt)[:32] if salt else ""
 
 
 def checksum(row: Bytes) -> str:
@@ -246,7 +257,8 @@ def _parse(fd: int, path: Path) -> tuple[ExtentHeader, int, int, int]:
             raise CorruptValue(f"{path.name}: checksum of the header")
         fields = json.loads(text)
         fields["hashes"], fields["checksums"] = tuple(fields["hashes"]), tuple(fields["checksums"])
-        header = ExtentHeader(**fields)
+        # What a later version adds says nothing about the rows.
+        header = ExtentHeader(**{k: v for k, v in fields.items() if k in ExtentHeader.__dataclass_fields__})
         _check_types(header)
         begin, end = tensor["data_offsets"]
         return header, int(begin), int(end), 8 + length
@@ -260,7 +272,7 @@ def _check_types(header: ExtentHeader) -> None:
     Raises:
         ValueError, TypeError: a field is not what it should be.
     """
-    words = (header.kind, header.extent, header.namespace, *header.checksums)
+    words = (header.kind, header.extent, header.namespace, header.owner, header.writer, *header.checksums)
     numbers = (header.version, header.position)
     if not all(isinstance(w, str) for w in words) or not all(type(n) is int for n in numbers):
         raise TypeError("a field has the wrong type")

@@ -37,7 +37,16 @@ def valid_id(extent: str) -> bool:
 def new_extent(header: ExtentHeader, nbytes: int) -> NewExtent:
     """An extent as the index knows it."""
     first = bytes.fromhex(header.hashes[0])
-    return NewExtent(header.extent, header.namespace, len(header.hashes), nbytes, header.position, first)
+    return NewExtent(
+        header.extent,
+        header.namespace,
+        len(header.hashes),
+        nbytes,
+        header.position,
+        first,
+        header.owner,
+        header.writer,
+    )
 
 
 FileId = tuple[int, int]
@@ -55,6 +64,14 @@ def file_id(path: Path) -> FileId | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What is in a folder; nothing where a purge took it away, or it is none."""
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +99,9 @@ class ExtentDirectory:
                 self.index.with_name(self.index.name + suffix).unlink()
 
     def __iter__(self) -> Iterator[Path]:
-        return (self.root / "extents").glob("??/*")
+        for folder in _inside(self.root / "extents"):
+            if len(folder.name) == 2:
+                yield from _inside(folder)
 
     def create(self) -> None:
         """Make the directory, or check that it is of this format and kind; in `one_opener`.
@@ -123,15 +142,16 @@ class ExtentDirectory:
             OSError: it is not there, or cannot be made or written.
         """
         path, until = self.root / "open.lock", time.monotonic() + (wait_s or 0)
-        if self.root.exists() and not self.root.is_dir():
+        if self.root.is_file():
             raise StoreError(f"{self.root} is not a directory")
         while True:
             if make:
-                self.root.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):  # it was purged between pathlib's two looks
+                    self.root.mkdir(parents=True, exist_ok=True)
             try:
                 lock = path.open("w")
             except FileNotFoundError:
-                if make:
+                if make and not any(p.is_symlink() and not p.exists() for p in (self.root, *self.root.parents)):
                     continue
                 raise
             with lock:

@@ -46,17 +46,25 @@ class ExtentStore:
     Attributes:
         files: the directory's files.
         counters: ``stored_blocks``, ``stored_bytes``, ``read_blocks``, ``corrupt``, ``missing``, ``evicted_extents``,
-            ``evicted_blocks``, ``rejected`` (too large for the bounds), ``errors``.
+            ``evicted_blocks``, ``rejected`` (too large for the bounds, or disowned), ``errors``.
         swept: how many extents and stray files went when the directory was opened.
+        writer: the engine on whose behalf extents are written.
     """
 
-    def __init__(self, root: Path, kind: str, bounds: Bounds) -> None:
+    def __init__(self, root: Path, kind: str, bounds: Bounds, writer: str = "") -> None:
         """Open or create a directory.
+
+        Args:
+            root: the directory.
+            kind: ``kv`` or ``fusion``.
+            bounds: of the directory.
+            writer: the engine on whose behalf extents are written, in any of its processes; see `disown`.
 
         Raises:
             StoreError: ``root`` is a file, or was written by another format version or for another kind.
         """
-        self.root, self.kind, self.bounds = root, kind, bounds
+        self.root, self.kind, self.bounds, self.writer = root, kind, bounds, writer
+        self._disowned: set[str] = set()
         self.files = ExtentDirectory(root, kind)
         self.counters: Counter[str] = Counter()
         self._swept_at, self.swept = 0.0, 0
@@ -87,6 +95,8 @@ class ExtentStore:
         return self.generation
 
     def _opened(self, index: BlockIndex) -> None:
+        for namespace in list(self._disowned):
+            self._disown(index, namespace)
         self.swept = self.sweep()
         self._adopted = not index.unread(1)
         if not self._adopted:
@@ -98,6 +108,7 @@ class ExtentStore:
 
         A thread does so from the start on; until it has come to an extent, its blocks are misses.
         """
+        self._index.get()  # another one may be in its place by now, with other extents to read
         with self._adopting:
             while not self._adopted and not self._closing.is_set() and self._adopt_some():
                 pass
@@ -244,11 +255,13 @@ class ExtentStore:
         position: int = 0,
         shape: tuple[int, ...] | None = None,
         generation: str | None = None,
+        owner: str = "",
     ) -> str | None:
         """Store rows, one for each hash (uint8 ``[n, row_bytes]`` in each part), and return the new extent's id.
 
         None when nothing was kept: all blocks were there already, the rows exceed the bounds, the disk failed, or the
-        directory is not of ``generation`` any more. The file is durable before the index names it.
+        directory is not of ``generation`` any more, or the namespace was disowned. The file is durable before the index
+        names it.
         """
         index = self._index.get()
         if not self.writable or index is None or not len(hashes):
@@ -270,6 +283,8 @@ class ExtentStore:
             hashes=tuple(h.hex() for h in hashes),
             checksums=tuple(container.checksum(row) for rows in parts for row in rows),
             position=position,
+            owner=owner,
+            writer=self.writer,
         )
         head = container.encode_head(header, shape or (len(hashes), nbytes // len(hashes)))
         new = new_extent(header, len(head) + nbytes)
@@ -329,6 +344,27 @@ class ExtentStore:
         """Count an extent as damaged and delete it."""
         self.counters["corrupt"] += 1
         self.drop([extent])
+
+    def disown(self, namespace: str) -> bool:
+        """Delete what this store's writer, in any process, stored under a namespace.
+
+        What it has under way there, or comes with later, is not stored; what others stored stays. An index that takes
+        this one's place is told too.
+
+        Returns:
+            False where the index could not be told now: it must be tried again.
+        """
+        self._disowned.add(namespace)
+        return self._index.ask(lambda index: self._disown(index, namespace), False)
+
+    def _disown(self, index: BlockIndex, namespace: str) -> bool:
+        for extent in index.disown(namespace, self.writer):
+            self._unlink(extent)
+        return True
+
+    def owned(self, owner: str) -> list[str]:
+        """Ids of a tenant's extents, of all namespaces; see `container.owner_of`."""
+        return self._index.ask(lambda index: index.owned(owner), list[str]())
 
     def purge(self, namespace: str | None = None) -> int:
         """Delete all extents of a namespace, or of the directory; returns how many."""

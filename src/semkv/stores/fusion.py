@@ -76,6 +76,15 @@ class FusionStore:
         """
         return cls(ExtentStore(directory, "fusion", bounds or Bounds(FUSION_MAX_BYTES)), namespace_digest)
 
+    @property
+    def writer(self) -> str:
+        """See `ExtentStore.writer`."""
+        return self._extents.writer
+
+    def apart(self, namespace_digest: str) -> FusionStore:
+        """The states of another namespace in the same directory."""
+        return FusionStore(self._extents, namespace_digest)
+
     def _hash(self, key: str) -> bytes:
         return bytes.fromhex(digest("item", key))
 
@@ -108,20 +117,26 @@ class FusionStore:
         """See `ExtentStore.renew`."""
         return self._extents.renew()
 
-    def save(self, state: FusionState, generation: str | None = None) -> bool:
+    def save(self, state: FusionState, generation: str | None = None, owner: str = "") -> bool:
         """Store a state; False when it was there already, or the disk or the bounds did not allow it.
 
         ``generation``: of the store when the state was computed; what was purged since is not stored again.
+        ``owner``: see `container.owner_of`.
         """
         if state.key in self:
             return False
         layout = {"shape": list(state.shape), "dtype": state.dtype}
         rows = state.data.reshape(1, -1)
-        written = self._extents.write(self.namespace, layout, [self._hash(state.key)], [rows], generation=generation)
+        hashes = [self._hash(state.key)]
+        written = self._extents.write(self.namespace, layout, hashes, [rows], generation=generation, owner=owner)
         return written is not None
 
     def stats(self) -> StoreStats:
         return StoreStats(*self._extents.totals(self.namespace), dict(self._extents.counters))
+
+    def disown(self) -> bool:
+        """See `ExtentStore.disown`."""
+        return self._extents.disown(self.namespace)
 
     def purge(self) -> int:
         """Delete what this namespace holds; returns the number of states."""

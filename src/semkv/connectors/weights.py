@@ -1,0 +1,35 @@
+"""What the KV connector of an engine hears of its weights, for the encoder-cache connector, whom vLLM tells nothing.
+
+Both have their scheduler halves in one process, and in one thread of it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+
+class Follower(Protocol):
+    """Who must know of it."""
+
+    def reset(self) -> bool:
+        """The weights may be others from now on; whether nothing of the old ones is left to be served."""
+
+
+_FOLLOWERS: WeakKeyDictionary[Follower, str] = WeakKeyDictionary()
+
+
+def follow(engine: str, follower: Follower) -> None:
+    """Tell ``follower`` of the weights of ``engine`` (vLLM's ``instance_id``), until `leave` or its end."""
+    _FOLLOWERS[follower] = engine
+
+
+def leave(follower: Follower) -> None:
+    """Tell it nothing more."""
+    _FOLLOWERS.pop(follower, None)
+
+
+def may_have_changed(engine: str) -> bool:
+    """The weights of ``engine`` may be others from now on; what all who follow it say."""
+    said = [follower.reset() for follower, name in list(_FOLLOWERS.items()) if name == engine]
+    return all(said)
