@@ -2,8 +2,9 @@
 
 Traps are pairs of near-equal texts with different answers, paraphrases pairs with the same; both are our own
 (``bench/data``). Every third trap and every second paraphrase of a category was held out while the guards were tuned.
-Rows with ``passed_first`` or ``kept_first`` are of later kinds, written before anybody looked; it says what became of
-them then. Pairs in other languages (some without accents, as they are often typed) mean something else each.
+Rows with ``passed_first`` or ``kept_first`` are later ones, written before anybody looked (those "unseen" by hands
+that had never seen the guards); it says what became of them then. Pairs in other languages (some without accents, as
+they are often typed) mean something else each.
 Labelled pairs (JSONL, ``a``, ``b``, ``same``; gzip or not) show what the guards do to the cosine's own decisions.
 
     python bench/traps.py > bench/results/traps.json
@@ -119,11 +120,11 @@ def labelled(rows: Sequence[Row], encoder: SentenceEncoder) -> Row:
         }
     guarded = np.where(free, cosine, -1.0)
     equal = {str(share): [_found(cosine, same, share), _found(guarded, same, share)] for share in SHARES}
-    over = list(zip(reasons, same, cosine >= ACCEPTED, strict=True))
+    each = list(zip(reasons, same, cosine >= ACCEPTED, strict=True))
     counted = {
         reason: {
-            "different": sum(bool(r == reason and high and not alike) for r, alike, high in over),
-            "same": sum(bool(r == reason and high and alike) for r, alike, high in over),
+            "different": sum(bool(r == reason and high and not alike) for r, alike, high in each),
+            "same": sum(bool(r == reason and high and alike) for r, alike, high in each),
         }
         for reason in sorted(set(filter(None, reasons)))
     }

@@ -5,28 +5,31 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 
-from semkv.tiers.guards.content import MOST, Pair, Side, akin, content, unmatched
+from semkv.tiers.guards.content import MOST, Pair, Side, akin, content
 from semkv.tiers.guards.lexicon import Lexicon
+from semkv.tiers.guards.operators import other_operators
 from semkv.tiers.guards.order import reversed_order
-from semkv.tiers.guards.quantities import differ
+from semkv.tiers.guards.quantities import Quantity, differ
 from semkv.tiers.guards.questions import modality, person, question, tense, yes_or_no
+from semkv.tiers.guards.roles import exchanged
+from semkv.tiers.guards.substitution import neighbours, substitution
 from semkv.tiers.guards.text import STOPS, Token
 
 Check = Callable[[Pair], str | None]
 
 _TELLING = 14  # words of a text among which one tells its language
 _KNOWN = 0.6  # share of the words that are known where none tells it
+_WILD = frozenset("%*_^~|\\")  # signs of patterns
 _END = Token("?", "?", False)
 _NAMED = 4  # letters of a stem that a prefix may turn round
 
 
 def code(p: Pair) -> str | None:
-    """An identifier, flag, path, version or operator that the other text does not have."""
+    """An identifier, flag, path or version that the other text does not have; or other operators."""
     for mine, other in ((p.a, p.b), (p.b, p.a)):
         if any(token not in other.text.spelled and token not in other.words for token in mine.text.code):
             return "code"
-    first, second = p.a.text.sums, p.b.text.sums
-    return "code" if first and second and first != second else None
+    return "code" if other_operators(p.a.text.operators, p.b.text.operators) else None
 
 
 def case(p: Pair) -> str | None:
@@ -66,7 +69,10 @@ def language(p: Pair) -> str | None:
 
     A text is where a frequent word tells so, or where most words are known and all in which it differs.
     """
-    if not p.lexicon.telling or all(_told(s, only, p.lexicon) for s, only in ((p.a, p.only_a), (p.b, p.only_b))):
+    if not p.lexicon.telling:
+        return None
+    told = [_told(s, only, p.lexicon) for s, only in ((p.a, p.only_a), (p.b, p.only_b))]
+    if all(told) or (any(told) and all(t.word in p.lexicon.function_words for t in (*p.only_a, *p.only_b))):
         return None
     first, second = ([t.word for t in s.text.tokens if t.word not in STOPS] for s in (p.a, p.b))
     return "language" if first != second else None
@@ -88,6 +94,9 @@ def quote(p: Pair) -> str | None:
     """Quoted words that the other text does not have, where it has other words instead."""
     if p.a.text.quotes == p.b.text.quotes:
         return None
+    wild = [{quoted for quoted in s.text.quotes if not _WILD.isdisjoint(quoted)} for s in (p.a, p.b)]
+    if all(wild) and wild[0] != wild[1]:
+        return "quote"
     first, second = _unquoted(p.a, p.b), _unquoted(p.b, p.a)
     if first and (second or content(p.only_b, p.b, p.lexicon)):
         return "quote"
@@ -107,13 +116,37 @@ def _unquoted(mine: Side, other: Side) -> bool:
 
 
 def quantity(p: Pair) -> str | None:
-    """Another number or unit."""
-    return differ(p.a.quantities, p.b.quantities)
+    """Another number or unit, or the same number of something else."""
+    reason = differ(p.a.quantities, p.b.quantities, p.lexicon, converse=bool(p.converse))
+    if reason or not p.only_a or not p.only_b:
+        return reason
+    mine, other = (_counted(s, only, p.lexicon) for s, only in ((p.a, p.only_a), (p.b, p.only_b)))
+    if len(mine) > MOST or len(other) > MOST:
+        return None
+    quiet = p.lexicon.tables.quiet
+    apart = (
+        q.raw == r.raw
+        and not (q.dimension and r.dimension)
+        and not (x.stem in quiet and y.stem in quiet)
+        and not akin(x, y, p.lexicon)
+        for q, x in mine
+        for r, y in other
+    )
+    return "unit" if any(apart) else None
+
+
+def _counted(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> list[tuple[Quantity, Token]]:
+    """Quantities with what they count, where that is in this text alone."""
+    stems = {t.stem for t in only if t.word not in lexicon.function_words and t.word[0].isalpha()}
+    return [(quantity, token) for quantity, token in side.quantities.after if token.stem in stems]
 
 
 def date(p: Pair) -> str | None:
     """Another day, month, season or time of day."""
     if p.a.text.dates != p.b.text.dates:
+        return "date"
+    alone = (*p.only_a, *p.only_b)
+    if len(alone) == 1 and alone[0].word in p.lexicon.shifts:
         return "date"
     table = p.lexicon.tables.dates
     first, second = _dated(p.only_a, table), _dated(p.only_b, table)
@@ -131,6 +164,8 @@ def _dated(tokens: Iterable[Token], table: Mapping[str, tuple[str, str]]) -> dic
 
 def negation(p: Pair) -> str | None:
     """Another number of denials, or one text denies with a verb what the other says."""
+    if p.denied:
+        return None
     (low_a, high_a), (low_b, high_b) = _denials(p.a, p.only_a, p.lexicon), _denials(p.b, p.only_b, p.lexicon)
     if low_a > high_b or low_b > high_a:
         return "negation"
@@ -172,9 +207,9 @@ def sides(p: Pair) -> str | None:
     """Shared words in another order around a side or a "than": "left of the cone", where the cone moved, is
     another place."""
     group = p.lexicon.tables.pivots
-    if p.a.words.isdisjoint(group) or p.b.words.isdisjoint(group):
+    if p.a.words.isdisjoint(group) or p.b.words.isdisjoint(group) or p.converse:
         return None
-    shared = {stem for stem, times in p.a.stems.items() if times == 1 and p.b.stems[stem] == 1}
+    shared = {stem for stem, times in p.a.stems.items() if times == 1 and p.b.stems.get(stem) == 1}
     first, second = (_around(side.text.tokens, shared, group, p.lexicon) for side in (p.a, p.b))
     return "word order" if first != second else None
 
@@ -195,6 +230,8 @@ def opposites(p: Pair) -> str | None:
     """A word and its opposite, by table or by prefix. Where one text has both ("pros and cons") they prove nothing."""
     table = p.lexicon.tables.opposites
     mine, other = {t.stem for t in p.only_a}, {t.stem for t in p.only_b}
+    if p.converse or p.denied:
+        return None
     reasons = {
         table[word][opposite]
         for word in mine & table.keys()
@@ -246,8 +283,15 @@ def _contrary(x: str, y: str, lexicon: Lexicon) -> bool:
     )
 
 
+def role(p: Pair) -> str | None:
+    """The speaker, or an owner, in the place of another."""
+    return "person" if exchanged(p) else None
+
+
 def order(p: Pair) -> str | None:
     """Subject and object exchanged."""
+    if p.converse:
+        return None
     return "word order" if reversed_order(p.a.text.tokens, p.b.text.tokens, p.lexicon) else None
 
 
@@ -262,10 +306,19 @@ def particle(p: Pair) -> str | None:
 def _another_verb(mine: Side, only: tuple[Token, ...], other: Side, lexicon: Lexicon) -> bool:
     """Whether a verb that both texts have goes with a particle that the other text does not have."""
     verbs, missing = lexicon.tables.particles, {t.word for t in only}
+    tokens, theirs = (*mine.text.tokens, _END), (*other.text.tokens, _END)
     return any(
-        y.word in missing and y.word in verbs.get(x.stem, ()) and x.stem in other.stems
-        for x, y in itertools.pairwise(mine.text.tokens)
+        y.word in missing
+        and y.word in verbs.get(x.stem, ())
+        and z.word not in lexicon.spots
+        and any(s.stem == x.stem and not _placed(y, t, lexicon) for s, t in itertools.pairwise(theirs))
+        for x, y, z in zip(tokens, tokens[1:], tokens[2:], strict=False)
     )
+
+
+def _placed(particle: Token, after: Token, lexicon: Lexicon) -> bool:
+    """Whether another word for the same place follows a verb: "sleep in a cave", "sleep inside a cave"."""
+    return after.word != particle.word and akin(particle, after, lexicon)
 
 
 def relation(p: Pair) -> str | None:
@@ -280,7 +333,7 @@ def relation(p: Pair) -> str | None:
     x, y, tables, choices = p.only_a[0], p.only_b[0], p.lexicon.tables, p.lexicon.choices
     tied = x.stem in tables.relations and y.stem in tables.relations
     joined = x.stem in tables.symmetric and y.stem in tables.symmetric and (x.word in choices) != (y.word in choices)
-    return "relation" if (tied or joined) and not akin(x, y, p.lexicon) and _in_place(x, y, p) else None
+    return "relation" if (tied or joined) and not akin(x, y, p.lexicon) and neighbours(x, y, p) else None
 
 
 def _ways(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> dict[str, str]:
@@ -296,28 +349,7 @@ def _ways(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> dict[str, st
     }
 
 
-def substitution(p: Pair) -> str | None:
-    """A name where the other text has another or none; or a content word in the place of another that is no kin."""
-    if min(len(p.only_a), len(p.only_b)) > MOST:
-        return "substitution"
-    left, right = unmatched(p)
-    names = [any(t.name for t in side) for side in (left, right)]
-    if all(names) or (len(left) + len(right) == 1 and any(names)):
-        return "entity"
-    alone = len(p.only_a) == len(p.only_b) == 1
-    if len(left) == len(right) == 1 and (alone or _in_place(left[0], right[0], p)):
-        return "entity" if any(names) else "substitution"
-    return None
-
-
-def _in_place(x: Token, y: Token, p: Pair) -> bool:
-    """Whether a word next to one stands next to the other as well."""
-    first, second = (["", *(t.stem for t in s.text.tokens if t.word not in p.lexicon.articles), ""] for s in (p.a, p.b))
-    i, j = first.index(x.stem), second.index(y.stem)
-    return first[i - 1] == second[j - 1] or first[i + 1] == second[j + 1]
-
-
 CHECKS: tuple[Check, ...] = (
     code, quote, case, quantity, date, negation, groups, choice, sides, opposites, question, modality, tense, person,
-    order, particle, relation, substitution, language,
+    role, order, particle, relation, substitution, language,
 )  # fmt: skip

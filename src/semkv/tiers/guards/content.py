@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from semkv.tiers.guards.lexicon import Lexicon
 from semkv.tiers.guards.quantities import Quantities, measure
-from semkv.tiers.guards.text import Text, Token, read
+from semkv.tiers.guards.text import STOPS, Text, Token, read
+
+Tokens = tuple[Token, ...]
 
 MOST = 32
 """Words that only one text has, up to which they are compared one by one; with more on both it is another text."""
+_SIDED = ("comparison", "direction")  # opposites that say the same with their sides exchanged
+_LETTERS = 6  # an abbreviation has fewer
 _TYPO = 6  # letters of a word in which one may be wrong
 _START = 4  # letters that two forms of a word share at least
 _ENDING = 5  # letters that a form may have more: "inform", "information", not "java", "javascript"
@@ -24,10 +30,12 @@ class Side(NamedTuple):
     text: Text
     quantities: Quantities
     words: frozenset[str]
-    stems: Counter[str]
+    stems: Mapping[str, int]
+    """How often each occurs."""
 
 
-class Pair(NamedTuple):
+@dataclass(eq=False)
+class Pair:
     """Two texts, and the tokens that only one of them has."""
 
     a: Side
@@ -35,13 +43,30 @@ class Pair(NamedTuple):
     only_a: tuple[Token, ...]
     only_b: tuple[Token, ...]
     lexicon: Lexicon
+    converse: frozenset[str]
+    """Stems of a comparison that is turned round with its sides: "A is larger than B", "B is smaller than A"."""
+    denied: frozenset[str]
+    """Stems of a word and its denial, where the other text denies with a word: "unsafe", "not safe"."""
+
+    @cached_property
+    def unmatched(self) -> tuple[list[Token], list[Token]]:
+        """Content words that have no synonym, other form or spelling in the other text."""
+        left, right = content(self.only_a, self.a, self.lexicon), content(self.only_b, self.b, self.lexicon)
+        if not (left or right) or max(len(left), len(right)) > MOST:
+            return left, right
+        short = _initials(self.only_a, self.only_b) | _initials(self.only_b, self.only_a)
+        return _without_kin(left, self.b, short, self.lexicon), _without_kin(right, self.a, short, self.lexicon)
 
 
 def side(text: str, lexicon: Lexicon) -> Side:
     """Take one text apart."""
     found = read(text, lexicon)
     tokens = found.tokens
-    return Side(found, measure(tokens, lexicon), frozenset(t.word for t in tokens), Counter([t.stem for t in tokens]))
+    stems = [t.stem for t in tokens]
+    times: dict[str, int] = dict.fromkeys(stems, 1)
+    if len(times) < len(stems):
+        times = Counter(stems)
+    return Side(found, measure(tokens, lexicon), frozenset([t.word for t in tokens]), times)
 
 
 def pair(a: Side, b: Side, lexicon: Lexicon) -> Pair:
@@ -49,13 +74,14 @@ def pair(a: Side, b: Side, lexicon: Lexicon) -> Pair:
     only_a, only_b = _only(a, b), _only(b, a)
     if only_a and only_b:
         only_a, only_b = _joined(only_a, only_b, b), _joined(only_b, only_a, a)
-    return Pair(a, b, only_a, only_b, lexicon)
+    converse, denied = _converse(a, b, only_a, only_b, lexicon), _denied(a, b, only_a, only_b, lexicon)
+    return Pair(a, b, only_a, only_b, lexicon, converse, denied)
 
 
 def _only(mine: Side, other: Side) -> tuple[Token, ...]:
     """Tokens beyond those that the other text has, by stem."""
-    theirs = other.stems
-    left = {stem: times - theirs.get(stem, 0) for stem, times in mine.stems.items() if times > theirs.get(stem, 0)}
+    theirs = other.stems.get
+    left = {stem: times - theirs(stem, 0) for stem, times in mine.stems.items() if times > theirs(stem, 0)}
     if not left:
         return ()
     rest = []
@@ -68,18 +94,53 @@ def _only(mine: Side, other: Side) -> tuple[Token, ...]:
 
 def _joined(mine: tuple[Token, ...], other: tuple[Token, ...], side: Side) -> tuple[Token, ...]:
     """Without words that the other text writes as two, or the parts of one that it writes as one."""
-    doubles, whole = _doubles(side.text.tokens), {t.word for t in other}
-    parts = {
-        word
-        for x, y in itertools.pairwise(mine)
-        if len(x.word) > 1 and x.word + y.word in whole
-        for word in (x.word, y.word)
-    }
-    return tuple(t for t in mine if t.word not in doubles and t.word not in parts)
+    words = [t.word for t in side.text.tokens]
+    gone = {x + y for x, y in itertools.pairwise(words) if len(x) > 1}
+    if len(mine) > 1:
+        own, whole = [t.word for t in mine], {t.word for t in other}
+        for x, y in itertools.pairwise(own):
+            if len(x) > 1 and x + y in whole:
+                gone |= {x, y}
+    return mine if gone.isdisjoint([t.word for t in mine]) else tuple(t for t in mine if t.word not in gone)
 
 
-def _doubles(tokens: tuple[Token, ...]) -> set[str]:
-    return {x.word + y.word for x, y in itertools.pairwise(tokens) if len(x.word) > 1}
+def _converse(a: Side, b: Side, only_a: Tokens, only_b: Tokens, lexicon: Lexicon) -> frozenset[str]:
+    table = lexicon.tables.opposites
+    compared = [x for x in only_a if x.stem in table][:MOST]
+    turned = [(x, y) for x in compared for y in only_b[:MOST] if table[x.stem].get(y.stem) in _SIDED]
+    if len(turned) != 1:
+        return frozenset()
+    x, y = turned[0]
+    (before, after), (left, right) = _parted(a, x, lexicon), _parted(b, y, lexicon)
+    shared = before & left | after & right
+    exchanged = before - shared == right - shared != left - shared == after - shared
+    return frozenset((x.stem, y.stem)) if exchanged else frozenset()
+
+
+def _parted(side: Side, token: Token, lexicon: Lexicon) -> tuple[set[str], set[str]]:
+    """The content before and after a word."""
+    tokens = side.text.tokens
+    i = next(i for i, t in enumerate(tokens) if t.stem == token.stem)
+    first, second = (
+        {t.stem for t in part if t.word not in lexicon.function_words and t.word not in STOPS}
+        for part in (tokens[:i], tokens[i + 1 :])
+    )
+    return first, second
+
+
+def _denied(a: Side, b: Side, only_a: Tokens, only_b: Tokens, lexicon: Lexicon) -> frozenset[str]:
+    if not only_a or not only_b or (a.words | b.words).isdisjoint(lexicon.negations):
+        return frozenset()
+    first, second = (sum(t.word in lexicon.negations for t in s.text.tokens) for s in (a, b))
+    said, denied = (only_a, only_b) if first > second else (only_b, only_a)
+    words = {t.word: t.stem for t in said[:MOST]}
+    found = [
+        (t.stem, words[t.word[len(prefix) :]])
+        for t in denied[:MOST]
+        for prefix in lexicon.denying
+        if t.word.startswith(prefix) and t.word[len(prefix) :] in words
+    ]
+    return frozenset(found[0]) if abs(first - second) == len(found) == 1 else frozenset()
 
 
 def content(only: Iterable[Token], side: Side, lexicon: Lexicon) -> list[Token]:
@@ -90,20 +151,29 @@ def content(only: Iterable[Token], side: Side, lexicon: Lexicon) -> list[Token]:
         for t in only
         if (t.stem not in quiet or t.name)
         and t.word not in measured
-        and t.word not in lexicon.units
+        and not (t.name and t.word in lexicon.units)
         and t.word[0].isalpha()
     ]
 
 
-def unmatched(p: Pair) -> tuple[list[Token], list[Token]]:
-    """Content words that have no synonym, other form or spelling in the other text."""
-    left, right = content(p.only_a, p.a, p.lexicon), content(p.only_b, p.b, p.lexicon)
-    if max(len(left), len(right)) > MOST:
-        return left, right
-    return (
-        [t for t in left if not any(akin(t, other, p.lexicon) for other in p.b.text.tokens)],
-        [t for t in right if not any(akin(t, other, p.lexicon) for other in p.a.text.tokens)],
-    )
+def _without_kin(own: list[Token], other: Side, short: set[Token], lexicon: Lexicon) -> list[Token]:
+    if not own:
+        return own
+    others = [t for t in other.text.tokens if t.word not in lexicon.function_words]
+    return [t for t in own if not (short and t in short) and not any(akin(t, y, lexicon) for y in others)]
+
+
+def _initials(mine: Tokens, other: Tokens) -> set[Token]:
+    """Abbreviations, with the words of the other text that they stand for: "AC", "alternating current"."""
+    found: set[Token] = set()
+    for token in mine[:MOST]:
+        n = len(token.word)
+        if not token.name or not 1 < n < _LETTERS:
+            continue
+        for i in range(len(other[:MOST]) - n + 1):
+            if all(letter == t.word[0] for letter, t in zip(token.word, other[i : i + n], strict=True)):
+                found |= {token, *other[i : i + n]}
+    return found
 
 
 def akin(x: Token, y: Token, lexicon: Lexicon) -> bool:
@@ -113,10 +183,16 @@ def akin(x: Token, y: Token, lexicon: Lexicon) -> bool:
     classes = lexicon.tables.classes
     if x.stem in classes and y.stem in classes and classes[x.stem] & classes[y.stem]:
         return True
-    if x.name and y.name:
+    if x.name and y.name and x.word not in lexicon.tables.dates:
         short, long = sorted((x.stem, y.stem), key=len)
         return _demonym(short, long, lexicon)
-    return x.word[0] == y.word[0] and (_shared_start(x.stem, y.stem) or _typo(x.word, y.word))
+    for table in (lexicon.units, lexicon.tables.dates):
+        if x.word in table and table[x.word] == table.get(y.word):
+            return True
+    if x.word[0] != y.word[0]:
+        return False
+    known = x.stem in lexicon.tables.known and y.stem in lexicon.tables.known
+    return _shared_start(x.stem, y.stem) or (not known and _typo(x.word, y.word, lexicon.vowels))
 
 
 def _demonym(short: str, long: str, lexicon: Lexicon) -> bool:
@@ -131,7 +207,9 @@ def _shared_start(x: str, y: str) -> bool:
     n = _common(short, long)
     if n < _START:
         return False
-    return len(long) - n <= min(_ENDING, n) if n == len(short) else n >= 0.6 * len(long) and n >= len(short) - 2
+    return (
+        len(long) - n <= min(_ENDING, n) if n == len(short) else n >= max(0.6 * len(long), len(short) - 2, _START + 1)
+    )
 
 
 def _common(x: str, y: str) -> int:
@@ -143,10 +221,13 @@ def _common(x: str, y: str) -> int:
     return n
 
 
-def _typo(x: str, y: str) -> bool:
-    """Whether one insertion, deletion, change or exchange of neighbours makes one word of the other."""
+def _typo(x: str, y: str, vowels: str) -> bool:
+    """Whether one insertion, deletion, exchange of neighbours, other last letter or other vowel in the
+    front makes one word of the other: "separate", "seperate", not "nitrate", "nitrite"."""
     if min(len(x), len(y)) < _TYPO or abs(len(x) - len(y)) > 1:
         return False
     n = _common(x, y)
     a, b = x[n:], y[n:]
-    return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[2:] == b[2:] and a[:2] == b[:2][::-1])
+    if len(a) == len(b) and a[1:] == b[1:]:
+        return len(a) == 1 or (len(a) > _START and a[0] in vowels and b[0] in vowels)
+    return a[1:] == b or a == b[1:] or (a[2:] == b[2:] and a[:2] == b[:2][::-1])

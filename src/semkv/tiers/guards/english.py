@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from semkv.tiers.guards.english_content import OPPOSITES, SYNONYMS
-from semkv.tiers.guards.lexicon import Lexicon, Unit, merged, senses
+from semkv.tiers.guards.english_units import AMBIGUOUS, UNITS
+from semkv.tiers.guards.lexicon import Lexicon, merged, senses
 
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -31,91 +32,6 @@ _MULTIPLIERS = MappingProxyType(
     | {"hundreds": 1e2, "thousands": 1e3, "millions": 1e6, "billions": 1e9, "dozens": 12.0}
 )
 
-
-def _units(dimension: str, **factors: str) -> dict[str, Unit]:
-    """``_1="m meter"`` gives every name the factor that the keyword spells: ``_1e3``, ``_0p001``."""
-    return {
-        name: (dimension, float(factor[1:].replace("p", ".").replace("m", "-")))
-        for factor, names in factors.items()
-        for name in names.split()
-    }
-
-
-_UNITS: MappingProxyType[str, Unit] = MappingProxyType(
-    _units(
-        "length",
-        _1="m meter meters metre metres",
-        _1e3="km kms kilometer kilometers kilometre kilometres",
-        _0p01="cm centimeter centimeters centimetre centimetres",
-        _0p001="mm millimeter millimeters millimetre millimetres",
-        _1em6="micron microns micrometer micrometers µm μm",
-        _1em9="nm nanometer nanometers",
-        _1609p344="mile miles mi",
-        _0p9144="yard yards yd",
-        _0p3048="foot feet ft",
-        _0p0254="inch inches",
-        _1852="nmi",
-    )
-    | _units(
-        "mass",
-        _1="g gram grams gramme grammes",
-        _1e3="kg kgs kilo kilos kilogram kilograms",
-        _0p001="mg milligram milligrams",
-        _1em6="mcg microgram micrograms",
-        _1e6="ton tons tonne tonnes",
-        _453p59237="lb lbs",
-        _28p349523="oz ounce ounces",
-        _6350="stone",
-    )
-    | _units("second", _1="s sec secs second seconds", _0p001="ms millisecond milliseconds", _1em6="microseconds")
-    | _units("second", _60="min mins minute minutes", _3600="h hr hrs hour hours hourly", _86400="day days daily")
-    | _units("second", _604800="week weeks weekly", _1209600="fortnight", _1em9="ns nanosecond nanoseconds")
-    | _units("month", _1="month months monthly", _12="year years yr yrs yearly annual annually", _120="decade decades")
-    | _units("month", _1200="century centuries", _3="quarterly")
-    | _units(
-        "volume",
-        _1="l liter liters litre litres",
-        _0p001="ml milliliter milliliters millilitre millilitres",
-        _3p785="gallon gallons gal",
-        _0p473="pint pints",
-        _0p946="quart quarts",
-        _0p24="cup cups",
-        _0p015="tablespoon tablespoons tbsp",
-        _0p005="teaspoon teaspoons tsp",
-        _0p0003="pinch",
-        _159="barrel barrels",
-    )
-    | _units("area", _1="sqm", _4047="acre acres", _1e4="hectare hectares ha", _0p093="sqft")
-    | _units("byte", _1="byte bytes", _1e3="kb kilobyte kilobytes", _1e6="mb megabyte megabytes")
-    | _units("byte", _1e9="gb gigabyte gigabytes", _1e12="tb terabyte terabytes", _1e15="pb petabyte petabytes")
-    | _units("byte", _1024="kib", _1048576="mib", _1073741824="gib", _0p125="bit bits")
-    | _units("rate", _1="bps", _1e3="kbps", _1e6="mbps", _1e9="gbps")
-    | _units("speed", _1="kph kmh", _1p609="mph", _1p852="knot knots", _3p6="mps")
-    | _units("power", _1="w watt watts", _1e3="kw kilowatt kilowatts", _1e6="mw megawatt megawatts", _746="hp")
-    | _units("energy", _1="joule joules", _1e3="kilojoule kilojoules kj", _4184="calorie calories kcal", _3p6e6="kwh")
-    | _units("voltage", _1="v volt volts", _0p001="mv millivolt millivolts", _1e3="kv kilovolt kilovolts")
-    | _units("current", _1="amp amps ampere amperes", _0p001="ma milliamp milliamps")
-    | _units("frequency", _1="hz hertz", _1e3="khz", _1e6="mhz", _1e9="ghz fps")
-    | _units("pressure", _1="psi", _14p5="bar bars", _14p7="atm", _1em3="pascal pascals")
-    | _units("percent", _1="% percent pct")
-    | _units("celsius", _1="celsius centigrade")
-    | _units("fahrenheit", _1="fahrenheit")
-    | _units("kelvin", _1="kelvin kelvins")
-    | _units("degree", _1="° degree degrees")
-    | _units("radian", _1="radian radians")
-    | _units("dollar", _1="$ usd dollar dollars buck bucks", _0p01="cent cents")
-    | _units("euro", _1="€ eur euro euros")
-    | _units("pound", _1="£ gbp")
-    | _units("pounds", _1="pound pounds")
-    | _units("rupee", _1="₹ inr rs rupee rupees")
-    | _units("yen", _1="¥ jpy yen")
-    | _units("yuan", _1="cny rmb yuan")
-    | _units("franc", _1="chf franc francs")
-    | _units("pixel", _1="px pixel pixels")
-    | _units("point", _1="pt pts")
-    | _units("em", _1="em rem")
-)
-
 _DATES = MappingProxyType(
     {
         "month": senses(
@@ -126,7 +42,7 @@ _DATES = MappingProxyType(
             "monday mon mondays", "tuesday tue tues tuesdays", "wednesday wed wednesdays",
             "thursday thu thurs thursdays", "friday fri fridays", "saturday sat saturdays", "sunday sun sundays",
         ),
-        "day": senses("yesterday", "today todays tonight", "tomorrow"),
+        "day": senses("yesterday", "daybeforeyesterday", "dayaftertomorrow", "today todays", "tonight", "tomorrow"),
         "part": senses("morning mornings", "noon midday", "afternoon afternoons", "evening evenings",
         "midnight", "night nights"),
         "which": senses("last past previous", "this current", "next coming following upcoming"),
@@ -147,6 +63,7 @@ _GROUPS = MappingProxyType(
             "gray grey",
         ),
         "quantity": senses("only solely exclusively", "everyother"),
+        "date": senses("ago"),
     }
 )
 
@@ -155,16 +72,17 @@ _FUNCTION = merged(
         "a an the is are was were be been being am do does did doing done have has had having of to it its this that "
         "these those there here any some such each every what which who whom whose how where when why whether if then "
         "can could would will shall may might must should ought i me my mine we us our ours you your yours he him his "
-        "she her hers they them their theirs it one ones oneself myself yourself yourselves itself themselves himself "
+        "she her hers they them their theirs 's one ones oneself myself yourself yourselves itself themselves himself "
         "herself someone somebody anyone anybody something anything everyone everybody everything people person as "
-        "with for by at from and or both either also than so such but because since while though although until "
-        "about into in on onto upon over under out off up down away back through across during per via within between "
-        "among against like not no never too very really quite just even still yet already ever now please exactly "
-        "actually basically all other another else own s t d ll re ve m o'clock more most much many lot lots few "
-        "however therefore hence thus instead around along above below before after behind without toward towards "
-        "isn't aren't wasn't weren't don't doesn't didn't hasn't haven't hadn't won't can't couldn't wouldn't "
-        "shouldn't mustn't i'm i've i'd i'll you're you've you'd you'll he'd he'll she'd she'll it'll we're we've "
-        "we'd we'll they're they've they'd they'll that'll cannot let lets ok okay oh hi hello dear thanks thank",
+        "with for by at from and or both either also than so but because since while though although until about into "
+        "in on onto upon over under out off up down away back through across during per via within between among "
+        "against like not no never too very really quite just even still yet already ever now please exactly actually "
+        "basically all other another else own s t d ll re ve m o'clock more most much many lot lots few however "
+        "therefore hence thus instead around along above below before after behind without toward towards isn't "
+        "aren't wasn't weren't don't doesn't didn't hasn't haven't hadn't won't can't couldn't wouldn't shouldn't "
+        "mustn't i'm i've i'd i'll you're you've you'd you'll he'd he'll she'd she'll it'll we're we've isnt arent "
+        "wasnt werent dont doesnt didnt hasnt havent hadnt wont cant couldnt wouldnt shouldnt im ive we'd we'll "
+        "they're they've they'd they'll that'll cannot let lets ok okay oh hi hello dear thanks",
     )
 )
 
@@ -172,13 +90,12 @@ _FILLERS = merged(
     (
         "way ways method methods thing things kind kinds sort type types stuff step steps process procedure tip tips "
         "advice good best better great nice easy easily simple simply quick quickly proper properly correct correctly "
-        "right effective efficient main major different various possible certain specific particular "
-        "know tell show give explain describe list find get got take make made use used using need needed want help "
-        "suggest suggestion recommend suggestions recommended recommendation say said think mean means meaning "
-        "see look "
-        "go going come work works working try happen happens exist exists able become example examples work "
-        "definition term word words question answer people person man someone time day year today nowadays currently "
-        "usually often normally generally world part new online real true actual able same total whole",
+        "right effective efficient main major different various possible certain specific particular thank know tell "
+        "show give explain describe list find get got take make made use used using need needed want help suggest "
+        "suggestion recommend suggestions recommended recommendation say said think mean means meaning see look go "
+        "going come work works working try happen happens exist exists able become example examples definition term "
+        "word words question answer people person man someone time day year today nowadays currently usually often "
+        "normally generally world part new online real true actual same total whole",
     )
 )
 
@@ -188,25 +105,24 @@ dying; lie lies lying; tie ties tied tying; buy bought; sell sold; find found; l
 losing lose; eat ate eaten; drink drank drunk; writ wrote written write; speak spoke spoken; break broke broken; tak
 took taken take; giv gave given give; see saw seen; com came come; becom became become; begin began begun; know knew
 known; grow grew grown; throw threw thrown; fly flew flown flies; draw drew drawn; driv drove driven drive; rid rode
-ridden ride; ris rose risen rise; hid hid hidden hide; bit bit bitten bite; kill killed; get got gotten getting;
-forget forgot forgotten; sing sang sung; ring rang rung; swim swam swum; run ran running; sit sat; stand stood;
-understand understood; hold held; tell told; say said; pay paid; mak made make; build built; send sent; spend spent;
-lend lent; bend bent; feel felt; keep kept; sleep slept; meet met; lead led; feed fed; teach taught; catch caught;
-think thought; bring brought; fight fought; seek sought; hear heard; mean meant; hang hung; dig dug; stick stuck;
-strik struck strike; shoot shot; steal stole stolen; choos chose chosen choose; freez froze frozen freeze; wear wore
-worn; tear tore torn; bear bore born; beat beaten; child children childs; man men; woman women; foot feet; tooth
-teeth; mous mice mouse; wif wives wife; lif lives life; knif knives knife; leaf leaves; half halves; wolf wolves;
-shelf shelves; person persons people; new news_; mus muse; user users; number numbers; center centre centres; theater
+ridden ride; ris rose risen rise; hid hid hidden hide; bit bit bitten bite; kill killed; get got gotten getting; forget
+forgot forgotten; sing sang sung; ring rang rung; swim swam swum; run ran running; sit sat; stand stood; understand
+understood; hold held; tell told; say said; pay paid; mak made make; build built; send sent; spend spent; lend lent;
+bend bent; feel felt; keep kept; sleep slept; meet met; lead led; feed fed; teach taught; catch caught; think thought;
+bring brought; fight fought; seek sought; hear heard; mean meant; hang hung; dig dug; stick stuck; strik struck strike;
+shoot shot; steal stole stolen; choos chose chosen choose; freez froze frozen freeze; wear wore worn; tear tore torn;
+bear bore born; beat beaten; child children childs; man men; woman women; foot feet; tooth teeth; mous mice mouse; wif
+wives wife; lif lives life; knif knives knife; leaf leaves; half halves; wolf wolves; shelf shelves; person persons
+people; new; news; mus muse; set setup; user users; founded founding; number numbers; center centre centres; theater
 theatre; meter metre metres; liter litre litres; fiber fibre; tir tyre tyres tire tires; program programme programmes;
 catalog catalogue; dialog dialogue; check cheque; jewelry jewellery; plow plough; gray grey; airplan aeroplane
 airplane; aluminum aluminium; pajama pyjamas pajamas; defens defence defense; licens licence license; practic practice
-practise; curb kerb; enrol enroll; artefact artifact; mom mum mums; analyz analyse analyze analysis analyses; wake
-woke woken waking; forgiv forgave forgiven; shak shook shaken shake; sink sank sunk; shrink shrank shrunk; wind wound;
-sew sewn; prov proven prove; show shown showed; physics physic; bus buses; gas gases; virus viruses; data datum;
-criteria criterion; phenomenon phenomena; usa america american americans u.s u.s.a; chin china chinese; franc france
-french; german germany germans; spain spanish spaniard spaniards; ital italy italian italians; russ russia russian
-russians; japan japanese; brit_ england english; uk_ britain british; https https; sinc since; business
-businesses; thes these
+practise; curb kerb; enrol enroll; artefact artifact; mom mum mums; analyz analyse analyze analysis analyses; wake woke
+woken waking; forgiv forgave forgiven; shak shook shaken shake; sink sank sunk; shrink shrank shrunk; wind wound; sew
+sewn; prov proven prove; show shown showed; physics physic; bus buses; gas gases; virus viruses; data datum; criteria
+criterion; phenomenon phenomena; usa america american americans u.s u.s.a; chin china chinese; franc france french;
+german germany germans; spain spanish spaniard spaniards; ital italy italian italians; russ russia russian russians;
+japan japanese; brit_ england english; uk_ britain british; https https; sinc since; business businesses; thes these
 """
 _IRREGULAR = {form: forms.split()[0] for forms in _FORMS.split(";") for form in forms.split()}
 
@@ -227,25 +143,46 @@ _PHRASED = """
 a third of = thirds of; get rid of = remove; find out = discover; a lot of = many; lots of = many; how come = why; what
 causes = why; what caused = why; what makes = why; the reason for = why; no one = nobody; how much time = how long; how
 much money = how much; how many times = how often; if not =; of all time =; of all times =; all natural = natural; or
-why not =; why not = why; right way = way; right time = time; right age = age; what year = when; which year = when; what
-date = when; which person = who; what person = who; log in = login; sign in = login; log on = login; log into = login;
-sign into = login; set up = setup; the united states of america = usa; united states of america = usa; united states =
-usa; u.s. = usa; u.s = usa; u.s.a = usa; united kingdom = uk; great britain = uk; as well as = and; or not =; not only
-=; no matter =; of course =; more expensive = dearer; less expensive = cheaper; in front of = front_of; on top of =
-above; next to = beside; close to = near; away from = awayfrom; as well = also; no longer = not; give up = quit; at
-least = atleast; at most = atmost; up to date = current; up to = atmost; more than = over; less than = under; fewer than
-= under; greater than = over; switch off = turn off; switch on = turn on; shut down = shutdown; mobile phone = phone;
-cell phone = phone; world wide web = internet; take care of = care; get back = recover; gotten over = get over; deal
-with = handle; look after = care; turn into = become; carry out = perform; speed up = accelerate; go up = rise; went up
-= rise; go down = fall; went down = fall; goes up = rise; goes down = fall; put off = postpone; pick up = collect; throw
-away = discard; look for = seek; point out = mention; one another = other; each other = other; in order to = to; due to
-= because; because of = because; thanks to = because; such as = like; apart from = except; aside from = except; other
-than = except; with the exception of = except; instead of = instead; used to = used; have to = must; every other =
-everyother; which people = who; everyone but = everyone except; everybody but = everybody except; everything but =
-everything except; all but = all except; any but = any except; anyone but = anyone except; anything but = anything
-except; call off = cancel; called off = cancel; going to = will; light weight = lightweight; web site = website; e mail
-= email; back up = backup; left over = leftover; all right =; fill out = fill; fill in = fill; right now = now; right
-thing = thing; right person = person; right place = place; all right =; right away = now
+why not =; why not = why; right way = way; right time = time; right age = age; what year = when; which year = when;
+what date = when; which person = who; what person = who; log in = login; sign in = login; log on = login; log into =
+login; sign into = login; the united states of america = usa; united states of america = usa; united states = usa; u.s.
+= usa; u.s = usa; u.s.a = usa; united kingdom = uk; great britain = britain; as well as = and; or not =; not only =; no
+matter =; of course =; more expensive = dearer; less expensive = cheaper; most expensive = dearest; least expensive =
+cheapest; 2 nd world war = wwii; 1 st world war = wwi; in front of = front_of; on top of = above; next to = beside;
+close to = near; away from = awayfrom; as well = also; no longer = not; give up = quit; at least = atleast; at most =
+atmost; up to date = current; up to = atmost; more than = over; less than = under; fewer than = under; greater than =
+over; switch off = turn off; switch on = turn on; shut down = shutdown; mobile phone = phone; cell phone = phone; world
+wide web = internet; take care of = care; get back = recover; gotten over = get over; deal with = handle; look after =
+care; turn into = become; carry out = perform; speed up = accelerate; go up = rise; went up = rise; go down = fall;
+went down = fall; goes up = rise; goes down = fall; put off = postpone; pick up = collect; throw away = discard; look
+for = seek; point out = mention; one another = other; each other = other; in order to = to; due to = because; because
+of = because; thanks to = because; such as = like; apart from = except; aside from = except; other than = except; with
+the exception of = except; instead of = instead; used to = used; have to = must; every other = everyother; which people
+= who; everyone but = everyone except; everybody but = everybody except; everything but = everything except; all but =
+all except; any but = any except; anyone but = anyone except; anything but = anything except; call off = cancel; called
+off = cancel; going to = will; light weight = lightweight; web site = website; e mail = email; back up = backup; left
+over = leftover; all right =; fill out = fill; fill in = fill; right now = now; right thing = thing; right person =
+person; right place = place; right away = now; whats = what s; hows = how s; wheres = where s; whos = who s; im = i m;
+ive = i ve; day before yesterday = daybeforeyesterday; day after tomorrow = dayaftertomorrow; percentage point =
+percentagepoint; percentage points = percentagepoint; light year = lightyear; light years = lightyears; an hour and a
+half = 1.5 hours; a year and a half = 1.5 years; a month and a half = 1.5 months; a week and a half = 1.5 weeks; a day
+and a half = 1.5 days; a mile and a half = 1.5 miles; no more than = atmost; no less than = atleast; no fewer than =
+atleast; not more than = atmost; not less than = atleast; how long ago = when; first world war = wwi; second world war
+= wwii; world war i = wwi; world war ii = wwii; world war one = wwi; world war two = wwii; world war 1 = wwi; world war
+2 = wwii; ww1 = wwi; ww2 = wwii; money back = refund; against the law = illegal; let go = dismiss; laid off = dismiss;
+phone up = phone; ring up = phone; high blood pressure = hypertension; heart attack = infarction; make up = compose; in
+advance = ahead; prime minister = pm_; head of state = president; per cent = percent; mind blowing = amazing; little
+known = unknown; a couple of = two; as soon as possible = quickly; asap = quickly; all over = throughout; in spite of =
+despite; free of charge = free; at no cost = free; these days = nowadays; at the moment = now; at present = now; set
+out = depart; pick out = choose; come across = find; run out of = exhaust; get in touch with = contact; get hold of =
+contact; leave out = omit; cut down on = reduce; do away with = abolish; this morning = today morning; this afternoon =
+today afternoon; this evening = tonight; today evening = tonight; how many minutes = how long minutes; how many hours =
+how long hours; how many seconds = how long seconds; how many weeks = how long weeks; how many months = how long
+months; how many years = how long years; how many days = how long days; while loop = whileloop; while loops =
+whileloop; for loop = forloop; for loops = forloop; square meter = sqm; square meters = sqm; square metre = sqm; square
+metres = sqm; sq m = sqm; square kilometers = sqkm; square kilometres = sqkm; square kilometer = sqkm; square kilometre
+= sqkm; sq km = sqkm; square feet = sqft; square foot = sqft; sq ft = sqft; square miles = sqmi; square mile = sqmi;
+cubic meter = cbm; cubic meters = cbm; cubic metre = cbm; cubic metres = cbm
 """
 _PHRASES = MappingProxyType(
     {
@@ -268,7 +205,8 @@ ENGLISH = Lexicon(
     negations=frozenset(
         "no not never unless none nothing nobody nowhere neither nor without cannot hardly barely except non isn't "
         "aren't wasn't weren't don't doesn't didn't hasn't haven't hadn't won't can't couldn't wouldn't shouldn't "
-        "mustn't needn't ain't".split()
+        "mustn't needn't ain't isnt arent wasnt werent dont doesnt didnt hasnt havent hadnt wont cant couldnt wouldnt "
+        "shouldnt mustnt neednt aint".split()
     ),
     denials=frozenset(
         "fail refuse stop quit cease avoid prevent unable lack forbid ban prohibit deny reject decline cancel "
@@ -278,11 +216,16 @@ ENGLISH = Lexicon(
     numbers=_NUMBERS,
     ordinals=frozenset((*_ORDINALS, "thirtieth", "st", "nd", "rd", "th")),
     multipliers=_MULTIPLIERS,
-    units=_UNITS,
+    units=UNITS,
+    ambiguous=AMBIGUOUS,
+    per="per",
     clock=MappingProxyType({"am": 0, "a.m": 0, "pm": 12, "p.m": 12}),
+    past=MappingProxyType({"past": 1, "after": 1, "to": -1, "before": -1, "till": -1}),
     dates=_DATES,
+    shifts=frozenset("before after since until till".split()),
     groups=_GROUPS,
     opposites=OPPOSITES,
+    denying=("un", "in", "im", "il", "ir", "dis", "non"),
     contraries=(
         ("", "un"), ("", "in"), ("", "im"), ("", "il"), ("", "ir"), ("", "dis"), ("", "non"), ("", "de"), ("", "mis"),
         ("", "anti"), ("", "a"), ("en", "de"), ("im", "ex"), ("in", "ex"), ("in", "de"), ("in", "out"), ("up", "down"),
@@ -300,17 +243,19 @@ ENGLISH = Lexicon(
     telling=frozenset(
         "the are were been and what how which who whom whose where when why does did can could would should this that "
         "these those there it its their they them you your our she his from not isn't don't doesn't aren't any "
-        "some than if about into between many much out please with tell show".split()
+        "some than if about into between many much out please with tell show people write explain calculate "
+        "convert".split()
     ),
     function_words=_FUNCTION,
     fillers=_FILLERS,
+    attributes=frozenset("work world whole mean day year time part total online word question people".split()),
     relations=frozenset(
         "to from than before after over under into onto of for with without on in behind above below beside near by "
         "per within off at about during between among around across along inside outside via against through toward "
         "towards as because since until is are was were 's".split()
     ),
     symmetric=frozenset(
-        "and or vs versus v / between both either compare same equal similar different beside near next".split()
+        "and or vs versus v v/s / between both either compare same equal similar different beside near next".split()
     ),
     questions=MappingProxyType(
         {
@@ -344,6 +289,8 @@ ENGLISH = Lexicon(
     ),
     third=frozenset(("he", "she", "they")),
     owners=frozenset(("my", "our", "your")),
+    speaker=(frozenset(("i", "we")), frozenset(("me", "us"))),
+    owns="'s",
     hearer=frozenset(("you",)),
     modals=senses("may can could might", "should ought", "must"),
     tenses=MappingProxyType(
@@ -358,11 +305,19 @@ ENGLISH = Lexicon(
     bounds=MappingProxyType({"": _BOUNDS, "before": _BOUNDS | {"atmost": "outside"}}),
     bounded=MappingProxyType(dict.fromkeys("before prior ahead advance earlier".split(), "before")),
     ways=senses("for to toward towards into onto", "from"),
+    joints=frozenset("of for in on at".split()),
     particles=MappingProxyType(
         {verb: frozenset(after) for verb, *after in (entry.split() for entry in _PARTICLES.split(";"))}
     ),
+    spots=frozenset(("here", "there")),
     articles=frozenset("a an the this that these those my your his her its our their some any".split()),
     by=("by", frozenset("be is are was were been being get got gets".split()), ("ing",)),
+    participles=tuple("ed en wn rn ilt old ent ept elt ost ught ound ung unk aid ade eld ead ot".split()),
+    spellings=(
+        ("sulph", "sulf"), ("haem", "hem"), ("aemi", "emi"), ("oestr", "estr"), ("foet", "fet"), ("paed", "ped"),
+        ("anaes", "anes"), ("oedem", "edem"), ("diarrhoe", "diarrhe"), ("alyse", "alyze"), ("alysing", "alyzing"),
+        ("manoeuv", "maneuv"), ("skilful", "skillful"), ("grey", "gray"), ("mould", "mold"),
+    ),
     suffixes=_SUFFIXES,
     irregular=MappingProxyType(_IRREGULAR),
 )  # fmt: skip

@@ -10,6 +10,10 @@ from types import MappingProxyType
 Unit = tuple[str, float]
 """A dimension and how many of its base units one of these is: ``("length", 1000.0)``."""
 _NONE: Mapping[str, str] = MappingProxyType({})
+ROMAN: Mapping[str, int] = MappingProxyType(
+    {roman: n for n, roman in enumerate("ii iii iv v vi vii viii ix x xi xii xiii xiv xv xvi".split(), 2)}
+)
+"""Numbers behind a name: "Henry VIII"."""
 _SHORTEST = 3  # letters that a stem keeps
 _LONGEST = 40  # no word of a language is longer; a longer one is taken as it is
 
@@ -43,16 +47,22 @@ class Lexicon:
         ordinals: number words, and endings of figures, that rank.
         multipliers: words that multiply the number before them ("hundred", "dozen", "k").
         units: words and symbols of units, to dimension and factor.
+        ambiguous: dimensions that may be one of several units ("pounds").
+        per: the word between the two parts of a compound unit.
         clock: words after a number that make it a time of day, to the hours they add.
+        past: words between a part of an hour and the hour, to the side of it ("quarter past six").
         dates: by name, the words of a calendar that exclude one another, each mapped to its sense.
+        shifts: words that alone make another time of one ("the year after the war").
         groups: by name, words whose presence must agree ("left", "red"), each mapped to its sense.
         opposites: by the name of the veto, pairs of opposite words; a veto needs one on each side.
+        denying: prefixes as good as a denial ("unsafe").
         contraries: pairs of prefixes that make opposites of one stem ("en" and "de", "" and "un").
         synonyms: classes of words that may stand in for each other, separated by blanks.
         phrases: phrases to the one word that stands for them.
         telling: frequent words that tell a text in this language, none that another one with these letters has too.
         function_words: words that carry no content by themselves.
         fillers: content words that a rewording adds or drops freely.
+        attributes: fillers that tell one thing from another before its noun ("work visa").
         relations: function words that tie a subject to an object, so that an exchange around them matters.
         choices: words between the alternatives of a choice ("or").
         symmetric: words that allow the exchange ("and", "or").
@@ -69,6 +79,8 @@ class Lexicon:
         demonyms: endings that make an adjective of a name.
         persons: words for a person to a sense; ``third`` are the senses of persons spoken of, ``owners`` the words of
             the others that stand before what belongs to them ("my").
+        speaker: words for the one who speaks, as subject and as object.
+        owns: the word between an owner and what belongs to him.
         hearer: words for the one who is asked ("can you").
         modals: auxiliaries to what they say: may, should, must.
         tenses: auxiliaries to their time: past, perfect, present, future.
@@ -77,11 +89,15 @@ class Lexicon:
         bounds: words before a quantity to the side of it that they mean, "inside" or "outside"; by the word after it,
             "" for any other: "up to a day" is inside, "up to a day before" outside.
         bounded: words after a quantity that say from where it is measured, to the word by which ``bounds`` has them.
+        joints: prepositions that a compound noun does without: "the end of the day".
         particles: verbs, with the words after them that make another verb of each ("look up").
+        spots: words for a place, before which a preposition makes no other verb ("stand up there").
         ways: words before a place or a person to the way they point, there or from there.
         articles: words left out when neighbours are compared.
         by: the word before the agent of a passive, the forms of its auxiliary, and the endings of a gerund, which
             is no agent.
+        participles: endings of the participle of a passive.
+        spellings: letters within a word to others that they are written as.
         suffixes: steps of endings that a stem loses, each with what takes its place; the first that fits is taken.
         irregular: forms to their stems.
     """
@@ -91,17 +107,23 @@ class Lexicon:
     ordinals: frozenset[str] = frozenset()
     multipliers: Mapping[str, float] = field(default_factory=dict)
     units: Mapping[str, Unit] = field(default_factory=dict)
+    ambiguous: Mapping[str, tuple[Unit, ...]] = field(default_factory=dict)
+    per: str = ""
     clock: Mapping[str, int] = field(default_factory=dict)
+    past: Mapping[str, int] = field(default_factory=dict)
     dates: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    shifts: frozenset[str] = frozenset()
     groups: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     opposites: Mapping[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = field(default_factory=dict)
     contraries: tuple[tuple[str, str], ...] = ()
+    denying: tuple[str, ...] = ()
     denials: frozenset[str] = frozenset()
     synonyms: tuple[str, ...] = ()
     phrases: Mapping[str, str] = field(default_factory=lambda: _NONE)
     telling: frozenset[str] = frozenset()
     function_words: frozenset[str] = frozenset()
     fillers: frozenset[str] = frozenset()
+    attributes: frozenset[str] = frozenset()
     relations: frozenset[str] = frozenset()
     symmetric: frozenset[str] = frozenset()
     questions: Mapping[str, str] = field(default_factory=lambda: _NONE)
@@ -117,6 +139,8 @@ class Lexicon:
     persons: Mapping[str, str] = field(default_factory=lambda: _NONE)
     third: frozenset[str] = frozenset()
     owners: frozenset[str] = frozenset()
+    speaker: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    owns: str = ""
     hearer: frozenset[str] = frozenset()
     modals: Mapping[str, str] = field(default_factory=lambda: _NONE)
     tenses: Mapping[str, str] = field(default_factory=lambda: _NONE)
@@ -124,11 +148,15 @@ class Lexicon:
     helpers: frozenset[str] = frozenset()
     bounds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     bounded: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    joints: frozenset[str] = frozenset()
     particles: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    spots: frozenset[str] = frozenset()
     ways: Mapping[str, str] = field(default_factory=lambda: _NONE)
     articles: frozenset[str] = frozenset()
     choices: frozenset[str] = frozenset()
     by: tuple[str, frozenset[str], tuple[str, ...]] = ("", frozenset(), ())
+    participles: tuple[str, ...] = ()
+    spellings: tuple[tuple[str, str], ...] = ()
     suffixes: tuple[tuple[tuple[str, str], ...], ...] = ()
     irregular: Mapping[str, str] = field(default_factory=lambda: _NONE)
     tables: Tables = field(init=False, repr=False)
@@ -139,6 +167,14 @@ class Lexicon:
     def stem(self, word: str) -> str:
         """What the forms of a word have in common."""
         return word if len(word) > _LONGEST else _stem(word, self)
+
+    def unit(self, word: str) -> Unit | None:
+        """A unit, or a compound one: "km/h"."""
+        over, slash, under = word.partition("/")
+        if not slash or word in self.symmetric or over not in self.units or under not in self.units:
+            return self.units.get(word)
+        (one, times), (other, parts) = self.units[over], self.units[under]
+        return (f"{one}/{other}", times / parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +187,15 @@ class Tables:
     relations: frozenset[str]
     symmetric: frozenset[str]
     quiet: frozenset[str]
-    phrases: Mapping[str, tuple[tuple[list[str], list[str]], ...]]
+    phrases: Mapping[str, Mapping[str, list[tuple[list[str], list[str]]]]]
+    measures: frozenset[str]
+    """Words that may be part of a quantity."""
     dates: Mapping[str, tuple[str, str]]
     known: frozenset[str]
     pivots: frozenset[str]
     particles: Mapping[str, frozenset[str]]
+    compounds: frozenset[str]
+    joints: frozenset[str]
 
     @classmethod
     def of(cls, lexicon: Lexicon) -> Tables:
@@ -170,10 +210,13 @@ class Tables:
             symmetric=frozenset(_stem(word, lexicon) for word in lexicon.symmetric),
             quiet=frozenset(_stem(word, lexicon) for word in lexicon.fillers | lexicon.function_words),
             phrases=_phrases(lexicon.phrases),
+            measures=frozenset((*lexicon.numbers, *lexicon.multipliers, *lexicon.units, *ROMAN)),
             dates=_dates(lexicon),
             known=frozenset((*opposites, *classes, *(_stem(word, lexicon) for word in said))),
             pivots=frozenset(lexicon.groups.get("direction", _NONE)) | lexicon.pivots,
             particles={_stem(verb, lexicon): after for verb, after in lexicon.particles.items()},
+            joints=frozenset(_stem(word, lexicon) for word in lexicon.joints),
+            compounds=frozenset(dimension for dimension, _ in lexicon.units.values() if "/" in dimension),
         )
 
 
@@ -205,19 +248,22 @@ def _dates(lexicon: Lexicon) -> Mapping[str, tuple[str, str]]:
     return found | {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}
 
 
-def _phrases(phrases: Mapping[str, str]) -> Mapping[str, tuple[tuple[list[str], list[str]], ...]]:
-    """By their first word, longest first: the other words of a phrase, and the words that stand for it."""
-    found: dict[str, list[tuple[list[str], list[str]]]] = {}
-    for phrase, instead in phrases.items():
+def _phrases(phrases: Mapping[str, str]) -> Mapping[str, Mapping[str, list[tuple[list[str], list[str]]]]]:
+    """By their first and second word ("" where there is none), longest first: the other words of a phrase, and the
+    words that stand for it."""
+    found: dict[str, dict[str, list[tuple[list[str], list[str]]]]] = {}
+    for phrase, instead in sorted(phrases.items(), key=lambda entry: -len(entry[0].split())):
         first, *rest = phrase.split()
-        found.setdefault(first, []).append((rest, instead.split()))
-    return {first: tuple(sorted(entries, key=lambda e: -len(e[0]))) for first, entries in found.items()}
+        found.setdefault(first, {}).setdefault(rest[0] if rest else "", []).append((rest, instead.split()))
+    return found
 
 
 @lru_cache(maxsize=16384)
 def _stem(word: str, lexicon: Lexicon) -> str:
     if word in lexicon.irregular:
         return lexicon.irregular[word]
+    for letters, others in lexicon.spellings:
+        word = word.replace(letters, others)
     for step in lexicon.suffixes:
         for ending, instead in step:
             if word.endswith(ending) and len(word) - len(ending) >= _SHORTEST:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from semkv.tiers.guards.lexicon import Lexicon
 from semkv.tiers.guards.text import STOPS, Token
 
+_HELPER = 5  # words among which the auxiliary of a question stands
 _REACH = 16  # shared words between two that may have changed places
+
+_NONE = Token("", "", False)
 
 Places = tuple[int, int]
 """Where a shared word stands in the one text and in the other."""
@@ -23,6 +26,11 @@ class _Spines(NamedTuple):
     second: list[str]
     names: set[str]
     lexicon: Lexicon
+    participles: frozenset[str] = frozenset()
+    """Verbs that one text alone has in the passive."""
+    agents: tuple[list[int], list[int]] = ([], [])
+    """How many words for the agent of a passive stand before each place."""
+    joints: tuple[list[int], list[int]] = ([], [])
 
     def quiet(self, stem: str) -> bool:
         return stem in self.lexicon.tables.quiet and stem not in self.names
@@ -39,8 +47,13 @@ def reversed_order(a: Sequence[Token], b: Sequence[Token], lexicon: Lexicon) -> 
     passive = _passive(a, lexicon) != _passive(b, lexicon)
     order = _shared(s)
     if not passive and all(x[1] < y[1] for x, y in itertools.pairwise(order)):
-        return _transposed(s)
-    if _transposed(s) or _asks_other_side(a, b, s):
+        return _transposed(s, a, b) or _fronted(a, lexicon) != _fronted(b, lexicon)
+    s = s._replace(
+        participles=_participles(a, lexicon) ^ _participles(b, lexicon),
+        agents=(_counts(s.first, {lexicon.by[0]}), _counts(s.second, {lexicon.by[0]})),
+        joints=(_counts(s.first, lexicon.tables.joints), _counts(s.second, lexicon.tables.joints)),
+    )
+    if _transposed(s, a, b) or _asks_other_side(a, b, s):
         return True
     ties = _ties(a, b, s)
     for x, one in enumerate(order):
@@ -57,6 +70,10 @@ def reversed_order(a: Sequence[Token], b: Sequence[Token], lexicon: Lexicon) -> 
 
 def _spine(tokens: Sequence[Token], lexicon: Lexicon) -> list[str]:
     return [t.stem for t in tokens if t.word not in lexicon.articles and t.word not in STOPS]
+
+
+def _counts(stems: list[str], among: Collection[str]) -> list[int]:
+    return list(itertools.accumulate((stem in among for stem in stems), initial=0))
 
 
 def _shared(s: _Spines) -> list[Places]:
@@ -82,12 +99,24 @@ def _ties(a: Sequence[Token], b: Sequence[Token], s: _Spines) -> set[str]:
 def _contradicts(s: _Spines, one: Places, other: Places, between: list[Places], passive: bool) -> bool:
     (i, j), (k, m) = one, other
     if m < j:
-        return not passive and any(m < q < j for _, q in between) and _swapped(s, one, other)
-    by = s.lexicon.by[0]
-    return passive and any(j < q < m for _, q in between) and (by in s.first[i:k]) != (by in s.second[j:m])
+        ties = [(p, q) for p, q in between if m < q < j and s.first[p] not in s.participles]
+        if passive:  # who refuses to be treated is not who refuses to treat
+            ways = s.lexicon.ways
+            return any(_at(s.first, p + 1) in ways and _at(s.second, q + 1) in ways for p, q in ties)
+        return bool(ties) and _swapped(s, one, other) and not _compound(s, one, other, {s.first[p] for p, _ in ties})
+    tied = any(j < q < m and s.first[p] in s.participles for p, q in between)
+    first, second = s.agents
+    return passive and tied and (first[k] > first[i]) != (second[m] > second[j])
 
 
-def _transposed(s: _Spines) -> bool:
+def _compound(s: _Spines, one: Places, other: Places, tied: set[str]) -> bool:
+    """Whether what is one noun here is parted by a preposition there: "tax deadline in May", "May tax deadline"."""
+    (i, j), (k, m) = one, other
+    first, second = s.joints
+    return s.lexicon.tables.relations.isdisjoint(tied) and (first[k] > first[i]) != (second[j] > second[m])
+
+
+def _transposed(s: _Spines, a: Sequence[Token], b: Sequence[Token]) -> bool:
     """Whether two words have changed places, wherever they come, and nothing else: "Mary's father's boss", "Mary's
     boss's father".
     """
@@ -99,18 +128,42 @@ def _transposed(s: _Spines) -> bool:
         return False
     if apart[1] - apart[0] < 2:
         one, other = stems
-        return other in s.lexicon.tables.opposites.get(one, {})
+        return other in s.lexicon.tables.opposites.get(one, {}) or all(_parted(t, stems, s.lexicon) for t in (a, b))
     between = s.first[apart[0] + 1 : apart[1]]
     return not all(stem in s.lexicon.tables.symmetric for stem in between)
+
+
+def _parted(tokens: Sequence[Token], stems: set[str], lexicon: Lexicon) -> bool:
+    """Whether an article alone stands between two words: "is every square a rectangle"."""
+    return any(
+        {x.stem, z.stem} == stems and y.word in lexicon.articles
+        for x, y, z in zip(tokens, tokens[1:], tokens[2:], strict=False)
+    )
 
 
 def _asks_other_side(a: Sequence[Token], b: Sequence[Token], s: _Spines) -> bool:
     """Whether one asks for the subject and the other for the object: "who killed Bill", "who did Bill kill"."""
     if not (a and b and _subject(a, s.lexicon) and _subject(b, s.lexicon)):
         return False
-    helped = [any(t.word in s.lexicon.helpers for t in tokens[1:5]) for tokens in (a, b)]
+    if any(_open(tokens, s.lexicon) and not _passive(tokens, s.lexicon) for tokens in (a, b)):
+        return False
+    objects = [_asks_object(tokens, s) for tokens in (a, b)]
     first, second = ([t.stem for t in tokens if not s.quiet(t.stem)] for tokens in (a, b))
-    return helped[0] != helped[1] and first != second and sorted(first) == sorted(second)
+    turned = first != second or _passive(a, s.lexicon) != _passive(b, s.lexicon)
+    return objects[0] != objects[1] and turned and sorted(first) == sorted(second)
+
+
+def _open(tokens: Sequence[Token], lexicon: Lexicon) -> bool:
+    """Whether an auxiliary leaves it open who acts: "which laws can judges", "which laws can bind"."""
+    return any(t.word in lexicon.modals or lexicon.tenses.get(t.word) == "perfect" for t in tokens[1:_HELPER])
+
+
+def _asks_object(tokens: Sequence[Token], s: _Spines) -> bool:
+    """Whether a "who" is not the one who acts: "who did he call", "who was called"; not "who was it built by"."""
+    helped = any(t.word in s.lexicon.helpers for t in tokens[1:_HELPER])
+    words = [t.word for t in tokens if t.word not in STOPS]
+    agent = s.lexicon.by[0] in (words[0], words[-1])
+    return (helped or not s.participles.isdisjoint(_participles(tokens, s.lexicon))) and not agent
 
 
 def _subject(tokens: Sequence[Token], lexicon: Lexicon) -> bool:
@@ -127,6 +180,32 @@ def _passive(tokens: Sequence[Token], lexicon: Lexicon) -> bool:
         elif token.word == by and seen and not (gerund and after.word.endswith(gerund)):
             return True
     return False
+
+
+def _participles(tokens: Sequence[Token], lexicon: Lexicon) -> frozenset[str]:
+    """Verbs that may be passive: "was built", "is the house built", "hit by"."""
+    by, forms, _ = lexicon.by
+    found: set[str] = set()
+    left = 0
+    for token, after in itertools.pairwise((*tokens, _NONE)):
+        if token.word in forms:
+            left = _REACH
+        elif token.stem in lexicon.tables.relations or token.word in STOPS:
+            left = 0
+        elif left and token.word not in lexicon.function_words and (after.word == by or participle(token, lexicon)):
+            found.add(token.stem)
+        left = max(0, left - 1)
+    return frozenset(found)
+
+
+def participle(token: Token, lexicon: Lexicon) -> bool:
+    """Whether a word may be the participle of a passive."""
+    return token.word != token.stem and token.word.endswith(lexicon.participles)
+
+
+def _fronted(tokens: Sequence[Token], lexicon: Lexicon) -> bool:
+    """Whether the agent of a passive is asked for: "by whom"."""
+    return len(tokens) > 1 and tokens[0].word == lexicon.by[0] and tokens[1].word in lexicon.questions
 
 
 def _swapped(s: _Spines, one: Places, other: Places) -> bool:

@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from semkv.tiers.guards.lexicon import Lexicon
+from semkv.tiers.guards.lexicon import ROMAN, Lexicon, Unit
 from semkv.tiers.guards.text import Token
 
 _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{2,3})+(?:\.\d+)?")
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?")
+_DEGREES = frozenset(("degree", "degrees", "°"))
+_SCALES = {"c": "celsius", "f": "fahrenheit"}
+_HOURS = range(1, 13)
 _LONGEST = 30  # figures of a number; a longer one is compared as written
-_ROMAN = {r: n for n, r in enumerate("ii iii iv v vi vii viii ix x xi xii xiii xiv xv xvi".split(), 2)}
 _CURRENCY = "$€£¥₹"
 _DAY = 24 * 60
 _NEAR = 6  # words from a bound to the one that its quantity is measured from: "up to twenty four hours in advance"
@@ -42,44 +44,56 @@ class Quantities(NamedTuple):
     """The words that are part of these."""
     counted: frozenset[str]
     """Stems of what a plain number counts: "three rivers"."""
+    after: tuple[tuple[Quantity, Token], ...]
+    """Quantities with the word after each number, a unit or what is counted."""
     ranked: frozenset[str]
     """Stems of what an ordinal ranks: "the third river"."""
     bounds: frozenset[str]
     """The sides of a quantity on which something lies, "inside" or "outside": "within 24 hours before"."""
 
 
+_NO_WORDS: frozenset[str] = frozenset()
+_NOTHING = Quantities((), _NO_WORDS, _NO_WORDS, _NO_WORDS, (), _NO_WORDS, _NO_WORDS)
+
+
 def measure(tokens: Sequence[Token], lexicon: Lexicon) -> Quantities:
     """Every quantity of a text, in order."""
+    if not any(t.measures for t in tokens):
+        return _NOTHING
     found: list[Quantity] = []
     bare: set[str] = set()
     used: set[int] = set()
     counted: set[str] = set()
     ranked: set[str] = set()
-    i = 0
-    while i < len(tokens):
-        word = tokens[i].word
+    after: list[tuple[Quantity, Token]] = []
+    end = 0
+    for i, token in enumerate(tokens):
+        if i < end or not token.measures:
+            continue
+        word = token.word
         if word[0].isdigit() or word in lexicon.numbers or word in lexicon.multipliers:
             end, number = _number(tokens, i, lexicon)
             end, quantity = _united(tokens, i, end, number, lexicon)
             found.append(quantity)
-            if not quantity.dimension and end < len(tokens) and tokens[end].stem not in lexicon.tables.dates:
+            last = end if end < len(tokens) and not quantity.dimension else end - 1
+            rank = tokens[last - 1].word in lexicon.ordinals or tokens[last].word in lexicon.tables.dates
+            if last > i and not rank:
+                after.append((quantity, tokens[last]))
+            if not quantity.dimension and end < len(tokens) and tokens[end].word not in lexicon.tables.dates:
                 (ranked if tokens[end - 1].word in lexicon.ordinals else counted).add(tokens[end].stem)
             used.update(range(i - (i > 0 and tokens[i - 1].word in _CURRENCY), end))
-            i = end
             continue
-        roman = _ROMAN.get(word) if tokens[i].name and len(word) > 1 and i else None
+        roman = ROMAN.get(word) if token.name and len(word) > 1 and i else None
         if roman is not None:
             found.append(Quantity(float(roman), "", float(roman), False))
             used.add(i)
-        elif word in lexicon.units and len(word) > 1:
-            dimension, factor = lexicon.units[word]
-            bare.add(f"{dimension} {factor:g}")
-            used.add(i)
-        i += 1
+        elif len(word) > 1 and (word in lexicon.units or "/" in word):
+            end, unit = _unit(tokens, i, lexicon)
+            if unit is not None:
+                bare.add(f"{unit[0]} {unit[1]:g}")
     words = frozenset(tokens[k].word for k in used)
-    return Quantities(
-        tuple(found), frozenset(bare), words, frozenset(counted), frozenset(ranked), _bounds(tokens, lexicon)
-    )
+    bounds = _bounds(tokens, lexicon)
+    return Quantities(tuple(found), frozenset(bare), words, frozenset(counted), tuple(after), frozenset(ranked), bounds)
 
 
 def _bounds(tokens: Sequence[Token], lexicon: Lexicon) -> frozenset[str]:
@@ -97,7 +111,12 @@ def _bounds(tokens: Sequence[Token], lexicon: Lexicon) -> frozenset[str]:
 
 def _number(tokens: Sequence[Token], i: int, lexicon: Lexicon) -> tuple[int, Quantity]:
     """The number that starts at ``i``, and where it ends: figures or words, with multipliers after it."""
-    word = tokens[i].word
+    word, after, beyond = _three(tokens, i)
+    part, hour = lexicon.numbers.get(word, 1.0), lexicon.numbers.get(beyond, _hour(beyond))
+    if 0 < part < 1 and after in lexicon.past and hour in _HOURS:
+        hours, minutes = divmod(60 * (hour + lexicon.past[after] * part), 60)
+        clock = f"{hours or 12:g}:{minutes:02g}"
+        return i + 3, Quantity(clock, "", clock, False)
     if word[0].isdigit():
         value = _figures(word)
         end, loose = i + 1, False
@@ -121,6 +140,15 @@ def _number(tokens: Sequence[Token], i: int, lexicon: Lexicon) -> tuple[int, Qua
         end += 1
     total += value
     return end, Quantity(total, "", total, loose)
+
+
+def _three(tokens: Sequence[Token], i: int) -> list[str]:
+    """The words from ``i`` on, "" after the last."""
+    return [*[t.word for t in tokens[i : i + 3]], "", "", ""][:3]
+
+
+def _hour(word: str) -> float:
+    return float(word) if word.isdecimal() and len(word) < 3 else 0.0
 
 
 def _adds(value: float, after: str, tokens: Sequence[Token], end: int, lexicon: Lexicon) -> bool:
@@ -163,17 +191,30 @@ def _united(tokens: Sequence[Token], i: int, end: int, number: Quantity, lexicon
     if after == "s" and (raw >= 100 or raw in range(10, 100, 10)):
         return end + 1, Quantity(raw, "span", raw, False)
     if i and tokens[i - 1].word in _CURRENCY:
-        after, end = tokens[i - 1].word, end - 1
+        unit: Unit | None = lexicon.units.get(tokens[i - 1].word)
     elif after in ("a", "an", "of") and raw < 1 and end + 1 < len(tokens) and tokens[end + 1].word in lexicon.units:
-        after, end = tokens[end + 1].word, end + 1
-    elif after in ("degree", "degrees", "°") and end + 1 < len(tokens):
-        scale = {"c": "celsius", "f": "fahrenheit"}.get(tokens[end + 1].word, tokens[end + 1].word)
-        if scale in ("celsius", "fahrenheit"):
-            after, end = scale, end + 1
-    if after not in lexicon.units:
+        end, unit = end + 2, lexicon.units[tokens[end + 1].word]
+    else:
+        end, unit = _unit(tokens, end, lexicon)
+    if unit is None:
         return end, number
-    dimension, factor = lexicon.units[after]
-    return end + 1, Quantity(raw, dimension, _rounded(raw * factor), number.loose or raw == 1)
+    dimension, factor = unit
+    return end, Quantity(raw, dimension, _rounded(raw * factor), number.loose or raw == 1)
+
+
+def _unit(tokens: Sequence[Token], i: int, lexicon: Lexicon) -> tuple[int, Unit | None]:
+    """The unit at ``i`` and where it ends: "km", "km/h", "metres per second", "degrees C"."""
+    word, after, beyond = _three(tokens, i)
+    if word in _DEGREES:
+        scale = _SCALES.get(after, after)
+        if scale in _SCALES.values() and scale in lexicon.units:
+            return i + 2, lexicon.units[scale]
+    unit = lexicon.unit(word)
+    if unit is not None and after == lexicon.per and beyond in lexicon.units:
+        compound = lexicon.unit(f"{word}/{beyond}")
+        if compound is not None and compound[0] in lexicon.tables.compounds:
+            return i + 3, compound
+    return i + (unit is not None), unit
 
 
 def _rounded(value: float) -> float:
@@ -181,20 +222,22 @@ def _rounded(value: float) -> float:
     return float(f"{value:.9g}") if math.isfinite(value) else value
 
 
-def differ(a: Quantities, b: Quantities) -> str | None:
-    """``number`` or ``unit`` where two texts measure different things."""
+def differ(a: Quantities, b: Quantities, lexicon: Lexicon, *, converse: bool = False) -> str | None:
+    """``number`` or ``unit`` where two texts measure different things; ``converse``: they do so from the other side."""
+    if a == b:
+        return None
     first = Counter((q.dimension, q.value) for q in a.found)
     second = Counter((q.dimension, q.value) for q in b.found)
     if first != second:
         left = _without(a.found, second)
         right = _without(b.found, first)
-        left, right = _unmet(left, right), _unmet(right, left)
+        left, right = _unmet(left, right, lexicon), _unmet(right, left, lexicon)
         measured = all(q.dimension != "clock" for q in (*left, *right))
         if left and measured and Counter(q.raw for q in left) == Counter(q.raw for q in right):
             return "unit"
         if any(not q.loose for q in left) or any(not q.loose for q in right) or (left and right):
             return "number"
-    if a.bounds and b.bounds and a.bounds.isdisjoint(b.bounds):
+    if not converse and a.bounds and b.bounds and a.bounds.isdisjoint(b.bounds):
         return "comparison"
     if a.counted & b.ranked - a.ranked or b.counted & a.ranked - b.ranked:
         return "number"
@@ -213,14 +256,24 @@ def _without(found: Sequence[Quantity], other: Counter[tuple[str, float | str]])
     return rest
 
 
-def _unmet(found: Sequence[Quantity], other: Sequence[Quantity]) -> list[Quantity]:
-    """What is left once a number with a unit has met the same number without one in the other text."""
+def _unmet(found: Sequence[Quantity], other: Sequence[Quantity], lexicon: Lexicon) -> list[Quantity]:
+    """What is left once a number with a unit has met the same number without one in the other text, or with a unit that
+    may be the same."""
     left = Counter((q.raw, not q.dimension) for q in other)
+    readings = {reading for q in other for reading in _readings(q, lexicon)}
     rest = []
     for q in found:
         key = (q.raw, bool(q.dimension))
         if left[key] > 0:
             left[key] -= 1
-        else:
+        elif readings.isdisjoint(_readings(q, lexicon)):
             rest.append(q)
     return rest
+
+
+def _readings(q: Quantity, lexicon: Lexicon) -> set[tuple[str, float | str]]:
+    """What a quantity may be: itself, or one of several where its unit is ambiguous."""
+    found = {(q.dimension, q.value)}
+    if not isinstance(q.raw, str):
+        found |= {(dimension, _rounded(q.raw * factor)) for dimension, factor in lexicon.ambiguous.get(q.dimension, ())}
+    return found

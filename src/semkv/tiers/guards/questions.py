@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from semkv.tiers.guards.content import Pair, Side, akin
 from semkv.tiers.guards.lexicon import Lexicon
+from semkv.tiers.guards.order import participle
 from semkv.tiers.guards.text import Token
 
 _LOOSE = frozenset(("manner", "place"))  # "how can I buy" and "where can I buy" ask for much the same
 _PAST, _FUTURE = frozenset(("past", "perfect")), frozenset(("future",))
+_VERB = 5  # words of a question among which its verb stands
 _QUESTION = 40  # tokens in which a question is looked for
 
 
@@ -110,7 +112,7 @@ def tense(p: Pair) -> str | None:
     table = p.lexicon.tenses
     first, second = ({table[word] for word in s.words & table.keys()} for s in (p.a, p.b))
     if first == second:
-        return None
+        return "tense" if not first and _past_alone(p) else None
     for mine, other in ((first, second), (second, first)):
         if mine & _FUTURE and not other & _FUTURE and other & _PAST and not mine & _PAST:
             return "tense"
@@ -118,6 +120,18 @@ def tense(p: Pair) -> str | None:
         return None
     times = {table.get(s.text.tokens[0].word, "") for s in (p.a, p.b)}
     return "tense" if times == {"past", "present"} else None
+
+
+def _past_alone(p: Pair) -> bool:
+    """Whether a verb without an auxiliary is past in one text alone: "who rules Spain", "who ruled Spain"."""
+    if p.only_a or p.only_b or p.a.words == p.b.words or not (p.a.words | p.b.words).isdisjoint(p.lexicon.modals):
+        return False
+    if not p.a.text.tokens or p.lexicon.questions.get(p.a.text.tokens[0].word) not in ("", "person"):
+        return False
+    apart = [
+        pair for pair in zip(p.a.text.tokens[:_VERB], p.b.text.tokens, strict=False) if pair[0].word != pair[1].word
+    ]
+    return len(apart) == 1 and participle(apart[0][0], p.lexicon) != participle(apart[0][1], p.lexicon)
 
 
 def person(p: Pair) -> str | None:

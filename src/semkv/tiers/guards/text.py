@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from semkv.keys import LITERAL, one_style
 from semkv.tiers.guards.lexicon import Lexicon
+from semkv.tiers.guards.operators import DATE, folded, operators
 
 _KEPT = 40  # characters of a word whose token is remembered
 _LONGEST = 200  # characters of a chunk that is still looked into
@@ -32,19 +33,17 @@ _CODE = re.compile(
     | \S*/\S*/\S*
     | [vV]\d+(?:\.\d+)*                 # versions
     | \d+(?:\.\d+){2,}
-    | [-+*/%=<>!&|^~?:.]{1,3}           # operators
     """,
     re.VERBOSE,
 )
 _CAMEL = re.compile(r"[a-z]{2,}[A-Z]\w*")
 _DOTTED = re.compile(r"[\w-]{2,}(?:\.[\w-]+)*\.[a-z][\w-]+|\w\.[a-z][\w-]+")
-_SUM = re.compile(r"(?<![\d.,])\d[\d.,]*+(?:\s*+[-+*/×÷^]\s*+\d[\d.,]*+)+")
-_DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}")
+_RATIO = re.compile(r"(\d[\d.,]*)?([^\W\d_]+/[^\W\d_]+)")
 _QUOTES = re.compile(
     r"\"([^\"]{1,200})\"|“([^”]{1,200})”|„([^“”]{1,200})[“”]|«([^»]{1,200})»|`([^`]{1,200})`"
     r"|(?<!\w)['‘]([^'‘]{1,200})'(?!\w)"
 )
-_NO_CODE = frozenset("- – — & / + . ... , : ; ? ! ?? ??? !! ?! -- * ~ =".split())
+_MARK = re.compile("[\"“„«`'‘]")
 _FLAG = 5  # characters of a flag with one hyphen; a longer one is a word with a stray hyphen
 
 
@@ -56,6 +55,8 @@ class Token(NamedTuple):
     stem: str
     name: bool
     """Looks like a name: a capital inside a sentence, or several."""
+    measures: bool = False
+    """May be part of a quantity: a figure, a number word or a unit."""
 
 
 class Text(NamedTuple):
@@ -63,12 +64,12 @@ class Text(NamedTuple):
 
     tokens: tuple[Token, ...]
     code: frozenset[str]
-    """Identifiers, flags, paths, versions and operators; folded where their case may be a way of typing."""
+    """Identifiers, flags, paths and versions; folded where their case may be a way of typing."""
     spelled: frozenset[str]
     """Chunks between blanks that are no plain words, as written and folded: where the code of the other text is looked
     for."""
-    sums: frozenset[str]
-    """Figures with a sign of arithmetic between them."""
+    operators: tuple[str, ...]
+    """Signs between operands."""
     quotes: frozenset[str]
     dates: frozenset[str]
     """Dates in figures whose order of day and month is open."""
@@ -80,15 +81,16 @@ class Text(NamedTuple):
 
 def read(text: str, lexicon: Lexicon) -> Text:
     """Take a text apart."""
-    plain = unicodedata.normalize("NFKC", text).replace("’", "'")
-    reader = _Reader(plain.split(), lexicon, typed=one_style(plain) and not plain.islower())
+    plain = unicodedata.normalize("NFKC", folded(text)).replace("’", "'")
+    typed = one_style(plain) and not plain.islower()
+    reader = _Reader(plain.split(), lexicon, typed=typed)
     words = _phrased(reader.words, lexicon)
     tokens = tuple([(_known if len(word) <= _KEPT else _token)(word, name, lexicon) for word, name in words])
     return Text(
         tokens,
         frozenset(reader.code),
         frozenset(reader.spelled),
-        _sums(plain) if reader.figures else frozenset(),
+        operators(plain, typed=typed),
         _quoted(plain),
         frozenset(reader.dates),
         reader.cased_words(),
@@ -97,7 +99,8 @@ def read(text: str, lexicon: Lexicon) -> Text:
 
 
 def _token(word: str, name: bool, lexicon: Lexicon) -> Token:
-    return Token(word, lexicon.stem(word), name and word not in lexicon.function_words)
+    measures = word[0].isdigit() or "/" in word or word in lexicon.tables.measures
+    return Token(word, lexicon.stem(word), name and word not in lexicon.function_words, measures)
 
 
 _known = lru_cache(maxsize=16384)(_token)
@@ -113,13 +116,15 @@ class _Reader:
         self._start = True
         self._cased: set[str] = set()
         self.starts: set[str] = set()
-        self.figures = False
         self.words: list[tuple[str, bool]] = []
         self.code: set[str] = set()
         self.spelled: set[str] = set()
         self.dates: set[str] = set()
         for chunk in chunks:
-            if chunk.isalpha() and chunk[1:].islower():
+            if chunk.isascii() and chunk.isalpha() and chunk.islower():
+                self.words.append((chunk, False))
+                self._start = False
+            elif chunk.isalpha() and chunk[1:].islower():
                 self._word(chunk)
                 self._start = False
             elif chunk[-1] in _ENDS and chunk[:-1].isalpha() and chunk[1:-1].islower():
@@ -152,15 +157,19 @@ class _Reader:
         self.spelled.add(folded)
         if len(core) > _LONGEST:
             self.code.add(folded)
-        elif _DATE.fullmatch(core):
+        elif DATE.fullmatch(core):
             self._date(core)
         elif is_code(core):
-            cased = LITERAL.search(core) and not core.isalpha() and not _DOTTED.fullmatch(inner)
+            cased = (
+                (LITERAL.search(core) or ("[" in core and not self._typed))
+                and not core.isalpha()
+                and not _DOTTED.fullmatch(inner)
+            )
             self.code.add((inner if cased else folded) or core)
             self.spelled.add(core)
             self.words.append((folded or core, False))
         else:
-            self._parts(chunk)
+            self._parts(chunk, folded)
         self._start = chunk[-1] in ".?!:" or (self._start and not core)
 
     def _date(self, core: str) -> None:
@@ -170,9 +179,14 @@ class _Reader:
         else:
             self.dates.add("/".join(str(int(part)) for part in parts))
 
-    def _parts(self, chunk: str) -> None:
-        parts = _PART.findall(chunk)
-        self.figures = self.figures or chunk[0].isdigit() or chunk[-1].isdigit()
+    def _parts(self, chunk: str, folded: str) -> None:
+        compound = _RATIO.fullmatch(folded)
+        if folded in self._lexicon.clock:
+            parts = [folded]
+        elif compound and self._lexicon.unit(compound[2]):
+            parts = [part for part in compound.groups() if part]
+        else:
+            parts = _PART.findall(chunk)
         for i, part in enumerate(parts):
             if part in STOPS:
                 self.words.append((part, False))
@@ -200,10 +214,10 @@ class _Reader:
 
 
 def is_code(core: str) -> bool:
-    """Whether a chunk without the marks around it is an identifier, a flag, a path, a version or an operator."""
-    if core.isalpha():
+    """Whether a chunk without the marks around it is an identifier, a flag, a path or a version."""
+    if not core or core.isalpha():
         return bool(_CAMEL.fullmatch(core))
-    if not core or core in _NO_CODE or core[0] in _SIGNS:
+    if core[0] in _SIGNS or not any(map(str.isalnum, core)):
         return False
     if core[0].isdigit() and not core[-1].isalpha() and core.count(".") < 2:
         return False
@@ -216,14 +230,10 @@ def is_code(core: str) -> bool:
     return bool(_CODE.fullmatch(inner)) or bool(_DOTTED.fullmatch(inner) and not inner.replace(".", "").isdigit())
 
 
-def _sums(text: str) -> frozenset[str]:
-    return frozenset("".join(found.split()).rstrip(".,") for found in _SUM.findall(text))
-
-
 def _titled(chunks: Sequence[str]) -> bool:
     """Whether capitals say nothing here: A Title Like This, OR SHOUTING."""
-    words = [chunk for chunk in chunks[1:30] if chunk[0].isalpha()]
-    return len(words) > 2 and 3 * sum(word[0].isupper() for word in words) > 2 * len(words)
+    heads = [chunk[0] for chunk in chunks[1:30] if chunk[0].isalpha()]
+    return len(heads) > 2 and 3 * sum(map(str.isupper, heads)) > 2 * len(heads)
 
 
 def _phrased(words: list[tuple[str, bool]], lexicon: Lexicon) -> list[tuple[str, bool]]:
@@ -239,7 +249,8 @@ def _phrased(words: list[tuple[str, bool]], lexicon: Lexicon) -> list[tuple[str,
             if word:
                 found.append((word, name))
             continue
-        for rest, instead in phrases[word]:
+        following = words[i + 1][0] if i + 1 < len(words) else ""
+        for rest, instead in (*phrases[word].get(following, ()), *phrases[word].get("", ())):
             if [w for w, _ in words[i + 1 : i + 1 + len(rest)]] == rest:
                 found += [(part, name) for part in instead]
                 skip = len(rest)
@@ -250,7 +261,7 @@ def _phrased(words: list[tuple[str, bool]], lexicon: Lexicon) -> list[tuple[str,
 
 
 def _quoted(text: str) -> frozenset[str]:
-    if not any(mark in text for mark in "\"“„«`'‘"):
+    if not _MARK.search(text):
         return frozenset()
     found = (next(filter(None, m.groups())) for m in _QUOTES.finditer(text.replace('""', '"')))
     return frozenset(" ".join(_PART.findall(content.casefold())) for content in found)

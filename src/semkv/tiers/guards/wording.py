@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from semkv.tiers.guards.content import Pair, Side, unmatched
+from semkv.tiers.guards.content import Pair, Side
 from semkv.tiers.guards.lexicon import Lexicon
 from semkv.tiers.guards.text import STOPS
 
@@ -24,7 +24,7 @@ class Wording(NamedTuple):
 
 def measured(p: Pair) -> Wording:
     """The difference of two texts; symmetric."""
-    left, right = unmatched(p)
+    left, right = p.unmatched
     first, second = p.a.stems.keys() - STOPS, p.b.stems.keys() - STOPS
     shared = first & second
     every = len(first) + len(second) - len(shared)
