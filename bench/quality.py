@@ -17,16 +17,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
+from quality_curves import above, draw, draw_low_end
+from quality_labels import REACH, corrected, verdicts, wrong_hits
 
 from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
 from semkv.experiments.quality.calibrate import Fit, fit
 from semkv.experiments.quality.corpus import Corpus, build_corpus
-from semkv.experiments.quality.figures import figure
 from semkv.experiments.quality.replay import TIER, Outcome, Replay
 from semkv.experiments.quality.rows import Asked, clusters, read_pairs
 from semkv.experiments.quality.streams import draw_stream, halves, minigqa_stream, pairs_of
@@ -84,12 +86,10 @@ LIMITS = (
     0.5,
     0.7,
 )
-SHARES = (0.0003, 0.0004, 0.0005, 0.0006, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1)
-DRAWS = 400  # of streams, for the intervals of the curves
 CHECKS = 0.1
+EARLY = 0.4  # of a stream: what of the difference to a static threshold came about by then
 SETTLED = 500  # requests before which a share says little, as in the replay
 TIERS = frozenset([TIER])
-FAR, HIGH = {"question pairs": 2, "minigqa": 5}, {"question pairs": (74, 81), "minigqa": (0, 55)}  # of the figures
 MADE_UP = {"streams": 12, "requests": 4000, "risk": 0.05}
 MADE_UP_COSINES = (0.99, 0.93)  # where the prior without a calibration is too hopeful, and where it is too careful
 
@@ -120,6 +120,11 @@ def mean(outcomes: Sequence[Outcome]) -> dict[str, float]:
     }
 
 
+def early(outcome: Outcome) -> int:
+    """Hits in the first part of a stream."""
+    return next(hits for requests, hits, _ in outcome.curve if requests >= EARLY * outcome.requests)
+
+
 def sweep(
     replays: Sequence[Replay], make: Callable[[float], Decider], checks: float, values: Sequence[float] = COSINES
 ) -> list[dict[str, Any]]:
@@ -127,43 +132,20 @@ def sweep(
     rows = []
     for value in values:
         outcomes = [replay.play(make(value), verify_rate=checks, seed=n) for n, replay in enumerate(replays)]
-        rows.append({"threshold": value, **mean(outcomes), "streams": [[o.hits, o.wrong] for o in outcomes]})
+        streams = {"streams": [[o.hits, o.wrong] for o in outcomes], "early": [early(o) for o in outcomes]}
+        rows.append({"threshold": value, **mean(outcomes), **streams})
     return rows
-
-
-def curve(
-    rows: Sequence[dict[str, Any]], sizes: Sequence[int], drawn: Sequence[int] | None = None
-) -> list[tuple[float, float]]:
-    """Mean (wrong answers, hits) per request over all streams or the ``drawn`` ones, by rising error."""
-    n = np.array(sizes, dtype=float)
-    chosen = list(range(len(sizes))) if drawn is None else list(drawn)
-    shares = [np.array(row["streams"])[chosen] / n[chosen, None] for row in rows]
-    return sorted((float(wrong), float(hits)) for hits, wrong in (share.mean(axis=0) for share in shares))
-
-
-def above(
-    rows: Sequence[dict[str, Any]], static: Sequence[dict[str, Any]], sizes: Sequence[int]
-) -> dict[str, list[float]]:
-    """Hits beyond those of the static threshold on the same streams, interpolated at equal shares of wrong answers;
-    with the interval that 95% of draws of as many streams from these fall into.
-    """
-    reach = min(curve(rows, sizes)[-1][0], curve(static, sizes)[-1][0])
-    shares = [share for share in SHARES if share <= reach]
-
-    def more(drawn: Sequence[int] | None = None) -> Any:
-        ours, theirs = curve(rows, sizes, drawn), curve(static, sizes, drawn)
-        return np.interp(shares, *zip(*ours, strict=True)) - np.interp(shares, *zip(*theirs, strict=True))
-
-    random = np.random.default_rng(0)
-    draws = [more(random.integers(len(sizes), size=len(sizes)).tolist()) for _ in range(DRAWS)]
-    low, high = np.quantile(draws, (0.025, 0.975), axis=0)
-    return {
-        str(share): [round(float(x), 5) for x in found] for share, *found in zip(shares, more(), low, high, strict=True)
-    }
 
 
 def fixed(cosine: float) -> Decider:
     return FixedThreshold({TIER: cosine})
+
+
+def most_hits(static: Sequence[dict[str, Any]], stream: int, wrong: float) -> tuple[int, int]:
+    """All and early hits of the threshold that serves most on a stream with at most so many wrong answers."""
+    return max(
+        (row["streams"][stream][0], row["early"][stream]) for row in static if row["streams"][stream][1] <= wrong
+    )
 
 
 def bounded(
@@ -178,21 +160,20 @@ def bounded(
             replay.play(Bounded(bound, calibration, TIERS), verify_rate=CHECKS, seed=n)
             for n, replay in enumerate(replays)
         ]
-        best, as_right = (
-            [max(s["streams"][n][0] for s in static if s["streams"][n][1] <= wrong) for n, wrong in enumerate(most)]
-            for most in ([bound * o.requests for o in outcomes], [o.wrong for o in outcomes])
-        )
-        more = [(o.hits - b) / o.requests for o, b in zip(outcomes, best, strict=True)]
-        at_its_error = [(o.hits - b) / o.requests for o, b in zip(outcomes, as_right, strict=True)]
+        best = [most_hits(static, n, bound * o.requests) for n, o in enumerate(outcomes)]
+        more = [(o.hits - hits) / o.requests for o, (hits, _) in zip(outcomes, best, strict=True)]
+        more_early = [(early(o) - hits) / o.requests for o, (_, hits) in zip(outcomes, best, strict=True)]
+        at_its_error = [(o.hits - most_hits(static, n, o.wrong)[0]) / o.requests for n, o in enumerate(outcomes)]
         found.append(
             {
                 "bound": bound,
                 **mean(outcomes),
                 "held": sum(o.wrong_rate <= bound for o in outcomes),
-                "static_hits": round(float(np.mean([b / o.requests for b, o in zip(best, outcomes, strict=True)])), 5),
+                "static_hits": round(float(np.mean([o.hit_rate for o in outcomes]) - np.mean(more)), 5),
                 "more_hits_mean": round(float(np.mean(more)), 5),
                 "more_hits_least": round(min(more), 5),
                 "more_hits_deviation": round(float(np.std(more)), 5),
+                "more_hits_early_mean": round(float(np.mean(more_early)), 5),
                 "more_hits_at_its_error_mean": round(float(np.mean(at_its_error)), 5),
                 "more_hits_at_its_error_least": round(min(at_its_error), 5),
                 "streams": [row(o) for o in outcomes],
@@ -201,25 +182,53 @@ def bounded(
     return found
 
 
+def curves(
+    streams: Sequence[Sequence[Asked]], corpora: tuple[Corpus, Corpus], estimate: Calibration, most: float = 1.0
+) -> dict[str, Any]:
+    """Every sweep, and how far the others lie above the static one, up to ``most`` wrong answers per request."""
+    bare = [Replay(stream, corpora[0]) for stream in streams]
+    guarded = [Replay(stream, corpora[1]) for stream in streams]
+    static, sizes = sweep(bare, fixed, 0.0), [len(stream) for stream in streams]
+    calibrated = calibrated_by(estimate)
+    others = {
+        "fixed with guards": sweep(guarded, fixed, 0.0),
+        "calibrated with guards": sweep(guarded, calibrated, 0.0, LIMITS),
+        "calibrated with guards and checks": sweep(guarded, calibrated, CHECKS, LIMITS),
+    }
+    more = {label: above(rows, static, sizes, most) for label, rows in others.items()}
+    return {"static": static, **others, "more hits than static at equal error, with 95% interval": more}
+
+
+def calibrated_by(estimate: Calibration) -> Callable[[float], Decider]:
+    return lambda limit: Calibrated(replace(estimate, limit=limit), TIERS, fixed(1.0))
+
+
+def read(
+    streams: Sequence[Sequence[Asked]], corpora: tuple[Corpus, Corpus], estimate: Calibration, found: dict[str, Any]
+) -> dict[str, Any]:
+    """The low end once more, with the pairs that say the same by the reader's word; and how many of the wrong hits
+    there were such.
+    """
+    total = sum(len(stream) for stream in streams)
+    kinds = (("static", corpora[0], fixed), ("calibrated with guards", corpora[1], calibrated_by(estimate)))
+    hits = {
+        label: [
+            {"threshold": value, **verdicts(wrong_hits(streams, corpus, partial(make, value)))}
+            for value in (row["threshold"] for row in found[label] if 0.0 < row["wrong"] <= REACH)
+        ]
+        for label, corpus, make in kinds
+    }
+    return {"requests": total, "wrong hits": hits, **curves(corrected(streams, corpora[0]), corpora, estimate, REACH)}
+
+
 def measure(
     streams: Sequence[Sequence[Asked]], corpora: tuple[Corpus, Corpus], fitted: Fit, other: Calibration | None
 ) -> dict[str, Any]:
     """All policies on all streams. ``corpora`` without and with guards; ``other`` was fitted on the other data set."""
     start = time.perf_counter()
-    bare = [Replay(stream, corpora[0]) for stream in streams]
     guarded = [Replay(stream, corpora[1]) for stream in streams]
     estimate = fitted.calibration
-    sizes = [len(stream) for stream in streams]
-
-    def calibrated(limit: float) -> Decider:
-        return Calibrated(replace(estimate, limit=limit), TIERS, fixed(1.0))
-
-    static = sweep(bare, fixed, 0.0)
-    curves = {
-        "fixed with guards": sweep(guarded, fixed, 0.0),
-        "calibrated with guards": sweep(guarded, calibrated, 0.0, LIMITS),
-        "calibrated with guards and checks": sweep(guarded, calibrated, CHECKS, LIMITS),
-    }
+    found = curves(streams, corpora, estimate)
     result = {
         "streams": len(streams),
         "requests": [len(stream) for stream in streams],
@@ -228,16 +237,12 @@ def measure(
             "weights": {"bias": estimate.bias, **estimate.weights},
             "vetoes": dict(estimate.vetoes),
         },
-        "static": static,
-        **curves,
-        "more hits than static at equal error, with 95% interval": {
-            label: above(rows, static, sizes) for label, rows in curves.items()
-        },
-        "bounded": bounded(guarded, static, estimate),
-        "bounded, no calibration": bounded(guarded, static, None),
+        **found,
+        "bounded": bounded(guarded, found["static"], estimate),
+        "bounded, no calibration": bounded(guarded, found["static"], None),
     }
     if other is not None:
-        result["bounded, calibrated on the other data"] = bounded(guarded, static, other)
+        result["bounded, calibrated on the other data"] = bounded(guarded, found["static"], other)
     result["seconds"] = round(time.perf_counter() - start, 1)
     return result
 
@@ -328,22 +333,6 @@ def minigqa(seeds: int, images: int, encoder: Remembering) -> tuple[Fit, list[li
     return fitted, streams, both([(a.group, a.text) for stream in streams for a in stream], encoder)
 
 
-def draw(name: str, result: dict[str, Any], path: Path) -> None:
-    """Hits against wrong answers: a curve per policy over its thresholds, a point per bound."""
-    with figure(path, "wrong answers, % of requests", "hits, % of requests") as axes:
-        styles = {"static": "o-", "fixed with guards": "s:", "calibrated with guards": "^--"}
-        styles["calibrated with guards and checks"] = "v-"
-        for label, style in styles.items():
-            points = [(100 * wrong, 100 * hits) for wrong, hits in curve(result[label], result["requests"])]
-            axes.plot(*zip(*points, strict=True), style, markersize=4, label=label)
-        points = [(100 * row["wrong"], 100 * row["hits"]) for row in result["bounded"]]
-        axes.plot(*zip(*points, strict=True), "*", color="black", markersize=11, label="bounded (1%, 0.5%, 0.2%)")
-        axes.set_xlim(0, FAR[name])
-        axes.set_ylim(*HIGH[name])
-        axes.set_title(name)
-        axes.legend(frameon=False)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--pairs", type=Path, default=ROOT.parent / "shared" / "data" / "question_pairs_dev.jsonl.gz")
@@ -373,8 +362,12 @@ def main() -> None:
     for name, (fitted, streams, corpora) in drawn.items():
         other = next((fit.calibration for key, (fit, _, _) in drawn.items() if key != name), None)
         result[name] = measure(streams, corpora, fitted, other)
+        if name == "question pairs":
+            result[name]["labels read"] = read(streams, corpora, fitted.calibration, result[name])
         print(name, result[name]["seconds"], "s", flush=True)
         draw(name, result[name], options.pictures / f"quality-{name.replace(' ', '-')}.png")
+        if "labels read" in result[name]:
+            draw_low_end(result[name], options.pictures / "quality-low-end.png")
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
