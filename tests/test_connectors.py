@@ -683,31 +683,10 @@ def test_preemption_decode_capture_failed_loads_and_bounds(models: Any, tmp_path
 
 @pytest.mark.engine
 def test_speculation_prompt_embeddings_and_an_fp8_cache(models: Any, tmp_path: Path) -> None:
-    """In one engine, told to keep generated tokens too, which it must not where drafts may stand among them."""
-    import torch
-
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    odd = {"enable_prompt_embeds": True, "speculative_config": drafts, "kv_cache_dtype": "fp8"}
-    engine = Engine(models("opt"), tmp_path, {"capture_decode": True}, **odd)
-    try:
-        (cold,) = engine.run(engine.prompt("drafts"), tokens=40)
-        engine.forget()
-        assert {layer.dtype for layer in engine.store().layout.layers} <= {"uint8", "float8_e4m3fn"}
-        assert engine.store().stats().blocks == len(cold.prompt_token_ids) // BLOCK
-        (warm,) = engine.run(engine.prompt("drafts"), tokens=40)
-        assert answer(warm) == answer(cold)
-        assert read_outcome(warm).loaded_tokens == full_blocks(cold)
-
-        one = (torch.randn(100, 128, generator=torch.Generator().manual_seed(0)) / 10).to(torch.bfloat16)
-        seen = []
-        for embeddings in (one, -one, one):
-            engine.forget()
-            tokens, outcome = engine.one({"prompt_embeds": embeddings})
-            seen.append((tokens, outcome.loaded_tokens))
-        assert [loaded for _, loaded in seen] == [0, 0, 96]
-        assert seen[0][0] == seen[2][0] != seen[1][0]
-    finally:
-        engine.close()
+    """In a process of its own: drafts from n-grams import numba, after which vLLM 0.32 starts no engine beside it."""
+    script = Path(__file__).with_name("odd_engine.py")
+    done = subprocess.run([sys.executable, str(script), models("opt"), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 BY_NAME = """
