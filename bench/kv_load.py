@@ -74,7 +74,7 @@ def connector(engine: str, folder: str, spec: Mapping[str, Any]) -> dict[str, An
     elif engine == "example":
         name, extra = "ExampleConnector", {"shared_storage_path": folder}
     elif engine == "lmcache":
-        # not LMCacheConnectorV1: of vLLM 0.26's packed blocks it moves half the bytes (LMCache 0.5.3)
+        # not LMCacheConnectorV1: by its source (0.5.3) it moves half the bytes of vLLM 0.26's packed blocks
         name, extra = "LMCacheMPConnector", {"lmcache.mp.port": LMCACHE_PORT}
     config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
     return config | ({"kv_connector_module_path": "semkv.connectors.kv"} if engine == "semkv" else {})
