@@ -101,7 +101,7 @@ class KVAdapter:
         ids: list[int] = []
         for h in hashes:
             blocks = pool.get_cached_block(h, [0])
-            if not blocks or not self._scheduler.fresh(int(blocks[0].block_id)):
+            if not blocks or not self._scheduler.fresh.cover((int(blocks[0].block_id),)):
                 break
             ids.append(int(blocks[0].block_id))
         return ids

@@ -15,7 +15,6 @@ is in the same engine, it passes on what it is told (`weights`); without it such
 from __future__ import annotations
 
 import logging
-import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from semkv.connectors.counters import Counters
 from semkv.connectors.host import SharedPool
 from semkv.connectors.lora import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
+from semkv.connectors.resets import Disowned, namespace_after
 from semkv.connectors.settings import ECSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.keys import digest
@@ -75,7 +75,7 @@ class ECScheduler:
         host: SharedPool,
     ) -> None:
         self.settings, self.store, self.namespace, self.counters = settings, store, namespace, Counters()
-        self._named, self._disowning = namespace, list[FusionStore]()
+        self._named, self._disowned = namespace, Disowned()
         self.host, self._adapters = host, Adapters(settings.cache_dir)
         self._live: dict[str, _Live] = {}
         self._promised: dict[str, tuple[str, HeldState]] = {}  # by identifier: key and state
@@ -83,16 +83,12 @@ class ECScheduler:
 
     def reset(self) -> bool:
         """See `KVScheduler.reset`, which goes the same way."""
-        self._disowning.append(self.store)
-        self.namespace = digest("after reset", self.namespace, uuid.uuid4().hex)
+        before = self.store
+        self.namespace = namespace_after(self.namespace)
         self.store = self.store.apart(self.namespace)
         self._promised.clear()
         self._step = SemECMetadata(self.namespace)
-        return self._disown()
-
-    def _disown(self) -> bool:
-        self._disowning = [store for store in self._disowning if not store.disown()]
-        return not self._disowning
+        return self._disowned.add((before,))
 
     def observe(self, request: Any) -> _Live:
         """Remember whose items these are; called before `has` for the same request."""
@@ -161,7 +157,7 @@ class ECScheduler:
             self._step.owners[identifier] = owner_of(request.cache_salt)
 
     def build_step(self) -> SemECMetadata:
-        self._disown()
+        self._disowned.settle()
         step, self._step = self._step, SemECMetadata(self.namespace)
         self._promised.clear()
         return step
@@ -174,9 +170,7 @@ class ECScheduler:
 
     def close(self) -> None:
         """See `KVScheduler.close`."""
-        if self.namespace != self._named:
-            self._disowning.append(self.store)
-        self._disown()
+        self._disowned.add((self.store,) if self.namespace != self._named else ())
 
 
 def _states(pool: HostPool, store: FusionStore, generation: str) -> HostStates:

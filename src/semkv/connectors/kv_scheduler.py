@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from semkv.connectors.counters import Counters
 from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan, PrefetchPlan
 from semkv.connectors.lora import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
+from semkv.connectors.resets import Disowned, FreshBlocks, namespace_after
 from semkv.connectors.settings import KVSettings
 from semkv.errors import CorruptValue
 from semkv.keys import digest
@@ -119,8 +119,7 @@ class KVScheduler:
             log.warning("semkv: capture_decode has no effect with speculative decoding")
         self._adapters = Adapters(settings.cache_dir)
         self._namespace = ""
-        self._disowning: list[KVStore] = []
-        self._fresh: set[int] | None = None  # the engine's blocks that rest on nothing from before the last reset
+        self._disowned, self.fresh = Disowned(), FreshBlocks()
         self._stores: list[KVStore] = []
         self._tracks: dict[str, _Track] = {}
         self._promises: OrderedDict[str, _Promise] = OrderedDict()
@@ -257,8 +256,7 @@ class KVScheduler:
             None if promise.rows is None else promise.rows[:count],
         )
         self._loads.append(plan)
-        if self._fresh is not None:
-            self._fresh.update(plan.block_ids)
+        self.fresh.note(plan.block_ids)
         track.loaded_tokens = max(track.loaded_tokens, num_external_tokens)
         self.counters.add("loads")
         self.counters.add("loaded_tokens", num_external_tokens)
@@ -268,7 +266,7 @@ class KVScheduler:
     def build_step(self, scheduler_output: Any) -> KVStep:
         """Everything for the workers' next step; resets what was collected since the last."""
         self._step += 1
-        self._disown()
+        self._disowned.settle()
         loads, self._loads = self._loads, []
         if loads:
             self._last_load_step = self._step
@@ -298,21 +296,16 @@ class KVScheduler:
                 self._admitted(track, computed)
             else:
                 track.block_ids.extend(block_ids[0])
-                self._got(track, block_ids[0])
+                self.fresh.note(block_ids[0], mixed=track.mixed)
         for new in scheduler_output.scheduled_new_reqs:
             if (track := self._tracks.get(new.req_id)) is not None:
                 track.block_ids = list(new.block_ids[0])
                 self._admitted(track, new.num_computed_tokens)
 
     def _admitted(self, track: _Track, computed: int) -> None:
-        """After a reset, see whether what the engine's own prefix cache gave is of the weights of now."""
-        if self._fresh is not None:
-            track.mixed |= not self._fresh.issuperset(track.block_ids[: -(-computed // self.block_size)])
-            self._got(track, track.block_ids)
-
-    def _got(self, track: _Track, block_ids: Sequence[int]) -> None:
-        if self._fresh is not None:
-            (self._fresh.difference_update if track.mixed else self._fresh.update)(block_ids)
+        """See whether what the engine's own prefix cache gave is of the weights of now."""
+        track.mixed |= not self.fresh.cover(track.block_ids[: -(-computed // self.block_size)])
+        self.fresh.note(track.block_ids, mixed=track.mixed)
 
     def _complete_blocks(self, scheduler_output: Any) -> list[tuple[str, int, int]]:
         """Per scheduled request, how many leading blocks were full before this step, and are full after it."""
@@ -432,20 +425,16 @@ class KVScheduler:
         """
         if self.settings.fixed_weights:
             return True
-        self._disowning += self.stores()
-        self._namespace = digest("after reset", self.namespace, uuid.uuid4().hex)
+        before = self.stores()
+        self._namespace = namespace_after(self.namespace)
         self._stores = []
         self._promises.clear()
         self._injected.clear()
         self._offered.clear()
-        self._fresh = set()
+        self.fresh.reset()
         for track in self._tracks.values():
             track.mixed = True
-        return self._disown()
-
-    def _disown(self) -> bool:
-        self._disowning = [store for store in self._disowning if not store.disown()]
-        return not self._disowning
+        return self._disowned.add(before)
 
     def take_counters(self) -> dict[str, int]:
         self.counters.merge({f"scheduler_{k}": v for k, v in self._extents.counters.items()})
@@ -469,10 +458,6 @@ class KVScheduler:
         found = [n for n in names if n.rpartition("-")[0] == request_id]
         return found[-1] if found else None
 
-    def fresh(self, block_id: int) -> bool:
-        """Whether a block of the engine's rests on nothing from before a reset."""
-        return self._fresh is None or block_id in self._fresh
-
     def inject(self, request_id: str, chunk: KVChunk) -> None:
         """Offer a chunk's blocks to the request of this (vLLM) id when it is scheduled first."""
         self._injected[request_id] = chunk
@@ -480,7 +465,5 @@ class KVScheduler:
 
     def close(self) -> None:
         """Close the files; what was captured after a reset is of use to nobody any more, and goes."""
-        if self._fresh is not None:
-            self._disowning += self.stores()
-        self._disown()
+        self._disowned.add(self.stores() if self.fresh.after_reset else ())
         self._extents.close()
