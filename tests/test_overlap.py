@@ -38,7 +38,7 @@ def pair(running: Pair) -> Iterator[Pair]:
     running.upstream.gate.set()
     wait_until(lambda: not running.app.gateway._dispatch._background and not len(running.app.gateway.desk))
     assert not len(paraphrases(running))
-    assert running.app.gateway.desk.held == 0
+    wait_until(lambda: running.app.gateway.desk.held == 0)
     assert running.metric("semkv_faults_total") == 0
 
 
