@@ -26,9 +26,10 @@ from semkv.connectors.adapter import KVAdapter
 from semkv.connectors.break_even import RanksGate
 from semkv.connectors.host import SharedPool
 from semkv.connectors.kv_plan import LoadPlan
-from semkv.connectors.kv_scheduler import KVScheduler, rank_namespace
+from semkv.connectors.kv_scheduler import KVScheduler
 from semkv.connectors.kv_worker import KVWorker
 from semkv.connectors.outcome import ConnectorOutcome, read_outcome
+from semkv.connectors.rank_stores import rank_namespace
 from semkv.connectors.settings import ECSettings, KVSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.errors import ConfigError
@@ -216,7 +217,7 @@ class TestEngine:
     def test_asynchronous_load_that_fails_is_computed(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine.worker.transfer, "asynchronous", True)
         monkeypatch.setattr(engine.core.scheduler.connector, "_asynchronous", True)
-        monkeypatch.setattr(engine.kv, "_local_worker", lambda: None)  # promised by the index alone
+        monkeypatch.setattr(engine.kv._stores, "worker", lambda: None)  # promised by the index alone
         before, prompt = engine.extents(), engine.prompt("late", picture=46)
         cold, _ = engine.one(prompt)
         engine.forget()
@@ -244,7 +245,7 @@ class TestEngine:
         pool = engine.core.scheduler.kv_cache_manager.block_pool
         free, gate, real = pool.get_num_free_blocks(), threading.Event(), engine.worker._read
         with monkeypatch.context() as m:
-            m.setattr(engine.kv, "_local_worker", lambda: None)  # promised by the index alone, so it is read late
+            m.setattr(engine.kv._stores, "worker", lambda: None)  # promised by the index alone, so it is read late
             m.setattr(engine.worker, "_read", lambda *args: (gate.wait(), real(*args))[1])
             llm_engine = engine.llm.llm_engine
             llm_engine.add_request("gone", gone, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
@@ -504,11 +505,11 @@ class TestEngine:
         raw = bytearray(prefix.read_bytes())
         raw[8 + int.from_bytes(raw[:8], "little")] ^= 1  # in the first block
         prefix.write_bytes(raw)
-        local, engine.kv._local_worker = engine.kv._local_worker, lambda: None
+        local, engine.kv._stores.worker = engine.kv._stores.worker, lambda: None
         try:
             failed, outcome = engine.one(long)
         finally:
-            engine.kv._local_worker = local
+            engine.kv._stores.worker = local
         assert (failed, outcome.load_failed) == (answer(cold), True)
         engine.forget()
         rows = engine.store().read_rows(chunk.block_hashes)
@@ -661,7 +662,7 @@ def test_preemption_decode_capture_failed_loads_and_bounds(models: Any, tmp_path
         for file in small.extents():
             raw = file.read_bytes()
             file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-        small.kv._local_worker = lambda: None  # as with several ranks: promised by the index alone
+        small.kv._stores.worker = lambda: None  # as with several ranks: promised by the index alone
         (output,) = small.run(prompts[0], tokens=40)
         assert read_outcome(output).load_failed is True
         assert answer(output) == expected[0]
@@ -1001,6 +1002,29 @@ def test_a_reset_that_cannot_take_back_says_so_and_goes_on_trying(tmp_path: Path
     kv.build_step(scheduled())
     assert store.stored([name]) == [False]
     assert kv.reset()
+
+
+def test_only_the_first_try_to_take_back_waits_for_long(tmp_path: Path) -> None:
+    """Steps try again, and must not be held up by it; what is new is tried first."""
+    kv = half(tmp_path)
+    (old,) = kv.stores()
+    index = kv._extents._index.get()
+    assert index is not None
+    index._db.execute("PRAGMA busy_timeout=0")  # the first try need not wait here
+    other = sqlite3.connect(tmp_path / "kv" / "index.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert not kv.reset()
+    said: list[str] = []
+    index._db.set_trace_callback(said.append)
+    kv.build_step(scheduled())
+    assert next(s for s in said if "busy" in s or "BEGIN" in s) == "PRAGMA busy_timeout=100"
+    assert index._db.execute("PRAGMA busy_timeout").fetchone() == (10_000,)
+    other.execute("COMMIT")
+    (new,) = kv.stores()
+    said.clear()
+    assert kv.reset()
+    told = [s for s in said if "INTO disowned" in s]
+    assert [new.namespace in told[0], old.namespace in told[1], len(told)] == [True, True, 2]
 
 
 @pytest.mark.parametrize("resets", [0, 1, 2])

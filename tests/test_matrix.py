@@ -20,8 +20,9 @@ import pytest
 import tiny_models
 from semkv.connectors import namespace as ns
 from semkv.connectors.host import SharedPool
-from semkv.connectors.kv_scheduler import KVScheduler, rank_namespace
+from semkv.connectors.kv_scheduler import KVScheduler
 from semkv.connectors.lora import Adapters
+from semkv.connectors.rank_stores import rank_namespace
 from semkv.connectors.settings import ECSettings, KVSettings
 from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
 from semkv.stores.bounds import Bounds

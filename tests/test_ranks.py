@@ -51,7 +51,7 @@ def main():
     scheduler.gate.rates.learn({"disk": rates, "host": [(2**n, 1e-9) for n in range(30) for _ in range(4)],
                                 "prefill": [(2**n, 1e-3) for n in range(12) for _ in range(4)]})
     ask("not worth it")
-    scheduler.gate.told(scheduler._recent[list(scheduler._recent)[-1]], scheduler._row_bytes())
+    scheduler.gate.told(list(scheduler._requests._recent.values())[-1], scheduler._stores.row_bytes())
     ask("in host memory")
     measured = sorted(name for name in ("disk", "host", "prefill") if getattr(scheduler.gate.rates, name)._measured)
     print("RESULT" + json.dumps([seen, measured, scheduler.counters.totals().get("refused_loads", 0)]))

@@ -28,8 +28,8 @@ class Disowned:
         self._left: list[Store] = []
 
     def add(self, stores: Iterable[Store]) -> bool:
-        """Take back what is in these too; see `settle`."""
-        self._left += stores
+        """Take back what is in these too; see `settle`. They come first: only what is new waits for a busy index."""
+        self._left[:0] = stores
         return self.settle()
 
     def settle(self) -> bool:

@@ -54,6 +54,8 @@ CREATE TABLE generation(name TEXT NOT NULL);
 """
 _INSERT = "INSERT OR REPLACE INTO extents VALUES(?,?,?,?,?,?,?,?,?,?,?,?)"
 _MOST_ASKED = 512  # hashes in one query
+_BUSY_MS = 10_000  # how long anything waits for another process's transaction
+_AGAIN_MS = 100  # the same for a further call of `disown`: engines try again in each step
 _LAYOUT_SECONDS = 7 * 86_400.0
 _DISOWNED_SECONDS = 86_400.0  # by then nothing of what was under way waits any more
 
@@ -121,9 +123,9 @@ class BlockIndex:
             sqlite3.DatabaseError: the file is damaged, or of another version.
         """
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(path, timeout=10.0, check_same_thread=False, isolation_level=None)
+        self._told_to_disown: set[tuple[str, str]] = set()
+        self._db = sqlite3.connect(path, timeout=_BUSY_MS / 1000, check_same_thread=False, isolation_level=None)
         try:
-            self._db.execute("PRAGMA busy_timeout=10000")
             self._db.execute("PRAGMA journal_mode=WAL")
             # A lost commit is a lost cache entry, and its file is swept; a corrupt index cannot come of it.
             self._db.execute("PRAGMA synchronous=NORMAL")
@@ -153,10 +155,16 @@ class BlockIndex:
             self._db.close()
 
     @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
-        """One transaction that no other process writes beside."""
+    def _write(self, busy_ms: int | None = None) -> Iterator[sqlite3.Connection]:
+        """One transaction that no other process writes beside; ``busy_ms``: wait only so long for another's."""
         with self._lock, self._db:
-            self._db.execute("BEGIN IMMEDIATE")
+            if busy_ms is not None:
+                self._db.execute(f"PRAGMA busy_timeout={busy_ms}")
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+            finally:
+                if busy_ms is not None:
+                    self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
             yield self._db
 
     # -- finding ------------------------------------------------------------------------------------------------
@@ -297,9 +305,12 @@ class BlockIndex:
             _delete(db, extents)
 
     def disown(self, namespace: str, writer: str) -> list[str]:
-        """Forget what ``writer`` wrote under this namespace, and take nothing more of it there; the files must go."""
-        now = time.time()
-        with self._write() as db:
+        """Forget what ``writer`` wrote under this namespace, and take nothing more of it there; the files must go.
+        The first call waits for other processes as all do, further ones hardly."""
+        what, now = (writer, namespace), time.time()
+        busy_ms = _AGAIN_MS if what in self._told_to_disown else None
+        self._told_to_disown.add(what)
+        with self._write(busy_ms) as db:
             db.execute("DELETE FROM disowned WHERE at<?", (now - _DISOWNED_SECONDS,))
             db.execute("INSERT OR REPLACE INTO disowned VALUES(?,?,?)", (writer, namespace, now))
             query = "SELECT extent FROM extents WHERE namespace=? AND writer=?"
@@ -331,14 +342,13 @@ class BlockIndex:
         with self._lock:
             return [row[0] for row in self._db.execute("SELECT extent FROM extents WHERE owner=?", (owner,))]
 
-    def ages(self) -> dict[str, tuple[int, int, int, float, float]]:
-        """By namespace: extents, blocks, bytes, and when the oldest was written and the latest was used."""
-        query = (
-            "SELECT namespace, count(*), sum(blocks), sum(nbytes), min(created), max(last_use) FROM extents "
-            "WHERE committed GROUP BY namespace"
-        )
+    def ages(self, owners: Sequence[str] | None = None) -> dict[str, tuple[int, int, int, float, float]]:
+        """By namespace: extents, blocks, bytes, when the oldest was written and the latest used; of some tenants."""
+        whose = "" if owners is None else f" AND owner IN ({','.join('?' * len(owners))})"
+        query = "SELECT namespace, count(*), sum(blocks), sum(nbytes), min(created), max(last_use) FROM extents"
         with self._lock:
-            return {row[0]: tuple(row[1:]) for row in self._db.execute(query)}
+            rows = self._db.execute(f"{query} WHERE committed{whose} GROUP BY namespace", tuple(owners or ()))
+            return {row[0]: tuple(row[1:]) for row in rows}
 
     # -- layouts ------------------------------------------------------------------------------------------------
 

@@ -381,9 +381,9 @@ class ExtentStore:
         """Ids of all extents of the directory."""
         return self._index.ask(lambda index: index.extents(), list[str]())
 
-    def ages(self) -> dict[str, tuple[int, int, int, float, float]]:
-        """By namespace: extents, blocks, bytes, and when the oldest was written and the latest was used."""
-        return self._index.ask(lambda index: index.ages(), {})
+    def ages(self, owners: Sequence[str] | None = None) -> dict[str, tuple[int, int, int, float, float]]:
+        """By namespace: extents, blocks, bytes, when the oldest was written and the latest used; of some tenants."""
+        return self._index.ask(lambda index: index.ages(owners), {})
 
     def put_layout(self, engine: str, rank: int, layout: str) -> None:
         """A worker tells the scheduler of its engine how its blocks look."""
