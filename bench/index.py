@@ -93,7 +93,7 @@ class Draw:
 
 def by_part(index: FaissIndex) -> dict[str, int]:
     """Bytes an entry of what the index is made of, counted object by object."""
-    partitions = index._partitions.values()
+    partitions, table = index._partitions.values(), index._table
     graphs = [graph for partition in partitions for graph in partition.graphs]
     blocks = [block for partition in partitions for block in partition.blocks]
     hnsw = [graph.index.hnsw for graph in graphs]
@@ -102,13 +102,13 @@ def by_part(index: FaissIndex) -> dict[str, int]:
         "links": sum(4 * h.neighbors.size() + 8 * h.offsets.size() + 4 * h.levels.size() for h in hnsw),
         "plain_rows": sum(block.vectors.nbytes + block.slots.nbytes for block in blocks),
         "rows_of_graphs": sum(graph.slots.nbytes + graph._alive.nbytes for graph in graphs),
-        "item_names": sum(sys.getsizeof(item) for item in index._items if item is not None),
-        "slot_of_item": sys.getsizeof(index._slot_of) + 32 * len(index._slot_of),
-        "columns_by_slot": sys.getsizeof(index._items)
-        + sys.getsizeof(index._home)
-        + index._part.nbytes
-        + index._row.nbytes
-        + index._named_in.nbytes,
+        "item_names": sum(sys.getsizeof(item) for item in table._items if item is not None),
+        "slot_of_item": sys.getsizeof(table.slot_of) + 32 * len(table.slot_of),
+        "columns_by_slot": sys.getsizeof(table._items)
+        + sys.getsizeof(table._home)
+        + table._part.nbytes
+        + table._row.nbytes
+        + table._named_in.nbytes,
     }
     sizes = {name: round(size / len(index)) for name, size in found.items()}
     return sizes | {"together": sum(sizes.values())}

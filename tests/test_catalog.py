@@ -17,8 +17,9 @@ from semkv.config import CacheConfig
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
 from semkv.stores import catalog as catalog_module
-from semkv.stores.catalog import FORMAT, Catalog
+from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Record, pack, unpack
+from semkv.stores.catalog_schema import FORMAT
 from semkv.types import Entry, MediaSegment, Namespace, Request, Role, TextSegment
 
 HERE, THERE = Namespace("here", "m"), Namespace("there", "m")

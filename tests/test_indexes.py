@@ -14,7 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from semkv.indexes.base import Row
 from semkv.indexes.faiss import FaissIndex, IndexSizes
+from semkv.indexes.partition import Partition
 from semkv.indexes.parts import Block, Graph
+from semkv.indexes.slots import SlotTable
+from semkv.indexes.upkeep import Upkeep
 
 HALF = 1e-3  # what float16 may cost a score
 
@@ -151,7 +154,7 @@ def test_what_moved_into_a_graph_leaves_no_plain_rows_behind() -> None:
     for start in range(0, 3000, 100):  # the tables of slots grow on the way
         index.extend(Row(str(start + i), "p", v) for i, v in enumerate(drawn(100, seed=start)))
     assert index.settle(60)
-    held = {part for part in index._part if isinstance(part, Block)}
+    held = {part for part in index._table._part if isinstance(part, Block)}
     assert held <= set(index._partitions["p"].blocks)
     index.close()
 
@@ -195,14 +198,14 @@ def test_a_search_passes_over_what_took_the_place_of_its_finding(count: int, mon
     index = FaissIndex(64, flat=512, graph=8192)
     index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors[:-1]))
     assert index.settle(60)
-    named = FaissIndex._named
+    named = SlotTable.named
 
     def overtaken(*arguments: Any) -> Any:
         index.remove(["7"])
         index.extend([Row("another", "p", vectors[-1])])  # in the slot that was just given up
         return named(*arguments)
 
-    monkeypatch.setattr(FaissIndex, "_named", overtaken)
+    monkeypatch.setattr(SlotTable, "named", overtaken)
     near = index.search("p", vectors[7], 3)
     assert len(near) == 2
     assert not {"7", "another"} & {n.item for n in near}
@@ -231,9 +234,28 @@ def test_what_is_removed_while_a_graph_is_built_stays_removed(monkeypatch: pytes
     index.close()
 
 
+def test_what_is_removed_before_its_turn_ends_no_upkeep(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    improve, vectors = Upkeep._improve, clustered(1200)
+    index = FaissIndex(64, flat=512)
+
+    def late(upkeep: Upkeep, partition: Partition) -> None:
+        if partition.name == "p":
+            index.remove(str(i) for i in range(600))
+        improve(upkeep, partition)
+
+    monkeypatch.setattr(Upkeep, "_improve", late)
+    index.extend(Row(str(i), "pq"[i // 600], v) for i, v in enumerate(vectors))
+    assert index.settle(60)
+    assert not caplog.records
+    assert index.sizes().graph >= 512
+    index.close()
+
+
 def test_a_row_that_moved_during_a_search_comes_once() -> None:
     index, _ = filled(3)
-    found = index._named([0.9, 0.5, 0.8, 0.7], [1, 2, 1, -1], 3, 1)
+    found = index._table.named([0.9, 0.5, 0.8, 0.7], [1, 2, 1, -1], 3, 1)
     assert [(n.item, n.score) for n in found] == [("1", 0.9), ("2", 0.5)]
 
 
@@ -244,7 +266,7 @@ def test_slots_of_removed_items_are_used_again() -> None:
         index.extend(Row(f"{turn}-{i}", "p", v) for i, v in enumerate(vectors))
         assert index.search("p", vectors[5])[0].item == f"{turn}-5"
         index.remove(f"{turn}-{i}" for i in range(100))
-    assert len(index._items) < 4500
+    assert len(index._table._items) < 4500
     assert index.sizes() == IndexSizes(0, 0, 0)
 
 

@@ -118,7 +118,7 @@ def test_a_name_that_stands_for_another_vector_now_gets_no_row(disk: Disk) -> No
 
 def test_two_names_of_one_hash_share_no_row(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = np.tile(np.repeat(clustered(700), 2, axis=0), (2, 1))  # every vector twice in a page, and in two pages
-    monkeypatch.setattr("semkv.indexes.faiss.hashes", lambda items: np.full(len(items), 5, dtype=np.uint64))
+    monkeypatch.setattr("semkv.indexes.slots.hashes", lambda items: np.full(len(items), 5, dtype=np.uint64))
     disk.filled(vectors)
     index = disk.opened(vectors)
     assert len(index) == 2800
@@ -206,7 +206,7 @@ def test_a_forged_graph_with_a_right_checksum_is_refused(disk: Disk, where: str)
     else:
         ends = faiss.vector_to_array(links.neighbors)
         faiss.copy_array_to_vector(np.where(ends >= 0, 10**9, ends).astype(ends.dtype), links.neighbors)
-    names = index._names[graph.slots[: graph.count]]
+    names = index._table._names[graph.slots[: graph.count]]
     disk.files().save("ns", "p", graph.number, lambda write: pour_graph(graph.index, names, write))
     again = disk.opened(vectors)
     assert len(disk.faults) == 1
@@ -260,9 +260,9 @@ def test_a_graph_built_anew_takes_the_place_of_its_file(disk: Disk) -> None:
     index.extend(Row(str(i), "p", v, "ns") for i, v in enumerate(vectors))
     assert index.settle(60)
     _, second, third = index._partitions["p"].graphs
-    index.remove([item for slot in second.slots.tolist() if slot >= 0 and (item := index._items[slot])])
+    index.remove([item for slot in second.slots.tolist() if slot >= 0 and (item := index._table._items[slot])])
     assert [file.stem[-2:] for file in graph_files(disk.folder)] == ["-0", "-2"]
-    index.remove([item for slot in third.slots[::2].tolist() if slot >= 0 and (item := index._items[slot])])
+    index.remove([item for slot in third.slots[::2].tolist() if slot >= 0 and (item := index._table._items[slot])])
     assert index.settle(60)
     assert third not in index._partitions["p"].graphs
     index.close()
@@ -396,7 +396,7 @@ for start in range(2000, 9000, 250):
     index.settle()
     for partition in index._partitions.values():
         for graph in partition.graphs:
-            index._keep(partition, graph)
+            index._upkeep.keep(partition, graph)
 """
 
 
@@ -504,10 +504,10 @@ def opened(folder: Path, encoder: Seeded) -> SemanticCache:
 
 def index_of(cache: SemanticCache) -> FaissIndex:
     """Its index of texts, once nothing is left to do there."""
-    assert cache._semantic is not None
-    assert isinstance(cache._semantic._index, FaissIndex)
-    assert cache._semantic._index.settle(60)
-    return cache._semantic._index
+    assert cache._matching.semantic is not None
+    assert isinstance(cache._matching.semantic._index, FaissIndex)
+    assert cache._matching.semantic._index.settle(60)
+    return cache._matching.semantic._index
 
 
 def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,8 +525,8 @@ def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, mon
     with monkeypatch.context() as still:
         still.setattr(Graph, "grown", lambda *_: pytest.fail("a graph was built"))
         with opened(folder, Seeded()) as cache:
-            assert cache._semantic is not None
-            index = cache._semantic._index
+            assert cache._matching.semantic is not None
+            index = cache._matching.semantic._index
             assert isinstance(index, FaissIndex)
             assert index.sizes() == IndexSizes(2200 - index.sizes().graph, index.sizes().graph, 0)
             assert index.sizes().graph > 2000

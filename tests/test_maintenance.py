@@ -16,14 +16,19 @@ from semkv.cli import app
 from semkv.config import CacheConfig
 from semkv.engines.base import EnginePrompt
 from semkv.errors import StoreError
+from semkv.keys import namespace_key
 from semkv.maintenance import collect, inspect, verify
 from semkv.server.salt import tenant_salt
 from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
 from semkv.stores.cachedir import prepare
 from semkv.stores.container import owner_of
 from semkv.stores.fusion import FusionState, FusionStore
+from semkv.stores.graphs import GraphFiles
+from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses.sqlite import SqliteStore
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
 
+SECRET = b"a secret of the deployment"
 LAYOUT = KVLayout((LayerLayout("layer0", "float32", (64,), (64,), 256),), 16)
 
 
@@ -146,19 +151,66 @@ def test_purge_of_a_tenant_leaves_the_other(used: Path) -> None:
     assert [e.entries for e in inspect(used).entries] == [1]
 
 
-def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the salt of `semkv run`, by the gateway's, which takes the secret, and by one that a client sent itself."""
-    secret = b"a secret of the deployment"
+def store_for_tenants(root: Path) -> None:
+    """For each tenant a KV extent and a fusion state with each of its salts: its name, that of `semkv run`, and the
+    gateway's."""
+    kv, fusion = KVStore.open(root / "kv", "ns", LAYOUT), FusionStore.open(root / "fusion", "ns")
     salts = [
         salt
         for tenant in ("alice", "bob")
-        for salt in (tenant, EnginePrompt((), tenant).cache_salt, tenant_salt(secret, tenant, None))
+        for salt in (tenant, EnginePrompt((), tenant).cache_salt, tenant_salt(SECRET, tenant, None))
     ]
-    kv, fusion = KVStore.open(used / "kv", "ns", LAYOUT), FusionStore.open(used / "fusion", "ns")
     for i, salt in enumerate(salts):
         kv.save_rows([bytes([i + 9]) * 32], np.full((1, 256), i, np.uint8), owner=owner_of(salt))
         fusion.save(FusionState.from_array(str(salt), np.zeros((2, 3), np.float32)), owner=owner_of(salt))
     kv.close(), fusion.close()
+
+
+def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_for_tenants(used)
+    answers = SqliteStore(used / "responses.sqlite", clock=lambda: 0.0)  # so that what is stale now can be put
+    for tenant in ("alice", "alice", "bob"):
+        answers.put(StoredResponse(os.urandom(32).hex(), tenant, "model", b"{}", time.time()))
+    answers.put(StoredResponse("stale", "alice", "model", b"{}", 1.0, 2.0, 3.0))
+    answers.close()
+    for tenant, size in (("alice", 100), ("bob", 2000)):
+        graphs = GraphFiles(used / "graphs", "layer", pytest.fail)
+        graphs.save(namespace_key(Namespace(tenant, "model")), "p", 0, lambda write, size=size: write(b"g" * size))
+
+    def held(tenant: str) -> tuple[list[tuple[str, int]], dict[str, tuple[int, int]]]:
+        found = json.loads(call("stats", "--cache-dir", str(used), "--tenant", tenant, "--json"))
+        assert found["tenant"] == tenant
+        entries = [(e["tenant"], e["entries"]) for e in found["entries"]]
+        return entries, {s["store"]: (s["items"], s["blocks"]) for s in found["stores"]}
+
+    monkeypatch.delenv("SEMKV_SECRET", raising=False)
+    rest = {"media": (1, 0), "graphs": (1, 0), "responses": (2, 0)}
+    assert held("alice") == ([("alice", 3)], {"kv": (2, 2), "fusion": (2, 2), **rest})
+    words = ("stats", "--cache-dir", str(used), "--tenant", "alice")
+    assert "set SEMKV_SECRET" in CliRunner().invoke(app, words).stderr
+    monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
+    assert held("alice") == ([("alice", 3)], {"kv": (3, 3), "fusion": (3, 3), **rest})
+    assert "set SEMKV_SECRET" not in CliRunner().invoke(app, words).stderr
+    bobs = ([("bob", 3)], {"kv": (3, 3), "fusion": (3, 3), **rest, "responses": (1, 0)})
+    assert held("bob") == bobs
+    assert held("nobody") == ([], {})
+    everything = {s.store: s for s in inspect(used).stores}
+    assert {name: s.items for name, s in everything.items()} == {
+        "kv": 8, "fusion": 7, "media": 2, "graphs": 2, "responses": 3,
+    }  # fmt: skip
+    alices = {s.store: s.nbytes for s in inspect(used, tenant="alice").stores}
+    assert alices["graphs"] < 1000 < everything["graphs"].nbytes
+    assert alices["media"] == len(b"the picture of alice")
+    assert "kv" not in alices, "nobody said which salts were hers"
+    assert "tenant alice" in call(*words)
+    call("purge", "--cache-dir", str(used), "--tenant", "alice")
+    assert held("alice") == ([], {"responses": (2, 0)}), "a purge finds what stats find, but for a gateway's answers"
+    assert held("bob") == bobs
+
+
+def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the salt of `semkv run`, by the gateway's, which takes the secret, and by one that a client sent itself."""
+    store_for_tenants(used)
     for path in (used / "kv").glob("index.sqlite*"):  # whose they are stands in the files too
         path.unlink()
 
@@ -170,14 +222,14 @@ def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monk
     monkeypatch.delenv("SEMKV_SECRET", raising=False)
     assert "3 entries and 5 files" in call(*words)  # a picture, and two of each store
     assert "set SEMKV_SECRET" in CliRunner().invoke(app, words).stderr
-    monkeypatch.setenv("SEMKV_SECRET", secret.decode())
+    monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
     assert "0 entries and 2 files would" in call(*words, "--dry-run")
     assert "set SEMKV_SECRET" not in (said := CliRunner().invoke(app, words).stderr)
     assert "none has the salt" not in said
     assert "none has the salt" in CliRunner().invoke(app, words).stderr
     assert left() == [5, 4]
     monkeypatch.delenv("SEMKV_SECRET")
-    (used / "secret").write_bytes(secret)
+    (used / "secret").write_bytes(SECRET)
     call("purge", "--cache-dir", str(used), "--tenant", "bob", "--tag", "t")  # blocks have no tags
     assert left() == [5, 4]
     call("purge", "--cache-dir", str(used), "--tenant", "bob")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
+from semkv.keys import namespace_key
 from semkv.stores.bounds import Bounds
 from semkv.stores.cachedir import CACHE_FILES, EXTENT_FILES, purge_directory
 from semkv.stores.catalog import Catalog
@@ -22,6 +23,10 @@ from semkv.stores.extents import ExtentStore
 from semkv.stores.graphs import FOLDER as GRAPHS
 from semkv.stores.graphs import damage_of, graph_files, sweep
 from semkv.stores.media import MediaStore
+from semkv.stores.responses.sqlite import SqliteStore
+from semkv.types import Namespace
+
+ANSWERS = "responses.sqlite"  # where a gateway keeps them by default
 
 _UNBOUNDED = Bounds(max_bytes=0)
 _DAY_S = 86_400.0
@@ -32,9 +37,9 @@ class StoreUse:
     """One store on disk; times are seconds since the epoch, None where it is empty.
 
     Attributes:
-        store: ``kv``, ``fusion``, ``media`` or ``graphs`` (of the vector indexes).
-        namespace: digest of the model, its settings and the rank; empty for media and graphs.
-        items: extents, fusion states, images or graphs.
+        store: ``kv``, ``fusion``, ``media``, ``graphs`` (of the vector indexes) or ``responses`` (a gateway's answers).
+        namespace: digest of the model, its settings and the rank; empty for all but ``kv`` and ``fusion``.
+        items: extents, fusion states, images, graphs or answers.
         blocks: KV blocks or fusion states.
         nbytes: bytes of the files.
         oldest: when the oldest was written.
@@ -52,11 +57,15 @@ class StoreUse:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """What a cache directory holds: the catalog by tenant and model, the other stores by namespace."""
+    """What a cache directory holds: the catalog by tenant and model, the other stores by namespace.
+
+    ``tenant``: whose alone is counted; None for everybody's.
+    """
 
     cache_dir: str
     entries: tuple[NamespaceUse, ...]
     stores: tuple[StoreUse, ...]
+    tenant: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -90,8 +99,14 @@ class Purged:
     dry_run: bool
 
 
-def inspect(cache_dir: Path, fusion_dir: Path | None = None) -> CacheUse:
-    """Counts, bytes and ages.
+def inspect(
+    cache_dir: Path, fusion_dir: Path | None = None, tenant: str | None = None, salts: Iterable[str | None] = ()
+) -> CacheUse:
+    """Counts, bytes and ages: of everything, or of what is known to be a tenant's.
+
+    Args:
+        tenant: its name in the catalog and among a gateway's answers. A picture that several have counts for each.
+        salts: values of ``cache_salt`` that its requests came with, which tell its KV blocks and encoder outputs.
 
     Raises:
         StoreError: there is no cache, or it was written by another format version.
@@ -100,17 +115,29 @@ def inspect(cache_dir: Path, fusion_dir: Path | None = None) -> CacheUse:
     stores: list[StoreUse] = []
     with _extents(cache_dir, fusion_dir) as opened:
         for name, store in opened:
-            stores += [StoreUse(name, namespace, *counts) for namespace, counts in store.ages().items()]
-    for name, listed in (("media", _media(cache_dir)), ("graphs", graph_files(cache_dir / GRAPHS))):
+            ages = store.ages(None if tenant is None else _owners(salts))
+            stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
+    entries: tuple[NamespaceUse, ...] = ()
+    media, graphs = _media(cache_dir), graph_files(cache_dir / GRAPHS)
+    if (cache_dir / "catalog.sqlite").exists():
+        with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
+            entries = tuple(catalog.by_namespace(tenant))
+            if tenant is not None:
+                theirs = catalog.media_of(tenant)
+                media = [file for file in media if file.name in theirs]
+                spaces = [namespace_key(Namespace(use.tenant, use.model)) for use in entries]
+                graphs = graph_files(cache_dir / GRAPHS, spaces)
+    for name, listed in (("media", media), ("graphs", graphs)):
         files = [(f.stat().st_size, f.stat().st_mtime) for f in listed]
         if files:
             times = [t for _, t in files]
             stores.append(StoreUse(name, "", len(files), 0, sum(n for n, _ in files), min(times), max(times)))
-    entries: tuple[NamespaceUse, ...] = ()
-    if (cache_dir / "catalog.sqlite").exists():
-        with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
-            entries = tuple(catalog.by_namespace())
-    return CacheUse(str(cache_dir), entries, tuple(stores))
+    if (cache_dir / ANSWERS).exists():
+        with closing(SqliteStore(cache_dir / ANSWERS)) as answers:
+            count, nbytes, oldest, used = answers.held(tenant)
+            if count:
+                stores.append(StoreUse("responses", "", count, 0, nbytes, oldest, used))
+    return CacheUse(str(cache_dir), entries, tuple(stores), tenant)
 
 
 def verify(
@@ -214,6 +241,11 @@ def _extents(
         yield found
 
 
+def _owners(salts: Iterable[str | None]) -> list[str]:
+    """The tags of extents that were stored for requests with these values of ``cache_salt``."""
+    return sorted({owner_of(salt) for salt in salts if salt})
+
+
 def _media(cache_dir: Path) -> list[Path]:
     return sorted(f for f in (cache_dir / "media").glob("??/*") if len(f.name) == 64)
 
@@ -262,7 +294,7 @@ def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | 
         StoreError: there is no cache, or it was written by another format version.
     """
     check_is_cache(cache_dir)
-    owners, count = {owner_of(salt) for salt in salts if salt}, 0
+    owners, count = _owners(salts), 0
     with _extents(cache_dir, fusion_dir) as opened:
         for _, store in opened:
             found = [extent for owner in owners for extent in store.owned(owner)]

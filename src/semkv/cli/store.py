@@ -21,7 +21,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 STATS_EXAMPLES = """\b
 Examples:
   semkv stats --cache-dir runs/demo/cache
-  semkv stats --json | jq '.kv.nbytes'
+  semkv stats --json | jq '.stores[] | select(.store == "kv").nbytes'
+  semkv stats --tenant alice
+      what one tenant holds, and in which stores: what purge --tenant would find, and its answers. A gateway's tenant
+      needs the deployment's secret, as there
 """
 
 VERIFY_EXAMPLES = """\b
@@ -46,16 +49,28 @@ Examples:
 """
 
 
-def stats(cache_dir: CacheDir = None, fusion_cache_dir: FusionDir = None, as_json: AsJson = False) -> None:
+def stats(
+    cache_dir: CacheDir = None,
+    fusion_cache_dir: FusionDir = None,
+    tenant: Annotated[str | None, typer.Option(help="Only what this tenant holds.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """What a cache holds: entries, blocks, bytes and ages, by store, tenant and model."""
     from semkv.maintenance import inspect
 
-    found = inspect(_folder(cache_dir), fusion_cache_dir)
+    folder = _folder(cache_dir)
+    if tenant is None:
+        found = inspect(folder, fusion_cache_dir)
+    else:
+        own, gateways = _salts(folder, tenant)
+        found = inspect(folder, fusion_cache_dir, tenant, (*own, gateways))
+        typer.echo("not counted: " + "; ".join(_untold(known=gateways is not None)), err=True)
     if as_json:
         _print_json(found)
         return
     console = _console()
-    console.print(f"{found.cache_dir}: {_size(found.nbytes)}", highlight=False)
+    whose = "" if tenant is None else f", tenant {tenant or '-'}"
+    console.print(f"{found.cache_dir}{whose}: {_size(found.nbytes)}", highlight=False)
     table = _table("Entries", "tenant", "model", "entries", "hits", "oldest", "last used")
     for row in found.entries:
         table.add_row(
@@ -182,13 +197,21 @@ def _left_over(tag: str | None, gateways: int | None) -> str:
     if tag is not None:
         left.append("KV blocks and encoder outputs (they have no tags)")
     else:
-        left.append("KV blocks and encoder outputs without a salt, or stored before files said whose they are")
-        left.append("what clients of a gateway asked with a cache_salt of their own")
-        if gateways is None:
-            left.append("KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)")
-        elif not gateways:
+        left += _untold(known=gateways is not None)
+        if gateways == 0:
             left.append("those of a gateway, if it stored any: none has the salt of this tenant and this secret")
     return "left: " + "; ".join(left)
+
+
+def _untold(*, known: bool) -> list[str]:
+    """What is on the disk and not known to be a tenant's, for people. ``known``: whether the gateway's secret is."""
+    untold = [
+        "KV blocks and encoder outputs without a salt, or stored before files said whose they are",
+        "what clients of a gateway asked with a cache_salt of their own",
+    ]
+    if not known:
+        untold.append("KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)")
+    return untold
 
 
 def _folder(given: Path | None) -> Path:

@@ -11,7 +11,6 @@ import itertools
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -212,53 +211,6 @@ class Graph:
         return found
 
 
-@dataclass(slots=True, eq=False)
-class Partition:
-    """The blocks and graphs of one partition; ``namespace`` is the catalog's name of whose entries they are."""
-
-    name: str
-    namespace: str
-    blocks: list[Block] = field(default_factory=list)
-    graphs: list[Graph] = field(default_factory=list)
-
-    @property
-    def plain(self) -> int:
-        return sum(block.count for block in self.blocks)
-
-    def stale_graph(self, least: int) -> Graph | None:
-        """A graph with so many removed rows that it is worth a new build."""
-        settled = (graph for graph in self.graphs if graph.claims is None)
-        return next((graph for graph in settled if graph.dead >= max(least, STALE * graph.count)), None)
-
-    def unkept_graph(self) -> Graph | None:
-        """A graph with so many rows beyond its file's that it is worth writing."""
-        return next((graph for graph in self.graphs if graph.count - graph.kept >= UNKEPT * graph.count), None)
-
-    def free_number(self) -> int:
-        """The least number that no graph's file has."""
-        taken = {graph.number for graph in self.graphs}
-        return next(number for number in itertools.count() if number not in taken)
-
-
-def widened(column: Any, room: int) -> Any:
-    """The same array with more room. Not `numpy.resize`, which fills it with what is there: more owners of parts."""
-    wider = np.empty(room, dtype=column.dtype)  # an object array is made of None
-    wider[: len(column)] = column
-    return wider
-
-
 def living(parts: Iterable[Block | Graph]) -> int:
     """How many rows of some parts were not removed."""
     return sum(part.count - part.dead for part in parts)
-
-
-def first_blocks(blocks: list[Block], most: int) -> list[Block]:
-    """The oldest blocks, which are full, up to ``most`` rows; at least one."""
-    taken = [blocks[0]]
-    rows = blocks[0].count
-    for block in blocks[1:]:
-        rows += block.count
-        if not block.full or rows > most:
-            break
-        taken.append(block)
-    return taken

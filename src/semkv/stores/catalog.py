@@ -26,47 +26,11 @@ from semkv.stores.catalog_rows import (
     load_entry,
     pack,
 )
+from semkv.stores.catalog_schema import delete, prepare
 from semkv.stores.recent import Recent
 from semkv.types import Entry, MediaSegment, Namespace
 
-FORMAT = 1
-_APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
-_BATCH = 500  # below SQLite's bound on parameters of one statement
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
-
-_SCHEMA = """
-CREATE TABLE entries (
-  id INTEGER PRIMARY KEY AUTOINCREMENT, entry_id TEXT NOT NULL UNIQUE,
-  tenant TEXT NOT NULL, model TEXT NOT NULL, space TEXT NOT NULL,
-  segments TEXT NOT NULL, chunk_text TEXT NOT NULL, response TEXT NOT NULL, metadata TEXT NOT NULL,
-  frame TEXT NOT NULL, loose_frame TEXT NOT NULL, run TEXT NOT NULL, media TEXT NOT NULL,
-  created REAL NOT NULL, last_hit REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL);
-CREATE INDEX entries_used ON entries (used);
-CREATE INDEX entries_space ON entries (space);
-CREATE TABLE entry_keys (
-  key TEXT NOT NULL, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
-  PRIMARY KEY (key, entry)) WITHOUT ROWID;
-CREATE INDEX entry_keys_entry ON entry_keys (entry);
-CREATE TABLE vectors (
-  id INTEGER PRIMARY KEY AUTOINCREMENT, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
-  layer TEXT NOT NULL, vector BLOB NOT NULL, UNIQUE (entry, layer));
-CREATE TABLE media_vectors (
-  space TEXT NOT NULL, layer TEXT NOT NULL, media TEXT NOT NULL, vector BLOB NOT NULL,
-  PRIMARY KEY (space, layer, media));
-CREATE TABLE entry_media (
-  entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE, position INTEGER NOT NULL, space TEXT NOT NULL,
-  media TEXT NOT NULL, PRIMARY KEY (entry, position)) WITHOUT ROWID;
-CREATE INDEX entry_media_media ON entry_media (media, space);
-CREATE TABLE tags (
-  tag TEXT NOT NULL, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
-  PRIMARY KEY (tag, entry)) WITHOUT ROWID;
-CREATE INDEX tags_entry ON tags (entry);
-CREATE TABLE contexts (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE);
-CREATE TABLE sentences (
-  hash INTEGER NOT NULL, context INTEGER NOT NULL REFERENCES contexts ON DELETE CASCADE,
-  PRIMARY KEY (hash, context)) WITHOUT ROWID;
-CREATE INDEX sentences_context ON sentences (context);
-"""
 
 
 class Catalog:
@@ -104,21 +68,7 @@ class Catalog:
     def _prepare(self) -> None:
         self._db.execute("PRAGMA foreign_keys=ON")
         with self._write():
-            version = self._number("PRAGMA user_version")
-            application = self._number("PRAGMA application_id")
-            tables = self._number("SELECT COUNT(*) FROM sqlite_master")
-            if not tables and not version and not application:
-                for statement in _SCHEMA.split(";"):
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA application_id={_APPLICATION}")
-                self._db.execute(f"PRAGMA user_version={FORMAT}")
-            elif application != _APPLICATION:
-                raise StoreError("not a semkv catalog; choose another cache directory")
-            elif version != FORMAT:
-                raise StoreError(
-                    f"written by format version {version}, this semkv reads version {FORMAT}; "
-                    "start once with --purge to empty the cache, or use another directory"
-                )
+            prepare(self._db)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
 
@@ -268,42 +218,22 @@ class Catalog:
 
     def _delete(self, rows: Sequence[int]) -> Removed:
         self._recent.clear()
-        gone: list[str] = []
-        loose: set[str] = set()
-        spaces: set[str] = set()
-        for start in range(0, len(rows), _BATCH):
-            batch = rows[start : start + _BATCH]
-            marks = ",".join("?" * len(batch))
-            found = self._db.execute(f"SELECT entry_id, space FROM entries WHERE id IN ({marks})", batch).fetchall()  # noqa: S608
-            gone += [row[0] for row in found]
-            spaces |= {row[1] for row in found}
-            media = self._db.execute(f"SELECT DISTINCT media, space FROM entry_media WHERE entry IN ({marks})", batch)  # noqa: S608
-            touched = media.fetchall()
-            keys = self._db.execute(
-                f"SELECT DISTINCT key FROM entry_keys JOIN contexts USING (key) WHERE entry IN ({marks})",  # noqa: S608
-                batch,
-            ).fetchall()
-            self._db.execute(f"DELETE FROM entries WHERE id IN ({marks})", batch)  # noqa: S608
-            self._db.executemany(
-                "DELETE FROM contexts WHERE key=?1 AND NOT EXISTS (SELECT 1 FROM entry_keys WHERE key=?1)", keys
-            )
-            self._db.executemany(
-                "DELETE FROM media_vectors WHERE media=?1 AND space=?2"
-                " AND NOT EXISTS (SELECT 1 FROM entry_media WHERE media=?1 AND space=?2)",
-                touched,
-            )
-            loose |= {row[0] for row in touched}
-        kept = {m for m in loose if self._db.execute("SELECT 1 FROM entry_media WHERE media=?", (m,)).fetchone()}
-        return Removed(tuple(gone), tuple(sorted(loose - kept)), tuple(sorted(spaces)))
+        return delete(self._db, rows)
 
-    def by_namespace(self) -> list[NamespaceUse]:
-        """What each tenant and model has here, most entries first."""
+    def by_namespace(self, tenant: str | None = None) -> list[NamespaceUse]:
+        """What each tenant, or one, has of each model here, most entries first."""
         statement = (
             "SELECT tenant, model, COUNT(*), SUM(hits), MIN(created), MAX(used) FROM entries "
-            "GROUP BY tenant, model ORDER BY COUNT(*) DESC, tenant, model"
+            "WHERE ?1 IS NULL OR tenant=?1 GROUP BY tenant, model ORDER BY COUNT(*) DESC, tenant, model"
         )
         with self._lock:
-            return [NamespaceUse(*row) for row in self._db.execute(statement)]
+            return [NamespaceUse(*row) for row in self._db.execute(statement, (tenant,))]
+
+    def media_of(self, tenant: str) -> set[str]:
+        """The media items that a tenant's entries have, also where another's have them too."""
+        statement = "SELECT DISTINCT entry_media.media FROM entry_media JOIN entries ON id=entry WHERE tenant=?"
+        with self._lock:
+            return {str(row[0]) for row in self._db.execute(statement, (tenant,))}
 
     def spaces(self) -> list[str]:
         """The `namespace_key` of every tenant and model that has entries here."""

@@ -151,9 +151,10 @@ def folder_of(namespace: str) -> str:
     return digest("graphs", namespace)[:32]
 
 
-def graph_files(folder: Path) -> list[Path]:
-    """Every whole graph of a folder."""
-    return sorted(folder.glob("*/*.graph"))
+def graph_files(folder: Path, namespaces: Iterable[str] | None = None) -> list[Path]:
+    """Every whole graph of a folder, or those of some namespaces."""
+    places = None if namespaces is None else {folder_of(namespace) for namespace in namespaces}
+    return sorted(file for file in folder.glob("*/*.graph") if places is None or file.parent.name in places)
 
 
 def damage_of(file: Path) -> str:

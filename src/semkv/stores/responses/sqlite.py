@@ -322,6 +322,18 @@ class SqliteStore(ResponseStore):
             entries, nbytes = db.execute("SELECT entries, nbytes FROM totals").fetchone()
         return int(entries), int(nbytes)
 
+    def held(self, partition: str | None = None) -> tuple[int, int, float | None, float | None]:
+        """Answers that may be served, of one tenant or of all: how many, their bytes, when the oldest was kept and when
+        one was last used. It reads every head."""
+        with self._use() as db:
+            _, live = self._selected(db, Selector(partition=partition))
+            row = db.execute(
+                "SELECT count(*), coalesce(sum(nbytes), 0), min(created), max(used) FROM answers"
+                " WHERE key IN (SELECT value FROM json_each(?))",
+                (json.dumps(live),),
+            ).fetchone()
+        return row[0], row[1], row[2], row[3]
+
     def close(self) -> None:
         with self._lock:
             try:

@@ -1,0 +1,254 @@
+"""The matching tiers over one catalog, asked in their order: L0.5 exact text, L2 embedding, L1 semantic text.
+
+The first candidate that the planner lets through ends a lookup.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from semkv.config import CacheConfig
+from semkv.encoders.hooks import EmbeddingHook
+from semkv.encoders.text import TextEncoder
+from semkv.errors import ConfigError
+from semkv.stores.catalog import Catalog
+from semkv.tiers import exact_text, semantic_text
+from semkv.tiers.base import Boundary, Candidate, PartError, Tally
+from semkv.tiers.embedding import VISION, EmbeddingTier, status_of
+from semkv.tiers.exact_text import ExactTextTier
+from semkv.tiers.guards import Guard
+from semkv.tiers.keying import Keyed
+from semkv.tiers.plan import Planner
+from semkv.tiers.semantic_text import SemanticTextTier
+from semkv.tiers.similar_context import SimilarContext
+from semkv.tiers.vectors import clean
+from semkv.types import CacheMode, Entry, Near, Plan, Request, ReuseReport, Status
+
+if TYPE_CHECKING:
+    from semkv.types import Vector
+
+_EXACT, _SEMANTIC = exact_text.STATUS, semantic_text.STATUS
+_PAGE = 4096
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One request on its way through the tiers, and what they found.
+
+    Attributes:
+        request: the request.
+        given: vectors by layer, instead of asking the hook.
+        statuses: of each tier.
+        vectors: unit vectors by layer that were computed on the way.
+        plan, donor: of the first candidate that can be used; None where there is none.
+        check: chance of a check that the policy asks for.
+        near: the first match that the policy refused; None beside a plan.
+    """
+
+    request: Request
+    given: Mapping[str, Vector] | None
+    statuses: dict[str, Status]
+    vectors: dict[str, Vector] = field(default_factory=dict)
+    plan: Plan | None = None
+    donor: Entry | None = None
+    check: float = 0.0
+    near: Near | None = None
+
+
+class Matching:
+    """The tiers that the settings name. Any thread may call any method.
+
+    Args:
+        config: settings.
+        catalog: where the entries and vectors are.
+        hook: fills the embedding layers.
+        encoder: of the semantic text tier; None switches that off.
+        planner: makes a plan of a candidate, or refuses it.
+        guard: may veto a changed sentence of a context.
+        floor: least cosine of a similar question that the policy is asked about.
+        tally: counts faults.
+
+    Attributes:
+        embedding, semantic: the tiers with indexes.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        catalog: Catalog,
+        hook: EmbeddingHook,
+        encoder: TextEncoder | None,
+        planner: Planner,
+        guard: Guard,
+        floor: float,
+        tally: Tally,
+    ) -> None:
+        self._config, self._catalog, self._hook, self._planner, self._tally = config, catalog, hook, planner, tally
+        self._layers = config.embedding_layers if config.mode is not CacheMode.OFF else ()
+        self._exact = ExactTextTier(catalog, config.scope) if config.exact else None
+        self.embedding = EmbeddingTier(catalog, self._layers, config.match, hook.fingerprint, tally)
+        self.semantic: SemanticTextTier | None = None
+        self._contexts: SimilarContext | None = None
+        if encoder is not None:
+            least, share = config.similarity_threshold, config.context_edit_share
+            self.semantic = SemanticTextTier(catalog, encoder, config.scope, floor, tally)
+            self._contexts = SimilarContext(catalog, encoder, config.scope, least, share, guard)
+        self._seen_vectors = self._seen_media = 0
+        self._refreshing = threading.Lock()
+        with self._boundary("catalog"):
+            self.refresh()
+
+    def close(self) -> None:
+        """Stop the indexes' upkeep and keep their graphs."""
+        self.embedding.close()
+        if self.semantic is not None:
+            self.semantic.close()
+
+    def warm_up(self) -> None:
+        """Run the text encoder once."""
+        if self.semantic is not None:
+            with self._boundary("encoder"):
+                self.semantic.vector("warm up")
+
+    def _boundary(self, kind: str) -> Boundary:
+        return Boundary(self._tally, kind)
+
+    # -- looking up ---------------------------------------------------------------------------------------------
+
+    def statuses(self) -> dict[str, Status]:
+        """``skip`` for every tier, as before it was asked."""
+        layers = (status_of(layer.name) for layer in self._config.embedding_layers)
+        return dict.fromkeys([_EXACT, *layers, _SEMANTIC], Status.SKIP)
+
+    def look_up(self, request: Request, given: Mapping[str, Vector] | None) -> Lookup:
+        """Ask the tiers; ``given`` are vectors by layer, instead of the hook's.
+
+        Raises:
+            ConfigError: the hook returns vectors of another dimension than a layer was given.
+        """
+        found = Lookup(request, given, self.statuses())
+        tiers: Sequence[Callable[[Lookup, Keyed], None]] = (self._ask_exact, self._ask_embedding, self._ask_semantic)
+        with self._boundary("request"):
+            keyed = Keyed.of(request.namespace, request.segments)
+            with self._boundary("catalog"):
+                if self._catalog.changed():
+                    self.refresh()
+            for ask in tiers:
+                ask(found, keyed)
+                if found.plan is not None:
+                    break
+        return found
+
+    def _take(self, found: Lookup, candidates: Iterable[Candidate]) -> None:
+        """Take the first candidate that can be used, with the statuses it brings."""
+        for candidate in candidates:
+            verdict = self._planner.plan(found.request, candidate)
+            if verdict.plan is not None:
+                found.plan, found.donor, found.check, found.near = verdict.plan, candidate.donor, verdict.check, None
+                found.statuses.update(dict.fromkeys(candidate.agreed, Status.HIT))
+                return
+            found.near = found.near or verdict.near
+
+    def _ask_exact(self, found: Lookup, keyed: Keyed) -> None:
+        if self._exact is not None:
+            found.statuses[_EXACT] = Status.MISS
+            with self._boundary(_EXACT):
+                self._take(found, self._exact.candidates(keyed))
+
+    def _ask_embedding(self, found: Lookup, keyed: Keyed) -> None:
+        if not self._layers:
+            return
+        vectors = self._embedded(found.request, found.given)
+        if vectors is None:  # the hook failed: a miss, not a layer without input
+            found.statuses.update({status_of(layer.name): Status.MISS for layer in self._layers})
+            return
+        found.vectors.update(vectors)
+        found.statuses.update({status_of(name): Status.MISS for name in vectors})
+        with self._boundary("embedding"):
+            self._take(found, self.embedding.candidates(found.request.namespace, keyed, vectors))
+
+    def _embedded(self, request: Request, given: Mapping[str, Vector] | None) -> dict[str, Vector] | None:
+        """Checked vectors of the embedding layers; None where the hook failed."""
+        try:
+            raw = self._hook(request) if given is None else given
+        except ConfigError:
+            raise
+        except Exception as error:  # a hook may be the user's own
+            self._tally.fault("hook", error)
+            return None
+        with self._boundary("hook"):
+            return clean(request, raw, self._layers, self._config.embedding_hook)
+        return None
+
+    def _ask_semantic(self, found: Lookup, keyed: Keyed) -> None:
+        if self.semantic is None or self._contexts is None:
+            return
+        if keyed.lead_depths():
+            found.statuses[_SEMANTIC] = Status.MISS
+        with self._boundary(_SEMANTIC):
+            try:
+                vector = self.semantic.vector(found.request.chunk_text)
+            except PartError:
+                found.statuses[_SEMANTIC] = Status.MISS
+                raise
+            if vector is not None:
+                found.statuses[_SEMANTIC] = Status.MISS
+                found.vectors[_SEMANTIC] = vector
+                self._take(found, self.semantic.candidates(keyed, vector))
+            if found.plan is None:
+                self._take(found, self._contexts.candidates(keyed))
+
+    # -- keeping up with the catalog ----------------------------------------------------------------------------
+
+    def layer_keys(self) -> dict[str, str]:
+        """The catalog's name of every layer that is filled here."""
+        semantic = {_SEMANTIC: self.semantic.layer} if self.semantic is not None else {}
+        return self.embedding.keys | semantic
+
+    def refresh(self) -> None:
+        """Index what was written since the last time, by this process or another."""
+        layers = [key for name, key in self.layer_keys().items() if name != VISION]
+        with self._refreshing:
+            while rows := self._catalog.vectors(layers, self._seen_vectors, _PAGE):
+                self.embedding.load(rows, ())
+                if self.semantic is not None:
+                    self.semantic.load(rows)
+                self._seen_vectors = rows[-1].number
+            while VISION in self.embedding.keys and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
+                self.embedding.load((), media)
+                self._seen_media = media[-1].number
+            self.embedding.loaded()
+            if self.semantic is not None:
+                self.semantic.loaded()
+
+    def remove(self, entry_ids: Sequence[str]) -> None:
+        """Forget entries."""
+        self.embedding.remove(entry_ids)
+        if self.semantic is not None:
+            self.semantic.remove(entry_ids)
+
+    def lacks(self, entry_id: str) -> bool:
+        """Whether an entry is unknown to an index, as all are after a change of encoder."""
+        if self.semantic is not None and entry_id not in self.semantic:
+            return True
+        return bool(self._layers) and entry_id not in self.embedding
+
+    def vectors_to_keep(self, report: ReuseReport) -> dict[str, Vector]:
+        """The lookup's vectors, and those that an early hit made unnecessary then.
+
+        Where a leading part was substituted, a layer other than prompt and vision may have been computed from what is
+        no longer in the prompt, and is left out.
+        """
+        vectors = dict(report.embeddings)
+        if self._layers and not any(layer.name in vectors for layer in self._layers):
+            vectors |= self._embedded(report.request, None) or {}
+        if self.semantic is not None and _SEMANTIC not in vectors:
+            vector = self.semantic.vector(report.request.chunk_text)
+            if vector is not None:
+                vectors[_SEMANTIC] = vector
+        if report.plan.substituted:
+            vectors = {name: v for name, v in vectors.items() if name in ("prompt", VISION, _SEMANTIC)}
+        return vectors
