@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import base64
-import json
+import functools
 import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,12 +20,14 @@ import httpx
 import pytest
 import typer
 
+from bound import Bound
 from gateway_helpers import Served, wait_until
 from redis_server import RedisServer
 from scripted_upstream import Scripted
 from semkv.cli import app
 from semkv.server import Middleware
 from semkv.server.settings import ServerSettings
+from vllm_server import PYTHON, VllmServer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -94,80 +92,40 @@ def served(command: list[str]) -> list[str]:
     try:
         version("vllm")
     except PackageNotFoundError:
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *command[2:]]
+        return [*PYTHON, "--model", *command[2:]]
     return command
 
 
-class Server:
-    """The documented ``vllm serve`` command on a free port."""
-
-    def __init__(self, cache: Path) -> None:
-        (command,) = commands("vllm")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        extra = ["--port", str(self.port), "--host", "127.0.0.1", "--enable-prompt-tokens-details"]
-        extra += ["--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28)]
-        self.log = cache.with_suffix(".log").open("w")
-        self.process = subprocess.Popen(
-            [*served(shlex.split(command)), *extra],
-            cwd=ROOT,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment(SEMKV_CACHE_DIR=str(cache), HF_HUB_OFFLINE="1"),
-        )
-
-    def __enter__(self) -> Server:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2).close()
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-            else:
-                return self
-        raise AssertionError(f"the server did not start, see {self.log.name}")
-
-    def __exit__(self, *_: object) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(60)
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.log.close()
-
-    def ask(self, question: str, **more: Any) -> tuple[str, int]:
-        """The answer, and how many prompt tokens came from a cache."""
-        picture = base64.b64encode((ROOT / "docs/pictures/scene.jpg").read_bytes()).decode()
-        content = [
-            {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{picture}"}},
-            {"type": "text", "text": question},
-        ]
-        body = {
-            "model": "minigqa-vlm", "messages": [{"role": "user", "content": content}], "max_tokens": 4,
-            "temperature": 0, **more,
-        }  # fmt: skip
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=120) as response:
-            answer = json.load(response)
-        details = answer["usage"].get("prompt_tokens_details") or {}
-        return answer["choices"][0]["message"]["content"].strip(), details.get("cached_tokens") or 0
+def ask(url: str, question: str, **more: Any) -> tuple[str, int]:
+    """The answer, and how many prompt tokens came from a cache."""
+    picture = base64.b64encode((ROOT / "docs/pictures/scene.jpg").read_bytes()).decode()
+    content = [
+        {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{picture}"}},
+        {"type": "text", "text": question},
+    ]
+    body = {"model": "minigqa-vlm", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    reply = httpx.post(f"{url}/v1/chat/completions", json={**body, "temperature": 0, **more}, timeout=120)
+    answer = reply.raise_for_status().json()
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return answer["choices"][0]["message"]["content"].strip(), details.get("cached_tokens") or 0
 
 
 @pytest.mark.engine
 def test_vllm_serve_finds_its_blocks_after_a_restart_and_keeps_tenants_apart(tmp_path: Path) -> None:
     question = "What color is the large cube?"
-    with Server(tmp_path / "cache") as server:
-        assert server.ask(question) == ("blue", 0)
-    with Server(tmp_path / "cache") as server:
-        answer, stranger = server.ask(question, cache_salt="another tenant")
+    (command,) = commands("vllm")
+    start = functools.partial(
+        VllmServer,
+        served(shlex.split(command)),
+        tmp_path / "server.log",
+        **environment(SEMKV_CACHE_DIR=str(tmp_path / "cache")),
+    )
+    with start() as server:
+        assert ask(server.url, question) == ("blue", 0)
+    with start() as server:
+        answer, stranger = ask(server.url, question, cache_salt="another tenant")
         assert (answer, stranger) == ("blue", 0)
-        answer, cached = server.ask(question)
+        answer, cached = ask(server.url, question)
         assert answer == "blue"
         assert cached >= 128
 
@@ -221,7 +179,7 @@ class Newcomer:
             self.port = free.getsockname()[1]
         self._named = {"127.0.0.1:8000": self.upstream.url[7:], "127.0.0.1:8080": f"127.0.0.1:{self.port}"}
         self._named["127.0.0.1:6379"] = redis
-        self._gateway: subprocess.Popen[bytes] | None = None
+        self._gateway: Bound | None = None
 
     def __enter__(self) -> Newcomer:
         self.upstream.__enter__()
@@ -233,8 +191,7 @@ class Newcomer:
 
     def stop(self) -> None:
         if self._gateway is not None:
-            self._gateway.terminate()
-            self._gateway.wait(30)
+            self._gateway.stop()
             self._gateway = None
 
     def type(self, command: str) -> str:
@@ -248,7 +205,7 @@ class Newcomer:
             if "--port" not in command:
                 command += f" --port {self.port}"
             command = command.replace("--port 8080", f"--port {self.port}").replace("semkv serve", "exec semkv serve")
-            self._gateway = subprocess.Popen(self._shell(command), cwd=self.folder, env=self._environment())
+            self._gateway = Bound(self._shell(command), cwd=self.folder, env=self._environment())
             wait_until(self._answers, 300)
             return ""
         if command.startswith("export "):
@@ -276,7 +233,7 @@ class Newcomer:
 
     def _answers(self) -> bool:
         assert self._gateway is not None
-        assert self._gateway.poll() is None
+        assert self._gateway.running
         try:
             return httpx.get(f"http://127.0.0.1:{self.port}/healthz").status_code == 200
         except httpx.HTTPError:

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,63 +16,28 @@ import pytest
 from gateway_helpers import ADMIN, SECRET, Served
 from semkv.server.assemble import app_of
 from semkv.server.settings import ServerSettings
+from vllm_server import PYTHON, VllmServer
 
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[1]
 MODEL = "minigqa-vlm"
-
-
-class Vllm:
-    """vLLM's own server on a free port."""
-
-    def __init__(self, log: Path, *arguments: str, **environment: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(ROOT / "src/semkv/assets/minigqa-vlm"), "--served-model-name", MODEL]
-        command += ["--max-model-len", "512", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-        command += ["--kv-cache-memory-bytes", str(1 << 28), "--enable-prompt-tokens-details", *arguments]
-        variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-        self.log = log.open("w")
-        self.process = subprocess.Popen(
-            command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, env=variables
-        )
-
-    def ready(self) -> Vllm:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                httpx.get(f"{self.url}/health", timeout=2).raise_for_status()
-            except httpx.HTTPError:
-                time.sleep(0.5)
-            else:
-                return self
-        raise AssertionError(f"the server did not start: {Path(self.log.name).read_text()[-2000:]}")
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(60)
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.log.close()
+COMMAND = [*PYTHON, "--model", str(ROOT / "src/semkv/assets/minigqa-vlm"), "--served-model-name", MODEL]
+COMMAND += ["--max-model-len", "512"]
+Servers = tuple[VllmServer, VllmServer]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vllm, Vllm]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """A stock server, and one with the middleware and an API key; started side by side."""
     folder = tmp_path_factory.mktemp("servers")
     secrets = {"SEMKV_SECRET": SECRET, "SEMKV_ADMIN_KEY": ADMIN, "SEMKV_CACHE_DIR": str(folder / "inside")}
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "pythonic"]
+    # An untrained model would fill an answer with blanks.
     plain = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-    stock = Vllm(folder / "stock.log", *tools, *plain)  # an untrained model would fill an answer with blanks
-    inside = Vllm(
-        folder / "inside.log", "--middleware", "semkv.server.Middleware", "--api-key", "right", **secrets
-    )  # fmt: skip
+    stock = VllmServer([*COMMAND, *tools, *plain], folder / "stock.log")
+    middleware = ["--middleware", "semkv.server.Middleware", "--api-key", "right"]
+    inside = VllmServer([*COMMAND, *middleware], folder / "inside.log", **secrets)
     try:
         yield stock.ready(), inside.ready()
     finally:
@@ -86,7 +46,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vllm, Vl
 
 
 @pytest.fixture(scope="module")
-def gateway(servers: tuple[Vllm, Vllm], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def gateway(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings = ServerSettings(upstream=servers[0].url, cache_dir=tmp_path_factory.mktemp("front"))
     with Served(app_of(settings, {"SEMKV_SECRET": SECRET, "SEMKV_ADMIN_KEY": ADMIN})) as served:
         yield served
@@ -109,7 +69,7 @@ def text(answer: Any) -> str:
     return answer.choices[0].message.content.strip()
 
 
-def test_a_picture_question_repeated_reworded_and_streamed(gateway: Served, servers: tuple[Vllm, Vllm]) -> None:
+def test_a_picture_question_repeated_reworded_and_streamed(gateway: Served, servers: Servers) -> None:
     question = "What color is the large cube?"
     own, _ = ask(servers[0].url, question, picture="scene.jpg")
     first, said = ask(gateway.url, question, picture="scene.jpg")
@@ -238,7 +198,7 @@ def test_what_is_not_cached_does_not_share_the_servers_prefixes_either(gateway: 
     assert cached("second") == 0
 
 
-def test_errors_are_the_servers_own(gateway: Served, servers: tuple[Vllm, Vllm]) -> None:
+def test_errors_are_the_servers_own(gateway: Served, servers: Servers) -> None:
     for more in ({"model": "nobody"}, {"temperature": -1}, {"tools": [{"type": "function"}]}, {"max_tokens": 9999}):
         found = []
         for url in (servers[0].url, gateway.url):
@@ -248,7 +208,7 @@ def test_errors_are_the_servers_own(gateway: Served, servers: tuple[Vllm, Vllm])
         assert found[0] == found[1]
 
 
-def test_inside_vllm(servers: tuple[Vllm, Vllm]) -> None:
+def test_inside_vllm(servers: Servers) -> None:
     url, question = servers[1].url, "What color is the large cube?"
     first, said = ask(url, question, picture="scene.jpg")
     again, repeated = ask(url, question, picture="scene.jpg")
