@@ -148,11 +148,16 @@ def _found(score: Any, same: Any, share: float) -> float:
 
 def latency(rows: Sequence[Row], rounds: int) -> Row:
     """Microseconds for a pair: two new texts, and a new request against a donor that is still taken apart. The least of
-    several calls is what a pair costs; the others were interrupted, or found the processor's caches cold."""
+    several calls is what a pair costs; the others were interrupted, or found the processor's caches cold. The words of
+    earlier texts stay known, as they do in use; ``with new words`` forgets them too."""
     found: Row = {"load": os.getloadavg()[0]}
     for clock, name in ((time.thread_time_ns, "processor time"), (time.perf_counter_ns, "wall time")):
-        for label, known in (("two new texts", False), ("a new request, a known donor", True)):
-            calls = [[_timed(row["a"], row["b"], clock, known=known) for _ in range(rounds)] for row in rows]
+        for label, known, words in (
+            ("two new texts", False, True),
+            ("two new texts with new words", False, False),
+            ("a new request, a known donor", True, True),
+        ):
+            calls = [[_timed(row["a"], row["b"], clock, known, words) for _ in range(rounds)] for row in rows]
             found[f"{name}, {label}"] = {
                 "calls": _quantiles([call for own in calls for call in own]),
                 f"least of {rounds} calls of a pair": _quantiles([min(own) for own in calls]),
@@ -160,9 +165,10 @@ def latency(rows: Sequence[Row], rounds: int) -> Row:
     return found
 
 
-def _timed(a: str, b: str, clock: Callable[[], int], *, known: bool) -> float:
-    """Microseconds of the guards and the wording; texts of earlier calls are forgotten first."""
-    guards.forget()
+def _timed(a: str, b: str, clock: Callable[[], int], known: bool, words: bool) -> float:
+    """Microseconds of the guards and the wording; the texts of earlier calls are forgotten first, and unless ``words``
+    their words as well."""
+    guards.forget(words=not words)
     if known:
         guards.words(b)
     start = clock()

@@ -206,7 +206,7 @@ def test_a_changed_question_is_vetoed_and_says_why(a: str, b: str, reason: str) 
         ("Was ist in der Box an der Wand?", "Was ist nicht in der Box an der Wand?"),
         ("Puis-je prendre du lait ?", "Puis-je ne pas prendre du lait ?"),
         ("Wat is de hoofdstad van de provincie?", "Wat is niet de hoofdstad van de provincie?"),
-        ("Ist A besser als B?", "Ist B besser als A?"),
+        ("ist a besser als b?", "ist b besser als a?"),
         ("这个立方体是红色的吗？", "这个立方体不是红色的吗？"),
         ("Куб красный?", "Куб не красный?"),
         ("me on a hotel", "me ei on a hotel"),

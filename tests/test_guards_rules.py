@@ -59,6 +59,13 @@ CHANGED = [
     ("How do I write a while loop?", "How do I write a for loop?", "substitution"),
     ("Which tribes border Peru?", "Which tribes bordered Peru?", "tense"),
     ("What is she looking for?", "What is she looking at?", "relation"),
+    ("How far is 7 miles at sea?", "How far is 7 nautical miles at sea?", "unit"),
+    ("The line does 50 Mbps", "The line does 50 MBps", "case"),
+    ("List birds that hunt snakes", "List birds that snakes hunt", "word order"),
+    ("Copy the daily report into main", "Copy main into the daily report", "word order"),
+    ("If A causes B, is A rare?", "If A causes B, is B rare?", "entity"),
+    ("Can I at home call my aunt?", "Can my aunt call me at home?", "person"),
+    ("Spend a Canadian dollar in Mexico", "Spend a Mexican dollar in Canada", "word order"),
 ]  # fmt: skip
 
 SAME = [
@@ -98,6 +105,13 @@ SAME = [
     ("How long does it take to fill 3 m³?", "How long does it take to fill 3000 litres?"),
     ("Was Einstein German?", "Was Einstein a German?"),
     ("How do I put away my skis?", "How do I store my skis?"),
+    ("What does PVC stand for?", "What is PVC short for?"),
+    ("Is it free for babies under one year?", "Is it free for infants under 12 months?"),
+    ("How do I pair my watch?", "How do I connect my watch?"),
+    ("when do I use udp and tcp?", "when do I use UDP and TCP?"),
+    ("Who makes non-toxic paint?", "Who makes nontoxic paint?"),
+    ("Is it legal in the U.S. now?", "Is it legal in the US now?"),
+    ("Rename a column in pandas", "How do I rename a column in pandas?"),
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from semkv.tiers.guards.checks import CHECKS, code
 from semkv.tiers.guards.content import MOST, Pair, Side, pair, side
 from semkv.tiers.guards.english import ENGLISH
 from semkv.tiers.guards.lexicon import Lexicon
+from semkv.tiers.guards.text import forget_words
 from semkv.tiers.guards.wording import Wording, measured
 
 __all__ = ["ENGLISH", "REASONS", "Guard", "Lexicon", "Wording", "forget", "no_veto", "veto", "wording", "words"]
@@ -64,7 +65,8 @@ def veto(a: str, b: str, lexicon: Lexicon = ENGLISH) -> str | None:
 def _alike(a: str, b: str) -> bool:
     """Whether nothing but case, white space and Unicode form may differ."""
     if a.isascii() and b.isascii():
-        return a.lower().split() == b.lower().split()
+        first, second = a.split(), b.split()
+        return len(first) == len(second) and a.lower().split() == b.lower().split()
     return normalise(a).casefold() == normalise(b).casefold()
 
 
@@ -79,10 +81,12 @@ def wording(a: str, b: str, lexicon: Lexicon = ENGLISH) -> Wording:
     return measured(_pair(a, b, lexicon))
 
 
-def forget() -> None:
-    """Drop the texts that are taken apart, as a measurement needs."""
+def forget(*, words: bool = False) -> None:
+    """Drop the texts that are taken apart, and their ``words`` too, as a measurement needs."""
     _remembered.cache_clear()
     _paired.cache_clear()
+    if words:
+        forget_words()
 
 
 def no_veto(_a: str, _b: str) -> None:

@@ -7,7 +7,22 @@ from collections.abc import Callable, Iterable, Mapping
 
 from semkv.tiers.guards.content import MOST, Pair, Side, akin, content
 from semkv.tiers.guards.lexicon import Lexicon
+from semkv.tiers.guards.marks import (
+    CHOICE,
+    DATE,
+    DENIAL,
+    GROUP,
+    KNOWN,
+    NEGATION,
+    PARTICLE,
+    PIVOT,
+    QUESTION,
+    SHIFT,
+    TELLING,
+    WAY,
+)
 from semkv.tiers.guards.operators import other_operators
+from semkv.tiers.guards.opposites import opposites
 from semkv.tiers.guards.order import reversed_order
 from semkv.tiers.guards.quantities import Quantity, differ
 from semkv.tiers.guards.questions import modality, person, question, tense, yes_or_no
@@ -21,14 +36,14 @@ _TELLING = 14  # words of a text among which one tells its language
 _KNOWN = 0.6  # share of the words that are known where none tells it
 _WILD = frozenset("%*_^~|\\")  # signs of patterns
 _END = Token("?", "?", False)
-_NAMED = 4  # letters of a stem that a prefix may turn round
 
 
 def code(p: Pair) -> str | None:
     """An identifier, flag, path or version that the other text does not have; or other operators."""
     for mine, other in ((p.a, p.b), (p.b, p.a)):
-        if any(token not in other.text.spelled and token not in other.words for token in mine.text.code):
-            return "code"
+        for token in mine.text.code:
+            if token not in other.text.spelled and token not in other.words:
+                return "code"
     return "code" if other_operators(p.a.text.operators, p.b.text.operators) else None
 
 
@@ -40,17 +55,28 @@ def case(p: Pair) -> str | None:
     if first == second or first is None or second is None:
         return None
     asked = not (p.lexicon.spelling.isdisjoint(p.a.words) or p.lexicon.spelling.isdisjoint(p.b.words))
+    small = [_small_acronyms(mine, other, p.lexicon) for mine, other in ((p.a, p.b), (p.b, p.a))]
     for written in first ^ second:
         mine, other = (p.a, p.b) if written in first else (p.b, p.a)
         word = written.casefold()
         pronoun = len(word) == 1 and word in p.lexicon.persons
-        if word in mine.words and word in other.words and word not in other.text.starts and not pronoun:
+        typed = not asked and written.isupper() and small[mine is p.b]
+        if not typed and word in mine.words and word in other.words and word not in other.text.starts and not pronoun:
             theirs = {w for w in other.text.cased or () if w.casefold() == word}
             if not theirs and any(t.word == word and not t.name for t in other.text.tokens):
                 theirs = {word}
             if any(asked or _apart(written, their, other, p.lexicon) for their in theirs):
                 return "case"
     return None
+
+
+def _small_acronyms(mine: Side, other: Side, lexicon: Lexicon) -> bool:
+    """Whether a text writes small what can only be an acronym: it may do so with others, "tcp and udp"."""
+    sure = (w.casefold() for w in mine.text.cased or () if len(w) > 1 and w.isupper() and w.isalpha())
+    written = {w.casefold() for w in other.text.cased or ()}
+    return any(
+        lexicon.vowels and set(w).isdisjoint(lexicon.vowels) and w in other.words and w not in written for w in sure
+    )
 
 
 def _apart(written: str, their: str, other: Side, lexicon: Lexicon) -> bool:
@@ -71,23 +97,26 @@ def language(p: Pair) -> str | None:
     """
     if not p.lexicon.telling:
         return None
-    told = [_told(s, only, p.lexicon) for s, only in ((p.a, p.only_a), (p.b, p.only_b))]
-    if all(told) or (any(told) and all(t.word in p.lexicon.function_words for t in (*p.only_a, *p.only_b))):
+    told = [_told(s, only) for s, only in ((p.a, p.only_a), (p.b, p.only_b))]
+    if all(told) or (any(told) and all(t.word in p.lexicon.function_words | STOPS for t in (*p.only_a, *p.only_b))):
         return None
     first, second = ([t.word for t in s.text.tokens if t.word not in STOPS] for s in (p.a, p.b))
     return "language" if first != second else None
 
 
-def _told(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> bool:
-    found = [t for t in side.text.tokens if t.word[0].isalpha()]
-    if sum(t.word in lexicon.telling for t in found) >= len(found) / _TELLING:
+def _told(side: Side, only: tuple[Token, ...]) -> bool:
+    tokens = side.text.tokens
+    if side.marks & TELLING and len(tokens) <= _TELLING:
         return True
-    known = [t.stem in lexicon.tables.known for t in found if not t.name]
-    return any(known) and sum(known) >= _KNOWN * len(known) and all(_is_known(t, lexicon) for t in only)
+    found = [t for t in tokens if t.word[0].isalpha()]
+    if len([t for t in found if t.marks & TELLING]) >= len(found) / _TELLING:
+        return True
+    known = [bool(t.marks & KNOWN) for t in found if not t.name]
+    return any(known) and sum(known) >= _KNOWN * len(known) and all(map(_is_known, only))
 
 
-def _is_known(token: Token, lexicon: Lexicon) -> bool:
-    return token.name or not token.word[0].isalpha() or token.stem in lexicon.tables.known
+def _is_known(token: Token) -> bool:
+    return token.name or not token.word[0].isalpha() or bool(token.marks & KNOWN)
 
 
 def quote(p: Pair) -> str | None:
@@ -145,8 +174,10 @@ def date(p: Pair) -> str | None:
     """Another day, month, season or time of day."""
     if p.a.text.dates != p.b.text.dates:
         return "date"
+    if not (p.a.marks | p.b.marks) & (DATE | SHIFT):
+        return None
     alone = (*p.only_a, *p.only_b)
-    if len(alone) == 1 and alone[0].word in p.lexicon.shifts:
+    if len(alone) == 1 and alone[0].marks & SHIFT:
         return "date"
     table = p.lexicon.tables.dates
     first, second = _dated(p.only_a, table), _dated(p.only_b, table)
@@ -156,7 +187,7 @@ def date(p: Pair) -> str | None:
 def _dated(tokens: Iterable[Token], table: Mapping[str, tuple[str, str]]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for token in tokens:
-        if token.word in table:
+        if token.marks & DATE:
             name, sense = table[token.word]
             found.setdefault(name, set()).add(sense)
     return found
@@ -164,32 +195,37 @@ def _dated(tokens: Iterable[Token], table: Mapping[str, tuple[str, str]]) -> dic
 
 def negation(p: Pair) -> str | None:
     """Another number of denials, or one text denies with a verb what the other says."""
-    if p.denied:
+    if p.denied or not (p.a.marks | p.b.marks) & (NEGATION | DENIAL):
         return None
-    (low_a, high_a), (low_b, high_b) = _denials(p.a, p.only_a, p.lexicon), _denials(p.b, p.only_b, p.lexicon)
+    low_a, high_a = _denials(p.a, p.only_a, p.b, p.lexicon)
+    low_b, high_b = _denials(p.b, p.only_b, p.a, p.lexicon)
     if low_a > high_b or low_b > high_a:
         return "negation"
-    first, second = (any(t.stem in p.lexicon.tables.denials for t in only) for only in (p.only_a, p.only_b))
+    first, second = (any(t.marks & DENIAL for t in only) for only in (p.only_a, p.only_b))
     if low_a == low_b and first != second:
         other = content(p.only_b, p.b, p.lexicon) if first else content(p.only_a, p.a, p.lexicon)
         return None if other else "negation"
     return None
 
 
-def _denials(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> tuple[int, int]:
-    """How often a text denies, at least and at most."""
-    sure = 0
-    if not side.words.isdisjoint(lexicon.negations):
-        sure = sum(t.word in lexicon.negations for t in side.text.tokens)
+def _denials(side: Side, only: tuple[Token, ...], other: Side, lexicon: Lexicon) -> tuple[int, int]:
+    """How often a text denies, at least and at most; a "non-toxic" that is "nontoxic" in the other does not."""
+    if not side.marks & (NEGATION | DENIAL):
+        return 0, 0
+    tokens = (*side.text.tokens, _END)
+    sure = sum(
+        x.word in lexicon.negations and x.word + y.word not in other.words for x, y in itertools.pairwise(tokens)
+    )
     return sure, sure + sum(t.stem in lexicon.tables.denials for t in only)
 
 
 def groups(p: Pair) -> str | None:
     """Words whose presence must agree, sides and colors: one more or less tells one object from another."""
+    if not (p.a.marks | p.b.marks) & GROUP:
+        return None
+    grouped = [[t.word for t in s.text.tokens if t.marks & GROUP] for s in (p.a, p.b)]
     for name, group in p.lexicon.groups.items():
-        if p.a.words.isdisjoint(group) and p.b.words.isdisjoint(group):
-            continue
-        first, second = (sorted(group[t.word] for t in s.text.tokens if t.word in group) for s in (p.a, p.b))
+        first, second = (sorted([group[word] for word in words if word in group]) for words in grouped)
         if first != second:
             return name
     return None
@@ -197,18 +233,16 @@ def groups(p: Pair) -> str | None:
 
 def choice(p: Pair) -> str | None:
     """A choice against a yes or no: "is it large or small?" and "is it large?"."""
-    if not p.lexicon.choices or not all(yes_or_no(side, p.lexicon) for side in (p.a, p.b)):
-        return None
-    first, second = (not p.lexicon.choices.isdisjoint(side.words) for side in (p.a, p.b))
-    return "choice" if first != second else None
+    differ = (p.a.marks ^ p.b.marks) & CHOICE
+    return "choice" if differ and yes_or_no(p.a, p.lexicon) and yes_or_no(p.b, p.lexicon) else None
 
 
 def sides(p: Pair) -> str | None:
     """Shared words in another order around a side or a "than": "left of the cone", where the cone moved, is
     another place."""
-    group = p.lexicon.tables.pivots
-    if p.a.words.isdisjoint(group) or p.b.words.isdisjoint(group) or p.converse:
+    if p.converse or not p.a.marks & p.b.marks & PIVOT:
         return None
+    group = p.lexicon.tables.pivots
     shared = {stem for stem, times in p.a.stems.items() if times == 1 and p.b.stems.get(stem) == 1}
     first, second = (_around(side.text.tokens, shared, group, p.lexicon) for side in (p.a, p.b))
     return "word order" if first != second else None
@@ -226,63 +260,6 @@ def _around(tokens: Iterable[Token], shared: set[str], group: frozenset[str], le
     return found
 
 
-def opposites(p: Pair) -> str | None:
-    """A word and its opposite, by table or by prefix. Where one text has both ("pros and cons") they prove nothing."""
-    table = p.lexicon.tables.opposites
-    mine, other = {t.stem for t in p.only_a}, {t.stem for t in p.only_b}
-    if p.converse or p.denied:
-        return None
-    reasons = {
-        table[word][opposite]
-        for word in mine & table.keys()
-        for opposite in table[word].keys() & other
-        if mine.isdisjoint(table[word]) and other.isdisjoint(table[opposite])
-    }
-    if reasons:
-        return min(reasons)
-    if _lessened(p.only_a, p.only_b, p.a, p.lexicon) or _lessened(p.only_b, p.only_a, p.b, p.lexicon):
-        return "comparison"
-    if min(len(p.only_a), len(p.only_b)) > MOST:
-        return None
-    if not _compared(p.only_a, p.lexicon).isdisjoint(_compared(p.only_b, p.lexicon, other=True)):
-        return "comparison"
-    if any(_contrary(x.word, y.word, p.lexicon) for x in p.only_a for y in p.only_b):
-        return "antonym"
-    return None
-
-
-def _lessened(mine: tuple[Token, ...], other: tuple[Token, ...], side: Side, lexicon: Lexicon) -> bool:
-    """Whether "less dense" or "as dense as" stands against "denser"."""
-    words, endings = lexicon.lessening
-    if not any(t.word in words for t in mine):
-        return False
-    bases = [t.word[: -len(e)] for t in other for e in endings if t.word.endswith(e)]
-    return any(base in side.stems or lexicon.stem(base) in side.stems for base in bases)
-
-
-def _compared(only: tuple[Token, ...], lexicon: Lexicon, *, other: bool = False) -> set[str]:
-    """The words that end like a comparison, or what they would be with the ``other`` ending: "hotter", "hottest"."""
-    endings = lexicon.lessening[1]
-    turned = endings[::-1] if other else endings
-    return {
-        t.word[: -len(ending)] + instead
-        for t in only
-        for ending, instead in zip(endings, turned, strict=True)
-        if t.word.endswith(ending)
-    }
-
-
-def _contrary(x: str, y: str, lexicon: Lexicon) -> bool:
-    """Whether two words are one stem with contrary prefixes: "encode" and "decode"."""
-    if x[-3:] != y[-3:] or min(len(x), len(y)) < _NAMED:
-        return False
-    return any(
-        a.startswith(p) and b.startswith(q) and a[len(p) :] == b[len(q) :] and len(a) - len(p) >= _NAMED - 1
-        for p, q in lexicon.contraries
-        for a, b in ((x, y), (y, x))
-    )
-
-
 def role(p: Pair) -> str | None:
     """The speaker, or an owner, in the place of another."""
     return "person" if exchanged(p) else None
@@ -292,12 +269,12 @@ def order(p: Pair) -> str | None:
     """Subject and object exchanged."""
     if p.converse:
         return None
-    return "word order" if reversed_order(p.a.text.tokens, p.b.text.tokens, p.lexicon) else None
+    return "word order" if reversed_order(p.a, p.b, p.lexicon) else None
 
 
 def particle(p: Pair) -> str | None:
     """Another verb by the word after it: "adopt" and "adopt out", "turn in" and "turn over"."""
-    if p.lexicon.tables.particles.keys().isdisjoint(p.a.stems):
+    if not p.a.marks & p.b.marks & PARTICLE:
         return None
     apart = ((p.a, p.only_a, p.b), (p.b, p.only_b, p.a))
     return "relation" if any(_another_verb(*sides, p.lexicon) for sides in apart) else None
@@ -328,7 +305,7 @@ def relation(p: Pair) -> str | None:
     second = _ways(p.b, p.only_b, p.lexicon) if first else {}
     if any(way != second.get(where, way) for where, way in first.items()):
         return "relation"
-    if len(p.only_a) != 1 or len(p.only_b) != 1 or not p.lexicon.questions.keys().isdisjoint(p.a.words | p.b.words):
+    if len(p.only_a) != 1 or len(p.only_b) != 1 or (p.a.marks | p.b.marks) & QUESTION:
         return None
     x, y, tables, choices = p.only_a[0], p.only_b[0], p.lexicon.tables, p.lexicon.choices
     tied = x.stem in tables.relations and y.stem in tables.relations
@@ -338,13 +315,12 @@ def relation(p: Pair) -> str | None:
 
 def _ways(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> dict[str, str]:
     """Which way it goes from what, by the words for it that one text alone has; "" is the end of a clause."""
-    own = {t.word for t in only if t.word in lexicon.ways}
+    own = {t.word for t in only if t.marks & WAY}
     if not own:
         return {}
-    tokens = [t for t in side.text.tokens if t.word not in lexicon.articles]
     return {
         "" if y.word in STOPS else y.stem: lexicon.ways[x.word]
-        for x, y in itertools.pairwise((*tokens, _END))
+        for x, y in itertools.pairwise((*side.spine, _END))
         if x.word in own
     }
 

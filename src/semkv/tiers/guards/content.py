@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from semkv.tiers.guards.lexicon import Lexicon
-from semkv.tiers.guards.quantities import Quantities, measure
+from semkv.tiers.guards.marks import DATE, KNOWN, MEASURE, NEGATION, SYNONYM
+from semkv.tiers.guards.quantities import NOTHING, Quantities, measure
 from semkv.tiers.guards.text import STOPS, Text, Token, read
 
 Tokens = tuple[Token, ...]
@@ -18,6 +18,7 @@ Tokens = tuple[Token, ...]
 MOST = 32
 """Words that only one text has, up to which they are compared one by one; with more on both it is another text."""
 _SIDED = ("comparison", "direction")  # opposites that say the same with their sides exchanged
+_RELATED = SYNONYM | MEASURE | DATE  # tables that make kin of words with other letters
 _LETTERS = 6  # an abbreviation has fewer
 _TYPO = 6  # letters of a word in which one may be wrong
 _START = 4  # letters that two forms of a word share at least
@@ -32,6 +33,10 @@ class Side(NamedTuple):
     words: frozenset[str]
     stems: Mapping[str, int]
     """How often each occurs."""
+    marks: int
+    """The tables in which its words stand."""
+    spine: Tokens
+    """The tokens but for articles."""
 
 
 @dataclass(eq=False)
@@ -61,12 +66,21 @@ class Pair:
 def side(text: str, lexicon: Lexicon) -> Side:
     """Take one text apart."""
     found = read(text, lexicon)
-    tokens = found.tokens
+    tokens, articles = found.tokens, lexicon.articles
     stems = [t.stem for t in tokens]
     times: dict[str, int] = dict.fromkeys(stems, 1)
     if len(times) < len(stems):
-        times = Counter(stems)
-    return Side(found, measure(tokens, lexicon), frozenset([t.word for t in tokens]), times)
+        for stem in times:
+            times[stem] = 0
+        for stem in stems:
+            times[stem] += 1
+    marks = 0
+    for token in tokens:
+        marks |= token.marks
+    quantities = measure(tokens, lexicon) if marks & MEASURE else NOTHING
+    words = frozenset([t.word for t in tokens])
+    spine = tokens if words.isdisjoint(articles) else tuple([t for t in tokens if t.word not in articles])
+    return Side(found, quantities, words, times, marks, spine)
 
 
 def pair(a: Side, b: Side, lexicon: Lexicon) -> Pair:
@@ -79,17 +93,20 @@ def pair(a: Side, b: Side, lexicon: Lexicon) -> Pair:
 
 
 def _only(mine: Side, other: Side) -> tuple[Token, ...]:
-    """Tokens beyond those that the other text has, by stem."""
-    theirs = other.stems.get
-    left = {stem: times - theirs(stem, 0) for stem, times in mine.stems.items() if times > theirs(stem, 0)}
-    if not left:
-        return ()
+    """Tokens beyond those that the other text has, by stem: of a stem that both have, the last ones."""
+    left = mine.stems.keys() - other.stems.keys()
+    tokens = mine.text.tokens
+    if len(mine.stems) == len(tokens):
+        return tuple([t for t in tokens if t.stem in left]) if left else ()
+    spare = {stem: times - other.stems.get(stem, 0) for stem, times in mine.stems.items() if times > 1}
     rest = []
-    for token in reversed(mine.text.tokens):
-        if left.get(token.stem, 0) > 0:
-            left[token.stem] -= 1
+    for token in reversed(tokens):
+        if token.stem in left:
             rest.append(token)
-    return tuple(reversed(rest))
+        elif spare.get(token.stem, 0) > 0:
+            spare[token.stem] -= 1
+            rest.append(token)
+    return tuple(rest[::-1])
 
 
 def _joined(mine: tuple[Token, ...], other: tuple[Token, ...], side: Side) -> tuple[Token, ...]:
@@ -106,7 +123,9 @@ def _joined(mine: tuple[Token, ...], other: tuple[Token, ...], side: Side) -> tu
 
 def _converse(a: Side, b: Side, only_a: Tokens, only_b: Tokens, lexicon: Lexicon) -> frozenset[str]:
     table = lexicon.tables.opposites
-    compared = [x for x in only_a if x.stem in table][:MOST]
+    compared = [x for x in only_a if x.stem in table][:MOST] if only_b else []
+    facing = {y.stem for y in only_b}
+    compared = [x for x in compared if not facing.isdisjoint(table[x.stem])]
     turned = [(x, y) for x in compared for y in only_b[:MOST] if table[x.stem].get(y.stem) in _SIDED]
     if len(turned) != 1:
         return frozenset()
@@ -129,7 +148,7 @@ def _parted(side: Side, token: Token, lexicon: Lexicon) -> tuple[set[str], set[s
 
 
 def _denied(a: Side, b: Side, only_a: Tokens, only_b: Tokens, lexicon: Lexicon) -> frozenset[str]:
-    if not only_a or not only_b or (a.words | b.words).isdisjoint(lexicon.negations):
+    if not only_a or not only_b or not (a.marks | b.marks) & NEGATION:
         return frozenset()
     first, second = (sum(t.word in lexicon.negations for t in s.text.tokens) for s in (a, b))
     said, denied = (only_a, only_b) if first > second else (only_b, only_a)
@@ -137,6 +156,7 @@ def _denied(a: Side, b: Side, only_a: Tokens, only_b: Tokens, lexicon: Lexicon) 
     found = [
         (t.stem, words[t.word[len(prefix) :]])
         for t in denied[:MOST]
+        if t.word.startswith(lexicon.denying)
         for prefix in lexicon.denying
         if t.word.startswith(prefix) and t.word[len(prefix) :] in words
     ]
@@ -160,7 +180,13 @@ def _without_kin(own: list[Token], other: Side, short: set[Token], lexicon: Lexi
     if not own:
         return own
     others = [t for t in other.text.tokens if t.word not in lexicon.function_words]
-    return [t for t in own if not (short and t in short) and not any(akin(t, y, lexicon) for y in others)]
+    return [t for t in own if not (short and t in short) and not _has_kin(t, others, lexicon)]
+
+
+def _has_kin(token: Token, others: list[Token], lexicon: Lexicon) -> bool:
+    letter, marks, name = token.word[0], token.marks & _RELATED, token.name
+    near = [y for y in others if y.word[0] == letter or y.marks & marks or (name and y.name)]
+    return any(akin(token, y, lexicon) for y in near)
 
 
 def _initials(mine: Tokens, other: Tokens) -> set[Token]:
@@ -180,19 +206,19 @@ def akin(x: Token, y: Token, lexicon: Lexicon) -> bool:
     """Whether two words may stand in for each other."""
     if x.stem == y.stem:
         return True
-    classes = lexicon.tables.classes
-    if x.stem in classes and y.stem in classes and classes[x.stem] & classes[y.stem]:
+    both = x.marks & y.marks
+    if both & SYNONYM and not lexicon.tables.classes[x.stem].isdisjoint(lexicon.tables.classes[y.stem]):
         return True
-    if x.name and y.name and x.word not in lexicon.tables.dates:
+    if x.name and y.name and not x.marks & DATE:
         short, long = sorted((x.stem, y.stem), key=len)
         return _demonym(short, long, lexicon)
-    for table in (lexicon.units, lexicon.tables.dates):
-        if x.word in table and table[x.word] == table.get(y.word):
-            return True
+    if both & (MEASURE | DATE):
+        for table in (lexicon.units, lexicon.tables.dates):
+            if x.word in table and table[x.word] == table.get(y.word):
+                return True
     if x.word[0] != y.word[0]:
         return False
-    known = x.stem in lexicon.tables.known and y.stem in lexicon.tables.known
-    return _shared_start(x.stem, y.stem) or (not known and _typo(x.word, y.word, lexicon.vowels))
+    return _shared_start(x.stem, y.stem) or (not both & KNOWN and _typo(x.word, y.word, lexicon.vowels))
 
 
 def _demonym(short: str, long: str, lexicon: Lexicon) -> bool:

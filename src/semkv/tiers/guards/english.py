@@ -22,7 +22,7 @@ _NUMBERS = MappingProxyType(
     {word: float(n) for n, word in enumerate(_ONES)}
     | {word: 10.0 * n for n, word in enumerate(_TENS, 2)}
     | {word: float(n) for n, word in enumerate(_ORDINALS, 1)}
-    | {"half": 0.5, "halves": 0.5, "quarter": 0.25, "quarters": 0.25, "thirds": 1 / 3, "couple": 2.0, "pair": 2.0}
+    | {"half": 0.5, "halves": 0.5, "quarter": 0.25, "quarters": 0.25, "thirds": 1 / 3, "couple": 2.0}
     | {"twice": 2.0, "double": 2.0, "doubles": 2.0, "triple": 3.0, "triples": 3.0, "thrice": 3.0, "thirtieth": 30.0}
     | {"minus": -1.0}
 )
@@ -122,7 +122,12 @@ woken waking; forgiv forgave forgiven; shak shook shaken shake; sink sank sunk; 
 sewn; prov proven prove; show shown showed; physics physic; bus buses; gas gases; virus viruses; data datum; criteria
 criterion; phenomenon phenomena; usa america american americans u.s u.s.a; chin china chinese; franc france french;
 german germany germans; spain spanish spaniard spaniards; ital italy italian italians; russ russia russian russians;
-japan japanese; brit_ england english; uk_ britain british; https https; sinc since; business businesses; thes these
+japan japanese; mexico mexican mexicans; canada canadian canadians; india indian indians; australia australian
+australians; brazil brazilian brazilians; korea korean koreans; egypt egyptian egyptians; sweden swedish; norway
+norwegian norwegians; greece greek greeks; ireland irish; scotland scottish; portugal portuguese; netherlands dutch;
+austria austrian austrians; switzerland swiss; hungary hungarian hungarians; ukraine ukrainian ukrainians; vietnam
+vietnamese; thailand thai; turkey turkish; brit_ england english; uk_ britain british; https https; sinc since; business
+businesses; thes these
 """
 _IRREGULAR = {form: forms.split()[0] for forms in _FORMS.split(";") for form in forms.split()}
 
@@ -182,7 +187,11 @@ months; how many years = how long years; how many days = how long days; while lo
 whileloop; for loop = forloop; for loops = forloop; square meter = sqm; square meters = sqm; square metre = sqm; square
 metres = sqm; sq m = sqm; square kilometers = sqkm; square kilometres = sqkm; square kilometer = sqkm; square kilometre
 = sqkm; sq km = sqkm; square feet = sqft; square foot = sqft; sq ft = sqft; square miles = sqmi; square mile = sqmi;
-cubic meter = cbm; cubic meters = cbm; cubic metre = cbm; cubic metres = cbm
+cubic meter = cbm; cubic meters = cbm; cubic metre = cbm; cubic metres = cbm; nautical mile = nmi; nautical miles = nmi;
+fluid ounce = floz; fluid ounces = floz; fl oz = floz; troy ounce = ozt; troy ounces = ozt; metric ton = tonne; metric
+tons = tonnes; long ton = longton; long tons = longton; short ton = shortton; short tons = shortton; imperial gallon =
+impgal; imperial gallons = impgal; imperial pint = imppint; imperial pints = imppint; u s = usa; u s a = usa; u k = uk;
+stand for = mean; stands for = mean; short for = mean
 """
 _PHRASES = MappingProxyType(
     {
@@ -243,7 +252,7 @@ ENGLISH = Lexicon(
     telling=frozenset(
         "the are were been and what how which who whom whose where when why does did can could would should this that "
         "these those there it its their they them you your our she his from not isn't don't doesn't aren't any "
-        "some than if about into between many much out please with tell show people write explain calculate "
+        "some than if about into got while between many much out please with tell show people write explain calculate "
         "convert".split()
     ),
     function_words=_FUNCTION,
@@ -274,7 +283,7 @@ ENGLISH = Lexicon(
     twofold=frozenset(
         "polish turkey china march may august apple amazon jersey nice reading bath orange job lent pole swede finn "
         "dane welsh guinea chile jordan cologne panama bill mark frank rob will rose hope faith grace kb mb gb tb "
-        "mw mac".split()
+        "kbps mbps gbps tbps mw mac".split()
     ),
     vowels="aeiouy",
     spelling=frozenset(
@@ -306,6 +315,7 @@ ENGLISH = Lexicon(
     bounded=MappingProxyType(dict.fromkeys("before prior ahead advance earlier".split(), "before")),
     ways=senses("for to toward towards into onto", "from"),
     joints=frozenset("of for in on at".split()),
+    relatives=frozenset("that which who whom".split()),
     particles=MappingProxyType(
         {verb: frozenset(after) for verb, *after in (entry.split() for entry in _PARTICLES.split(";"))}
     ),

@@ -90,6 +90,9 @@ UNITS: MappingProxyType[str, Unit] = MappingProxyType(
         _453p59237="lb lbs",
         _28p349523="oz ounce ounces",
         _6350="stone",
+        _31p1034768="ozt",
+        _1016047="longton",
+        _907185="shortton",
         _0p2="carat carats",
     )
     | _units("second", _1="sec secs", _60="min mins minute minutes", _3600="h hr hrs hour hours hourly")
@@ -106,6 +109,9 @@ UNITS: MappingProxyType[str, Unit] = MappingProxyType(
         _0p005="teaspoon teaspoons tsp",
         _0p0003="pinch",
         _159="barrel barrels",
+        _0p0295735="floz",
+        _4p54609="impgal",
+        _0p568261="imppint",
     )
     | _units(
         "area",

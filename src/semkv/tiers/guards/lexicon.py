@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 
+from semkv.tiers.guards.marks import COMPARED, GERUND, MEASURE, SELF, stem_marks, word_marks
+
 Unit = tuple[str, float]
 """A dimension and how many of its base units one of these is: ``("length", 1000.0)``."""
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -90,6 +92,7 @@ class Lexicon:
             "" for any other: "up to a day" is inside, "up to a day before" outside.
         bounded: words after a quantity that say from where it is measured, to the word by which ``bounds`` has them.
         joints: prepositions that a compound noun does without: "the end of the day".
+        relatives: words that start a clause about what stands before it ("that").
         particles: verbs, with the words after them that make another verb of each ("look up").
         spots: words for a place, before which a preposition makes no other verb ("stand up there").
         ways: words before a place or a person to the way they point, there or from there.
@@ -149,6 +152,7 @@ class Lexicon:
     bounds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     bounded: Mapping[str, str] = field(default_factory=lambda: _NONE)
     joints: frozenset[str] = frozenset()
+    relatives: frozenset[str] = frozenset()
     particles: Mapping[str, frozenset[str]] = field(default_factory=dict)
     spots: frozenset[str] = frozenset()
     ways: Mapping[str, str] = field(default_factory=lambda: _NONE)
@@ -168,10 +172,24 @@ class Lexicon:
         """What the forms of a word have in common."""
         return word if len(word) > _LONGEST else _stem(word, self)
 
+    def marks(self, word: str, stem: str) -> int:
+        """In which tables a word stands (`semkv.tiers.guards.marks`)."""
+        found = self.tables.word_marks.get(word, 0) | self.tables.stem_marks.get(stem, 0)
+        if word[0].isdigit() or "/" in word:
+            found |= MEASURE
+        if word.endswith(self.lessening[1]):
+            found |= COMPARED
+        if word.endswith(self.by[2]):
+            found |= GERUND
+        acts = word.partition("'")[0] in self.speaker[0] or word in self.speaker[1]
+        return found | SELF if acts else found
+
     def unit(self, word: str) -> Unit | None:
         """A unit, or a compound one: "km/h"."""
-        over, slash, under = word.partition("/")
-        if not slash or word in self.symmetric or over not in self.units or under not in self.units:
+        if "/" not in word:
+            return self.units.get(word)
+        over, _, under = word.partition("/")
+        if word in self.symmetric or over not in self.units or under not in self.units:
             return self.units.get(word)
         (one, times), (other, parts) = self.units[over], self.units[under]
         return (f"{one}/{other}", times / parts)
@@ -188,8 +206,8 @@ class Tables:
     symmetric: frozenset[str]
     quiet: frozenset[str]
     phrases: Mapping[str, Mapping[str, list[tuple[list[str], list[str]]]]]
-    measures: frozenset[str]
-    """Words that may be part of a quantity."""
+    word_marks: Mapping[str, int]
+    stem_marks: Mapping[str, int]
     dates: Mapping[str, tuple[str, str]]
     known: frozenset[str]
     pivots: frozenset[str]
@@ -202,19 +220,26 @@ class Tables:
         opposites, classes = _opposites(lexicon), _classes(lexicon)
         said = {*lexicon.fillers, *lexicon.function_words, *lexicon.numbers, *lexicon.multipliers, *lexicon.units}
         said.update(word for table in (lexicon.dates, lexicon.groups) for group in table.values() for word in group)
+        denials = frozenset(_stem(word, lexicon) for word in lexicon.denials)
+        known = frozenset((*opposites, *classes, *(_stem(word, lexicon) for word in said)))
+        particles = {_stem(verb, lexicon): after for verb, after in lexicon.particles.items()}
+        pivots = frozenset(lexicon.groups.get("direction", _NONE)) | lexicon.pivots
+        dates = _dates(lexicon)
+        measures = (*lexicon.numbers, *lexicon.multipliers, *lexicon.units, *ROMAN)
         return cls(
             opposites=opposites,
             classes=classes,
-            denials=frozenset(_stem(word, lexicon) for word in lexicon.denials),
+            denials=denials,
             relations=frozenset(_stem(word, lexicon) for word in lexicon.relations),
             symmetric=frozenset(_stem(word, lexicon) for word in lexicon.symmetric),
             quiet=frozenset(_stem(word, lexicon) for word in lexicon.fillers | lexicon.function_words),
             phrases=_phrases(lexicon.phrases),
-            measures=frozenset((*lexicon.numbers, *lexicon.multipliers, *lexicon.units, *ROMAN)),
-            dates=_dates(lexicon),
-            known=frozenset((*opposites, *classes, *(_stem(word, lexicon) for word in said))),
-            pivots=frozenset(lexicon.groups.get("direction", _NONE)) | lexicon.pivots,
-            particles={_stem(verb, lexicon): after for verb, after in lexicon.particles.items()},
+            word_marks=word_marks(lexicon, measures, dates, pivots),
+            stem_marks=stem_marks(denials, particles, known, opposites, classes),
+            dates=dates,
+            known=known,
+            pivots=pivots,
+            particles=particles,
             joints=frozenset(_stem(word, lexicon) for word in lexicon.joints),
             compounds=frozenset(dimension for dimension, _ in lexicon.units.values() if "/" in dimension),
         )
@@ -276,6 +301,11 @@ def _stem(word: str, lexicon: Lexicon) -> str:
     if len(word) > _SHORTEST and word[-1] == "i":
         word = f"{word[:-1]}y"  # "movie" as "movies"
     return lexicon.irregular.get(word, word)
+
+
+def forget_stems() -> None:
+    """Drop the stems that are remembered."""
+    _stem.cache_clear()
 
 
 def merged(*tables: Iterable[str]) -> frozenset[str]:

@@ -13,7 +13,7 @@ _SIZES = {"²": "sq", "³": "cb"}
 _POWER = re.compile(r"(?<=[\w)\]])[²³]")
 _SUM = re.compile(r"(?<![\d.,])\d[\d.,]*+(?:\s*+[-+*/%^]{1,2}\s*+\d[\d.,]*+)+")
 DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}")
-_ANY = re.compile(r"[<>=*+^|~%&]|[-/](?![^\W\d])|\b(?:AND|X?OR|NOT)\b")
+OPERATOR = re.compile(r"[<>=*+^|~%&]|[-/](?![^\W\d])|\b(?:AND|X?OR|NOT)\b")
 _INSIDE = re.compile(r"(?<=[\w)\]])(?:[<>]=?|[=!]=+|<>|=|[*^|~]{1,2}|\+|&&|->|=>|\.[*/^])(?=[\w(\[])")
 _ALONE = re.compile(r"[<>=!+*/^%&|~:-]*[<>=+*/^%&|~-]|\.[*/^]")
 _MARKS = ".,;:?!'\"`()"
@@ -24,17 +24,13 @@ _SAME = {"<>": "!="}
 
 def folded(text: str) -> str:
     """A text with one form of every sign, powers as "x^2" and sizes as "sqm"."""
-    if text.isascii():
-        return text
     text = _SIZE.sub(lambda found: f"{_SIZES[found[2]]}{found[1]}", text)
     return _POWER.sub(lambda found: f"^{found[0].translate(_RAISED)}", text).translate(_FOLDED)
 
 
 def operators(text: str, *, typed: bool) -> tuple[str, ...]:
-    """The operators of a folded text, sorted; figures with a sign between them are one with their operands. ``typed``:
-    its capitals are a way of typing."""
-    if not _ANY.search(text):
-        return ()
+    """The operators of a folded text that has an `OPERATOR`, sorted; figures with a sign between them are one with
+    their operands. ``typed``: its capitals are a way of typing."""
     sums = ["".join(found.split()).rstrip(".,") for found in _SUM.findall(text) if not DATE.match(found)]
     first, *chunks = _SUM.sub(" 0 ", text).split() or ("",)
     found = [sign for chunk in (first, *chunks) for sign in _INSIDE.findall(chunk)]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from semkv.tiers.guards.lexicon import ROMAN, Lexicon, Unit
+from semkv.tiers.guards.marks import BOUND, MEASURE
 from semkv.tiers.guards.text import Token
 
 _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{2,3})+(?:\.\d+)?")
@@ -53,13 +54,11 @@ class Quantities(NamedTuple):
 
 
 _NO_WORDS: frozenset[str] = frozenset()
-_NOTHING = Quantities((), _NO_WORDS, _NO_WORDS, _NO_WORDS, (), _NO_WORDS, _NO_WORDS)
+NOTHING = Quantities((), _NO_WORDS, _NO_WORDS, _NO_WORDS, (), _NO_WORDS, _NO_WORDS)
 
 
 def measure(tokens: Sequence[Token], lexicon: Lexicon) -> Quantities:
     """Every quantity of a text, in order."""
-    if not any(t.measures for t in tokens):
-        return _NOTHING
     found: list[Quantity] = []
     bare: set[str] = set()
     used: set[int] = set()
@@ -67,9 +66,10 @@ def measure(tokens: Sequence[Token], lexicon: Lexicon) -> Quantities:
     ranked: set[str] = set()
     after: list[tuple[Quantity, Token]] = []
     end = 0
-    for i, token in enumerate(tokens):
-        if i < end or not token.measures:
+    for i in [i for i, token in enumerate(tokens) if token.marks & MEASURE]:
+        if i < end:
             continue
+        token = tokens[i]
         word = token.word
         if word[0].isdigit() or word in lexicon.numbers or word in lexicon.multipliers:
             end, number = _number(tokens, i, lexicon)
@@ -91,31 +91,27 @@ def measure(tokens: Sequence[Token], lexicon: Lexicon) -> Quantities:
             end, unit = _unit(tokens, i, lexicon)
             if unit is not None:
                 bare.add(f"{unit[0]} {unit[1]:g}")
-    words = frozenset(tokens[k].word for k in used)
+    words = frozenset([tokens[k].word for k in used])
     bounds = _bounds(tokens, lexicon)
     return Quantities(tuple(found), frozenset(bare), words, frozenset(counted), tuple(after), frozenset(ranked), bounds)
 
 
 def _bounds(tokens: Sequence[Token], lexicon: Lexicon) -> frozenset[str]:
     """On which sides of its quantities that is of which a text speaks."""
-    plain = lexicon.bounds.get("", {})
     found = set()
-    for i, token in enumerate(tokens):
-        if token.word in plain:
-            after = [t.word for t in tokens[i + 1 : i + _NEAR]]
-            if any(w[0].isdigit() or w in lexicon.numbers or w in lexicon.units for w in after[:2]):
-                point = next((lexicon.bounded[w] for w in after[1:] if w in lexicon.bounded), "")
-                found.add(lexicon.bounds[point][token.word])
+    for i in [i for i, token in enumerate(tokens) if token.marks & BOUND]:
+        after = [t.word for t in tokens[i + 1 : i + _NEAR]]
+        if any(w[0].isdigit() or w in lexicon.numbers or w in lexicon.units for w in after[:2]):
+            point = next((lexicon.bounded[w] for w in after[1:] if w in lexicon.bounded), "")
+            found.add(lexicon.bounds[point][tokens[i].word])
     return frozenset(found)
 
 
 def _number(tokens: Sequence[Token], i: int, lexicon: Lexicon) -> tuple[int, Quantity]:
     """The number that starts at ``i``, and where it ends: figures or words, with multipliers after it."""
-    word, after, beyond = _three(tokens, i)
-    part, hour = lexicon.numbers.get(word, 1.0), lexicon.numbers.get(beyond, _hour(beyond))
-    if 0 < part < 1 and after in lexicon.past and hour in _HOURS:
-        hours, minutes = divmod(60 * (hour + lexicon.past[after] * part), 60)
-        clock = f"{hours or 12:g}:{minutes:02g}"
+    word = tokens[i].word
+    clock = _past(tokens, i, lexicon)
+    if clock:
         return i + 3, Quantity(clock, "", clock, False)
     if word[0].isdigit():
         value = _figures(word)
@@ -142,13 +138,22 @@ def _number(tokens: Sequence[Token], i: int, lexicon: Lexicon) -> tuple[int, Qua
     return end, Quantity(total, "", total, loose)
 
 
-def _three(tokens: Sequence[Token], i: int) -> list[str]:
-    """The words from ``i`` on, "" after the last."""
-    return [*[t.word for t in tokens[i : i + 3]], "", "", ""][:3]
+def _past(tokens: Sequence[Token], i: int, lexicon: Lexicon) -> str:
+    """The time of day that starts at ``i`` with a part of an hour: "quarter past six"; "" where none does."""
+    part, after = lexicon.numbers.get(tokens[i].word, 1.0), _word(tokens, i + 1)
+    if not 0 < part < 1 or after not in lexicon.past:
+        return ""
+    beyond = _word(tokens, i + 2)
+    hour = lexicon.numbers.get(beyond, float(beyond) if beyond.isdecimal() and len(beyond) < 3 else 0.0)
+    if hour not in _HOURS:
+        return ""
+    hours, minutes = divmod(60 * (hour + lexicon.past[after] * part), 60)
+    return f"{hours or 12:g}:{minutes:02g}"
 
 
-def _hour(word: str) -> float:
-    return float(word) if word.isdecimal() and len(word) < 3 else 0.0
+def _word(tokens: Sequence[Token], i: int) -> str:
+    """The word at ``i``, "" after the last."""
+    return tokens[i].word if i < len(tokens) else ""
 
 
 def _adds(value: float, after: str, tokens: Sequence[Token], end: int, lexicon: Lexicon) -> bool:
@@ -174,7 +179,7 @@ def _figures(word: str) -> float | str:
 
 def _united(tokens: Sequence[Token], i: int, end: int, number: Quantity, lexicon: Lexicon) -> tuple[int, Quantity]:
     """The number with the unit around it, and where both end."""
-    after = tokens[end].word if end < len(tokens) else ""
+    after = _word(tokens, end)
     raw = number.raw
     if isinstance(raw, str) and _CLOCK.fullmatch(raw):
         hours, minutes = (int(part) for part in raw.split(":")[:2])
@@ -204,17 +209,21 @@ def _united(tokens: Sequence[Token], i: int, end: int, number: Quantity, lexicon
 
 def _unit(tokens: Sequence[Token], i: int, lexicon: Lexicon) -> tuple[int, Unit | None]:
     """The unit at ``i`` and where it ends: "km", "km/h", "metres per second", "degrees C"."""
-    word, after, beyond = _three(tokens, i)
+    word = _word(tokens, i)
     if word in _DEGREES:
+        after = _word(tokens, i + 1)
         scale = _SCALES.get(after, after)
         if scale in _SCALES.values() and scale in lexicon.units:
             return i + 2, lexicon.units[scale]
     unit = lexicon.unit(word)
-    if unit is not None and after == lexicon.per and beyond in lexicon.units:
+    if unit is None:
+        return i, None
+    beyond = _word(tokens, i + 2)
+    if beyond in lexicon.units and tokens[i + 1].word == lexicon.per:
         compound = lexicon.unit(f"{word}/{beyond}")
         if compound is not None and compound[0] in lexicon.tables.compounds:
             return i + 3, compound
-    return i + (unit is not None), unit
+    return i + 1, unit
 
 
 def _rounded(value: float) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 from semkv.tiers.guards.content import Pair, Side, akin
 from semkv.tiers.guards.lexicon import Lexicon
+from semkv.tiers.guards.marks import CHOICE, MODAL, PERSON, QUESTION, TENSE
 from semkv.tiers.guards.order import participle
 from semkv.tiers.guards.text import Token
 
@@ -56,8 +59,7 @@ def _own(side: Side, p: Pair) -> bool:
 
 def _closed(side: Side, lexicon: Lexicon) -> bool:
     """Whether yes or no is all that a text asks for."""
-    other = lexicon.questions.keys() | lexicon.choices
-    return yes_or_no(side, lexicon) and side.words.isdisjoint(other)
+    return not side.marks & (QUESTION | CHOICE) and yes_or_no(side, lexicon)
 
 
 def yes_or_no(side: Side, lexicon: Lexicon) -> bool:
@@ -83,7 +85,7 @@ def _degree(tokens: tuple[Token, ...], i: int, lexicon: Lexicon) -> bool:
 
 def _named(side: Side, lexicon: Lexicon) -> Token | None:
     """The noun that a "what" or "which" asks for."""
-    for token, after in zip(side.text.tokens, side.text.tokens[1:], strict=False):
+    for token, after in itertools.pairwise(side.text.tokens) if side.marks & QUESTION else ():
         if lexicon.questions.get(token.word) == "":
             return None if after.word in lexicon.function_words or after.word in lexicon.open else after
     return None
@@ -97,7 +99,7 @@ def modality(p: Pair) -> str | None:
 
 def _modal(side: Side, lexicon: Lexicon) -> str:
     """The first auxiliary, but for a polite "can you"."""
-    if side.words.isdisjoint(lexicon.modals) or not lexicon.questions.keys().isdisjoint(side.words):
+    if not side.marks & MODAL or side.marks & QUESTION:
         return ""
     tokens = side.text.tokens
     for i, token in enumerate(tokens):
@@ -110,7 +112,7 @@ def _modal(side: Side, lexicon: Lexicon) -> str:
 def tense(p: Pair) -> str | None:
     """What was against what will be, or what is where yes or no is asked for."""
     table = p.lexicon.tenses
-    first, second = ({table[word] for word in s.words & table.keys()} for s in (p.a, p.b))
+    first, second = ({table[t.word] for t in s.text.tokens if t.marks & TENSE} for s in (p.a, p.b))
     if first == second:
         return "tense" if not first and _past_alone(p) else None
     for mine, other in ((first, second), (second, first)):
@@ -124,7 +126,7 @@ def tense(p: Pair) -> str | None:
 
 def _past_alone(p: Pair) -> bool:
     """Whether a verb without an auxiliary is past in one text alone: "who rules Spain", "who ruled Spain"."""
-    if p.only_a or p.only_b or p.a.words == p.b.words or not (p.a.words | p.b.words).isdisjoint(p.lexicon.modals):
+    if p.only_a or p.only_b or p.a.words == p.b.words or (p.a.marks | p.b.marks) & MODAL:
         return False
     if not p.a.text.tokens or p.lexicon.questions.get(p.a.text.tokens[0].word) not in ("", "person"):
         return False
@@ -138,9 +140,11 @@ def person(p: Pair) -> str | None:
     """Another person: "he" and "she", "I" and "they"; "my" and "your" where nothing else says who speaks; or "I" and
     "you" in each other's place."""
     table, owners = p.lexicon.persons, p.lexicon.owners
-    if p.a.words.isdisjoint(table) or p.b.words.isdisjoint(table):
+    if not p.a.marks & p.b.marks & PERSON:
         return None
-    said = [[table[t.word] for t in s.text.tokens if t.word in table] for s in (p.a, p.b)]
+    said = [[table[t.word] for t in s.text.tokens if t.marks & PERSON] for s in (p.a, p.b)]
+    if said[0] == said[1]:
+        return None
     (first, third_a), (second, third_b) = ((set(found), set(found) & p.lexicon.third) for found in said)
     if max(len(third_a), len(third_b)) > 1 or not first or not second or first == second:
         return "person" if first and said[0] != said[1] and sorted(said[0]) == sorted(said[1]) else None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from semkv.tiers.guards.content import Pair, Side
 from semkv.tiers.guards.lexicon import Lexicon
+from semkv.tiers.guards.marks import OWNS, SELF, SPEAKER
 from semkv.tiers.guards.order import participle
 from semkv.tiers.guards.text import STOPS, Token
 
@@ -20,9 +21,9 @@ def exchanged(p: Pair) -> bool:
     it to; or an owner has another of two things: "my neighbour's tree fell on my fence"."""
     if _owned(p):
         return True
-    if p.a.words.isdisjoint(p.lexicon.speaker[0]) and p.b.words.isdisjoint(p.lexicon.speaker[0]):
+    if not (p.a.marks | p.b.marks) & SPEAKER:
         return False
-    first, second = _acts(p.a.text.tokens, p.lexicon), _acts(p.b.text.tokens, p.lexicon)
+    first, second = _acts(p.a.spine, p.lexicon), _acts(p.b.spine, p.lexicon)
     return _turned(p.a, first, p.b, second, p.lexicon) or _turned(p.b, second, p.a, first, p.lexicon)
 
 
@@ -37,29 +38,31 @@ def _turned(mine: Side, acted: _Acts, other: Side, others: _Acts, lexicon: Lexic
     tokens = mine.text.tokens
     first = next(i for i, t in enumerate(tokens) if t.stem in own)
     objects = {t.stem for t in tokens[first:]} - {t.stem for t in tokens[:first]} - others[0].keys()
-    spine = [t for t in other.text.tokens if t.word not in lexicon.articles]
     return any(
-        x.stem in own and acts[x.stem] == y.stem and _subject(spine[max(0, i - _REACH) : i], lexicon) in objects
-        for i, (x, y) in enumerate(itertools.pairwise(spine))
+        x.stem in own and acts[x.stem] == y.stem and _subject(other.spine[max(0, i - _REACH) : i], lexicon) in objects
+        for i, (x, y) in enumerate(itertools.pairwise(other.spine))
     )
 
 
-def _acts(tokens: Sequence[Token], lexicon: Lexicon) -> _Acts:
+def _acts(spine: Sequence[Token], lexicon: Lexicon) -> _Acts:
     """Verbs of which the speaker is the subject, each with the word after it, and verbs of which he is the object."""
     subjects, objects = lexicon.speaker
     acts: dict[str, str] = {}
     suffers: set[str] = set()
-    spine = [t for t in tokens if t.word not in lexicon.articles]
-    for i, token in enumerate(spine):
+    for i in [i for i, token in enumerate(spine) if token.marks & SELF]:
+        token = spine[i]
         if token.word.partition("'")[0] in subjects:
-            k = next((k for k in range(i + 1, min(i + 1 + _REACH, len(spine))) if _verb(spine[k], lexicon)), None)
-            if k is None or any(t.word in STOPS or t.word in lexicon.ways for t in spine[i + 1 : k]):
+            start = i + 1
+            while start < len(spine) and spine[start].stem in lexicon.tables.joints:  # "I in Canada send"
+                start += 2
+            k = next((k for k in range(start, min(start + _REACH, len(spine))) if _verb(spine[k], lexicon)), None)
+            if k is None or any(t.word in STOPS or t.word in lexicon.ways for t in spine[start:k]):
                 continue
             if spine[k - 1].word in lexicon.by[1] and participle(spine[k], lexicon):
                 suffers.add(spine[k].stem)
             else:
                 acts.setdefault(spine[k].stem, spine[k + 1].stem if k + 1 < len(spine) else "")
-        elif token.word in objects and i and _verb(spine[i - 1], lexicon):
+        elif i and token.word in objects and _verb(spine[i - 1], lexicon):
             suffers.add(spine[i - 1].stem)
     return acts, suffers
 
@@ -77,7 +80,7 @@ def _subject(tokens: Sequence[Token], lexicon: Lexicon) -> str:
 
 def _owned(p: Pair) -> bool:
     """Whether an owner has one thing in one text and another in the other, and both texts speak of both."""
-    if p.lexicon.owns not in p.a.words or p.lexicon.owns not in p.b.words:
+    if not p.a.marks & p.b.marks & OWNS:
         return False
     first, second = _owners(p.a, p.lexicon), _owners(p.b, p.lexicon)
     both = p.a.stems.keys() & p.b.stems.keys()

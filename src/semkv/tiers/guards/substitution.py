@@ -18,6 +18,8 @@ def substitution(p: Pair) -> str | None:
     names = [any(t.name for t in side) for side in (left, right)]
     if all(names) or (len(left) + len(right) == 1 and any(names)):
         return "entity"
+    if not p.only_a or not p.only_b:
+        return None
     mine, other = left + _again(p.only_a, p.a, p.b, p.lexicon), right + _again(p.only_b, p.b, p.a, p.lexicon)
     both = mine and other
     if bool(mine) != bool(other):  # "a work visa" and "a student visa"
@@ -42,20 +44,16 @@ def _attributes(only: tuple[Token, ...], lexicon: Lexicon) -> list[Token]:
 
 def neighbours(x: Token, y: Token, p: Pair) -> int:
     """How many of the two words next to the last of one stand next to the last of the other as well."""
-    first, second = (["", *(t.stem for t in _spine(s, p.lexicon)), ""] for s in (p.a, p.b))
+    first, second = (["", *[t.stem for t in s.spine], ""] for s in (p.a, p.b))
     i, j = len(first) - 1 - first[::-1].index(x.stem), len(second) - 1 - second[::-1].index(y.stem)
     return (first[i - 1] == second[j - 1]) + (first[i + 1] == second[j + 1])
-
-
-def _spine(side: Side, lexicon: Lexicon) -> list[Token]:
-    return [t for t in side.text.tokens if t.word not in lexicon.articles]
 
 
 def _block(p: Pair) -> bool:
     """Whether a few words in one place, and nothing else, stand against a few others: "wax", "candle oil"."""
     if len(p.only_a) + len(p.only_b) > _BLOCK:
         return False
-    first, second = ([t for t in _spine(s, p.lexicon) if t.word not in STOPS] for s in (p.a, p.b))
+    first, second = ([t for t in s.spine if t.word not in STOPS] for s in (p.a, p.b))
     low = 0
     while low < min(len(first), len(second)) and first[low].stem == second[low].stem:
         low += 1

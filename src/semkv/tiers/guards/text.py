@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from semkv.keys import LITERAL, one_style
-from semkv.tiers.guards.lexicon import Lexicon
-from semkv.tiers.guards.operators import DATE, folded, operators
+from semkv.tiers.guards.lexicon import Lexicon, forget_stems
+from semkv.tiers.guards.marks import PHRASE
+from semkv.tiers.guards.operators import DATE, OPERATOR, folded, operators
 
 _KEPT = 40  # characters of a word whose token is remembered
 _LONGEST = 200  # characters of a chunk that is still looked into
@@ -21,6 +22,7 @@ _SIGNS = "%°$€£¥₹"
 _ENDS = ",.?!"  # signs after a plain word
 STOPS = frozenset(",;?")
 """Signs that are tokens, since a question may start after one."""
+_NO_WORDS: frozenset[str] = frozenset()
 _CODE = re.compile(
     r"""
     --?[a-zA-Z][\w-]*=?\S*              # a flag
@@ -55,8 +57,8 @@ class Token(NamedTuple):
     stem: str
     name: bool
     """Looks like a name: a capital inside a sentence, or several."""
-    measures: bool = False
-    """May be part of a quantity: a figure, a number word or a unit."""
+    marks: int = 0
+    """The tables in which it stands."""
 
 
 class Text(NamedTuple):
@@ -81,80 +83,112 @@ class Text(NamedTuple):
 
 def read(text: str, lexicon: Lexicon) -> Text:
     """Take a text apart."""
-    plain = unicodedata.normalize("NFKC", folded(text)).replace("’", "'")
-    typed = one_style(plain) and not plain.islower()
-    reader = _Reader(plain.split(), lexicon, typed=typed)
-    words = _phrased(reader.words, lexicon)
-    tokens = tuple([(_known if len(word) <= _KEPT else _token)(word, name, lexicon) for word, name in words])
+    plain = text if text.isascii() else unicodedata.normalize("NFKC", folded(text)).replace("’", "'")
+    typed = (plain.isupper() or plain.istitle()) and one_style(plain)
+    chunks = plain.split()
+    titled = typed or _titled(chunks)
+    tokens: list[Token] = []
+    telling: list[_Chunk] = []
+    capitals: set[int] = set()
+    start = True
+    for word in chunks:
+        chunk = (_taken if len(word) <= _KEPT else _Chunk)(word, start, titled, typed, lexicon)
+        start = chunk.last
+        if chunk.telling:
+            capitals.update([len(tokens) + i for i in chunk.capitals])
+            telling.append(chunk)
+        tokens += chunk.tokens
+    if capitals:
+        _lettered(tokens, capitals, lexicon)
+    odd = " ".join([chunk.odd for chunk in telling if chunk.odd])
     return Text(
-        tokens,
-        frozenset(reader.code),
-        frozenset(reader.spelled),
-        operators(plain, typed=typed),
-        _quoted(plain),
-        frozenset(reader.dates),
-        reader.cased_words(),
-        frozenset(reader.starts),
+        tuple(_phrased(tokens, capitals, lexicon)),
+        _union([chunk.code for chunk in telling]),
+        _union([chunk.spelled for chunk in telling]),
+        operators(plain, typed=typed) if OPERATOR.search(odd) else (),
+        _quoted(plain) if _MARK.search(odd) else _NO_WORDS,
+        _union([chunk.dates for chunk in telling]),
+        None if titled else _union([chunk.cased for chunk in telling]),
+        _union([chunk.starts for chunk in telling]),
     )
 
 
+def _union(sets: list[set[str]]) -> frozenset[str]:
+    return _NO_WORDS.union(*sets) if sets else _NO_WORDS
+
+
+@lru_cache(maxsize=16384)
+def _remembered(word: str, name: bool, lexicon: Lexicon) -> Token:
+    stem = lexicon.stem(word)
+    return Token(word, stem, name and word not in lexicon.function_words, lexicon.marks(word, stem))
+
+
 def _token(word: str, name: bool, lexicon: Lexicon) -> Token:
-    measures = word[0].isdigit() or "/" in word or word in lexicon.tables.measures
-    return Token(word, lexicon.stem(word), name and word not in lexicon.function_words, measures)
+    return (_remembered if len(word) <= _KEPT else _remembered.__wrapped__)(word, name, lexicon)
 
 
-_known = lru_cache(maxsize=16384)(_token)
+class _Chunk:
+    """What stands between two blanks, taken apart: words, code and dates.
 
+    Args:
+        chunk: the chunk.
+        start: whether it starts a sentence.
+        titled: whether its capitals say nothing.
+        typed: whether the text is in capitals or Title Case.
+    """
 
-class _Reader:
-    """Sorts the chunks of a text: words, code and dates. ``typed``: capitals or Title Case are its way of typing."""
-
-    def __init__(self, chunks: Sequence[str], lexicon: Lexicon, *, typed: bool) -> None:
+    def __init__(self, chunk: str, start: bool, titled: bool, typed: bool, lexicon: Lexicon) -> None:
         self._lexicon = lexicon
         self._typed = typed
-        self._titled = typed or _titled(chunks)
-        self._start = True
-        self._cased: set[str] = set()
+        self._titled = titled
+        self._start = start
+        self.last = False
+        """Whether a sentence starts after it."""
+        self.tokens: list[Token] = []
+        self.capitals: list[int] = []
+        """Places of function words that are written like names."""
+        self.cased: set[str] = set()
         self.starts: set[str] = set()
-        self.words: list[tuple[str, bool]] = []
         self.code: set[str] = set()
         self.spelled: set[str] = set()
         self.dates: set[str] = set()
-        for chunk in chunks:
-            if chunk.isascii() and chunk.isalpha() and chunk.islower():
-                self.words.append((chunk, False))
-                self._start = False
-            elif chunk.isalpha() and chunk[1:].islower():
-                self._word(chunk)
-                self._start = False
-            elif chunk[-1] in _ENDS and chunk[:-1].isalpha() and chunk[1:-1].islower():
-                self._word(chunk[:-1])
-                if chunk[-1] in STOPS:
-                    self.words.append((chunk[-1], False))
-                self._start = chunk[-1] != ","
-            else:
-                self._mixed(chunk)
+        self.odd = ""
+        """The chunk, unless it is a plain word: all that has signs or several capitals."""
+        if chunk.isalpha() and (chunk.islower() or chunk[1:].islower()):
+            self._word(chunk)
+        elif chunk[-1] in _ENDS and chunk[:-1].isalpha() and chunk[1:-1].islower():
+            self._word(chunk[:-1])
+            if chunk[-1] in STOPS:
+                self._add(chunk[-1])
+            self.last = chunk[-1] != ","
+        else:
+            self.odd = chunk
+            self._mixed(chunk)
+        self.telling = bool(self.odd or self.cased or self.starts)
+        """Whether there is more to it than its tokens."""
 
-    def cased_words(self) -> frozenset[str] | None:
-        return None if self._titled else frozenset(self._cased)
+    def _add(self, word: str, name: bool = False) -> None:
+        token = _token(word, name, self._lexicon)
+        if name and not token.name:
+            self.capitals.append(len(self.tokens))
+        self.tokens.append(token)
 
     def _word(self, chunk: str) -> None:
         word = chunk.casefold()
         if word == chunk:
-            self.words.append((word, False))
+            self._add(word)
         elif self._start:
             self.starts.add(word)
-            self.words.append((word, False))
+            self._add(word)
         else:
-            self._cased.add(chunk)
-            self.words.append((word, not self._titled))
+            self.cased.add(chunk)
+            self._add(word, not self._titled)
 
     def _mixed(self, chunk: str) -> None:
         core = chunk.strip(_EDGE)
         inner = core.strip(_BRACKETS + _EDGE)
         folded = inner.casefold()
-        self.spelled.add(inner)
-        self.spelled.add(folded)
+        self.spelled.update((inner, folded))
         if len(core) > _LONGEST:
             self.code.add(folded)
         elif DATE.fullmatch(core):
@@ -167,20 +201,21 @@ class _Reader:
             )
             self.code.add((inner if cased else folded) or core)
             self.spelled.add(core)
-            self.words.append((folded or core, False))
+            self._add(folded or core)
         else:
             self._parts(chunk, folded)
-        self._start = chunk[-1] in ".?!:" or (self._start and not core)
+        self.last = chunk[-1] in ".?!:" or (self._start and not core)
 
     def _date(self, core: str) -> None:
         parts = re.split(r"[-/.]", core)
         if len(parts[0]) == 4 and 1 <= int(parts[1]) <= 12:
-            self.words += [(parts[2], False), (f"month:{int(parts[1])}", False), (parts[0], False)]
+            for word in (parts[2], f"month:{int(parts[1])}", parts[0]):
+                self._add(word)
         else:
             self.dates.add("/".join(str(int(part)) for part in parts))
 
     def _parts(self, chunk: str, folded: str) -> None:
-        compound = _RATIO.fullmatch(folded)
+        compound = _RATIO.fullmatch(folded) if "/" in folded else None
         if folded in self._lexicon.clock:
             parts = [folded]
         elif compound and self._lexicon.unit(compound[2]):
@@ -189,19 +224,20 @@ class _Reader:
             parts = _PART.findall(chunk)
         for i, part in enumerate(parts):
             if part in STOPS:
-                self.words.append((part, False))
+                self._add(part)
             elif part[0].isalnum() or part in _SIGNS:
                 self._case(part.removesuffix("'s"), first=i == 0)
                 name = part[0].isupper() and not self._titled and (part[1:].isupper() or not (self._start and i == 0))
                 follow = parts[i + 1] if i + 1 < len(parts) else ""
                 if part == "C" and follow in ("+", "#"):
-                    self.words.append((f"c{follow}", True))
+                    self._add(f"c{follow}", True)
                     self.code.add(f"c{follow}")
                 elif part.endswith(("'s", "'S")):
-                    self.words += [(part[:-2].casefold(), name), ("'s", False)]
+                    self._add(part[:-2].casefold(), name)
+                    self._add("'s")
                 else:
                     apart = None if self._typed else self._lexicon.capitals.get(part)
-                    self.words.append((apart or part.casefold(), name))
+                    self._add(apart or part.casefold(), name)
 
     def _case(self, part: str, *, first: bool) -> None:
         word = part.casefold()
@@ -210,7 +246,17 @@ class _Reader:
         if first and self._start and part.istitle():
             self.starts.add(word)
         else:
-            self._cased.add(part)
+            self.cased.add(part)
+
+
+_taken = lru_cache(maxsize=8192)(_Chunk)
+
+
+def forget_words() -> None:
+    """Drop the words and chunks that are taken apart."""
+    _taken.cache_clear()
+    _remembered.cache_clear()
+    forget_stems()
 
 
 def is_code(core: str) -> bool:
@@ -232,36 +278,41 @@ def is_code(core: str) -> bool:
 
 def _titled(chunks: Sequence[str]) -> bool:
     """Whether capitals say nothing here: A Title Like This, OR SHOUTING."""
-    heads = [chunk[0] for chunk in chunks[1:30] if chunk[0].isalpha()]
-    return len(heads) > 2 and 3 * sum(map(str.isupper, heads)) > 2 * len(heads)
+    heads = [chunk[0] for chunk in chunks[1:30]]
+    capitals = sum(map(str.isupper, heads))
+    return capitals > 2 and 3 * capitals > 2 * sum(map(str.isalpha, heads))
 
 
-def _phrased(words: list[tuple[str, bool]], lexicon: Lexicon) -> list[tuple[str, bool]]:
-    """Words with every phrase of the lexicon replaced by what stands for it."""
+def _lettered(tokens: list[Token], capitals: Collection[int], lexicon: Lexicon) -> None:
+    """Tell the letter from the article where letters stand for things: "if A implies B"."""
+    if any(t.name and len(t.word) == 1 for t in tokens):
+        for i in capitals:
+            word, before = tokens[i].word, tokens[i - 1].word if i else ""
+            spelled = len(before) == 1 and before.isalpha()  # "U.S.A."
+            if len(word) == 1 and word in lexicon.articles and not spelled:
+                tokens[i] = _token(f"{word}_", True, lexicon)
+
+
+def _phrased(tokens: list[Token], capitals: Collection[int], lexicon: Lexicon) -> list[Token]:
+    """Tokens with every phrase of the lexicon replaced by what stands for it."""
     phrases = lexicon.tables.phrases
-    found: list[tuple[str, bool]] = []
-    skip = 0
-    for i, (word, name) in enumerate(words):
-        if skip:
-            skip -= 1
+    found: list[Token] = []
+    done = 0
+    for i in [i for i, token in enumerate(tokens) if token.marks & PHRASE]:
+        if i < done:
             continue
-        if word not in phrases:
-            if word:
-                found.append((word, name))
-            continue
-        following = words[i + 1][0] if i + 1 < len(words) else ""
-        for rest, instead in (*phrases[word].get(following, ()), *phrases[word].get("", ())):
-            if [w for w, _ in words[i + 1 : i + 1 + len(rest)]] == rest:
-                found += [(part, name) for part in instead]
-                skip = len(rest)
+        seconds = phrases[tokens[i].word]
+        following = tokens[i + 1].word if i + 1 < len(tokens) else ""
+        for rest, instead in (*seconds.get(following, ()), *seconds.get("", ())):
+            if [t.word for t in tokens[i + 1 : i + 1 + len(rest)]] == rest:
+                name = tokens[i].name or i in capitals
+                found += tokens[done:i]
+                found += [_token(part, name, lexicon) for part in instead]
+                done = i + 1 + len(rest)
                 break
-        else:
-            found.append((word, name))
-    return found
+    return found + tokens[done:] if done else tokens
 
 
 def _quoted(text: str) -> frozenset[str]:
-    if not _MARK.search(text):
-        return frozenset()
     found = (next(filter(None, m.groups())) for m in _QUOTES.finditer(text.replace('""', '"')))
     return frozenset(" ".join(_PART.findall(content.casefold())) for content in found)
