@@ -17,6 +17,7 @@ import pytest
 
 from gateway_helpers import Pair, chat, wait_until
 from semkv.server.caches import Odds
+from semkv.server.canonical import CanonicalRequest
 from test_paraphrases import HUNDRED, ONE, OTHER, a_tenant, asked, beside, paraphrases, said
 
 
@@ -180,6 +181,31 @@ def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(
             answer = second.result(30)
     assert said(answer) == f"You said: {ONE}"
     assert asked(pair) == [ONE]
+
+
+def test_who_is_alone_waits_for_no_partition(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is worked out for those who come meanwhile; one of another partition does not wait either."""
+    (tenant, _), (other, _) = let_in(pair), let_in(pair)
+    pair.upstream.calls.clear()
+    caches, sorted_by = pair.app.gateway.caches, list[str]()
+    work_out = caches.partition
+
+    def noted(canonical: CanonicalRequest) -> str:
+        sorted_by.append(canonical.prompt)
+        return work_out(canonical)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        held = Held(pair, patch)
+        patch.setattr(caches, "partition", noted)
+        first = pool.submit(pair.post, ONE, headers=tenant)
+        wait_until(lambda: asked(pair) == [ONE])
+        assert sorted_by == []
+        second = pool.submit(pair.post, OTHER, headers=other)
+        wait_until(lambda: asked(pair) == [ONE, OTHER])
+        assert sorted_by == [OTHER, ONE]
+        held.go.set()
+        assert said(first.result(30)) == f"You said: {ONE}"
+        assert said(second.result(30)) == f"You said: {OTHER}"
 
 
 def test_an_answer_that_came_at_once_sends_no_paraphrase_upstream(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,22 +103,19 @@ class Dispatch:
             return resolution.underway
         return None
 
-    def record_looked(self, asked: Asked, looking: asyncio.Future[Resolution], flight: Flight, partition: str) -> None:
+    def record_looked(self, asked: Asked, looking: asyncio.Future[Resolution], flight: Flight) -> None:
         """Record what is asked while the lookup runs, once both are over; similar requests may join after the lookup.
 
         Args:
             asked: the request.
             looking: the lookup.
             flight: what was started.
-            partition: of the request, `Caches.partition`.
         """
         if self._caches.semantic is not None:
-            self.paraphrases.expect(partition, flight)
-            self.spawn(self._record_looked(asked, looking, flight, partition))
+            self.paraphrases.expect(asked.canonical, flight)
+            self.spawn(self._record_looked(asked, looking, flight))
 
-    async def _record_looked(
-        self, asked: Asked, looking: asyncio.Future[Resolution], flight: Flight, partition: str
-    ) -> None:
+    async def _record_looked(self, asked: Asked, looking: asyncio.Future[Resolution], flight: Flight) -> None:
         """A donor that was found had no part in what was asked."""
         underway = None
         try:
@@ -127,7 +124,7 @@ class Dispatch:
                 looked = Resolution(asked.canonical, None, looked.report.unchanged())
             underway = self._announced(looked, flight)
         finally:
-            self.paraphrases.decided(partition, flight)
+            self.paraphrases.decided(flight)
         if looked.report is not None:
             await self._record(asked, looked, flight, underway)
 

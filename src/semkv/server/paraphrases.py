@@ -13,14 +13,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import cached_property, partial
 
 from semkv.server.caches import Caches, Resolution
+from semkv.server.canonical import CanonicalRequest
 from semkv.server.flight import Flight
 from semkv.tiers.base import Candidate
 from semkv.tiers.underway import Underway
 
 _GONE = 256  # that were recorded last; a lookup that takes longer than so many others may miss one
 _CANDIDATES = 4  # the next ones are asked when the policy refuses the best
+
+
+class _Expected:
+    """A request that is asked upstream while it is looked up.
+
+    Args:
+        partition: works out its partition, once somebody wants to know.
+    """
+
+    def __init__(self, partition: Callable[[], str]) -> None:
+        self._work_out, self.decided = partition, asyncio.Event()
+
+    @cached_property
+    def partition(self) -> str:
+        return self._work_out()
 
 
 class Paraphrases:
@@ -33,29 +51,32 @@ class Paraphrases:
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
         self._underway: dict[str, dict[str, tuple[Underway, Flight]]] = {}  # partition -> key -> request
-        self._expected: dict[str, dict[Flight, asyncio.Event]] = {}  # partition -> requests that are not known yet
+        self._expected: dict[Flight, _Expected] = {}  # requests that are not known yet
         self._gone: deque[tuple[float, str, Underway]] = deque(maxlen=_GONE)  # when, key and request
 
     def __len__(self) -> int:
         return sum(map(len, self._underway.values()))
 
-    def busy(self, partition: str) -> bool:
-        """Whether a request of this partition waits for its answer or for its lookup; never for an empty one."""
+    def busy(self, canonical: CanonicalRequest) -> bool:
+        """Whether a request that this one may join waits for its answer or for its lookup."""
+        flights = (flight for same in self._underway.values() for _, flight in same.values())
+        if not self._expected and all(flight.done for flight in flights):
+            return False  # the upstream need not wait for the partition to be worked out
+        partition = self._caches.partition(canonical)
         underway = self._underway.get(partition, {}).values()
-        return partition in self._expected or any(not flight.done for _, flight in underway)
+        return bool(self._awaited(partition)) or any(not flight.done for _, flight in underway)
 
-    def expect(self, partition: str, flight: Flight) -> None:
+    def expect(self, canonical: CanonicalRequest, flight: Flight) -> None:
         """A request went upstream before its lookup; until `decided`, `find` waits."""
-        if partition:
-            self._expected.setdefault(partition, {})[flight] = asyncio.Event()
+        self._expected[flight] = _Expected(partial(self._caches.partition, canonical))
 
-    def decided(self, partition: str, flight: Flight) -> None:
+    def decided(self, flight: Flight) -> None:
         """The request that was expected has been added, or will not be."""
-        expected = self._expected.get(partition, {})
-        if (event := expected.pop(flight, None)) is not None:
-            event.set()
-            if not expected:
-                del self._expected[partition]
+        self._expected.pop(flight).decided.set()
+
+    def _awaited(self, partition: str) -> list[_Expected]:
+        """The expected requests of a partition; none of an empty one."""
+        return [other for other in self._expected.values() if other.partition == partition] if partition else []
 
     def add(self, key: str, request: Underway, flight: Flight) -> None:
         """A request went upstream under this key."""
@@ -81,8 +102,8 @@ class Paraphrases:
         """
         own, seen = resolution.underway, set[Underway]()
         while own is not None:
-            for event in list(self._expected.get(own.partition, {}).values()):
-                await event.wait()
+            for other in self._awaited(own.partition):
+                await other.decided.wait()
             if not (found := self._similar(own, resolution.canonical.key, seen, since)):
                 break
             joined = await self._caches.join(resolution, found)
