@@ -40,20 +40,43 @@ LITERAL = re.compile(
 """What keeps its case throughout: code, paths, flags, addresses, quotations."""
 _STARTS = re.compile(r"(?:^|(?<=[.?!] ))[A-Z](?=[a-z'’]*(?:[ ,.:;?!]|$))[^.?!\n]*")  # one that begins with a word
 _GAP = re.compile(r"(?<=\S)(?:[^\S\n]+(?=\n)|[^\S\n]{2,}|[^\S\n ])")  # in a line or at its end, but for one space
+# Spacing is folded in one line of prose that speaks of nothing written, where the mark can be no word of its own.
+_MARKED = re.compile(r" [,?]|[A-Za-z][.,?!][A-Za-z]")  # only then is there anything to fold
+_PROSE = re.compile(r"[^\W_](?:[^\W_]|[ .,?!'’-])*")
+_OF_WRITING = re.compile(
+    r"\b(?:spac|blank|gap|punctuat|comma|colon|dot|full stop|period|mark|sign|symbol|charact|letter|word|text|"
+    r"string|question|token|typ|spel|gramma|correct|proof|sentence|phrase|format|print|show|display|writ|wrote|pars|"
+    r"split|regex|pattern|quot|verbatim|exact|command|shell|terminal|console|prompt|keyboard|press|key|enter|input|"
+    r"output|cod|program|script|query|file|folder|path|password|emoji|smil|column|csv|field|delimit|separat|"
+    r"operator|syntax|variab|tag|count|length|edit|translat|repeat|"
+    r"cop(?:y|ie)|past(?:e|ing)|echo|repl(?:y|ie)|messag|sen[dt]|sa(?:y|id))",
+    re.IGNORECASE,
+)
+_ASKING = "who|what|why|how|which"
+_OPENING = f"{_ASKING}|whose|when|where|is|are|was|were|do|does|did|can|could|should|would|will|has|have"
+_LEADING = "the|an?|my|your|our|their|of|in|at|on|from|with|about|against"  # words after which a noun is due
+_NOUN = rf"(?:{_LEADING}) (?!(?:{_LEADING}|and|or|not|is|are|to|as|than|like|called) )[^\W\d_]{{2,}}(?<!ing)"
+_JOINED = re.compile(
+    rf"(?<=[\w,'’] )(?:[a-z]{{2,}}[.?!](?=(?:{_ASKING.title()}) )|"
+    rf"(?i:(?!(?:{_ASKING}),)[a-z]{{2,}},(?=(?:{_ASKING}) )))"
+)
+_COMMA = re.compile(rf"((?<!\S){_NOUN}) (?=, [^\W\d_]{{2}})", re.IGNORECASE)
+_ASKED = re.compile(rf"((?:^|[.?!] )(?:{_OPENING}) [^.?!]*?(?<!\S){_NOUN}) (?=\?$)", re.IGNORECASE)
 _STYLED = 2  # words from which a text in capitals, or in Title Case, is taken for a way of typing
 
 
 def normalise(text: str) -> str:
-    """Fold what does not change a question's meaning: Unicode form, width, white space, the case of typing.
+    """Fold what does not change a question's meaning: Unicode form, width, white space, spacing and case of typing.
 
     Case is folded at the start of a sentence, and throughout where a text of several words is in one style: all
     small, ALL CAPITALS, Each Word Capitalised. Within a sentence it stays: ``Polish`` is not ``polish``, ``HELLO`` has
     other letters than ``hello``. Sentences with code, a path, an address or a quotation keep their case. Lines stay
-    lines, with their indents, and a tab stays one.
+    lines, with their indents, and a tab stays one. In a single line of prose a blank before a mark (``of the US ?``)
+    and a missing one after it (``of death.What do I``) are mended where no other reading is left.
     """
     if not text.isascii():
         text = unicodedata.normalize("NFC", "".join(_same_meaning(c) for c in text))
-    text = _GAP.sub(_folded_space, text.strip())
+    text = _respaced(_GAP.sub(_folded_space, text.strip()))
     if not LITERAL.search(text):
         return text.lower() if one_style(text) else _STARTS.sub(_small_start, text)
     return _STARTS.sub(lambda found: found[0] if LITERAL.search(found[0]) else _small_start(found), text)
@@ -61,6 +84,14 @@ def normalise(text: str) -> str:
 
 def _small_start(sentence: re.Match[str]) -> str:
     return sentence[0][0].lower() + sentence[0][1:]
+
+
+def _respaced(line: str) -> str:
+    """A line of prose with the blanks that belong around its marks; any other text as it is."""
+    if not _MARKED.search(line) or not _PROSE.fullmatch(line):
+        return line
+    found = _ASKED.sub(r"\1", _COMMA.sub(r"\1", _JOINED.sub(r"\g<0> ", line)))
+    return line if found == line or LITERAL.search(found) or _OF_WRITING.search(found) else found
 
 
 def _folded_space(run: re.Match[str]) -> str:
