@@ -16,7 +16,7 @@ Random tokens through Qwen2.5-7B's shape with dummy weights. Each engine runs in
     example      vLLM's ExampleConnector
     lmcache      LMCache 0.5.3 with its server process and enough host memory, where it is installed
 
-One request at a time (median of ``--repeats``) and several at once (the time until all have their first token). The
+One request at a time, and several at once (the time until all have their first token): medians of ``--repeats``. The
 floor is the prefix cache's time and the bytes over the rate of a plain copy from page-locked memory, both measured.
 """
 
@@ -108,6 +108,7 @@ class Bench:
         from vllm.config import KVTransferConfig
 
         self.spec, self.folder, self.engine = spec, folder, spec["engine"]
+        self.levels = [level for level in LEVELS.get(self.engine, ["host"]) if level != "disk" or spec["disk"]]
         self.rng = np.random.default_rng(0)
         config = connector(self.engine, folder, spec)
         with tempfile.TemporaryDirectory() as model:
@@ -197,12 +198,12 @@ class Bench:
         """Medians by level, in milliseconds, and the tokens that were not computed."""
         times: dict[str, list[float]] = {}
         cached: dict[str, int] = {}
-        for i in range((repeats if cell.requests == 1 else min(repeats, 2)) + 1):
+        for i in range(repeats + 1):
             if i > 1 and not in_time():
                 break
             prompts = self.prompts(cell.size, cell.requests)
             ways: list[tuple[str, Callable[[], None]]] = [("cold", lambda: None), ("prefix", self.settle)]
-            ways += [(level, lambda level=level: self.forget(level)) for level in LEVELS.get(self.engine, ["host"])]  # type: ignore[misc]
+            ways += [(level, lambda level=level: self.forget(level)) for level in self.levels]  # type: ignore[misc]
             for name, before in ways:
                 before()
                 milliseconds, cached[name] = self.ask(prompts)
@@ -257,7 +258,7 @@ def estimate(engine: str, cell: Cell) -> float:
         once += nbytes / 1e9 + nbytes / 2.3e9 + 2.5
     elif engine == "example":
         once += cold + nbytes / 0.5e9
-    return once * (6 if cell.requests == 1 else 3)
+    return once * 6
 
 
 def tables(result: Mapping[str, Any]) -> str:
@@ -316,6 +317,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--host-gib", type=int, default=32)
     parser.add_argument("--break-even", action="store_true", help="let semkv refuse loads that do not pay")
+    parser.add_argument("--no-disk", action="store_true", help="nothing below host memory")
     parser.add_argument("--scratch", default=tempfile.gettempdir(), help="where the stores' folders go")
     parser.add_argument("--shape", default="{}", help="JSON: changes of the model's configuration")
     parser.add_argument("--engine-args", default='{"gpu_memory_utilization": 0.8}', help="JSON")
@@ -337,8 +339,9 @@ def main() -> None:
     settings = {
         "shape": shape, "engine_args": arguments, "host_bytes": host << 30, "break_even": options.break_even,
     }  # fmt: skip
+    place = {"scratch": options.scratch, "disk": not options.no_disk}
     cells = [Cell(size, count) for count in requests for size in lengths]
-    load_runs.run(options, settings, cells, estimate=estimate, tables=tables, place={"scratch": options.scratch})
+    load_runs.run(options, settings, cells, estimate=estimate, tables=tables, place=place)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def child(spec: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Bench]) -
     start, out = time.perf_counter(), Path(spec["part"])
     found: dict[str, Any] = {"facts": {"vllm": vllm.__version__, "torch": torch.__version__}, "rows": [], "skipped": []}
     facts = found["facts"]
-    facts |= {"python": platform.python_version(), "cores": os.cpu_count()}
+    facts |= {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
     facts["device"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
 
     def in_time() -> bool:
