@@ -295,10 +295,12 @@ class SqliteStore(ResponseStore):
             return self._news(db, cursor)
 
     def _news(self, db: sqlite3.Connection, cursor: str) -> News:
-        first, last = db.execute("SELECT MIN(number), MAX(number) FROM invalidations").fetchone()
-        if not cursor:
+        # One by one: SQLite takes either from the end of the index, and reads all rows for both.
+        last = db.execute("SELECT MAX(number) FROM invalidations").fetchone()[0]
+        since = int(cursor) if cursor else last
+        if since == last:
             return News(str(last))
-        since = int(cursor)
+        first = db.execute("SELECT MIN(number) FROM invalidations").fetchone()[0]
         if not first <= since <= last:
             return News(str(last), None)
         rows = db.execute("SELECT selector FROM invalidations WHERE number>? ORDER BY number", (since,)).fetchall()
