@@ -185,8 +185,9 @@ def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(
 
 def test_who_is_alone_waits_for_no_partition(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is worked out for those who come meanwhile; one of another partition does not wait either."""
-    (tenant, _), (other, _) = let_in(pair), let_in(pair)
+    (tenant, _), (other, _), (other_still, _) = let_in(pair), let_in(pair), let_in(pair)
     pair.upstream.calls.clear()
+    third_one = HUNDRED[3]
     caches, sorted_by = pair.app.gateway.caches, list[str]()
     work_out = caches.partition
 
@@ -194,7 +195,7 @@ def test_who_is_alone_waits_for_no_partition(pair: Pair, monkeypatch: pytest.Mon
         sorted_by.append(canonical.prompt)
         return work_out(canonical)
 
-    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+    with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:
         held = Held(pair, patch)
         patch.setattr(caches, "partition", noted)
         first = pool.submit(pair.post, ONE, headers=tenant)
@@ -203,9 +204,13 @@ def test_who_is_alone_waits_for_no_partition(pair: Pair, monkeypatch: pytest.Mon
         second = pool.submit(pair.post, OTHER, headers=other)
         wait_until(lambda: asked(pair) == [ONE, OTHER])
         assert sorted_by == [OTHER, ONE]
+        third = pool.submit(pair.post, third_one, headers=other_still)
+        wait_until(lambda: asked(pair) == [ONE, OTHER, third_one])
+        assert sorted_by == [OTHER, ONE, third_one]  # of each once
         held.go.set()
         assert said(first.result(30)) == f"You said: {ONE}"
         assert said(second.result(30)) == f"You said: {OTHER}"
+        assert said(third.result(30)) == f"You said: {third_one}"
 
 
 def test_an_answer_that_came_at_once_sends_no_paraphrase_upstream(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

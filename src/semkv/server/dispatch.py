@@ -15,7 +15,7 @@ from semkv.server.canonical import CanonicalRequest
 from semkv.server.flight import Desk, Flight, Subscription
 from semkv.server.journal import Journal
 from semkv.server.metrics import Metrics
-from semkv.server.paraphrases import Paraphrases
+from semkv.server.paraphrases import Newcomer, Paraphrases
 from semkv.tiers.underway import Underway
 from semkv.types import ReuseReport
 
@@ -103,16 +103,19 @@ class Dispatch:
             return resolution.underway
         return None
 
-    def record_looked(self, asked: Asked, looking: asyncio.Future[Resolution], flight: Flight) -> None:
+    def record_looked(
+        self, asked: Asked, newcomer: Newcomer, looking: asyncio.Future[Resolution], flight: Flight
+    ) -> None:
         """Record what is asked while the lookup runs, once both are over; similar requests may join after the lookup.
 
         Args:
             asked: the request.
+            newcomer: the same, as its paraphrases know it meanwhile.
             looking: the lookup.
             flight: what was started.
         """
         if self._caches.semantic is not None:
-            self.paraphrases.expect(asked.canonical, flight)
+            self.paraphrases.expect(newcomer, flight)
             self.spawn(self._record_looked(asked, looking, flight))
 
     async def _record_looked(self, asked: Asked, looking: asyncio.Future[Resolution], flight: Flight) -> None:

@@ -83,14 +83,14 @@ class Misses:
         answer, seat = self._at_hand(asked, own)
         if answer is not None:
             return answer
-        tier = JOINED
+        tier, newcomer = JOINED, self._dispatch.paraphrases.newcomer(asked.canonical)
         if seat is None:
-            if self._dispatch.paraphrases.busy(asked.canonical):
+            if self._dispatch.paraphrases.busy(newcomer):
                 return await self._after_lookup(asked)
             tier, seat = MISS, self._dispatch.start(asked, own, raw)
         looking = asyncio.ensure_future(self._caches.find(asked.canonical))
         if tier is MISS:
-            self._dispatch.record_looked(asked, looking, seat.flight)
+            self._dispatch.record_looked(asked, newcomer, looking, seat.flight)
         try:
             looked = await asyncio.shield(looking)
             if seat.flight.status in REFUSED:  # who is not let in gets nothing of what others computed

@@ -26,11 +26,11 @@ _GONE = 256  # that were recorded last; a lookup that takes longer than so many 
 _CANDIDATES = 4  # the next ones are asked when the policy refuses the best
 
 
-class _Expected:
-    """A request that is asked upstream while it is looked up.
+class Newcomer:
+    """A request that may be asked upstream while it is looked up.
 
     Args:
-        partition: works out its partition, once somebody wants to know.
+        partition: works out what it shares with its paraphrases; asked once, and only where others are on their way.
     """
 
     def __init__(self, partition: Callable[[], str]) -> None:
@@ -51,30 +51,33 @@ class Paraphrases:
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
         self._underway: dict[str, dict[str, tuple[Underway, Flight]]] = {}  # partition -> key -> request
-        self._expected: dict[Flight, _Expected] = {}  # requests that are not known yet
+        self._expected: dict[Flight, Newcomer] = {}  # requests that are not known yet
         self._gone: deque[tuple[float, str, Underway]] = deque(maxlen=_GONE)  # when, key and request
 
     def __len__(self) -> int:
         return sum(map(len, self._underway.values()))
 
-    def busy(self, canonical: CanonicalRequest) -> bool:
+    def newcomer(self, canonical: CanonicalRequest) -> Newcomer:
+        """A request that is not known here yet."""
+        return Newcomer(partial(self._caches.partition, canonical))
+
+    def busy(self, newcomer: Newcomer) -> bool:
         """Whether a request that this one may join waits for its answer or for its lookup."""
         flights = (flight for same in self._underway.values() for _, flight in same.values())
         if not self._expected and all(flight.done for flight in flights):
             return False  # the upstream need not wait for the partition to be worked out
-        partition = self._caches.partition(canonical)
-        underway = self._underway.get(partition, {}).values()
-        return bool(self._awaited(partition)) or any(not flight.done for _, flight in underway)
+        underway = self._underway.get(newcomer.partition, {}).values()
+        return bool(self._awaited(newcomer.partition)) or any(not flight.done for _, flight in underway)
 
-    def expect(self, canonical: CanonicalRequest, flight: Flight) -> None:
+    def expect(self, newcomer: Newcomer, flight: Flight) -> None:
         """A request went upstream before its lookup; until `decided`, `find` waits."""
-        self._expected[flight] = _Expected(partial(self._caches.partition, canonical))
+        self._expected[flight] = newcomer
 
     def decided(self, flight: Flight) -> None:
         """The request that was expected has been added, or will not be."""
         self._expected.pop(flight).decided.set()
 
-    def _awaited(self, partition: str) -> list[_Expected]:
+    def _awaited(self, partition: str) -> list[Newcomer]:
         """The expected requests of a partition; none of an empty one."""
         return [other for other in self._expected.values() if other.partition == partition] if partition else []
 
