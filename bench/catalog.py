@@ -120,8 +120,8 @@ def filled(folder: Path, count: int, lock: Path | None) -> dict[str, Any]:
         row["add_when_full"] = make_room(file, count)
     start = time.perf_counter()
     with SemanticCache(CacheConfig(folder, max_entries=2 * count), text_encoder=Drawn()) as cache:
-        assert isinstance(cache._matching.semantic._index, FaissIndex)
-        cache._matching.semantic._index.settle()
+        assert isinstance(cache._matching._semantic._index, FaissIndex)
+        cache._matching._semantic._index.settle()
         row["graphs_built_s"] = round(time.perf_counter() - start, 1)
         start = time.perf_counter()
     row["closed_s"] = round(time.perf_counter() - start, 2)

@@ -103,7 +103,7 @@ def by_part(index: FaissIndex) -> dict[str, int]:
         "plain_rows": sum(block.vectors.nbytes + block.slots.nbytes for block in blocks),
         "rows_of_graphs": sum(graph.slots.nbytes + graph._alive.nbytes for graph in graphs),
         "item_names": sum(sys.getsizeof(item) for item in table._items if item is not None),
-        "slot_of_item": sys.getsizeof(table.slot_of) + 32 * len(table.slot_of),
+        "slot_of_item": sys.getsizeof(table._slot_of) + 32 * len(table),
         "columns_by_slot": sys.getsizeof(table._items)
         + sys.getsizeof(table._home)
         + table._part.nbytes

@@ -1,7 +1,8 @@
 """Processes that end with the test run, however that ends: a run that is killed cannot clean up.
 
-A watcher starts the command and holds the reading end of a pipe whose other end only the test run has. When that is
-closed, by `Bound.stop` or with the process that held it, the watcher ends the command and all that it started.
+A watcher starts the command and holds the reading end of a pipe whose other end only the test run has, and none of its
+forks. When that is closed, by `Bound.stop` or with the process that held it, the watcher ends the command and all that
+it started.
 """
 
 from __future__ import annotations
@@ -13,9 +14,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 _GRACE_S = 60.0  # between SIGTERM and SIGKILL
+_held: set[IO[bytes]] = set()  # the pipes' writing ends
+
+
+def _let_go() -> None:
+    for end in _held:
+        end.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class Bound:
@@ -30,6 +41,9 @@ class Bound:
         self._watcher = subprocess.Popen(
             [sys.executable, __file__, *command], stdin=subprocess.PIPE, start_new_session=True, **options
         )
+        assert self._watcher.stdin is not None
+        self._end = self._watcher.stdin
+        _held.add(self._end)
 
     @property
     def running(self) -> bool:
@@ -37,8 +51,8 @@ class Bound:
 
     def stop(self) -> None:
         """End it; on return it is gone, with all that it started."""
-        assert self._watcher.stdin is not None
-        self._watcher.stdin.close()
+        _held.discard(self._end)
+        self._end.close()
         self._watcher.wait(_GRACE_S + 10)
 
 

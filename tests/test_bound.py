@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -25,34 +26,44 @@ open(folder + "/server", "w").write(str(os.getpid()))
 time.sleep(600)
 """
 RUN = """
-import sys, time
+import os, sys, time
 sys.path.insert(0, {tests!r})
 from bound import Bound
-Bound([sys.executable, "-c", {server!r}, {folder!r}])
+server = Bound([sys.executable, "-c", {server!r}, {folder!r}])
+if not os.fork():
+    open({folder!r} + "/fork", "w").write(str(os.getpid()))
 time.sleep(600)
 """
 
 
-def gone(number: int) -> bool:
+def gone(process: int) -> bool:
     try:
-        return "\nState:\tZ" in Path(f"/proc/{number}/status").read_text()
+        return "\nState:\tZ" in Path(f"/proc/{process}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return True
 
 
+def number(file: Path) -> int:
+    wait_until(lambda: file.exists() and file.read_text())
+    return int(file.read_text())
+
+
 def numbers(folder: Path) -> list[int]:
-    wait_until(lambda: (folder / "server").exists() and (folder / "server").read_text())
-    return [int((folder / name).read_text()) for name in ("server", "worker")]
+    return [number(folder / name) for name in ("server", "worker")]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_run_leaves_nothing_behind(tmp_path: Path, how: signal.Signals) -> None:
     program = RUN.format(tests=str(Path(__file__).parent), server=SERVER, folder=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", program]) as run:
-        started = numbers(tmp_path)
+        started, fork = numbers(tmp_path), number(tmp_path / "fork")
         assert not any(map(gone, started))
         run.send_signal(how)
-    wait_until(lambda: all(map(gone, started)))
+    try:
+        wait_until(lambda: all(map(gone, started)))
+        assert not gone(fork), "its parent's death alone ends the server"
+    finally:
+        os.kill(fork, signal.SIGKILL)
 
 
 def test_what_is_stopped_is_gone_with_all_that_it_started(tmp_path: Path) -> None:

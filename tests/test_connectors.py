@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,11 @@ from semkv.connectors import namespace, register, weights
 from semkv.connectors.adapter import KVAdapter
 from semkv.connectors.break_even import RanksGate
 from semkv.connectors.host import SharedPool
+from semkv.connectors.kv_keys import rank_namespace
 from semkv.connectors.kv_plan import LoadPlan
 from semkv.connectors.kv_scheduler import KVScheduler
 from semkv.connectors.kv_worker import KVWorker
 from semkv.connectors.outcome import ConnectorOutcome, read_outcome
-from semkv.connectors.rank_stores import rank_namespace
 from semkv.connectors.settings import ECSettings, KVSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.errors import ConfigError
@@ -844,12 +845,12 @@ def test_several_ranks_read_ahead_what_waits_for_room(tmp_path: Path) -> None:
         put(tmp_path, rank, one.block_hashes)
         put(tmp_path, rank, two.block_hashes)
     assert kv.matched_tokens(one, 0) == kv.matched_tokens(two, 0) == 64
-    kv.allocated(one, [1, 2, 3], 64)  # no room for the other
+    kv.admitted(one, [1, 2, 3], 64)  # no room for the other
     step = kv.build_step(scheduled())
     assert [(p.request_id, p.block_hashes) for p in step.prefetches] == [("b", two.block_hashes[:2])]
     assert kv.matched_tokens(two, 0) == 64
     assert not kv.build_step(scheduled()).prefetches  # once
-    kv.allocated(two, [4, 5, 6], 64)
+    kv.admitted(two, [4, 5, 6], 64)
     step = kv.build_step(scheduled())
     assert ([p.block_ids for p in step.loads], step.prefetches) == ([[4, 5]], [])
 
@@ -859,7 +860,7 @@ def test_several_ranks_capture_only_when_every_load_is_confirmed(tmp_path: Path)
     for rank in (0, 1):
         put(tmp_path, rank, r.block_hashes[:2])
     assert kv.matched_tokens(r, 0) == 64
-    kv.allocated(r, [1, 2, 3, 4, 5], 64)
+    kv.admitted(r, [1, 2, 3, 4, 5], 64)
     step = kv.build_step(scheduled(new=[("a", [1, 2, 3, 4, 5], 64, 32)]))
     assert [p.block_ids for p in step.loads] == [[1, 2]]
     assert step.loads[0].rows is None
@@ -897,7 +898,7 @@ def test_several_ranks_load_only_what_is_faster(tmp_path: Path) -> None:
     assert ask("too slow in one") == 0
     assert kv.counters.totals()["refused_loads"] == 1
     r = request("c", 160, block_hashes=names[:5])
-    kv.allocated(r, [1, 2, 3, 4, 5], 0)
+    kv.admitted(r, [1, 2, 3, 4, 5], 0)
     assert kv.build_step(scheduled(new=[("c", [1, 2, 3, 4, 5], 0, 160)])).captures
     assert ask("what was captured") == 160
     kv.gate.told([b"other"], 4)  # and pushes the oldest out
@@ -918,7 +919,7 @@ def test_what_several_ranks_were_told_is_bounded_where_nothing_ever_hits(tmp_pat
         name = f"r{number}"
         r = request(name, 96, block_hashes=[f"{name} {i}".encode() for i in range(3)])
         assert kv.matched_tokens(r, 0) == 0
-        kv.allocated(r, [1, 2, 3], 0)
+        kv.admitted(r, [1, 2, 3], 0)
         assert kv.build_step(scheduled(new=[(name, [1, 2, 3], 0, 96)])).captures
         kv.finished(r)
         assert len(kv.gate._told) <= 5
@@ -927,13 +928,13 @@ def test_what_several_ranks_were_told_is_bounded_where_nothing_ever_hits(tmp_pat
 def test_what_goes_on_during_a_reset_is_not_captured(tmp_path: Path) -> None:
     """Its blocks before the reset and those after it may be of different weights."""
     kv, old, new = half(tmp_path), request("a", 200), request("b", 96)
-    kv.allocated(old, [1, 2, 3, 4, 5, 6, 7], 0)
+    kv.admitted(old, [1, 2, 3, 4, 5, 6, 7], 0)
     assert kv.build_step(scheduled(new=[("a", [1, 2, 3, 4, 5, 6, 7], 0, 64)])).captures
     kv.reset()
     assert not kv.build_step(scheduled(cached=[("a", None, 64, 136)])).captures
-    kv.allocated(old, [1, 2, 3], 0)  # preempted, and admitted again
+    kv.admitted(old, [1, 2, 3], 0)  # preempted, and admitted again
     assert not kv.build_step(scheduled(cached=[("a", [1, 2, 3], 0, 96)], resumed=("a",))).captures
-    kv.allocated(new, [8, 9, 10], 0)
+    kv.admitted(new, [8, 9, 10], 0)
     step = kv.build_step(scheduled(new=[("b", [8, 9, 10], 0, 96)]))
     assert [c.block_ids for c in step.captures] == [[8, 9, 10]]
 
@@ -945,14 +946,14 @@ def test_what_rests_on_blocks_from_before_a_reset_is_not_captured(tmp_path: Path
 
     def captured(name: str, block_ids: list[int], computed: int) -> list[list[int]]:
         r = request(name, 32 * len(block_ids), block_hashes=old.block_hashes[: len(block_ids)])
-        kv._offered.clear()
-        kv.allocated(r, block_ids, 0)
+        kv._stores.offered.clear()
+        kv.admitted(r, block_ids, 0)
         return [
             c.block_ids
             for c in kv.build_step(scheduled(new=[(name, block_ids, computed, r.num_tokens - computed)])).captures
         ]
 
-    kv.allocated(old, [1, 2, 3], 0)
+    kv.admitted(old, [1, 2, 3], 0)
     assert kv.build_step(scheduled(new=[("a", [1, 2, 3], 0, 64)])).captures
     kv.reset()
     assert not kv.build_step(scheduled(cached=[("a", [4, 5, 6, 7], 64, 136)])).captures
@@ -966,12 +967,12 @@ def test_what_rests_on_blocks_from_before_a_reset_is_not_captured(tmp_path: Path
     for store in put_to:
         store.save_rows(old.block_hashes[:3], np.zeros((3, 4), np.uint8))
     loads = request("loads", 160, block_hashes=old.block_hashes[:5])
-    kv._offered.clear()
+    kv._stores.offered.clear()
     assert kv.matched_tokens(loads, 0) == 96
-    kv.allocated(loads, [20, 21, 22, 23, 24], 96)
+    kv.admitted(loads, [20, 21, 22, 23, 24], 96)
     kv.build_step(scheduled())  # asynchronous: it is scheduled when they have come
     kv.confirm(kv._step)
-    kv.allocated(loads, [20, 21, 22, 23, 24], 0)
+    kv.admitted(loads, [20, 21, 22, 23, 24], 0)
     step = kv.build_step(scheduled(new=[("loads", [20, 21, 22, 23, 24], 96, 64)]))
     assert [c.block_ids[-2:] for c in step.captures] == [[23, 24]]  # the writer leaves out what is there
 
@@ -1004,7 +1005,7 @@ def test_a_reset_that_cannot_take_back_says_so_and_goes_on_trying(tmp_path: Path
     assert kv.reset()
 
 
-def test_only_the_first_try_to_take_back_waits_for_long(tmp_path: Path) -> None:
+def test_only_the_first_try_to_take_back_waits(tmp_path: Path) -> None:
     """Steps try again, and must not be held up by it; what is new is tried first."""
     kv = half(tmp_path)
     (old,) = kv.stores()
@@ -1017,7 +1018,7 @@ def test_only_the_first_try_to_take_back_waits_for_long(tmp_path: Path) -> None:
     said: list[str] = []
     index._db.set_trace_callback(said.append)
     kv.build_step(scheduled())
-    assert next(s for s in said if "busy" in s or "BEGIN" in s) == "PRAGMA busy_timeout=100"
+    assert next(s for s in said if "busy" in s or "BEGIN" in s) == "PRAGMA busy_timeout=0"
     assert index._db.execute("PRAGMA busy_timeout").fetchone() == (10_000,)
     other.execute("COMMIT")
     (new,) = kv.stores()
@@ -1025,6 +1026,30 @@ def test_only_the_first_try_to_take_back_waits_for_long(tmp_path: Path) -> None:
     assert kv.reset()
     told = [s for s in said if "INTO disowned" in s]
     assert [new.namespace in told[0], old.namespace in told[1], len(told)] == [True, True, 2]
+
+
+def test_a_step_tries_to_take_back_once_however_much_is_left(tmp_path: Path) -> None:
+    for rank in range(2):
+        put(tmp_path, rank, [b"name"])
+    kv = half(tmp_path, ranks=2)
+    stores, said = kv.stores(), list[str]()
+    index = kv._extents._index.get()
+    assert index is not None
+    index._db.execute("PRAGMA busy_timeout=0")
+    other = sqlite3.connect(tmp_path / "kv" / "index.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert not kv.reset()
+    assert kv.stores()  # the next step need not ask for them
+    index._db.set_trace_callback(said.append)
+    kv.build_step(scheduled())
+    assert said.count("BEGIN IMMEDIATE") == 1
+    other.execute("COMMIT")
+    with ThreadPoolExecutor(1) as steps, index._lock:  # as a thread of this process that waits for another process
+        steps.submit(kv.build_step, scheduled()).result(20)
+    assert [store.stored([b"name"]) for store in stores] == [[True], [True]]
+    assert kv._extents.writable
+    kv.build_step(scheduled())
+    assert [store.stored([b"name"]) for store in stores] == [[False], [False]]
 
 
 @pytest.mark.parametrize("resets", [0, 1, 2])
@@ -1069,7 +1094,7 @@ def test_what_was_captured_before_a_purge_is_captured_again(tmp_path: Path) -> N
         name = f"request {number}"
         r = request(name, 96, block_hashes=names)
         assert kv.matched_tokens(r, 0) == 0
-        kv.allocated(r, [1, 2, 3], 0)
+        kv.admitted(r, [1, 2, 3], 0)
         captures = kv.build_step(scheduled(new=[(name, [1, 2, 3], 0, 96)])).captures
         assert [c.block_ids for c in captures] == ([[1, 2, 3]] if again else [])
         if number == 1:
@@ -1078,7 +1103,7 @@ def test_what_was_captured_before_a_purge_is_captured_again(tmp_path: Path) -> N
 
 def test_chunks_preemption_and_failed_loads(tmp_path: Path) -> None:
     kv, r = half(tmp_path, max_extent_blocks=2), request("a", 200)
-    kv.allocated(r, [1, 2], 0)
+    kv.admitted(r, [1, 2], 0)
     assert not kv.build_step(scheduled(new=[("a", [1, 2], 0, 20)])).captures
     step = kv.build_step(scheduled(cached=[("a", [3], 20, 76)]))
     assert [(c.block_ids, c.position) for c in step.captures] == [([1, 2], 0), ([3], 2)]
@@ -1097,7 +1122,7 @@ def test_chunks_preemption_and_failed_loads(tmp_path: Path) -> None:
 def test_generated_tokens_only_when_asked(tmp_path: Path) -> None:
     for decode in (False, True):
         kv, r = half(tmp_path, capture_decode=decode), request("a", 64)
-        kv.allocated(r, [1, 2], 0)
+        kv.admitted(r, [1, 2], 0)
         kv.build_step(scheduled(new=[("a", [1, 2], 0, 64)]))
         r.block_hashes.append(b"generated")
         step = kv.build_step(scheduled(cached=[("a", [3], 95, 1)]))

@@ -504,10 +504,10 @@ def opened(folder: Path, encoder: Seeded) -> SemanticCache:
 
 def index_of(cache: SemanticCache) -> FaissIndex:
     """Its index of texts, once nothing is left to do there."""
-    assert cache._matching.semantic is not None
-    assert isinstance(cache._matching.semantic._index, FaissIndex)
-    assert cache._matching.semantic._index.settle(60)
-    return cache._matching.semantic._index
+    assert cache._matching._semantic is not None
+    assert isinstance(cache._matching._semantic._index, FaissIndex)
+    assert cache._matching._semantic._index.settle(60)
+    return cache._matching._semantic._index
 
 
 def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,8 +525,8 @@ def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, mon
     with monkeypatch.context() as still:
         still.setattr(Graph, "grown", lambda *_: pytest.fail("a graph was built"))
         with opened(folder, Seeded()) as cache:
-            assert cache._matching.semantic is not None
-            index = cache._matching.semantic._index
+            assert cache._matching._semantic is not None
+            index = cache._matching._semantic._index
             assert isinstance(index, FaissIndex)
             assert index.sizes() == IndexSizes(2200 - index.sizes().graph, index.sizes().graph, 0)
             assert index.sizes().graph > 2000

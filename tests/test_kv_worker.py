@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from semkv.connectors.kv_keys import rank_namespace
 from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan, PrefetchPlan
-from semkv.connectors.rank_stores import rank_namespace
 from semkv.connectors.settings import KVSettings
 from semkv.stores import host_pool
 from semkv.stores.blocks import KVStore

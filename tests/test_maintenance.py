@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from gateway_helpers import SECRET as GATEWAYS_SECRET
+from gateway_helpers import Pair, wait_until
 from semkv.cache import SemanticCache
-from semkv.cli import app
+from semkv.cli import EXIT_ERROR, app, main
 from semkv.config import CacheConfig
 from semkv.engines.base import EnginePrompt
 from semkv.errors import StoreError
 from semkv.keys import namespace_key
 from semkv.maintenance import collect, inspect, verify
+from semkv.server.admission import named_tenant
 from semkv.server.salt import tenant_salt
 from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
 from semkv.stores.cachedir import prepare
@@ -25,6 +31,7 @@ from semkv.stores.container import owner_of
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.graphs import GraphFiles
 from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses.open import FILE
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
 
@@ -168,7 +175,7 @@ def store_for_tenants(root: Path) -> None:
 
 def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store_for_tenants(used)
-    answers = SqliteStore(used / "responses.sqlite", clock=lambda: 0.0)  # so that what is stale now can be put
+    answers = SqliteStore(used / FILE, clock=lambda: 0.0)  # so that what is stale now can be put
     for tenant in ("alice", "alice", "bob"):
         answers.put(StoredResponse(os.urandom(32).hex(), tenant, "model", b"{}", time.time()))
     answers.put(StoredResponse("stale", "alice", "model", b"{}", 1.0, 2.0, 3.0))
@@ -179,33 +186,150 @@ def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeyp
 
     def held(tenant: str) -> tuple[list[tuple[str, int]], dict[str, tuple[int, int]]]:
         found = json.loads(call("stats", "--cache-dir", str(used), "--tenant", tenant, "--json"))
-        assert found["tenant"] == tenant
+        assert found["tenants"][0] == tenant
         entries = [(e["tenant"], e["entries"]) for e in found["entries"]]
         return entries, {s["store"]: (s["items"], s["blocks"]) for s in found["stores"]}
 
     monkeypatch.delenv("SEMKV_SECRET", raising=False)
-    rest = {"media": (1, 0), "graphs": (1, 0), "responses": (2, 0)}
+    rest = {"media": (1, 0), "graphs": (1, 0), "answers": (3, 0)}  # what has run out lies there too
     assert held("alice") == ([("alice", 3)], {"kv": (2, 2), "fusion": (2, 2), **rest})
     words = ("stats", "--cache-dir", str(used), "--tenant", "alice")
     assert "set SEMKV_SECRET" in CliRunner().invoke(app, words).stderr
     monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
     assert held("alice") == ([("alice", 3)], {"kv": (3, 3), "fusion": (3, 3), **rest})
     assert "set SEMKV_SECRET" not in CliRunner().invoke(app, words).stderr
-    bobs = ([("bob", 3)], {"kv": (3, 3), "fusion": (3, 3), **rest, "responses": (1, 0)})
+    bobs = ([("bob", 3)], {"kv": (3, 3), "fusion": (3, 3), **rest, "answers": (1, 0)})
     assert held("bob") == bobs
     assert held("nobody") == ([], {})
     everything = {s.store: s for s in inspect(used).stores}
     assert {name: s.items for name, s in everything.items()} == {
-        "kv": 8, "fusion": 7, "media": 2, "graphs": 2, "responses": 3,
+        "kv": 8, "fusion": 7, "media": 2, "graphs": 2, "answers": 4,
     }  # fmt: skip
-    alices = {s.store: s.nbytes for s in inspect(used, tenant="alice").stores}
+    alices = {s.store: s.nbytes for s in inspect(used, tenants=["alice"]).stores}
     assert alices["graphs"] < 1000 < everything["graphs"].nbytes
     assert alices["media"] == len(b"the picture of alice")
     assert "kv" not in alices, "nobody said which salts were hers"
     assert "tenant alice" in call(*words)
     call("purge", "--cache-dir", str(used), "--tenant", "alice")
-    assert held("alice") == ([], {"responses": (2, 0)}), "a purge finds what stats find, but for a gateway's answers"
+    assert held("alice") == ([], {"answers": (3, 0)}), "a purge finds what stats find, but for a gateway's answers"
     assert held("bob") == bobs
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else b"" for p in root.rglob("*")}
+
+
+def break_whole(path: Path) -> None:
+    path.write_bytes(b"garbage" * 1000)
+
+
+def break_page(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for at in range(4096, len(data), 4096):
+        data[at : at + 100] = b"\xff" * 100
+    path.write_bytes(data)
+
+
+def make_foreign(path: Path) -> None:
+    path.unlink()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE mine (x)")
+
+
+def make_newer(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version=99")
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("harm", [break_whole, break_page, make_foreign, make_newer, make_folder])
+def test_stats_of_answers_that_cannot_be_read_tell_so_and_touch_nothing(
+    used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None]
+) -> None:
+    with closing(SqliteStore(used / FILE)) as store:
+        for i in range(50):
+            store.put(StoredResponse(str(i), "alice", "model", b"x" * 1000, time.time()))
+    inspect(used)  # the other stores' own files are there now
+    harm(used / FILE)
+    before = files_of(used)
+    monkeypatch.setattr("sys.argv", ["semkv", "stats", "--cache-dir", str(used)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == EXIT_ERROR
+    assert str(used / FILE) in said.err
+    assert said.err.count("\n") == 1
+    assert all(word in said.out for word in ("alice", "kv", "fusion", "media"))
+    after = files_of(used)
+    assert sorted(after) == sorted(before)
+    assert after[FILE] == before[FILE]
+
+
+def test_stats_beside_a_running_gateway_find_its_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the digests that stats list, and with the secret by the name that the proxy gave; not by an API key."""
+
+    def held(*words: str) -> tuple[list[tuple[str, int]], int]:
+        found = json.loads(call("stats", "--cache-dir", str(tmp_path), "--json", *words))
+        listed = [(use["tenant"], use["answers"]) for use in found["answers"]]
+        return listed, sum(use["items"] for use in found["stores"] if use["store"] == "answers")
+
+    with Pair(tmp_path, trusted_proxies=("127.0.0.1",)) as pair:
+        for name, questions in (("alice", 2), ("ü", 1)):
+            for i in range(questions):
+                assert pair.post(f"question {i}", headers={"X-Semkv-Tenant": name.encode()}).status_code == 200
+        pair.post("question", headers={"Authorization": "Bearer carol"})
+        wait_until(lambda: held()[1] == 4)
+        before = files_of(tmp_path)
+        listed, _ = held()
+        assert sorted(files_of(tmp_path)) == sorted(before)
+    monkeypatch.delenv("SEMKV_SECRET", raising=False)
+    assert sorted(count for _, count in listed) == [1, 1, 2]
+    assert listed[0][0] in call("stats", "--cache-dir", str(tmp_path))
+    for tenant, count in listed:
+        assert held("--tenant", tenant) == ([(tenant, count)], count)
+    assert held("--tenant", "alice") == ([], 0)
+    monkeypatch.setenv("SEMKV_SECRET", GATEWAYS_SECRET)
+    assert held("--tenant", "alice") == ([listed[0]], 2)
+    assert held("--tenant", "ü")[1] == 1
+    assert held("--tenant", "carol") == ([], 0)
+    result = CliRunner().invoke(app, ["stats", "--cache-dir", str(tmp_path), "--tenant", "alice"])
+    assert "elsewhere than in responses.sqlite" in result.stderr
+
+
+def test_purge_of_a_tenant_finds_what_a_gateway_stored_under_its_name(
+    used: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = named_tenant(SECRET, "alice")
+    with closing(KVStore.open(used / "kv", "ns", LAYOUT)) as kv:
+        kv.save_rows([b"k" * 32], np.zeros((1, 256), np.uint8), owner=owner_of(tenant_salt(SECRET, digest, None)))
+    monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
+    words = ("--cache-dir", str(used), "--tenant", "alice")
+    assert '"kv"' in call("stats", *words, "--json")
+    assert "3 entries and 2 files deleted" in call("purge", *words)
+    assert '"kv"' not in call("stats", *words, "--json")
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[bold]b", ":smile:", "a\x1b[31mb\n", "a' OR 1=1 --"])
+def test_a_tenant_may_have_any_name(tmp_path: Path, name: str) -> None:
+    with closing(SqliteStore(tmp_path / FILE)) as store:
+        store.put(StoredResponse("key", name, "model", b"{}", time.time()))
+    shown = name.replace("\x1b", "\\x1b").replace("\n", "\\n")
+    for words in ((), ("--tenant", name)):
+        out = call("stats", "--cache-dir", str(tmp_path), *words)
+        assert "\x1b" not in out
+        assert f"│ {shown} " in out
+    assert f"tenant {shown}:" in out
+
+
+@pytest.mark.parametrize("command", ["stats", "purge"])
+def test_a_name_that_is_no_text_is_refused(used: Path, command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--cache-dir", str(used), "--tenant", "\udcff"])
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True)
+    assert "UTF-8" in result.stderr
 
 
 def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:

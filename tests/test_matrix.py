@@ -20,9 +20,9 @@ import pytest
 import tiny_models
 from semkv.connectors import namespace as ns
 from semkv.connectors.host import SharedPool
+from semkv.connectors.kv_keys import rank_namespace
 from semkv.connectors.kv_scheduler import KVScheduler
 from semkv.connectors.lora import Adapters
-from semkv.connectors.rank_stores import rank_namespace
 from semkv.connectors.settings import ECSettings, KVSettings
 from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
 from semkv.stores.bounds import Bounds
@@ -204,7 +204,7 @@ class Halves:
         self.ec.observe(one)
         identifier = one.mm_features[0].identifier
         encoded = self.ec.has(identifier)
-        self.kv.allocated(one, [1, 2, 3], tokens or 0)
+        self.kv.admitted(one, [1, 2, 3], tokens or 0)
         self.ec.allocated(one, 0)
         new = SimpleNamespace(req_id=one.request_id, block_ids=([1, 2, 3],), num_computed_tokens=tokens)
         none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())

@@ -24,6 +24,7 @@ from semkv.stores.responses.memory import MemoryStore, weight
 from semkv.stores.responses.open import open_store
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import SqliteStore
+from semkv.stores.responses.use import AnswersUse, by_tenant
 
 INF = float("inf")
 Make = Callable[..., ResponseStore]
@@ -313,6 +314,35 @@ def test_a_file_that_is_damaged_while_open_is_replaced(tmp_path: Path) -> None:
     assert store.damaged + other.damaged == 1
     store.close()
     other.close()
+
+
+def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None:
+    path = tmp_path / "a?b#c%20.sqlite"
+    path.touch()
+    assert by_tenant(path) == []
+    store = SqliteStore(path, clock=lambda: 50.0)
+    sizes = []
+    for number, tenant in enumerate(("alice", "bob", "alice")):
+        one = answer(str(number), partition=tenant, created=float(number), stale_until=INF if number else 60.0)
+        store.put(one)
+        sizes.append(sum(map(len, encode(one))))
+    expected = [AnswersUse("alice", 2, sizes[0] + sizes[2], 0.0, 50.0), AnswersUse("bob", 1, sizes[1], 1.0, 50.0)]
+    store._db.execute("BEGIN IMMEDIATE")
+    assert by_tenant(path) == expected
+    store._db.execute("ROLLBACK")
+    store.close()
+    left = sorted(p.name for p in tmp_path.iterdir())
+    path.chmod(0o400)
+    assert by_tenant(path) == expected
+    assert sorted(p.name for p in tmp_path.iterdir()) == left
+    path.chmod(0o600)
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE answers SET head=? WHERE key='1'", (b"\xff" * 100,))
+    db.close()
+    assert [(use.tenant, use.answers) for use in by_tenant(path)] == [("alice", 2), (None, 1)]
+    path.write_bytes(b"garbage" * 1000)
+    with pytest.raises(StoreError, match="not a database"):
+        by_tenant(path)
 
 
 def test_a_file_deleted_while_open_is_begun_anew(tmp_path: Path) -> None:

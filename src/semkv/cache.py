@@ -34,7 +34,7 @@ from semkv.stores.catalog_rows import Removed
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Boundary, GuardedEncoder, Tally
 from semkv.tiers.checking import Checking, Comparator, HitLog, SameMeaning, same_text
-from semkv.tiers.guards import no_veto, veto
+from semkv.tiers.guards import forget, no_veto, veto
 from semkv.tiers.matching import Matching
 from semkv.tiers.plan import Planner
 from semkv.tiers.policies import Decider, build_policy
@@ -288,8 +288,9 @@ class SemanticCache:
             removed = self._catalog.invalidate(tag=tag, entry_id=entry_id, namespace=namespace, dry_run=dry_run)
         except sqlite3.Error as error:
             raise StoreError(f"catalog {self._catalog.path}: {error}") from error
-        if not dry_run:
+        if removed.entry_ids and not dry_run:
             self._forget(removed)
+            forget(words=True)  # pieces of the texts that are gone
         return len(removed.entry_ids)
 
     def stats(self) -> CacheStats:

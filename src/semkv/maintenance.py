@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,9 @@ from semkv.stores.extents import ExtentStore
 from semkv.stores.graphs import FOLDER as GRAPHS
 from semkv.stores.graphs import damage_of, graph_files, sweep
 from semkv.stores.media import MediaStore
-from semkv.stores.responses.sqlite import SqliteStore
+from semkv.stores.responses.open import FILE as ANSWERS
+from semkv.stores.responses.use import AnswersUse, by_tenant
 from semkv.types import Namespace
-
-ANSWERS = "responses.sqlite"  # where a gateway keeps them by default
 
 _UNBOUNDED = Bounds(max_bytes=0)
 _DAY_S = 86_400.0
@@ -37,11 +36,11 @@ class StoreUse:
     """One store on disk; times are seconds since the epoch, None where it is empty.
 
     Attributes:
-        store: ``kv``, ``fusion``, ``media``, ``graphs`` (of the vector indexes) or ``responses`` (a gateway's answers).
+        store: ``kv``, ``fusion``, ``media``, ``graphs`` (of the vector indexes) or ``answers`` (of a gateway).
         namespace: digest of the model, its settings and the rank; empty for all but ``kv`` and ``fusion``.
         items: extents, fusion states, images, graphs or answers.
         blocks: KV blocks or fusion states.
-        nbytes: bytes of the files.
+        nbytes: bytes of the files; of answers, those of heads and payloads, so that tenants' sizes add up.
         oldest: when the oldest was written.
         used: when one was last used.
     """
@@ -57,18 +56,27 @@ class StoreUse:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """What a cache directory holds: the catalog by tenant and model, the other stores by namespace.
+    """What a cache directory holds.
 
-    ``tenant``: whose alone is counted; None for everybody's.
+    Attributes:
+        cache_dir: the directory.
+        entries: the catalog, by tenant and model.
+        answers: a gateway's, by tenant.
+        stores: all but the catalog, by namespace.
+        unread: what could not be read, a line for each, and is not counted.
+        tenants: names of the tenant whose alone is counted; None for everybody's.
     """
 
     cache_dir: str
     entries: tuple[NamespaceUse, ...]
+    answers: tuple[AnswersUse, ...]
     stores: tuple[StoreUse, ...]
-    tenant: str | None = None
+    unread: tuple[str, ...] = ()
+    tenants: tuple[str, ...] | None = None
 
     @property
     def nbytes(self) -> int:
+        """Bytes of ``stores``."""
         return sum(use.nbytes for use in self.stores)
 
 
@@ -100,12 +108,15 @@ class Purged:
 
 
 def inspect(
-    cache_dir: Path, fusion_dir: Path | None = None, tenant: str | None = None, salts: Iterable[str | None] = ()
+    cache_dir: Path,
+    fusion_dir: Path | None = None,
+    tenants: Sequence[str] | None = None,
+    salts: Iterable[str | None] = (),
 ) -> CacheUse:
     """Counts, bytes and ages: of everything, or of what is known to be a tenant's.
 
     Args:
-        tenant: its name in the catalog and among a gateway's answers. A picture that several have counts for each.
+        tenants: its names in the catalog and among a gateway's answers. A picture that several have counts for each.
         salts: values of ``cache_salt`` that its requests came with, which tell its KV blocks and encoder outputs.
 
     Raises:
@@ -115,15 +126,15 @@ def inspect(
     stores: list[StoreUse] = []
     with _extents(cache_dir, fusion_dir) as opened:
         for name, store in opened:
-            ages = store.ages(None if tenant is None else _owners(salts))
+            ages = store.ages(None if tenants is None else _owners(salts))
             stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
     entries: tuple[NamespaceUse, ...] = ()
     media, graphs = _media(cache_dir), graph_files(cache_dir / GRAPHS)
     if (cache_dir / "catalog.sqlite").exists():
         with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
-            entries = tuple(catalog.by_namespace(tenant))
-            if tenant is not None:
-                theirs = catalog.media_of(tenant)
+            entries = tuple(use for tenant in tenants or (None,) for use in catalog.by_namespace(tenant))
+            if tenants is not None:
+                theirs = {media_id for tenant in tenants for media_id in catalog.media_of(tenant)}
                 media = [file for file in media if file.name in theirs]
                 spaces = [namespace_key(Namespace(use.tenant, use.model)) for use in entries]
                 graphs = graph_files(cache_dir / GRAPHS, spaces)
@@ -132,12 +143,19 @@ def inspect(
         if files:
             times = [t for _, t in files]
             stores.append(StoreUse(name, "", len(files), 0, sum(n for n, _ in files), min(times), max(times)))
+    answers: list[AnswersUse] = []
+    unread: list[str] = []
     if (cache_dir / ANSWERS).exists():
-        with closing(SqliteStore(cache_dir / ANSWERS)) as answers:
-            count, nbytes, oldest, used = answers.held(tenant)
-            if count:
-                stores.append(StoreUse("responses", "", count, 0, nbytes, oldest, used))
-    return CacheUse(str(cache_dir), entries, tuple(stores), tenant)
+        try:
+            answers = [use for use in by_tenant(cache_dir / ANSWERS) if tenants is None or use.tenant in tenants]
+        except StoreError as error:
+            unread.append(str(error))
+    if answers:
+        count, nbytes = sum(use.answers for use in answers), sum(use.nbytes for use in answers)
+        oldest, used = min(use.oldest for use in answers), max(use.used for use in answers)
+        stores.append(StoreUse("answers", "", count, 0, nbytes, oldest, used))
+    whose = None if tenants is None else tuple(tenants)
+    return CacheUse(str(cache_dir), entries, tuple(answers), tuple(stores), tuple(unread), whose)
 
 
 def verify(
@@ -223,7 +241,8 @@ def check_is_cache(cache_dir: Path) -> None:
         StoreError: nothing there was written by semkv.
     """
     places = (cache_dir, cache_dir / "kv", cache_dir / "fusion")
-    if not any((place / "semkv.json").is_file() for place in places) and not (cache_dir / "catalog.sqlite").is_file():
+    signs = (cache_dir / "catalog.sqlite", cache_dir / ANSWERS, *(place / "semkv.json" for place in places))
+    if not any(sign.is_file() for sign in signs):
         raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
 
 
@@ -254,7 +273,7 @@ def _catalog_damage(path: Path) -> str:
     if not path.exists():
         return ""
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
             found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
             return "" if found == "ok" else found
     except sqlite3.Error as error:

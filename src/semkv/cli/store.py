@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from semkv.errors import StoreError
+from semkv.stores.responses.open import FILE as ANSWERS
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.console import Console
     from rich.table import Table
 
+    from semkv.maintenance import CacheUse
+
 EXIT_DAMAGED = 1
 
 CacheDir = Annotated[Path | None, typer.Option(help="Where the cache lives (SEMKV_CACHE_DIR or ~/.cache/semkv).")]
 FusionDir = Annotated[Path | None, typer.Option(help="Fusion states, where they are kept elsewhere.")]
+TenantName = Annotated[
+    str | None, typer.Option(callback=lambda name: _text(name), help="Only what is this tenant's, named as in stats.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 STATS_EXAMPLES = """\b
@@ -23,8 +31,9 @@ Examples:
   semkv stats --cache-dir runs/demo/cache
   semkv stats --json | jq '.stores[] | select(.store == "kv").nbytes'
   semkv stats --tenant alice
-      what one tenant holds, and in which stores: what purge --tenant would find, and its answers. A gateway's tenant
-      needs the deployment's secret, as there
+      what one tenant holds, and in which stores: what purge --tenant would find, and its answers. The tenant is named
+      as in stats: a gateway's by 32 hex digits; with the deployment's secret, as for purge, also by the name that a
+      trusted proxy gave it
 """
 
 VERIFY_EXAMPLES = """\b
@@ -41,9 +50,9 @@ Examples:
       delete everything that semkv wrote there, and nothing else; engines that run on it notice, and start again empty.
       What vLLM itself holds on the device goes with reset_prefix_cache and reset_encoder_cache
   semkv purge --tenant alice
-      delete the entries of one tenant, named as in stats, with the pictures that only they had, and the KV blocks and
-      encoder outputs that were stored for it. A gateway's tenant needs the deployment's secret: SEMKV_SECRET, or the
-      file that the gateway made in its cache directory
+      delete the entries of one tenant, named as for stats, with the pictures that only they had, and the KV blocks and
+      encoder outputs that were stored for it. Those of a gateway's tenant need the deployment's secret: SEMKV_SECRET,
+      or the file that the gateway made in its cache directory
   semkv purge --tag release-7 --dry-run
       count what would go
 """
@@ -52,7 +61,7 @@ Examples:
 def stats(
     cache_dir: CacheDir = None,
     fusion_cache_dir: FusionDir = None,
-    tenant: Annotated[str | None, typer.Option(help="Only what this tenant holds.")] = None,
+    tenant: TenantName = None,
     as_json: AsJson = False,
 ) -> None:
     """What a cache holds: entries, blocks, bytes and ages, by store, tenant and model."""
@@ -62,21 +71,35 @@ def stats(
     if tenant is None:
         found = inspect(folder, fusion_cache_dir)
     else:
-        own, gateways = _salts(folder, tenant)
-        found = inspect(folder, fusion_cache_dir, tenant, (*own, gateways))
-        typer.echo("not counted: " + "; ".join(_untold(known=gateways is not None)), err=True)
+        names = _names(folder, tenant)
+        own, gateways = _salts(folder, names)
+        found = inspect(folder, fusion_cache_dir, names, [*own, *gateways])
+        elsewhere = f"answers that a gateway keeps elsewhere than in {ANSWERS} there (its --store)"
+        typer.echo("not counted: " + "; ".join([*_untold(known=bool(gateways)), elsewhere]), err=True)
     if as_json:
         _print_json(found)
-        return
+    else:
+        _print_use(found)
+    if found.unread:
+        raise StoreError("; ".join(found.unread))
+
+
+def _print_use(found: CacheUse) -> None:
     console = _console()
-    whose = "" if tenant is None else f", tenant {tenant or '-'}"
-    console.print(f"{found.cache_dir}{whose}: {_size(found.nbytes)}", highlight=False)
+    whose = "" if found.tenants is None else f", tenant {' or '.join(map(_cell, found.tenants))}"
+    console.print(f"{_cell(found.cache_dir)}{whose}: {_size(found.nbytes)} in the stores below")
     table = _table("Entries", "tenant", "model", "entries", "hits", "oldest", "last used")
     for row in found.entries:
         table.add_row(
-            row.tenant or "-", row.model[:16], str(row.entries), str(row.hits), _ago(row.oldest), _ago(row.used)
+            _cell(row.tenant), _cell(row.model[:16]), str(row.entries), str(row.hits), _ago(row.oldest), _ago(row.used)
         )
     console.print(table)
+    if found.answers:
+        table = _table("Answers", "tenant", "answers", "bytes", "oldest", "last used")
+        for held in found.answers:
+            whose = "?" if held.tenant is None else _cell(held.tenant)
+            table.add_row(whose, str(held.answers), _size(held.nbytes), _ago(held.oldest), _ago(held.used))
+        console.print(table)
     table = _table("Stores", "store", "namespace", "items", "blocks", "bytes", "oldest", "last used")
     for use in found.stores:
         counts = (str(use.items), str(use.blocks) if use.blocks else "-", _size(use.nbytes))
@@ -136,27 +159,27 @@ def gc(
 def purge(
     cache_dir: CacheDir = None,
     fusion_cache_dir: FusionDir = None,
-    tenant: Annotated[str | None, typer.Option(help="Only the entries of this tenant.")] = None,
+    tenant: TenantName = None,
     tag: Annotated[str | None, typer.Option(help="Only the entries with this tag.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete a cache, or the entries of one tenant or tag."""
-    from dataclasses import replace
-
-    from semkv.maintenance import purge_all, purge_entries, purge_salts
+    from semkv.maintenance import Purged, purge_all, purge_entries, purge_salts
 
     folder, gateways = _folder(cache_dir), None
     if tenant is None and tag is None:
         found = purge_all(folder, fusion_cache_dir, dry_run=dry_run)
     else:
-        found = purge_entries(folder, tenant, tag, dry_run=dry_run)
+        names = [] if tenant is None else _names(folder, tenant)
+        parts = [purge_entries(folder, name, tag, dry_run=dry_run) for name in names or (None,)]
         if tenant is not None and tag is None:
-            own, salt = _salts(folder, tenant)
-            files = found.files + purge_salts(folder, fusion_cache_dir, own, dry_run=dry_run).files
-            if salt is not None:
-                gateways = purge_salts(folder, fusion_cache_dir, [salt], dry_run=dry_run).files
-            found = replace(found, files=files + (gateways or 0))
+            own, salts = _salts(folder, names)
+            parts.append(purge_salts(folder, fusion_cache_dir, own, dry_run=dry_run))
+            if salts:
+                parts.append(purge_salts(folder, fusion_cache_dir, salts, dry_run=dry_run))
+                gateways = parts[-1].files
+        found = Purged(sum(part.entries for part in parts), sum(part.files for part in parts), dry_run)
     if as_json:
         _print_json(found)
     else:
@@ -177,15 +200,37 @@ def _secret(folder: Path) -> bytes:
         return b""
 
 
-def _salts(folder: Path, tenant: str) -> tuple[list[str | None], str | None]:
+def _text(name: str | None) -> str | None:
+    """A name as it was typed.
+
+    Raises:
+        typer.BadParameter: it is no text.
+    """
+    try:
+        return name if name is None else name.encode().decode()
+    except UnicodeError:
+        raise typer.BadParameter("a name is UTF-8") from None
+
+
+def _names(folder: Path, tenant: str) -> list[str]:
+    """What a tenant is called in the stores: so, and as the gateway calls whom a trusted proxy calls so, where its
+    secret can be had."""
+    from semkv.server.admission import named_tenant
+
+    secret = _secret(folder)
+    # A header is read as latin-1, whatever the proxy wrote.
+    return [tenant, named_tenant(secret, tenant.encode().decode("latin-1"))] if secret and tenant else [tenant]
+
+
+def _salts(folder: Path, names: list[str]) -> tuple[list[str | None], list[str]]:
     """The values of ``cache_salt`` under which requests of a tenant reach vLLM: of a client that names it itself and of
-    ``semkv run``; and of the gateway, None without its secret."""
+    ``semkv run``; and of the gateway, none without its secret."""
     from semkv.engines.base import EnginePrompt
     from semkv.server.salt import tenant_salt
 
     secret = _secret(folder)
-    salt = tenant_salt(secret, tenant, None) if secret else None
-    return [tenant, EnginePrompt((), tenant).cache_salt], salt
+    own = [salt for name in names for salt in (name, EnginePrompt((), name).cache_salt)]
+    return own, [tenant_salt(secret, name, None) for name in names] if secret else []
 
 
 def _left_over(tag: str | None, gateways: int | None) -> str:
@@ -230,8 +275,10 @@ def _print_json(value: DataclassInstance) -> None:
 def _console() -> Console:
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 120))
+    console = Console(markup=False, emoji=False, highlight=False)  # names are anybody's words
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    return console
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -241,6 +288,11 @@ def _table(title: str, *columns: str) -> Table:
     for name in columns:
         table.add_column(name, justify="left" if name in ("tenant", "model", "store", "namespace") else "right")
     return table
+
+
+def _cell(name: str) -> str:
+    """A name fit for a terminal: what does not print is written as in Python."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name) or "-"
 
 
 def _size(nbytes: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from semkv.connectors.kv_requests import resolve
+from semkv.connectors.kv_requests import vllm_id
 from semkv.connectors.kv_scheduler import KVScheduler
 from semkv.connectors.kv_worker import KVWorker
 from semkv.errors import EngineError
@@ -110,7 +110,7 @@ class KVAdapter:
     def _request(self, request_id: str) -> Any | None:
         assert self._engine_scheduler is not None
         requests = self._engine_scheduler.requests
-        name = resolve(request_id, requests)
+        name = vllm_id(request_id, requests)
         return None if name is None else requests[name]
 
     def can_inject(self, request_id: str, chunk: KVChunk) -> InjectCheck:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from semkv.connectors.break_even import RanksGate
 from semkv.connectors.counters import Counters
-from semkv.connectors.kv_captures import Offered
 from semkv.connectors.kv_plan import LoadPlan, PrefetchPlan
 from semkv.connectors.rank_stores import RankStores
 from semkv.stores.blocks import KVChunk
@@ -34,11 +33,8 @@ class _Promise:
 class Loads:
     """The loads of one engine, for its scheduler's thread; requests go by vLLM's id."""
 
-    def __init__(
-        self, stores: RankStores, offered: Offered, counters: Counters, gate: RanksGate | None, block_size: int
-    ) -> None:
-        self._stores, self._offered, self._counters, self._gate = stores, offered, counters, gate
-        self._block_size = block_size
+    def __init__(self, stores: RankStores, counters: Counters, gate: RanksGate | None, block_size: int) -> None:
+        self._stores, self._counters, self._gate, self._block_size = stores, counters, gate, block_size
         self._promises: OrderedDict[str, _Promise] = OrderedDict()
         self._injected: dict[str, KVChunk] = {}
         self._waiting: dict[str, list[bytes]] = {}
@@ -75,7 +71,7 @@ class Loads:
         if count is None:
             return None
         # Stored by now. What turned out damaged may be captured again; a local worker knows what is under way.
-        self._offered.settle(hashes if worker is not None else hashes[:count])
+        self._stores.offered.settle(hashes if worker is not None else hashes[:count])
         return _Promise(start, hashes[:count], None)
 
     def _worth(self, hashes: list[bytes]) -> int:

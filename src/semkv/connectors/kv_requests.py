@@ -30,7 +30,7 @@ class Track:
     load_failed: bool = False
     mixed: bool = False
 
-    def place(self, block_ids: Sequence[int]) -> None:
+    def admitted(self, block_ids: Sequence[int]) -> None:
         """It was admitted, perhaps again after a preemption, and lies in these blocks."""
         self.block_ids, self.checked = list(block_ids), 0
 
@@ -74,17 +74,17 @@ class Requests:
             if track is None or block_ids is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                track.place(block_ids[0])
-                self._admitted(track, computed)
+                track.admitted(block_ids[0])
+                self._see_contents(track, computed)
             else:
                 track.block_ids.extend(block_ids[0])
                 self.fresh.note(block_ids[0], mixed=track.mixed)
         for new in scheduler_output.scheduled_new_reqs:
             if (track := self._tracks.get(new.req_id)) is not None:
                 track.block_ids = list(new.block_ids[0])
-                self._admitted(track, new.num_computed_tokens)
+                self._see_contents(track, new.num_computed_tokens)
 
-    def _admitted(self, track: Track, computed: int) -> None:
+    def _see_contents(self, track: Track, computed: int) -> None:
         """See whether what the engine's own prefix cache gave is of the weights of now."""
         track.mixed |= not self.fresh.cover(track.block_ids[: -(-computed // self._block_size)])
         self.fresh.note(track.block_ids, mixed=track.mixed)
@@ -130,15 +130,15 @@ class Requests:
 
     def block_hashes(self, request_id: str) -> list[bytes] | None:
         """Of a request that runs or ended lately, by vLLM's id or the caller's."""
-        if (name := resolve(request_id, self._recent)) is not None:
+        if (name := vllm_id(request_id, self._recent)) is not None:
             return self._recent[name]
-        if (name := resolve(request_id, self._tracks)) is not None:
+        if (name := vllm_id(request_id, self._tracks)) is not None:
             return [bytes(h) for h in self._tracks[name].request.block_hashes]
         return None
 
 
-def resolve(request_id: str, names: Collection[str]) -> str | None:
-    """vLLM appends a random suffix to the caller's id; the newest match counts."""
+def vllm_id(request_id: str, names: Collection[str]) -> str | None:
+    """The one of ``names`` that vLLM made of the caller's id: it appends a random suffix; the newest match counts."""
     if request_id in names:
         return request_id
     found = [n for n in names if n.rpartition("-")[0] == request_id]

@@ -1,7 +1,7 @@
 """The scheduler half of the KV connector: each step's work for the workers. No vLLM, no torch.
 
     kv_requests   what vLLM has said of its requests: where they lie, which of their blocks are full
-    rank_stores   where blocks are stored: one store per rank, under the namespace of now
+    rank_stores   where blocks are stored, or soon will be: one store per rank, under the namespace of now
     kv_loads      what a request is promised, and what is loaded once it has room
     kv_captures   which full blocks are copied out
     kv_scheduler  these together: a request's way through them, the step, failed loads, resets
@@ -18,13 +18,14 @@ from typing import Any
 
 from semkv.connectors.break_even import RanksGate
 from semkv.connectors.counters import Counters
-from semkv.connectors.kv_captures import Captures, Offered
+from semkv.connectors.kv_captures import Captures
+from semkv.connectors.kv_keys import block_keys
 from semkv.connectors.kv_loads import Loads
 from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan, PrefetchPlan
 from semkv.connectors.kv_requests import Requests
 from semkv.connectors.lora import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
-from semkv.connectors.rank_stores import LocalWorker, RankStores, keyed
+from semkv.connectors.rank_stores import LocalWorker, RankStores
 from semkv.connectors.resets import Disowned, FreshBlocks
 from semkv.connectors.settings import KVSettings
 from semkv.stores.blocks import KVChunk, KVStore
@@ -64,12 +65,11 @@ class KVScheduler:
         self.gate = gate if settings.break_even else None
         if settings.capture_decode and speculative:
             log.warning("semkv: capture_decode has no effect with speculative decoding")
-        self._extents, self._generation = extents, extents.generation
-        self._adapters, self._disowned, self._offered = Adapters(settings.cache_dir), Disowned(), Offered()
+        self._extents, self._adapters, self._disowned = extents, Adapters(settings.cache_dir), Disowned()
         self._requests = Requests(block_size, decode=settings.capture_decode and not speculative)
         self._stores = RankStores(extents, namespace, engine, world_size, local_worker)
-        self._loads = Loads(self._stores, self._offered, self.counters, self.gate, block_size)
-        self._captures = Captures(self._stores, self._offered, self._adapter, settings.max_extent_blocks)
+        self._loads = Loads(self._stores, self.counters, self.gate, block_size)
+        self._captures = Captures(self._stores, self._adapter, settings.max_extent_blocks)
         self._step = self._epoch = 0
         self._last_load_step = self._confirmed_step = 0
 
@@ -103,17 +103,17 @@ class KVScheduler:
             return 0
         start = num_computed_tokens // self.block_size
         end = (request.num_tokens - 1) // self.block_size
-        hashes = keyed(request.block_hashes[start:end], adapter)
+        hashes = block_keys(request.block_hashes[start:end], adapter)
         blocks = self._loads.promised(request.request_id, start, hashes) if hashes else 0
         return None if blocks is None else blocks * self.block_size
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def admitted(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """A request was admitted with its blocks; ``num_external_tokens`` of its tokens are to be loaded."""
         track = self._requests.get(request.request_id)
         if track is None:
             track = self._requests.add(request, self._adapter(request))
             self.counters.add("lora_skipped", int(track.adapter is None and request.lora_request is not None))
-        track.place(block_ids)
+        track.admitted(block_ids)
         self.fresh.note(self._loads.admitted(request.request_id, track.block_ids, num_external_tokens))
         track.loaded_tokens = max(track.loaded_tokens, num_external_tokens)
 
@@ -133,7 +133,8 @@ class KVScheduler:
         self._requests.follow(scheduler_output)
         # With several ranks one rank's failed load spoils what all of them compute: wait for their reports.
         if self.stores() and (self._stores.world_size == 1 or self._last_load_step <= self._confirmed_step):
-            self._expire_offers()
+            if self._stores.offered.expire() and self.gate is not None:
+                self.gate.forget()
             for full in self._requests.full(scheduler_output):
                 step.captures += self._captures.plan(full)
         self._tell(step.captures)
@@ -142,18 +143,6 @@ class KVScheduler:
     def _tell(self, plans: Sequence[LoadPlan | PrefetchPlan | CapturePlan]) -> None:
         if self.gate is not None and plans and self.stores():
             self.gate.told((h for plan in plans for h in plan.block_hashes), self._stores.row_bytes())
-
-    def _expire_offers(self) -> None:
-        if self._generation != self._extents.generation:  # purged: what was offered before is not stored
-            self._generation = self._extents.generation
-            self._forget_captures()
-        self._offered.expire()
-
-    def _forget_captures(self) -> None:
-        """What was planned to be captured lately need not be anywhere."""
-        self._offered.clear()
-        if self.gate is not None:
-            self.gate.forget()
 
     # ------------------------------------------------------------------ what comes back
 
@@ -164,7 +153,9 @@ class KVScheduler:
     def load_failed(self, block_ids: set[int]) -> None:
         """Workers could not load these blocks; vLLM recomputes them."""
         self._epoch += 1
-        self._forget_captures()  # until they hear of the new epoch, workers capture nothing
+        self._stores.offered.clear()  # until they hear of the new epoch, workers capture nothing
+        if self.gate is not None:
+            self.gate.forget()
         self._requests.load_failed(block_ids)
         self.counters.add("failed_loads")
 
@@ -194,7 +185,6 @@ class KVScheduler:
             return True
         before = self._stores.reset()
         self._loads.reset()
-        self._offered.clear()
         self._requests.reset()
         return self._disowned.add(before)
 

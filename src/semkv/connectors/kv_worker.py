@@ -20,9 +20,9 @@ from typing import Any
 from semkv.connectors.break_even import BreakEven
 from semkv.connectors.counters import Counters
 from semkv.connectors.host import PROCESS, allocate
+from semkv.connectors.kv_keys import rank_namespace
 from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan
 from semkv.connectors.kv_transfer import Job, Landing, PagedTransfer
-from semkv.connectors.rank_stores import rank_namespace
 from semkv.connectors.settings import KVSettings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.stores.blocks import KVStore

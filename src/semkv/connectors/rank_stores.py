@@ -1,32 +1,28 @@
-"""Where an engine's KV blocks lie: one store per rank, under the namespace of now. No vLLM, no torch."""
+"""Where an engine's KV blocks are stored, or soon will be: one store per rank, under the namespace of now.
+
+No vLLM, no torch.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from semkv.connectors.kv_keys import rank_namespace
 from semkv.connectors.resets import namespace_after
 from semkv.errors import CorruptValue
-from semkv.keys import digest
 from semkv.stores.blocks import KVLayout, KVStore
 from semkv.stores.extents import ExtentStore
 
 log = logging.getLogger("semkv.connectors")
 
 
-def rank_namespace(namespace: str, rank: int) -> str:
-    """The namespace of one rank's blocks."""
-    return digest("rank", namespace, str(rank))
-
-
-def keyed(hashes: Sequence[bytes], adapter: str) -> list[bytes]:
-    """The engine's block hashes as keys of the store, apart for each LoRA adapter's weights."""
-    if not adapter:
-        return [bytes(h) for h in hashes]
-    return [hashlib.sha256(adapter.encode() + h).digest() for h in hashes]
+_OFFERED_SECONDS = 30.0  # after this a captured block that is still not stored is captured again
+_OFFERED_MOST = 1 << 17
 
 
 class LocalWorker(Protocol):
@@ -39,10 +35,44 @@ class LocalWorker(Protocol):
     def forget(self, request_id: str) -> None: ...
 
 
+class Offered:
+    """Blocks that workers were told to capture, and that are not known to be stored yet."""
+
+    def __init__(self, extents: ExtentStore) -> None:
+        self._extents, self._generation = extents, extents.generation
+        self._since: OrderedDict[bytes, float] = OrderedDict()
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._since
+
+    def add(self, hashes: Iterable[bytes]) -> None:
+        now = time.monotonic()
+        self._since.update((h, now) for h in hashes)
+
+    def settle(self, hashes: Iterable[bytes]) -> None:
+        """What became of these is known."""
+        for h in hashes:
+            self._since.pop(h, None)
+
+    def clear(self) -> None:
+        self._since.clear()
+
+    def expire(self) -> bool:
+        """Give up what waits for too long, or is too much; everything after a purge. Whether there was a purge."""
+        before, self._generation = self._generation, self._extents.generation
+        if purged := self._generation != before:
+            self.clear()
+        limit = time.monotonic() - _OFFERED_SECONDS
+        while self._since and (len(self._since) > _OFFERED_MOST or next(iter(self._since.values())) < limit):
+            self._since.popitem(last=False)
+        return purged
+
+
 class RankStores:
     """The stores of one engine, for its scheduler's thread.
 
     Attributes:
+        offered: what is on its way there.
         worker: the worker half of this process, or None.
         world_size: how many ranks there are.
     """
@@ -56,7 +86,7 @@ class RankStores:
         worker: Callable[[], LocalWorker | None],
     ) -> None:
         """``namespace`` is asked for once, when the first request comes."""
-        self.worker, self.world_size = worker, world_size
+        self.offered, self.worker, self.world_size = Offered(extents), worker, world_size
         self._extents, self._make_namespace, self._engine = extents, namespace, engine
         self._namespace = ""
         self._stores: list[KVStore] = []
@@ -104,9 +134,13 @@ class RankStores:
         return f"{self._engine}/{request_id}"  # engines that share a directory may count their requests alike
 
     def kept(self, hashes: Sequence[bytes]) -> set[int]:
-        """Which of ``hashes`` are in host memory, on their way there, or stored. Several ranks ask nobody."""
+        """Which of ``hashes`` are stored, or soon will be. The stores of several ranks are not asked."""
         worker = self.worker()
-        known = {i for i, h in enumerate(hashes) if worker is not None and worker.holds(self.namespace, h)}
+
+        def under_way(h: bytes) -> bool:
+            return h in self.offered or (worker is not None and worker.holds(self.namespace, h))
+
+        known = {i for i, h in enumerate(hashes) if under_way(h)}
         ask = [i for i in range(len(hashes)) if i not in known]
         for store in self.all() if ask and self.world_size == 1 else []:
             known |= {i for i, there in zip(ask, store.stored([hashes[i] for i in ask]), strict=True) if there}
@@ -115,5 +149,6 @@ class RankStores:
     def reset(self) -> list[KVStore]:
         """Go on under a namespace that nobody else has; returns the stores of before."""
         before = self.all()
+        self.offered.clear()
         self._namespace, self._stores = namespace_after(self.namespace), []
         return before

@@ -22,19 +22,20 @@ def namespace_after(namespace: str) -> str:
 
 
 class Disowned:
-    """Stores of which an engine takes back what it wrote; what fails is tried again."""
+    """Stores of one directory of which an engine takes back what it wrote; what fails is tried again."""
 
     def __init__(self) -> None:
         self._left: list[Store] = []
 
     def add(self, stores: Iterable[Store]) -> bool:
-        """Take back what is in these too; see `settle`. They come first: only what is new waits for a busy index."""
-        self._left[:0] = stores
+        """Take back what is in these too, each of which waits for a busy index this once; see `settle`."""
+        self._left[:0] = [store for store in stores if not store.disown()]
         return self.settle()
 
     def settle(self) -> bool:
-        """Try what is left; whether nothing is."""
-        self._left = [store for store in self._left if not store.disown()]
+        """Try again, up to the first that fails, since all are in one index; whether nothing is left."""
+        while self._left and self._left[0].disown():
+            del self._left[0]
         return not self._left
 
 

@@ -74,10 +74,10 @@ class FaissIndex:
         self._upkeep = Upkeep(self._lock, self._partitions, self._table, store)
 
     def __len__(self) -> int:
-        return len(self._table.slot_of)
+        return len(self._table)
 
     def __contains__(self, item: str) -> bool:
-        return item in self._table.slot_of
+        return item in self._table
 
     def sizes(self) -> IndexSizes:
         with self._lock:
@@ -104,7 +104,7 @@ class FaissIndex:
                 fresh = {item: vector for item, vector in members.items() if item not in self}
                 if fresh:
                     home = self._partitions.get(name) or self._new_partition(name, namespace)
-                    slots, vectors = self._table.add(fresh, home), np.stack(list(fresh.values()))
+                    slots, vectors = self._table.add(fresh, name), np.stack(list(fresh.values()))
                     plain = ~home.take_up(vectors, slots)
                     home.append(vectors[plain], slots[plain])
                     self._upkeep.look_after(home)
@@ -138,8 +138,8 @@ class FaissIndex:
     def remove(self, items: Iterable[str]) -> None:
         """Forget items; unknown ones are ignored."""
         with self._lock:
-            for home in {home for item in items if (home := self._table.remove(item)) is not None}:
-                self._tidy(home)
+            for name in {name for item in items if (name := self._table.remove(item)) is not None}:
+                self._tidy(self._partitions[name])
 
     def _tidy(self, partition: Partition) -> None:
         """Give back the room of removed rows where that is quick; the rest is left to the upkeep."""

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from semkv.indexes.parts import GONE, LARGEST_BLOCK, STALE, UNKEPT, Block, Graph, living
+from semkv.indexes.parts import GONE, LARGEST_BLOCK, Block, Graph, living
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from semkv.indexes.parts import Matrix, Slots
     from semkv.indexes.slots import SlotTable
+
+_STALE = 0.2  # share of removed rows at which a graph is built anew
+_UNKEPT = 0.25  # share of rows that its file lacks at which a graph is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +141,11 @@ class Partition:
     def stale_graph(self) -> Graph | None:
         """A graph with so many removed rows that it is worth a new build."""
         settled = (graph for graph in self.graphs if graph.claims is None)
-        return next((g for g in settled if g.dead >= max(self.sizes.stale, STALE * g.count)), None)
+        return next((g for g in settled if g.dead >= max(self.sizes.stale, _STALE * g.count)), None)
 
     def unkept_graph(self) -> Graph | None:
         """A graph with so many rows beyond its file's that it is worth writing."""
-        return next((graph for graph in self.graphs if graph.count - graph.kept >= UNKEPT * graph.count), None)
+        return next((graph for graph in self.graphs if graph.count - graph.kept >= _UNKEPT * graph.count), None)
 
     def free_number(self) -> int:
         """The least number that no graph's file has."""

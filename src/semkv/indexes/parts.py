@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 LARGEST_BLOCK = 1024  # rows
 _MAPPED = 1 << 18  # bytes
 GONE = -1
-STALE = 0.2  # share of removed rows at which a part is built anew
-UNKEPT = 0.25  # share of rows that its file lacks at which a graph is written
 
 _LINKS = 16  # M of HNSW: links of a node; 32 at the lowest level
 _BUILD_BREADTH = 80  # efConstruction

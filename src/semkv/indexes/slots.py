@@ -16,7 +16,6 @@ from semkv.indexes.parts import GONE, Block, Graph
 
 if TYPE_CHECKING:
     from semkv.indexes.kept import Names
-    from semkv.indexes.partition import Partition
     from semkv.indexes.parts import Slots
 
 
@@ -24,23 +23,28 @@ class SlotTable:
     """Items, and the part and row in which each is. Its owner locks, but for `named`.
 
     Attributes:
-        slot_of: of each item.
         epoch: one more with every write that adds.
     """
 
     def __init__(self) -> None:
-        self.slot_of: dict[str, int] = {}
         self.epoch = 0
+        self._slot_of: dict[str, int] = {}
         self._items: list[str | None] = []  # by slot, as are the next five
-        self._home: list[Partition | None] = []
+        self._home: list[str | None] = []  # the partition's name
         self._part = np.empty(0, dtype=object)  # Block | Graph | None
         self._row: Slots = np.empty(0, dtype=np.int64)
         self._named_in: Slots = np.empty(0, dtype=np.int64)  # the epoch in which the slot got its item
         self._names: Names = np.empty(0, dtype=np.uint64)  # hashes
         self._free: list[int] = []
 
-    def add(self, items: Collection[str], home: Partition) -> Slots:
-        """Slots for new items of a partition; `settle` must follow."""
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __contains__(self, item: str) -> bool:
+        return item in self._slot_of
+
+    def add(self, items: Collection[str], home: str) -> Slots:
+        """Slots for new items of the partition of that name; `settle` must follow."""
         self.epoch += 1
         free = [self._free.pop() for _ in range(min(len(self._free), len(items)))]
         first, more = len(self._items), len(items) - len(free)
@@ -54,7 +58,7 @@ class SlotTable:
         self._names[slots] = hashes(items)
         self._named_in[slots] = self.epoch  # before the items, see `named`
         for item, slot in zip(items, slots.tolist(), strict=True):
-            self._items[slot], self._home[slot], self.slot_of[item] = item, home, slot
+            self._items[slot], self._home[slot], self._slot_of[item] = item, home, slot
         return slots
 
     def settle(self, part: Block | Graph, rows: Slots, slots: Slots) -> None:
@@ -63,13 +67,14 @@ class SlotTable:
         self._row[slots[there]] = rows[there]
         self._part[slots[there]] = part
 
-    def remove(self, item: str) -> Partition | None:
-        """Give up an item's slot and row; the partition it was in, None for an unknown item."""
-        slot = self.slot_of.pop(item, None)
+    def remove(self, item: str) -> str | None:
+        """Give up an item's slot and row; the name of the partition it was in, None for an unknown item."""
+        slot = self._slot_of.pop(item, None)
         if slot is None:
             return None
         part, home = self._part[slot], self._home[slot]
         assert part is not None
+        assert home is not None
         part.drop(int(self._row[slot]))
         self._items[slot] = self._home[slot] = self._part[slot] = None
         self._free.append(slot)
@@ -77,8 +82,12 @@ class SlotTable:
 
     def place(self, item: str) -> tuple[Block | Graph, int] | None:
         """The part and the row in which an item is."""
-        slot = self.slot_of.get(item)
-        return None if slot is None else (self._part[slot], int(self._row[slot]))
+        slot = self._slot_of.get(item)
+        if slot is None:
+            return None
+        part = self._part[slot]
+        assert part is not None
+        return part, int(self._row[slot])
 
     def names(self, slots: Slots) -> Names:
         """Hashes of the names of some slots' items; 0 for `GONE`."""

@@ -94,10 +94,10 @@ class Tenants:
         """
         named = header(scope, b"x-semkv-tenant")
         if named and self._from_proxy(scope):
-            return self._digest("named:", named)
+            return named_tenant(self._secret, named)
         if named:
-            return self._digest("claimed:", named + "\n" + credentials(scope))
-        return "" if self._single else self._digest("key:", credentials(scope))
+            return _digest(self._secret, "claimed:", named + "\n" + credentials(scope))
+        return "" if self._single else _digest(self._secret, "key:", credentials(scope))
 
     def believed(self, scope: Scope) -> bool:
         """Whether the tenant is not merely claimed."""
@@ -111,9 +111,6 @@ class Tenants:
         """
         given = header(scope, b"x-semkv-tags") if self._trusted else ""
         return read_tags(given) if given and self._from_proxy(scope) else ()
-
-    def _digest(self, kind: str, name: str) -> str:
-        return hmac.digest(self._secret, (kind + name).encode("utf-8", "surrogateescape"), "sha256").hex()[:32]
 
     def _from_proxy(self, scope: Scope) -> bool:
         """The connection is a trusted proxy's. An address that uvicorn took from a header (it has port 0) is nobody's:
@@ -157,6 +154,15 @@ class Tenants:
 
     def _fingerprint(self, scope: Scope) -> bytes:
         return hmac.digest(self._secret, credentials(scope).encode("latin-1"), "sha256")
+
+
+def named_tenant(secret: bytes, name: str) -> str:
+    """The digest of the tenant that a trusted proxy calls so; ``name`` as `header` reads it."""
+    return _digest(secret, "named:", name)
+
+
+def _digest(secret: bytes, kind: str, name: str) -> str:
+    return hmac.digest(secret, (kind + name).encode("utf-8", "surrogateescape"), "sha256").hex()[:32]
 
 
 def _remember(names: OrderedDict[bytes, _Value], name: bytes, value: _Value) -> None:

@@ -13,7 +13,7 @@ from semkv.server.operations import Operations
 from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tags import parse_tag_rule
 from semkv.server.upstream import HttpUpstream, Upstream
-from semkv.stores.responses.open import open_store
+from semkv.stores.responses.open import FILE, open_store
 from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
 from semkv.tiers.response import ResponseCache
 
@@ -47,7 +47,7 @@ def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstrea
 
 
 def _responses(settings: ServerSettings) -> ResponseCache:
-    file = settings.cache_dir / "responses.sqlite"
+    file = settings.cache_dir / FILE
     limits = {"max_bytes": settings.store_mib << 20}
     store = open_store(settings.store, file, timeout_s=settings.store_timeout, **limits)
     lifetime = Lifetime(settings.ttl or FOREVER, settings.stale, settings.sliding, settings.jitter)

@@ -55,7 +55,6 @@ CREATE TABLE generation(name TEXT NOT NULL);
 _INSERT = "INSERT OR REPLACE INTO extents VALUES(?,?,?,?,?,?,?,?,?,?,?,?)"
 _MOST_ASKED = 512  # hashes in one query
 _BUSY_MS = 10_000  # how long anything waits for another process's transaction
-_AGAIN_MS = 100  # the same for a further call of `disown`: engines try again in each step
 _LAYOUT_SECONDS = 7 * 86_400.0
 _DISOWNED_SECONDS = 86_400.0  # by then nothing of what was under way waits any more
 
@@ -113,11 +112,7 @@ class BlockIndex:
     """
 
     def __init__(self, path: Path, found: Callable[[], Iterable[FoundFile]]) -> None:
-        """Open or create the file.
-
-        Args:
-            path: the file.
-            found: the files that are there; asked when the index is created, whose first transaction counts them.
+        """Open or create the file; ``found`` says which extents are there, and is asked where it is created.
 
         Raises:
             sqlite3.DatabaseError: the file is damaged, or of another version.
@@ -155,17 +150,24 @@ class BlockIndex:
             self._db.close()
 
     @contextmanager
-    def _write(self, busy_ms: int | None = None) -> Iterator[sqlite3.Connection]:
-        """One transaction that no other process writes beside; ``busy_ms``: wait only so long for another's."""
-        with self._lock, self._db:
-            if busy_ms is not None:
-                self._db.execute(f"PRAGMA busy_timeout={busy_ms}")
-            try:
-                self._db.execute("BEGIN IMMEDIATE")
-            finally:
-                if busy_ms is not None:
-                    self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
-            yield self._db
+    def _write(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
+        """One transaction that no other process writes beside; without ``wait`` it begins at once or not at all."""
+        if not self._lock.acquire(blocking=wait):  # a thread of this process, which may wait for another process
+            error = sqlite3.OperationalError("the index is in use")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise error
+        try:
+            with self._db:
+                if not wait:
+                    self._db.execute("PRAGMA busy_timeout=0")
+                try:
+                    self._db.execute("BEGIN IMMEDIATE")
+                finally:
+                    if not wait:
+                        self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
+                yield self._db
+        finally:
+            self._lock.release()
 
     # -- finding ------------------------------------------------------------------------------------------------
 
@@ -251,7 +253,8 @@ class BlockIndex:
             for use in gone:
                 delete(use.extent)
             db.execute("UPDATE arc SET target=?", (target,))
-            db.execute(_INSERT, (*_key(new), now, now, returned, False, new.first, new.owner, new.writer))
+            row = (new.extent, new.namespace, new.blocks, new.nbytes, new.position, now, now, returned, False)
+            db.execute(_INSERT, (*row, new.first, new.owner, new.writer))
         return Reservation(True, tuple(gone))
 
     def commit(self, new: NewExtent, hashes: Sequence[bytes]) -> int:
@@ -306,11 +309,11 @@ class BlockIndex:
 
     def disown(self, namespace: str, writer: str) -> list[str]:
         """Forget what ``writer`` wrote under this namespace, and take nothing more of it there; the files must go.
-        The first call waits for other processes as all do, further ones hardly."""
+        The first call waits for others as all do, further ones do not: engines try again in each step."""
         what, now = (writer, namespace), time.time()
-        busy_ms = _AGAIN_MS if what in self._told_to_disown else None
+        first = what not in self._told_to_disown
         self._told_to_disown.add(what)
-        with self._write(busy_ms) as db:
+        with self._write(wait=first) as db:
             db.execute("DELETE FROM disowned WHERE at<?", (now - _DISOWNED_SECONDS,))
             db.execute("INSERT OR REPLACE INTO disowned VALUES(?,?,?)", (writer, namespace, now))
             query = "SELECT extent FROM extents WHERE namespace=? AND writer=?"
@@ -364,10 +367,6 @@ class BlockIndex:
         with self._lock:
             rows = self._db.execute("SELECT rank, layout FROM layouts WHERE engine=?", (engine,)).fetchall()
         return {int(rank): str(layout) for rank, layout in rows}
-
-
-def _key(new: NewExtent) -> tuple[str, str, int, int, int]:
-    return new.extent, new.namespace, new.blocks, new.nbytes, new.position
 
 
 def _disowned(db: sqlite3.Connection, new: NewExtent) -> bool:

@@ -22,11 +22,12 @@ from semkv.stores.catalog_rows import (
     Record,
     Removed,
     VectorRow,
+    delete,
     dump_segments,
     load_entry,
     pack,
 )
-from semkv.stores.catalog_schema import delete, prepare
+from semkv.stores.catalog_schema import prepare
 from semkv.stores.recent import Recent
 from semkv.types import Entry, MediaSegment, Namespace
 

@@ -1,9 +1,10 @@
-"""What goes into the catalog and comes out of it, and the forms in which it is stored."""
+"""What goes into the catalog and comes out of it, what goes with it, and the forms in which it is stored."""
 
 from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -93,6 +94,34 @@ class Removed:
     entry_ids: tuple[str, ...] = ()
     media: tuple[str, ...] = ()
     spaces: tuple[str, ...] = ()
+
+
+def delete(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
+    """Delete entries by the numbers of their rows, with the contexts and vectors of media that only they had.
+
+    What refers to an entry goes by itself (``ON DELETE CASCADE``).
+    """
+    ids = (json.dumps(rows),)
+    gone = db.execute(
+        "SELECT entry_id, space FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids
+    ).fetchall()
+    media = db.execute(
+        "SELECT DISTINCT media, space FROM entry_media WHERE entry IN (SELECT value FROM json_each(?))", ids
+    ).fetchall()
+    keys = db.execute(
+        "SELECT DISTINCT key FROM entry_keys JOIN contexts USING (key) WHERE entry IN (SELECT value FROM json_each(?))",
+        ids,
+    ).fetchall()
+    db.execute("DELETE FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids)
+    db.executemany("DELETE FROM contexts WHERE key=?1 AND NOT EXISTS (SELECT 1 FROM entry_keys WHERE key=?1)", keys)
+    db.executemany(
+        "DELETE FROM media_vectors WHERE media=?1 AND space=?2"
+        " AND NOT EXISTS (SELECT 1 FROM entry_media WHERE media=?1 AND space=?2)",
+        media,
+    )
+    kept = "SELECT 1 FROM entry_media WHERE media=?"
+    loose = {m for m, _ in media if db.execute(kept, (m,)).fetchone() is None}
+    return Removed(tuple(e for e, _ in gone), tuple(sorted(loose)), tuple(sorted({space for _, space in gone})))
 
 
 def pack(vector: Vector) -> bytes:

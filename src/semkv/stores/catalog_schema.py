@@ -1,13 +1,10 @@
-"""The catalog's tables, and what keeps them whole: how a file is begun, and what goes with an entry."""
+"""The catalog's tables, and how a file is begun."""
 
 from __future__ import annotations
 
-import json
 import sqlite3
-from collections.abc import Sequence
 
 from semkv.errors import StoreError
-from semkv.stores.catalog_rows import Removed
 
 FORMAT = 1
 _APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
@@ -69,31 +66,3 @@ def prepare(db: sqlite3.Connection) -> None:
             f"written by format version {version}, this semkv reads version {FORMAT}; "
             "start once with --purge to empty the cache, or use another directory"
         )
-
-
-def delete(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
-    """Delete entries by the numbers of their rows, with the contexts and vectors of media that only they had.
-
-    What refers to an entry goes by itself (``ON DELETE CASCADE``).
-    """
-    ids = (json.dumps(rows),)
-    gone = db.execute(
-        "SELECT entry_id, space FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids
-    ).fetchall()
-    media = db.execute(
-        "SELECT DISTINCT media, space FROM entry_media WHERE entry IN (SELECT value FROM json_each(?))", ids
-    ).fetchall()
-    keys = db.execute(
-        "SELECT DISTINCT key FROM entry_keys JOIN contexts USING (key) WHERE entry IN (SELECT value FROM json_each(?))",
-        ids,
-    ).fetchall()
-    db.execute("DELETE FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids)
-    db.executemany("DELETE FROM contexts WHERE key=?1 AND NOT EXISTS (SELECT 1 FROM entry_keys WHERE key=?1)", keys)
-    db.executemany(
-        "DELETE FROM media_vectors WHERE media=?1 AND space=?2"
-        " AND NOT EXISTS (SELECT 1 FROM entry_media WHERE media=?1 AND space=?2)",
-        media,
-    )
-    kept = "SELECT 1 FROM entry_media WHERE media=?"
-    loose = {m for m, _ in media if db.execute(kept, (m,)).fetchone() is None}
-    return Removed(tuple(e for e, _ in gone), tuple(sorted(loose)), tuple(sorted({space for _, space in gone})))

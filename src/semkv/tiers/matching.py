@@ -70,9 +70,6 @@ class Matching:
         guard: may veto a changed sentence of a context.
         floor: least cosine of a similar question that the policy is asked about.
         tally: counts faults.
-
-    Attributes:
-        embedding, semantic: the tiers with indexes.
     """
 
     def __init__(
@@ -89,12 +86,12 @@ class Matching:
         self._config, self._catalog, self._hook, self._planner, self._tally = config, catalog, hook, planner, tally
         self._layers = config.embedding_layers if config.mode is not CacheMode.OFF else ()
         self._exact = ExactTextTier(catalog, config.scope) if config.exact else None
-        self.embedding = EmbeddingTier(catalog, self._layers, config.match, hook.fingerprint, tally)
-        self.semantic: SemanticTextTier | None = None
+        self._embedding = EmbeddingTier(catalog, self._layers, config.match, hook.fingerprint, tally)
+        self._semantic: SemanticTextTier | None = None
         self._contexts: SimilarContext | None = None
         if encoder is not None:
             least, share = config.similarity_threshold, config.context_edit_share
-            self.semantic = SemanticTextTier(catalog, encoder, config.scope, floor, tally)
+            self._semantic = SemanticTextTier(catalog, encoder, config.scope, floor, tally)
             self._contexts = SimilarContext(catalog, encoder, config.scope, least, share, guard)
         self._seen_vectors = self._seen_media = 0
         self._refreshing = threading.Lock()
@@ -103,15 +100,15 @@ class Matching:
 
     def close(self) -> None:
         """Stop the indexes' upkeep and keep their graphs."""
-        self.embedding.close()
-        if self.semantic is not None:
-            self.semantic.close()
+        self._embedding.close()
+        if self._semantic is not None:
+            self._semantic.close()
 
     def warm_up(self) -> None:
         """Run the text encoder once."""
-        if self.semantic is not None:
+        if self._semantic is not None:
             with self._boundary("encoder"):
-                self.semantic.vector("warm up")
+                self._semantic.vector("warm up")
 
     def _boundary(self, kind: str) -> Boundary:
         return Boundary(self._tally, kind)
@@ -168,7 +165,7 @@ class Matching:
         found.vectors.update(vectors)
         found.statuses.update({status_of(name): Status.MISS for name in vectors})
         with self._boundary("embedding"):
-            self._take(found, self.embedding.candidates(found.request.namespace, keyed, vectors))
+            self._take(found, self._embedding.candidates(found.request.namespace, keyed, vectors))
 
     def _embedded(self, request: Request, given: Mapping[str, Vector] | None) -> dict[str, Vector] | None:
         """Checked vectors of the embedding layers; None where the hook failed."""
@@ -184,20 +181,20 @@ class Matching:
         return None
 
     def _ask_semantic(self, found: Lookup, keyed: Keyed) -> None:
-        if self.semantic is None or self._contexts is None:
+        if self._semantic is None or self._contexts is None:
             return
         if keyed.lead_depths():
             found.statuses[_SEMANTIC] = Status.MISS
         with self._boundary(_SEMANTIC):
             try:
-                vector = self.semantic.vector(found.request.chunk_text)
+                vector = self._semantic.vector(found.request.chunk_text)
             except PartError:
                 found.statuses[_SEMANTIC] = Status.MISS
                 raise
             if vector is not None:
                 found.statuses[_SEMANTIC] = Status.MISS
                 found.vectors[_SEMANTIC] = vector
-                self._take(found, self.semantic.candidates(keyed, vector))
+                self._take(found, self._semantic.candidates(keyed, vector))
             if found.plan is None:
                 self._take(found, self._contexts.candidates(keyed))
 
@@ -205,36 +202,36 @@ class Matching:
 
     def layer_keys(self) -> dict[str, str]:
         """The catalog's name of every layer that is filled here."""
-        semantic = {_SEMANTIC: self.semantic.layer} if self.semantic is not None else {}
-        return self.embedding.keys | semantic
+        semantic = {_SEMANTIC: self._semantic.layer} if self._semantic is not None else {}
+        return self._embedding.keys | semantic
 
     def refresh(self) -> None:
         """Index what was written since the last time, by this process or another."""
         layers = [key for name, key in self.layer_keys().items() if name != VISION]
         with self._refreshing:
             while rows := self._catalog.vectors(layers, self._seen_vectors, _PAGE):
-                self.embedding.load(rows, ())
-                if self.semantic is not None:
-                    self.semantic.load(rows)
+                self._embedding.load(rows, ())
+                if self._semantic is not None:
+                    self._semantic.load(rows)
                 self._seen_vectors = rows[-1].number
-            while VISION in self.embedding.keys and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
-                self.embedding.load((), media)
+            while VISION in self._embedding.keys and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
+                self._embedding.load((), media)
                 self._seen_media = media[-1].number
-            self.embedding.loaded()
-            if self.semantic is not None:
-                self.semantic.loaded()
+            self._embedding.loaded()
+            if self._semantic is not None:
+                self._semantic.loaded()
 
     def remove(self, entry_ids: Sequence[str]) -> None:
         """Forget entries."""
-        self.embedding.remove(entry_ids)
-        if self.semantic is not None:
-            self.semantic.remove(entry_ids)
+        self._embedding.remove(entry_ids)
+        if self._semantic is not None:
+            self._semantic.remove(entry_ids)
 
     def lacks(self, entry_id: str) -> bool:
         """Whether an entry is unknown to an index, as all are after a change of encoder."""
-        if self.semantic is not None and entry_id not in self.semantic:
+        if self._semantic is not None and entry_id not in self._semantic:
             return True
-        return bool(self._layers) and entry_id not in self.embedding
+        return bool(self._layers) and entry_id not in self._embedding
 
     def vectors_to_keep(self, report: ReuseReport) -> dict[str, Vector]:
         """The lookup's vectors, and those that an early hit made unnecessary then.
@@ -245,8 +242,8 @@ class Matching:
         vectors = dict(report.embeddings)
         if self._layers and not any(layer.name in vectors for layer in self._layers):
             vectors |= self._embedded(report.request, None) or {}
-        if self.semantic is not None and _SEMANTIC not in vectors:
-            vector = self.semantic.vector(report.request.chunk_text)
+        if self._semantic is not None and _SEMANTIC not in vectors:
+            vector = self._semantic.vector(report.request.chunk_text)
             if vector is not None:
                 vectors[_SEMANTIC] = vector
         if report.plan.substituted:

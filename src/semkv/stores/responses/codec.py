@@ -12,7 +12,7 @@ from semkv.errors import CorruptValue
 from semkv.stores.responses.base import StoredResponse
 
 FORMAT = 1
-_SUM = 32
+CHECKSUM = 32  # bytes of the head before its JSON
 _TIMES = ("created", "expires", "stale_until", "slide_s")
 
 
@@ -55,8 +55,8 @@ def decode_head(key: str, head: bytes) -> StoredResponse:
 
 
 def _read(key: str, head: bytes) -> dict[str, Any]:
-    text = head[_SUM:]
-    if head[:_SUM] != xxhash.xxh3_128_hexdigest(text).encode():
+    text = head[CHECKSUM:]
+    if head[:CHECKSUM] != xxhash.xxh3_128_hexdigest(text).encode():
         raise CorruptValue(f"answer {key}: the head fails its checksum")
     try:
         values: dict[str, Any] = json.loads(text)

@@ -112,24 +112,13 @@ class SqliteStore(ResponseStore):
     def _prepare(self, db: sqlite3.Connection) -> None:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
-        version, application, tables = (
-            db.execute(statement).fetchone()[0]
-            for statement in ("PRAGMA user_version", "PRAGMA application_id", "SELECT COUNT(*) FROM sqlite_master")
-        )
-        if not tables and not version and not application:
+        if is_new(db, self.path):
             first = int(time.time() * 1000)  # so that the numbers of an older file are not met again
             db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
             db.execute("INSERT INTO invalidations VALUES (?, ?)", (first, json.dumps(_NOTHING.view())))
             db.execute(f"PRAGMA application_id={_APPLICATION}")
             db.execute(f"PRAGMA user_version={FORMAT}")
             db.execute("COMMIT")
-        elif application != _APPLICATION:
-            raise StoreError(f"{self.path} is not a store of answers; choose another file")
-        elif version != FORMAT:
-            raise StoreError(
-                f"{self.path} was written by format version {version}, this semkv reads version {FORMAT}; "
-                "delete it or choose another file"
-            )
         db.execute("SELECT head FROM answers LIMIT 1").fetchone()
 
     def _put_aside(self) -> None:
@@ -324,18 +313,6 @@ class SqliteStore(ResponseStore):
             entries, nbytes = db.execute("SELECT entries, nbytes FROM totals").fetchone()
         return int(entries), int(nbytes)
 
-    def held(self, partition: str | None = None) -> tuple[int, int, float | None, float | None]:
-        """Answers that may be served, of one tenant or of all: how many, their bytes, when the oldest was kept and when
-        one was last used. It reads every head."""
-        with self._use() as db:
-            _, live = self._selected(db, Selector(partition=partition))
-            row = db.execute(
-                "SELECT count(*), coalesce(sum(nbytes), 0), min(created), max(used) FROM answers"
-                " WHERE key IN (SELECT value FROM json_each(?))",
-                (json.dumps(live),),
-            ).fetchone()
-        return row[0], row[1], row[2], row[3]
-
     def close(self) -> None:
         with self._lock:
             try:
@@ -345,6 +322,29 @@ class SqliteStore(ResponseStore):
                 pass  # only the order of use is lost
             self._closed = True
             self._db.close()
+
+
+def is_new(db: sqlite3.Connection, path: Path) -> bool:
+    """Whether a file has nothing in it yet; it is read, and not written.
+
+    Raises:
+        StoreError: it is another program's, or was written by another format version.
+        sqlite3.Error: it cannot be read.
+    """
+    version, application, tables = (
+        db.execute(statement).fetchone()[0]
+        for statement in ("PRAGMA user_version", "PRAGMA application_id", "SELECT COUNT(*) FROM sqlite_master")
+    )
+    if not tables and not version and not application:
+        return True
+    if application != _APPLICATION:
+        raise StoreError(f"{path} is not a store of answers; choose another file")
+    if version != FORMAT:
+        raise StoreError(
+            f"{path} was written by format version {version}, this semkv reads version {FORMAT}; "
+            "delete it or choose another file"
+        )
+    return False
 
 
 def _finite(value: float) -> float | None:
