@@ -18,7 +18,7 @@ from semkv.experiments.quality.calibrate import fit
 from semkv.experiments.quality.corpus import build_corpus
 from semkv.experiments.quality.judge import judge
 from semkv.experiments.quality.replay import TIER, Replay
-from semkv.experiments.quality.rows import Asked, Pair, clusters, read_pairs, read_stream, respelled
+from semkv.experiments.quality.rows import Asked, Pair, clusters, read_pairs, read_stream
 from semkv.experiments.quality.streams import draw_stream, halves, minigqa_stream, pairs_of
 from semkv.tiers.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibrated, FixedThreshold
@@ -108,25 +108,6 @@ def test_a_replay_counts_what_the_cache_would_do() -> None:
     grouped = [Asked("x", "1", "g"), Asked("x~0.95", "1", "h"), Asked("x", "1", "h")]
     corpus = build_corpus([(a.group, a.text) for a in grouped], ENCODER, no_veto)
     assert Replay(grouped, corpus).play(FixedThreshold({TIER: 0.9})).hits == 1, "groups are apart"
-
-
-def test_a_replay_takes_a_text_in_another_spelling_for_the_same() -> None:
-    stream = [Asked("Who runs for it in Rome?", "1"), Asked("who runs for it in Rome ?", "2"), Asked("Rome", "3")]
-    corpus = build_corpus([(asked.group, asked.text) for asked in stream], ENCODER, no_veto)
-    outcome = Replay(stream, corpus).play(FixedThreshold({TIER: 1.01}))
-    assert (outcome.exact, outcome.approximate, outcome.wrong) == (1, 0, 1), "wrong by the label of a row"
-
-
-def test_texts_of_one_spelling_have_one_answer_in_a_stream() -> None:
-    texts = ["Who runs for it in Rome?", "Who runs for it in Rome ?", "Who is it?", "Where is it?"]
-    pairs = [Pair(texts[0], texts[1], False), Pair(texts[2], texts[1], True), Pair(texts[2], texts[3], False)]
-    assert respelled([*pairs, Pair(texts[0], texts[1], False, "g")]) == [
-        Pair(texts[1], texts[0], True),
-        Pair(texts[1], texts[0], True, "g"),
-    ]
-    stream = draw_stream(pairs, 0, requests=60)
-    answers = {asked.text: asked.answer for asked in stream}
-    assert answers[texts[0]] == answers[texts[1]] == answers[texts[2]] != answers[texts[3]]
 
 
 def test_a_checked_hit_is_stored() -> None:

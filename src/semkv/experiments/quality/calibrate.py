@@ -79,7 +79,7 @@ def lookups(
             if stored[number]:
                 continue
             near = next(((m, s) for m, s in corpus.neighbours[number] if stored[m]), None)
-            if near is not None and corpus.spelled[near[0]] != corpus.spelled[number]:  # else the exact tier answers
+            if near is not None:
                 m, score = near
                 found[number, m] = Lookup(
                     score, corpus.veto(number, m), of[number] != of[m], of[number], corpus.wording(number, m)

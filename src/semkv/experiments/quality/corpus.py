@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semkv.encoders.text import TextEncoder
-from semkv.keys import normalise
 from semkv.tiers.guards import Guard, Wording, wording
 
 if TYPE_CHECKING:
@@ -33,16 +32,11 @@ class Corpus:
         vectors: unit vectors, float32 [len(items), dim].
         readable: False for a text beyond the encoder's window, which never matches.
         guard: called once for every pair that is asked about.
-
-    Attributes:
-        spelled: for each item the first one that the exact tier takes for the same (`keys.normalise`).
     """
 
     def __init__(self, items: Sequence[Item], vectors: Matrix, readable: Sequence[bool], guard: Guard) -> None:
         self.items = list(items)
         self.number = {item: n for n, item in enumerate(self.items)}
-        first: dict[Item, int] = {}
-        self.spelled = [first.setdefault((group, normalise(text)), n) for n, (group, text) in enumerate(self.items)]
         self.guard = guard
         self._vetoes: dict[tuple[int, int], str] = {}
         self._wordings: dict[tuple[int, int], Wording] = {}

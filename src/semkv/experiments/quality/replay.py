@@ -1,8 +1,7 @@
 """Plays a stream of requests through a policy, without an engine: what would have been a hit, and was it right?
 
-As in the cache: the text itself first, after `keys.normalise`; else the nearest stored texts, the guard and the policy;
-a miss is stored; a hit is not, unless it was checked. An answer is wrong when the stored text that gave it belongs to
-another cluster.
+As in the cache: the exact text first; else the nearest stored texts, the guard and the policy; a miss is stored; a hit
+is not, unless it was checked. An answer is wrong when the stored text that gave it belongs to another cluster.
 """
 
 from __future__ import annotations
@@ -88,23 +87,21 @@ class Replay:
         random = Random(seed)  # noqa: S311
         requests = _Requests(self._corpus)
         stored: dict[int, str] = {}
-        spelled: dict[int, str] = {}  # the same answers, by what the exact tier takes for one text
         exact = approximate = wrong = checks = overruled = 0
         worst = 0.0
         curve: list[tuple[int, int, int]] = []
         every = max(1, len(self._numbers) // _POINTS)
         for count, (number, answer) in enumerate(zip(self._numbers, self._answers, strict=True), 1):
             policy.arrived()
-            same = self._corpus.spelled[number]
-            if same in spelled:
+            if number in stored:
                 exact += 1
-                wrong += spelled[same] != answer
+                wrong += stored[number] != answer
             else:
                 judged = self._judge(policy, requests, number, stored)
                 if judged.accepted is None:
                     if judged.near is not None:
                         policy.observe(judged.near, correct=stored[judged.nearest] == answer, served=False)
-                    stored[number] = spelled[same] = answer
+                    stored[number] = answer
                 else:
                     correct = stored[judged.nearest] == answer
                     approximate += 1
@@ -114,7 +111,7 @@ class Replay:
                     if verify_rate > 0.0 and lot < max(verify_rate, judged.check):
                         checks += 1
                         policy.observe(judged.accepted, correct=correct, served=True)
-                        stored[number] = spelled[same] = answer
+                        stored[number] = answer
             if count >= _SETTLED:
                 worst = max(worst, wrong / count)
             if count % every == 0:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from semkv.errors import DatasetError
-from semkv.keys import normalise
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +80,6 @@ def clusters(pairs: Sequence[Pair]) -> dict[tuple[str, str], int]:
             parent[a] = b
     numbers: dict[tuple[str, str], int] = {}
     return {item: numbers.setdefault(root(item), len(numbers)) for item in parent}
-
-
-def respelled(pairs: Sequence[Pair]) -> list[Pair]:
-    """The texts of pairs that the exact tier takes for one (`keys.normalise`), as pairs that are the same."""
-    first: dict[tuple[str, str], str] = {}
-    texts = dict.fromkeys((pair.group, text) for pair in pairs for text in (pair.a, pair.b))
-    found = ((text, first.setdefault((group, normalise(text)), text), group) for group, text in texts)
-    return [Pair(text, other, same=True, group=group) for text, other, group in found if text != other]
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from semkv.experiments.minigqa.generate import generate
 from semkv.experiments.minigqa.knobs import Knobs
-from semkv.experiments.quality.rows import Asked, Pair, clusters, respelled
+from semkv.experiments.quality.rows import Asked, Pair, clusters
 
 _POPULAR = 0.6  # of the clusters with several texts; the others lend one text each to the singletons
 
@@ -37,9 +37,6 @@ def draw_stream(pairs: Sequence[Pair], seed: int, *, requests: int = 10_000, pop
         seed: of the draw.
         requests: how many.
         popular: share of requests on clusters of several texts.
-
-    Returns:
-        The requests; texts that the exact tier takes for one have one answer, however they are labelled.
     """
     random = np.random.default_rng(seed)
     members: dict[int, list[str]] = defaultdict(list)
@@ -51,7 +48,6 @@ def draw_stream(pairs: Sequence[Pair], seed: int, *, requests: int = 10_000, pop
     single = [n for n, texts in members.items() if len(texts) == 1] + order[len(head) :]
     single = [single[i] for i in random.permutation(len(single))]
     chosen = {n: members[n][int(random.integers(len(members[n])))] for n in single}
-    answers = {text: str(name) for (_, text), name in clusters([*pairs, *respelled(pairs)]).items()}
     weights = 1.0 / np.arange(1, len(head) + 1)
     ranks = random.choice(len(head), size=requests, p=weights / weights.sum())
     stream, used = [], 0
@@ -62,7 +58,7 @@ def draw_stream(pairs: Sequence[Pair], seed: int, *, requests: int = 10_000, pop
         else:
             number = single[used % len(single)]
             text, used = chosen[number], used + 1
-        stream.append(Asked(text, answers[text]))
+        stream.append(Asked(text, str(number)))
     return stream
 
 
