@@ -82,7 +82,7 @@ def wording(a: str, b: str, lexicon: Lexicon = ENGLISH) -> Wording:
 
 
 def forget(*, words: bool = False) -> None:
-    """Drop the texts that are taken apart, and their ``words`` too, as a measurement needs."""
+    """Drop the texts that are taken apart, and their ``words`` too: pieces of what users wrote."""
     _remembered.cache_clear()
     _paired.cache_clear()
     if words:

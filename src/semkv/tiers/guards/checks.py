@@ -13,6 +13,7 @@ from semkv.tiers.guards.marks import (
     DENIAL,
     GROUP,
     KNOWN,
+    NATIVE,
     NEGATION,
     PARTICLE,
     PIVOT,
@@ -60,7 +61,7 @@ def case(p: Pair) -> str | None:
         mine, other = (p.a, p.b) if written in first else (p.b, p.a)
         word = written.casefold()
         pronoun = len(word) == 1 and word in p.lexicon.persons
-        typed = not asked and written.isupper() and small[mine is p.b]
+        typed = small[mine is p.b] and not asked and written.isupper() and not _is_word(word, other, p.lexicon)
         if not typed and word in mine.words and word in other.words and word not in other.text.starts and not pronoun:
             theirs = {w for w in other.text.cased or () if w.casefold() == word}
             if not theirs and any(t.word == word and not t.name for t in other.text.tokens):
@@ -77,6 +78,11 @@ def _small_acronyms(mine: Side, other: Side, lexicon: Lexicon) -> bool:
     return any(
         lexicon.vowels and set(w).isdisjoint(lexicon.vowels) and w in other.words and w not in written for w in sure
     )
+
+
+def _is_word(small: str, side: Side, lexicon: Lexicon) -> bool:
+    """Whether what is an acronym in capitals is another word when small: "AIDS", "aids"."""
+    return small in lexicon.acronyms or any(t.word == small and t.marks & KNOWN for t in side.text.tokens)
 
 
 def _apart(written: str, their: str, other: Side, lexicon: Lexicon) -> bool:
@@ -260,6 +266,25 @@ def _around(tokens: Iterable[Token], shared: set[str], group: frozenset[str], le
     return found
 
 
+def nation(p: Pair) -> str | None:
+    """A country for what is of it, but before a noun; or another word for a country: "cook turkey", "cook Turkish"."""
+    if not (p.a.marks | p.b.marks) & NATIVE:
+        return None
+    return "entity" if _another_nation(p.a, p.b, p.lexicon) or _another_nation(p.b, p.a, p.lexicon) else None
+
+
+def _another_nation(mine: Side, other: Side, lexicon: Lexicon) -> bool:
+    for x, after in itertools.pairwise((*mine.text.tokens, _END)):
+        if x.marks & NATIVE and x.word not in lexicon.peoples and x.word not in other.words:
+            countries = [t for t in other.text.tokens if t.stem == x.stem and not t.marks & NATIVE]
+            noun = after.word[0].isalpha() and (
+                after.word in lexicon.fillers or after.word not in lexicon.function_words
+            )
+            if countries and not (noun and all(t.name or t.word not in lexicon.twofold for t in countries)):
+                return True
+    return False
+
+
 def role(p: Pair) -> str | None:
     """The speaker, or an owner, in the place of another."""
     return "person" if exchanged(p) else None
@@ -327,5 +352,5 @@ def _ways(side: Side, only: tuple[Token, ...], lexicon: Lexicon) -> dict[str, st
 
 CHECKS: tuple[Check, ...] = (
     code, quote, case, quantity, date, negation, groups, choice, sides, opposites, question, modality, tense, person,
-    role, order, particle, relation, substitution, language,
+    role, order, particle, relation, nation, substitution, language,
 )  # fmt: skip

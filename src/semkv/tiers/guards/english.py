@@ -27,7 +27,7 @@ _NUMBERS = MappingProxyType(
     | {"minus": -1.0}
 )
 _MULTIPLIERS = MappingProxyType(
-    {"hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12, "dozen": 12.0}
+    {"hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12, "dozen": 12.0, "pair_": 2.0}
     | {"k": 1e3, "mn": 1e6, "bn": 1e9, "lakh": 1e5, "lakhs": 1e5, "crore": 1e7, "crores": 1e7}
     | {"hundreds": 1e2, "thousands": 1e3, "millions": 1e6, "billions": 1e9, "dozens": 12.0}
 )
@@ -120,16 +120,19 @@ airplane; aluminum aluminium; pajama pyjamas pajamas; defens defence defense; li
 practise; curb kerb; enrol enroll; artefact artifact; mom mum mums; analyz analyse analyze analysis analyses; wake woke
 woken waking; forgiv forgave forgiven; shak shook shaken shake; sink sank sunk; shrink shrank shrunk; wind wound; sew
 sewn; prov proven prove; show shown showed; physics physic; bus buses; gas gases; virus viruses; data datum; criteria
-criterion; phenomenon phenomena; usa america american americans u.s u.s.a; chin china chinese; franc france french;
-german germany germans; spain spanish spaniard spaniards; ital italy italian italians; russ russia russian russians;
-japan japanese; mexico mexican mexicans; canada canadian canadians; india indian indians; australia australian
-australians; brazil brazilian brazilians; korea korean koreans; egypt egyptian egyptians; sweden swedish; norway
-norwegian norwegians; greece greek greeks; ireland irish; scotland scottish; portugal portuguese; netherlands dutch;
-austria austrian austrians; switzerland swiss; hungary hungarian hungarians; ukraine ukrainian ukrainians; vietnam
-vietnamese; thailand thai; turkey turkish; brit_ england english; uk_ britain british; https https; sinc since; business
-businesses; thes these
+criterion; phenomenon phenomena; usa america u.s u.s.a; https https; sinc since; business businesses; thes
+these
 """
-_IRREGULAR = {form: forms.split()[0] for forms in _FORMS.split(";") for form in forms.split()}
+_COUNTRIES = """
+usa american americans; china chinese; france french; germany german germans; spain spanish spaniard spaniards; italy
+italian italians; russia russian russians; japan japanese; mexico mexican mexicans; canada canadian canadians; india
+indian indians; australia australian australians; brazil brazilian brazilians; korea korean koreans; egypt egyptian
+egyptians; sweden swedish; norway norwegian norwegians; greece greek greeks; ireland irish; scotland scottish; portugal
+portuguese; netherlands dutch; austria austrian austrians; switzerland swiss; hungary hungarian hungarians; ukraine
+ukrainian ukrainians; vietnam vietnamese; thailand thai; turkey turkish; england english; britain british
+"""
+_IRREGULAR = {form: forms.split()[0] for forms in f"{_FORMS}; {_COUNTRIES}".split(";") for form in forms.split()}
+_NATIVES = frozenset(word for _, *words in map(str.split, _COUNTRIES.split(";")) for word in words)
 
 _SUFFIXES = (
     (
@@ -191,13 +194,22 @@ cubic meter = cbm; cubic meters = cbm; cubic metre = cbm; cubic metres = cbm; na
 fluid ounce = floz; fluid ounces = floz; fl oz = floz; troy ounce = ozt; troy ounces = ozt; metric ton = tonne; metric
 tons = tonnes; long ton = longton; long tons = longton; short ton = shortton; short tons = shortton; imperial gallon =
 impgal; imperial gallons = impgal; imperial pint = imppint; imperial pints = imppint; u s = usa; u s a = usa; u k = uk;
-stand for = mean; stands for = mean; short for = mean
+stand for = mean; stands for = mean; short for = mean; legally binding = legally valid; legally enforceable = legally
+valid; hiking trail = hike; hiking trails = hikes
 """
+_WHOLES = "binoculars glasses headphones jeans pants pliers scissors shorts sunglasses tights trousers tweezers".split()
 _PHRASES = MappingProxyType(
     {
         " ".join(phrase.split()): instead.strip()
         for phrase, _, instead in (p.partition("=") for p in _PHRASED.split(";"))
     }
+    | {"a pair": "pair_", "the pair": "the pair_", "pair of": "pair_", "a pair of": "pair_", "the pair of": "the pair_"}
+    | {
+        f"{n} {pair}": f"{n} pair_"
+        for n in (*_ONES[1:13], *range(1, 13))
+        for pair in ("pair", "pair of", "pairs", "pairs of")
+    }
+    | {f"a pair of {whole}": whole for whole in _WHOLES}
 )
 
 _PARTICLES = """
@@ -249,6 +261,7 @@ ENGLISH = Lexicon(
     ),
     synonyms=SYNONYMS,
     phrases=_PHRASES,
+    beside=MappingProxyType({"short for": "what"}),
     telling=frozenset(
         "the are were been and what how which who whom whose where when why does did can could would should this that "
         "these those there it its their they them you your our she his from not isn't don't doesn't aren't any "
@@ -285,6 +298,9 @@ ENGLISH = Lexicon(
         "dane welsh guinea chile jordan cologne panama bill mark frank rob will rose hope faith grace kb mb gb tb "
         "kbps mbps gbps tbps mw mac".split()
     ),
+    acronyms=frozenset(
+        "ace acid aid aids arc bat cab cap care cat cod dash lad mad may pet ram rest sad salt soap spa who".split()
+    ),
     vowels="aeiouy",
     spelling=frozenset(
         "capitals capitalized uppercase lowercase letter letters spell spelled spelling spelt vowel vowels "
@@ -292,6 +308,8 @@ ENGLISH = Lexicon(
     ),
     lessening=(frozenset(("less", "least", "as")), ("er", "est")),
     demonyms=frozenset("n an ian i es ish er ".split()),
+    natives=_NATIVES,
+    peoples=frozenset(word for word in _NATIVES if word.endswith(("ns", "ks", "ds"))),
     persons=senses(
         "i me my mine myself we us our ours", "you your yours yourself", "he him his himself", "she her hers herself",
         "they them",

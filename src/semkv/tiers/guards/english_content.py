@@ -283,6 +283,6 @@ evaluate; cost price expensive; car automobile; parking park; sunrise dawn; suns
 treaty agreement; rock stone; forest wood woods; sum total; ticket fare; adult grownup; teenager teen adolescent; smell
 odor scent; reservation reserve; seperate separate; grammer grammar; calender calendar; recieve receive; definitely
 surely; tumor tumour; prescribe prescription; greet welcome; risk probability; citizen national; fund finance
-sponsor; store put; over across; in during; unclog unblock; valid binding enforceable; last keep; hike hiking trek trail
+sponsor; store put; over across; in during; unclog unblock; last keep; hike hiking trek
 """
 SYNONYMS = tuple(" ".join(group.split()) for group in _SYNONYMS.split(";"))

@@ -11,6 +11,8 @@ from semkv.tiers.guards.marks import COMPARED, GERUND, MEASURE, SELF, stem_marks
 
 Unit = tuple[str, float]
 """A dimension and how many of its base units one of these is: ``("length", 1000.0)``."""
+Phrase = tuple[list[str], list[str], str]
+"""The words of a phrase after its first, the words that stand for it, and one that must be in the text; "" for none."""
 _NONE: Mapping[str, str] = MappingProxyType({})
 ROMAN: Mapping[str, int] = MappingProxyType(
     {roman: n for n, roman in enumerate("ii iii iv v vi vii viii ix x xi xii xiii xiv xv xvi".split(), 2)}
@@ -61,6 +63,7 @@ class Lexicon:
         contraries: pairs of prefixes that make opposites of one stem ("en" and "de", "" and "un").
         synonyms: classes of words that may stand in for each other, separated by blanks.
         phrases: phrases to the one word that stands for them.
+        beside: phrases to a word without which a text does not mean that by them ("what is it short for").
         telling: frequent words that tell a text in this language, none that another one with these letters has too.
         function_words: words that carry no content by themselves.
         fillers: content words that a rewording adds or drops freely.
@@ -75,10 +78,13 @@ class Lexicon:
         leads: words that may stand before the question word of a question ("tell me").
         capitals: words that are names when written in capitals, with the word to take for them.
         twofold: words that are a name with a capital and another word without ("Polish").
+        acronyms: words that are short for something when written in capitals ("AIDS").
         vowels: letters of which every word has one; what has none is an abbreviation, however it is typed.
         spelling: words of questions about letters, to which capitals matter.
         lessening: words that turn a comparison round ("less"), and the endings of a comparative.
         demonyms: endings that make an adjective of a name.
+        natives: adjectives and peoples of countries; each has the stem of its country.
+        peoples: those that are peoples alone, and as good as their country ("Germans").
         persons: words for a person to a sense; ``third`` are the senses of persons spoken of, ``owners`` the words of
             the others that stand before what belongs to them ("my").
         speaker: words for the one who speaks, as subject and as object.
@@ -123,6 +129,7 @@ class Lexicon:
     denials: frozenset[str] = frozenset()
     synonyms: tuple[str, ...] = ()
     phrases: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    beside: Mapping[str, str] = field(default_factory=lambda: _NONE)
     telling: frozenset[str] = frozenset()
     function_words: frozenset[str] = frozenset()
     fillers: frozenset[str] = frozenset()
@@ -135,10 +142,13 @@ class Lexicon:
     leads: frozenset[str] = frozenset()
     capitals: Mapping[str, str] = field(default_factory=lambda: _NONE)
     twofold: frozenset[str] = frozenset()
+    acronyms: frozenset[str] = frozenset()
     vowels: str = ""
     spelling: frozenset[str] = frozenset()
     lessening: tuple[frozenset[str], tuple[str, ...]] = (frozenset(), ())
     demonyms: frozenset[str] = frozenset()
+    natives: frozenset[str] = frozenset()
+    peoples: frozenset[str] = frozenset()
     persons: Mapping[str, str] = field(default_factory=lambda: _NONE)
     third: frozenset[str] = frozenset()
     owners: frozenset[str] = frozenset()
@@ -205,7 +215,7 @@ class Tables:
     relations: frozenset[str]
     symmetric: frozenset[str]
     quiet: frozenset[str]
-    phrases: Mapping[str, Mapping[str, list[tuple[list[str], list[str]]]]]
+    phrases: Mapping[str, Mapping[str, list[Phrase]]]
     word_marks: Mapping[str, int]
     stem_marks: Mapping[str, int]
     dates: Mapping[str, tuple[str, str]]
@@ -233,7 +243,7 @@ class Tables:
             relations=frozenset(_stem(word, lexicon) for word in lexicon.relations),
             symmetric=frozenset(_stem(word, lexicon) for word in lexicon.symmetric),
             quiet=frozenset(_stem(word, lexicon) for word in lexicon.fillers | lexicon.function_words),
-            phrases=_phrases(lexicon.phrases),
+            phrases=_phrases(lexicon),
             word_marks=word_marks(lexicon, measures, dates, pivots),
             stem_marks=stem_marks(denials, particles, known, opposites, classes),
             dates=dates,
@@ -273,13 +283,13 @@ def _dates(lexicon: Lexicon) -> Mapping[str, tuple[str, str]]:
     return found | {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}
 
 
-def _phrases(phrases: Mapping[str, str]) -> Mapping[str, Mapping[str, list[tuple[list[str], list[str]]]]]:
-    """By their first and second word ("" where there is none), longest first: the other words of a phrase, and the
-    words that stand for it."""
-    found: dict[str, dict[str, list[tuple[list[str], list[str]]]]] = {}
-    for phrase, instead in sorted(phrases.items(), key=lambda entry: -len(entry[0].split())):
+def _phrases(lexicon: Lexicon) -> Mapping[str, Mapping[str, list[Phrase]]]:
+    """By their first and second word ("" where there is none), longest first."""
+    found: dict[str, dict[str, list[Phrase]]] = {}
+    for phrase, instead in sorted(lexicon.phrases.items(), key=lambda entry: -len(entry[0].split())):
         first, *rest = phrase.split()
-        found.setdefault(first, {}).setdefault(rest[0] if rest else "", []).append((rest, instead.split()))
+        entry = (rest, instead.split(), lexicon.beside.get(phrase, ""))
+        found.setdefault(first, {}).setdefault(rest[0] if rest else "", []).append(entry)
     return found
 
 

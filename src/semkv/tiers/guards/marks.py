@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 (
     MEASURE, NEGATION, DENIAL, GROUP, DATE, QUESTION, CHOICE, PERSON, SPEAKER, OWNER, OWNS, MODAL, TENSE, PIVOT,
     BOUND, TELLING, BY, AUXILIARY, LESSENING, COMPARED, WAY, PARTICLE, SHIFT, KNOWN,
-    OPPOSED, SELF, PHRASE, SYNONYM, GERUND,
-) = (1 << i for i in range(29))  # fmt: skip
+    OPPOSED, SELF, PHRASE, SYNONYM, GERUND, NATIVE,
+) = (1 << i for i in range(30))  # fmt: skip
 
 
 def word_marks(
@@ -43,6 +43,7 @@ def word_marks(
         (LESSENING, lexicon.lessening[0]),
         (WAY, lexicon.ways),
         (SHIFT, lexicon.shifts),
+        (NATIVE, lexicon.natives),
         (PHRASE, [phrase.split()[0] for phrase in lexicon.phrases]),
     )
     return _collected(tables)

@@ -13,7 +13,7 @@ from semkv.tiers.guards.lexicon import Lexicon, forget_stems
 from semkv.tiers.guards.marks import PHRASE
 from semkv.tiers.guards.operators import DATE, OPERATOR, folded, operators
 
-_KEPT = 40  # characters of a word whose token is remembered
+_KEPT = 24  # characters of a word or chunk that stays taken apart
 _LONGEST = 200  # characters of a chunk that is still looked into
 _PART = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)*|[%°$€£¥₹]|[^\w\s]")
 _EDGE = ".,;:!?\"“”„«»…‘'`*"
@@ -113,7 +113,7 @@ def read(text: str, lexicon: Lexicon) -> Text:
     )
 
 
-def _union(sets: list[set[str]]) -> frozenset[str]:
+def _union(sets: list[frozenset[str]]) -> frozenset[str]:
     return _NO_WORDS.union(*sets) if sets else _NO_WORDS
 
 
@@ -137,6 +137,11 @@ class _Chunk:
         typed: whether the text is in capitals or Title Case.
     """
 
+    __slots__ = (
+        "_lexicon", "_start", "_titled", "_typed", "capitals", "cased", "code", "dates", "last", "odd", "spelled",
+        "starts", "telling", "tokens",
+    )  # fmt: skip
+
     def __init__(self, chunk: str, start: bool, titled: bool, typed: bool, lexicon: Lexicon) -> None:
         self._lexicon = lexicon
         self._typed = typed
@@ -147,11 +152,7 @@ class _Chunk:
         self.tokens: list[Token] = []
         self.capitals: list[int] = []
         """Places of function words that are written like names."""
-        self.cased: set[str] = set()
-        self.starts: set[str] = set()
-        self.code: set[str] = set()
-        self.spelled: set[str] = set()
-        self.dates: set[str] = set()
+        self.cased = self.starts = self.code = self.spelled = self.dates = _NO_WORDS
         self.odd = ""
         """The chunk, unless it is a plain word: all that has signs or several capitals."""
         if chunk.isalpha() and (chunk.islower() or chunk[1:].islower()):
@@ -178,19 +179,19 @@ class _Chunk:
         if word == chunk:
             self._add(word)
         elif self._start:
-            self.starts.add(word)
+            self.starts = frozenset((word,))
             self._add(word)
         else:
-            self.cased.add(chunk)
+            self.cased = frozenset((chunk,))
             self._add(word, not self._titled)
 
     def _mixed(self, chunk: str) -> None:
         core = chunk.strip(_EDGE)
         inner = core.strip(_BRACKETS + _EDGE)
         folded = inner.casefold()
-        self.spelled.update((inner, folded))
+        self.spelled = frozenset((inner, folded))
         if len(core) > _LONGEST:
-            self.code.add(folded)
+            self.code = frozenset((folded,))
         elif DATE.fullmatch(core):
             self._date(core)
         elif is_code(core):
@@ -199,8 +200,8 @@ class _Chunk:
                 and not core.isalpha()
                 and not _DOTTED.fullmatch(inner)
             )
-            self.code.add((inner if cased else folded) or core)
-            self.spelled.add(core)
+            self.code = frozenset(((inner if cased else folded) or core,))
+            self.spelled |= {core}
             self._add(folded or core)
         else:
             self._parts(chunk, folded)
@@ -212,7 +213,7 @@ class _Chunk:
             for word in (parts[2], f"month:{int(parts[1])}", parts[0]):
                 self._add(word)
         else:
-            self.dates.add("/".join(str(int(part)) for part in parts))
+            self.dates = frozenset(("/".join(str(int(part)) for part in parts),))
 
     def _parts(self, chunk: str, folded: str) -> None:
         compound = _RATIO.fullmatch(folded) if "/" in folded else None
@@ -231,7 +232,7 @@ class _Chunk:
                 follow = parts[i + 1] if i + 1 < len(parts) else ""
                 if part == "C" and follow in ("+", "#"):
                     self._add(f"c{follow}", True)
-                    self.code.add(f"c{follow}")
+                    self.code |= {f"c{follow}"}
                 elif part.endswith(("'s", "'S")):
                     self._add(part[:-2].casefold(), name)
                     self._add("'s")
@@ -244,9 +245,9 @@ class _Chunk:
         if word == part:
             return
         if first and self._start and part.istitle():
-            self.starts.add(word)
+            self.starts |= {word}
         else:
-            self.cased.add(part)
+            self.cased |= {part}
 
 
 _taken = lru_cache(maxsize=8192)(_Chunk)
@@ -303,8 +304,10 @@ def _phrased(tokens: list[Token], capitals: Collection[int], lexicon: Lexicon) -
             continue
         seconds = phrases[tokens[i].word]
         following = tokens[i + 1].word if i + 1 < len(tokens) else ""
-        for rest, instead in (*seconds.get(following, ()), *seconds.get("", ())):
-            if [t.word for t in tokens[i + 1 : i + 1 + len(rest)]] == rest:
+        for rest, instead, beside in (*seconds.get(following, ()), *seconds.get("", ())):
+            if [t.word for t in tokens[i + 1 : i + 1 + len(rest)]] == rest and (
+                not beside or any(t.word == beside for t in tokens)
+            ):
                 name = tokens[i].name or i in capitals
                 found += tokens[done:i]
                 found += [_token(part, name, lexicon) for part in instead]
