@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from semkv.keys import digest, weights_digest
+from semkv.keys import LITERAL, digest, normalise, weights_digest
 
 
 def test_a_digest_tells_where_a_part_ends() -> None:
@@ -49,3 +52,105 @@ def test_what_a_link_leads_to_is_read_once(tmp_path: Path) -> None:
     before = weights_digest(model)
     (shared / "w").write_text("2")
     assert weights_digest(model) != before
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("sed 's/  / /' f", "sed 's/ / /' f"),
+        ("What does len('a  b') give?", "What does len('a b') give?"),
+        ("replace '  ' with ' '", "replace ' ' with ' '"),
+        ("What is the length of b'a  b' here?", "What is the length of b'a b' here?"),
+        ("用'a  b'替换", "用'a b'替换"),
+        ("「a  b」は何文字", "「a b」は何文字"),
+        ("How many?\n```\nfoo  bar\n```", "How many?\n```\nfoo bar\n```"),
+        ("cat <<EOF\na  b\nEOF", "cat <<EOF\na b\nEOF"),
+        ("Type “One. Two. Three”", "Type “One. two. Three”"),
+        ("Math.floor(x)", "math.floor(x)"),
+        ("Look. Math.floor", "look. math.floor"),
+        ("Name  City\nBob     Paris", "Name  City\nBob Paris"),
+        ("Bob\t\tParis", "Bob\tParis"),
+        ("How long is 'e\u0301'?", "How long is 'é'?"),
+    ],
+)
+def test_code_quotations_and_tables_stay_as_written(one: str, other: str) -> None:
+    assert normalise(one) != normalise(other)
+
+
+@pytest.mark.parametrize("end", list("\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"))
+def test_every_line_end_ends_a_line(end: str) -> None:
+    assert normalise(f"x{end}y") not in (normalise("x y"), normalise("xy"))
+    assert normalise(f"x = 1{end}y = 2") != normalise("x = 1 y = 2")
+    assert normalise(f"x  z \xa0{end}  y") == f"x z{end}  y"
+    assert normalise(f"Hello you{end}A = B  c") == f"hello you{end}A = B  c"
+
+
+def test_crlf_is_a_line_end_like_another() -> None:
+    assert normalise("one\r\ntwo \r\n\r\nthree") == normalise("one\ntwo\n\nthree")
+    assert normalise("one\r\r\ntwo") != normalise("one\n\ntwo")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("ｗｈａｔ ｉｓ it", "what is it", True),
+        ("りんごが３個", "りんごが3個", True),
+        ("ＡＢＣ社とは", "ABC社とは", True),
+        ("the ﬁrst ﬂoor", "the first floor", True),
+        ("What is ，", "What is ,", False),
+        ("What is ？", "What is ?", False),
+        ("What is …", "What is ...", False),
+        ("What is ﬁ", "What is fi", False),
+        ("What is Ａ", "What is A", False),
+        ("What is ℃", "What is °C", False),
+        ("ＡとAの違い", "AとAの違い", False),
+        ("ﬁne or fine", "fine or fine", False),
+        ("print('Ａｂ')", "print('Ab')", False),
+    ],
+)
+def test_width_is_folded_of_words_and_of_no_sign(one: str, other: str, same: bool) -> None:
+    assert (normalise(one) == normalise(other)) is same
+
+
+def test_plain_prose_folds_blanks_form_and_the_first_case() -> None:
+    assert normalise("C’est\u202fquoi  ça\u3000? Rien.") == "c’est quoi ça ? rien."
+    assert normalise("E\u0301tait-il la\u0300") == normalise("Était-il là")
+    assert normalise("Don't  touch it") == normalise("don't touch it")
+
+
+ODD = st.sampled_from(
+    [
+        *"aAbBiIkKsS .?!'’‘`\t\n\r1-/ﬁＡａ３，ﾞİıßΣ",
+        *"\u3000\xa0\u2028\u0307\u0323\u0301\u0338\u0345\u1fef\u1ffd\u212a",
+        "\r\n",
+    ]
+)
+
+
+@given(st.one_of(st.text(), st.lists(ODD, max_size=12).map("".join)))
+@example("\u1ffd x")
+@example("İ\u0323 İ\u0308")
+@example("A\u0300ﬀ")
+@example("Fine Ｆine")
+@example("I\nb\u1fef")
+@example("W\u030aﬀ B")
+@example("x\r \nb `")
+def test_folding_twice_is_folding_once(text: str) -> None:
+    assert normalise(normalise(text)) == normalise(text)
+
+
+def test_of_single_characters_none_is_folded() -> None:
+    for c in map(chr, range(0x32000)):
+        if not c.isspace() and unicodedata.normalize("NFC", c) == c:
+            assert normalise(f"So {c} it")[1:] == f"o {c} it", hex(ord(c))
+
+
+@pytest.mark.parametrize(
+    "unit", ["a 'b", "‘a ", "a ‘", "'", "\r", "\r\n", " \xa0", "a\t ", "A. ", "Ａ ", "a.A", "İ\u0323"]
+)
+@pytest.mark.timeout(60)
+def test_a_long_text_is_no_quadratic_work(unit: str) -> None:
+    units = unit * (1_000_000 // len(unit))
+    for text in (f"word {units}\nx", f"é {units}\nx", f"{units}\nx `"):
+        assert len(normalise(text)) <= 2 * len(text)
+        LITERAL.search(text)

@@ -33,71 +33,60 @@ def media_id(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-LITERAL = re.compile(
-    r"[`\\{}<>=_|~^\"“”„«»]|(?<!\w)['‘][^\n]+['’](?!\w)|\w[(\[]|::|://|->|[a-z][A-Z]|\w{2}\.\w{2}|"
+_CODE = (
+    r"[`\\{}<>=_|~^\"“”„«»]|\w[(\[]|::|://|->|[a-z][A-Z]|\w{2}\.\w{2}|"
     r"(?<!\S)(?:--?[A-Za-z]|\.{0,2}/\w)|\d[kKmMgGbBtT]\b"
 )
-"""What keeps its case throughout: code, paths, flags, addresses, quotations."""
-_STARTS = re.compile(r"(?:^|(?<=[.?!] ))[A-Z](?=[a-z'’]*(?:[ ,.:;?!]|$))[^.?!\n]*")  # one that begins with a word
-_GAP = re.compile(r"(?<=\S)(?:[^\S\n]+(?=\n)|[^\S\n]{2,}|[^\S\n ])")  # in a line or at its end, but for one space
-# Spacing is folded in one line of prose that speaks of nothing written, where the mark can be no word of its own.
-_MARKED = re.compile(r" [,?]|[A-Za-z][.,?!][A-Za-z]")  # only then is there anything to fold
-_PROSE = re.compile(r"[^\W_](?:[^\W_]|[ .,?!'’-])*")
-_OF_WRITING = re.compile(
-    r"\b(?:spac|blank|gap|punctuat|comma|colon|dot|full stop|period|mark|sign|symbol|charact|letter|word|text|"
-    r"string|question|token|typ|spel|gramma|correct|proof|sentence|phrase|format|print|show|display|writ|wrote|pars|"
-    r"split|regex|pattern|quot|verbatim|exact|command|shell|terminal|console|prompt|keyboard|press|key|enter|input|"
-    r"output|cod|program|script|query|file|folder|path|password|emoji|smil|column|csv|field|delimit|separat|"
-    r"operator|syntax|variab|tag|count|length|edit|translat|repeat|"
-    r"cop(?:y|ie)|past(?:e|ing)|echo|repl(?:y|ie)|messag|sen[dt]|sa(?:y|id))",
-    re.IGNORECASE,
+LITERAL = re.compile(_CODE + r"|(?<!\w)['‘][^\n]{1,200}['’](?!\w)")
+"""What keeps its case throughout: code, paths, flags, addresses, quotations. For words, not for whole texts."""
+_BLANK = "[ \xa0\u2000-\u200a\u202f\u205f\u3000]"
+_LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+_KEPT = re.compile(  # an apostrophe stands between two letters, a quotation mark does not; three blanks are a table's
+    rf"{_CODE}|['‘’‚](?:(?<![A-Za-zÀ-ɏ].)|(?![A-Za-zÀ-ɏ]))|[「『《‹＂＇]|{_BLANK}{{3}}(?<=\S...)"
 )
-_ASKING = "who|what|why|how|which"
-_OPENING = f"{_ASKING}|whose|when|where|is|are|was|were|do|does|did|can|could|should|would|will|has|have"
-_LEADING = "the|an?|my|your|our|their|of|in|at|on|from|with|about|against"  # words after which a noun is due
-_NOUN = rf"(?:{_LEADING}) (?!(?:{_LEADING}|and|or|not|is|are|to|as|than|like|called) )[^\W\d_]{{2,}}(?<!ing)"
-_JOINED = re.compile(
-    rf"(?<=[\w,'’] )(?:[a-z]{{2,}}[.?!](?=(?:{_ASKING.title()}) )|"
-    rf"(?i:(?!(?:{_ASKING}),)[a-z]{{2,}},(?=(?:{_ASKING}) )))"
-)
-_COMMA = re.compile(rf"((?<!\S){_NOUN}) (?=, [^\W\d_]{{2}})", re.IGNORECASE)
-_ASKED = re.compile(rf"((?:^|[.?!] )(?:{_OPENING}) [^.?!]*?(?<!\S){_NOUN}) (?=\?$)", re.IGNORECASE)
+_CRLF = re.compile(r"(?<!\r)\r\n")
+_GAP = re.compile(rf"{_BLANK}(?<=\S.)(?:{_BLANK}*(?=[{_LINE_ENDS}])|({_BLANK}|(?<! )))")  # but for one space in a line
+_STARTS = re.compile(r"[A-Z](?:(?<=^.)|(?<=[.?!] .))(?=[a-z'’]*(?:[ ,.:;?!]|\Z))")  # sentences that begin with a word
+_ENDS = (". ", "? ", "! ", *_LINE_ENDS)
 _STYLED = 2  # words from which a text in capitals, or in Title Case, is taken for a way of typing
+_LETTERS = "０-９Ａ-Ｚａ-ｚﬀ-ﬆ"  # full-width letters and digits, ligatures
+_WIDE = re.compile(rf"(?<=[\w\u0300-\u036f])[{_LETTERS}]|[{_LETTERS}](?=\w)")  # one alone may be what is asked about
+_WORD = re.compile(rf"[0-9A-Za-z{_LETTERS}]+")
 
 
 def normalise(text: str) -> str:
-    """Fold what does not change a question's meaning: Unicode form, width, white space, spacing and case of typing.
+    """Fold what does not change a question's meaning: double blanks, the case of typing, Unicode form, width.
 
     Case is folded at the start of a sentence, and throughout where a text of several words is in one style: all
     small, ALL CAPITALS, Each Word Capitalised. Within a sentence it stays: ``Polish`` is not ``polish``, ``HELLO`` has
-    other letters than ``hello``. Sentences with code, a path, an address or a quotation keep their case. Lines stay
-    lines, with their indents, and a tab stays one. In a single line of prose a blank before a mark (``of the US ?``)
-    and a missing one after it (``of death.What do I``) are mended where no other reading is left.
+    other letters than ``hello``. Of signs and lone letters the width stays, and lines stay lines, with their indents
+    and tabs; CRLF is a line end like another. From its first sentence with code, a path, an address, a quotation or a
+    table on a text stays as written, and up to there all but the case of typing. Linear in the text, and idempotent.
     """
+    text = text.strip()
+    if "\r\n" in text:
+        text = _CRLF.sub("\n", text)
+    if kept := _KEPT.search(text):
+        before = max(text.rfind(end, 0, kept.start()) for end in _ENDS) + 1
+        return _STARTS.sub(_small, text[:before]) + text[before:]
     if not text.isascii():
-        text = unicodedata.normalize("NFC", "".join(_same_meaning(c) for c in text))
-    text = _respaced(_GAP.sub(_folded_space, text.strip()))
-    if not LITERAL.search(text):
-        return text.lower() if one_style(text) else _STARTS.sub(_small_start, text)
-    return _STARTS.sub(lambda found: found[0] if LITERAL.search(found[0]) else _small_start(found), text)
+        text = _nfc(_one_width(_nfc(text)))
+    text = _GAP.sub(_folded_gap, text)
+    if not one_style(text):
+        return _STARTS.sub(_small, text)
+    return text.lower() if text.isascii() else _nfc(text.lower())
 
 
-def _small_start(sentence: re.Match[str]) -> str:
-    return sentence[0][0].lower() + sentence[0][1:]
+def _nfc(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
 
 
-def _respaced(line: str) -> str:
-    """A line of prose with the blanks that belong around its marks; any other text as it is."""
-    if not _MARKED.search(line) or not _PROSE.fullmatch(line):
-        return line
-    found = _ASKED.sub(r"\1", _COMMA.sub(r"\1", _JOINED.sub(r"\g<0> ", line)))
-    return line if found == line or LITERAL.search(found) or _OF_WRITING.search(found) else found
+def _small(start: re.Match[str]) -> str:
+    return start[0].lower()
 
 
-def _folded_space(run: re.Match[str]) -> str:
-    if run.string.startswith("\n", run.end()):
-        return ""
-    return "\t" if "\t" in run[0] else " "
+def _folded_gap(gap: re.Match[str]) -> str:
+    return " " if gap.lastindex else ""
 
 
 def one_style(text: str) -> bool:
@@ -108,10 +97,12 @@ def one_style(text: str) -> bool:
     return len(words) >= _STYLED and text.istitle()
 
 
-def _same_meaning(character: str) -> str:
-    """A full-width letter or a ligature as plain letters. Not NFKC as a whole, which makes ``22`` of ``2²``."""
-    kind = unicodedata.decomposition(character).partition(" ")[0]
-    return unicodedata.normalize("NFKC", character) if kind in ("<wide>", "<narrow>", "<compat>") else character
+def _one_width(text: str) -> str:
+    """Full-width words and ligatures in plain letters, unless a word stands there in both."""
+    words = set(_WORD.findall(_nfc(text.lower())))
+    if any(unicodedata.normalize("NFKC", word) in words for word in words if not word.isascii()):
+        return text
+    return _WIDE.sub(lambda letter: unicodedata.normalize("NFKC", letter[0]), text)
 
 
 def namespace_key(namespace: Namespace) -> str:

@@ -1,4 +1,4 @@
-"""L0.5: the same text, after folding Unicode form, case and white space.
+"""L0.5: the same text, byte for byte or but for what `keys.normalise` folds: blanks, the case of typing, Unicode form.
 
 The longest stored leading run wins. A run shorter than the prompt counts only when it holds a context: a shared system
 prompt or image alone is what vLLM's own prefix cache is for, and calling it a hit would make every second question

@@ -33,10 +33,10 @@ _END = re.compile(r"(?<=[.!?])\s+|(?<=。)\s*")
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text after `keys.normalise`, without lines; more than 64 words come in pieces."""
+    """The sentences of a text, each after `keys.normalise`, without lines; more than 64 words come in pieces."""
     pieces = []
-    for sentence in _END.split(normalise(text)):
-        words = sentence.split()
+    for sentence in _END.split(text):  # each by itself: what a quotation keeps as written is not what follows it
+        words = normalise(sentence).split()
         pieces += [" ".join(words[start : start + _LONGEST]) for start in range(0, len(words), _LONGEST)]
     return [piece for piece in pieces if piece]
 
