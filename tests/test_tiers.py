@@ -108,6 +108,7 @@ def test_sentences_are_found_whatever_the_white_space() -> None:
     assert sentences(text) == expected
     assert sentences(text.replace(" ", "\n \t").upper()) == expected
     assert sentences("一つ。二つ。") == ["一つ。", "二つ。"]
+    assert sentences('So "be" it. And then.')[1] == "and then."
     assert sentences(" \n ") == []
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from semkv.encoders.text import TextEncoder
-from semkv.keys import digest, normalise, segment_key
+from semkv.keys import LITERAL, digest, normalise, one_style, segment_key
 from semkv.stores.catalog import Catalog
 from semkv.tiers.base import Candidate
 from semkv.tiers.guards import Guard
@@ -35,7 +35,8 @@ _END = re.compile(r"(?<=[.!?])\s+|(?<=。)\s*")
 def sentences(text: str) -> list[str]:
     """The sentences of a text, each after `keys.normalise`, without lines; more than 64 words come in pieces."""
     pieces = []
-    for sentence in _END.split(text):  # each by itself: what a quotation keeps as written is not what follows it
+    styled = one_style(text) and not LITERAL.search(text)  # a word of a text in capitals says nothing of style by itself
+    for sentence in _END.split(text.lower() if styled else text):  # so that a quotation keeps no more than its own
         words = normalise(sentence).split()
         pieces += [" ".join(words[start : start + _LONGEST]) for start in range(0, len(words), _LONGEST)]
     return [piece for piece in pieces if piece]
