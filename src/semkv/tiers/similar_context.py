@@ -35,9 +35,8 @@ _END = re.compile(r"(?<=[.!?])\s+|(?<=。)\s*")
 def sentences(text: str) -> list[str]:
     """The sentences of a text, each after `keys.normalise`, without lines; more than 64 words come in pieces."""
     pieces = []
-    styled = one_style(text) and not LITERAL.search(
-        text
-    )  # a word of a text in capitals says nothing of style by itself
+    # One word says nothing of the style that a text is typed in.
+    styled = one_style(text) and not LITERAL.search(text)
     for sentence in _END.split(text.lower() if styled else text):  # so that a quotation keeps no more than its own
         words = normalise(sentence).split()
         pieces += [" ".join(words[start : start + _LONGEST]) for start in range(0, len(words), _LONGEST)]
