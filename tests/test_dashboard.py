@@ -95,7 +95,7 @@ def browser() -> Iterator[object]:
 
 
 def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
-    near_repeat(pair, f"What is {EVIL}?", f"What is  {EVIL}?")
+    near_repeat(pair, f"Look at this. What is {EVIL}?", f"look at this. What is {EVIL}?")
     near_repeat(pair, "How tall is the Eiffel tower in Paris?", "how tall is the  Eiffel tower in Paris?")
     for _ in range(5):
         pair.post("How tall is the Eiffel tower in Paris?")

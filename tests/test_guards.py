@@ -323,7 +323,7 @@ def test_wording_is_symmetric_and_bounded(a: str, b: str) -> None:
 def test_a_text_never_vetoes_itself(text: str) -> None:
     assert veto(text, text) is None
     assert veto(text, f"  {text}\t") is None
-    assert veto(text, "\n".join(text.split(" "))) is None
+    assert veto(text, "\n".join(text.split(" "))) in ((None, "code") if LITERAL.search(text) else (None,))
 
 
 @given(st.lists(MARKS, min_size=2, max_size=12).map(" ".join).filter(str.isascii))

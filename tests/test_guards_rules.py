@@ -239,3 +239,16 @@ def test_the_time_is_linear_in_passives_put_in_another_order() -> None:
         return time.process_time() - start
 
     assert spent(10_000) < 40 * spent(1_000) + 0.5
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("What does len('a  b') give?", "What does len('a b') give?"),
+        ("sed 's/  / /' notes.txt", "sed 's/ / /' notes.txt"),
+        ("What does this print:\nif x:\n  y()\nz()", "What does this print:\nif x:\n  y()\n  z()"),
+    ],
+)
+def test_white_space_counts_in_code_and_quotations(a: str, b: str) -> None:
+    assert veto(a, b) == veto(b, a) == "code"
+    assert veto("How tall is it?\nAnswer in metres.", "How tall is it? Answer in metres.") is None

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-from semkv.keys import normalise
+from semkv.keys import LITERAL, normalise
 from semkv.tiers.guards.checks import CHECKS, code
 from semkv.tiers.guards.content import MOST, Pair, Side, pair, side
 from semkv.tiers.guards.english import ENGLISH
@@ -42,8 +42,8 @@ _WORD = re.compile(r"\w+")
 def veto(a: str, b: str, lexicon: Lexicon = ENGLISH) -> str | None:
     """Why two similar texts must not stand in for each other, or None where no guard objects.
 
-    Symmetric; texts that differ in white space and the case of typing alone are never vetoed. Linear in the length of
-    the texts.
+    Symmetric; texts that differ in white space and the case of typing alone are vetoed only where there is code or a
+    quotation. Linear in the length of the texts.
 
     Returns:
         One of `REASONS`.
@@ -51,6 +51,8 @@ def veto(a: str, b: str, lexicon: Lexicon = ENGLISH) -> str | None:
     alike = _alike(a, b)
     if alike and normalise(a) == normalise(b):
         return None
+    if alike and LITERAL.search(a) and a.split() == b.split():  # `len('a  b')`, the indents of a program
+        return "code"
     if min(len(a), len(b)) > _LONG and _unlike(a, b):
         return "substitution"
     found = _pair(a, b, lexicon)
