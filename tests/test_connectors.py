@@ -36,6 +36,7 @@ from semkv.connectors.writer import BackgroundWriter
 from semkv.errors import ConfigError
 from semkv.keys import digest
 from semkv.maintenance import purge_salts
+from semkv.stores.block_index import BlockIndex
 from semkv.stores.blocks import KVChunk, KVLayout, KVStore, LayerLayout
 from semkv.stores.cachedir import purge_directory
 from semkv.stores.extents import Bounds, ExtentStore
@@ -987,15 +988,21 @@ def test_what_was_injected_before_a_reset_is_not_loaded_after_it(tmp_path: Path)
     assert kv.matched_tokens(r, 0) == 0
 
 
-def test_a_reset_that_cannot_take_back_says_so_and_goes_on_trying(tmp_path: Path) -> None:
-    kv, name = half(tmp_path), b"name"
-    put(tmp_path, 0, [name])
-    (store,) = kv.stores()
+def occupied(tmp_path: Path, kv: KVScheduler) -> tuple[BlockIndex, sqlite3.Connection]:
+    """The index, and who else is writing to it; a first try, which would wait for that, need not wait here."""
     index = kv._extents._index.get()
     assert index is not None
     index._db.execute("PRAGMA busy_timeout=0")
     other = sqlite3.connect(tmp_path / "kv" / "index.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
+    return index, other
+
+
+def test_a_reset_that_cannot_take_back_says_so_and_goes_on_trying(tmp_path: Path) -> None:
+    kv, name = half(tmp_path), b"name"
+    put(tmp_path, 0, [name])
+    (store,) = kv.stores()
+    _, other = occupied(tmp_path, kv)
     assert not kv.reset()
     kv.build_step(scheduled())
     other.execute("COMMIT")
@@ -1009,11 +1016,7 @@ def test_only_the_first_try_to_take_back_waits(tmp_path: Path) -> None:
     """Steps try again, and must not be held up by it; what is new is tried first."""
     kv = half(tmp_path)
     (old,) = kv.stores()
-    index = kv._extents._index.get()
-    assert index is not None
-    index._db.execute("PRAGMA busy_timeout=0")  # the first try need not wait here
-    other = sqlite3.connect(tmp_path / "kv" / "index.sqlite", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
+    index, other = occupied(tmp_path, kv)
     assert not kv.reset()
     said: list[str] = []
     index._db.set_trace_callback(said.append)
@@ -1033,11 +1036,7 @@ def test_a_step_tries_to_take_back_once_however_much_is_left(tmp_path: Path) -> 
         put(tmp_path, rank, [b"name"])
     kv = half(tmp_path, ranks=2)
     stores, said = kv.stores(), list[str]()
-    index = kv._extents._index.get()
-    assert index is not None
-    index._db.execute("PRAGMA busy_timeout=0")
-    other = sqlite3.connect(tmp_path / "kv" / "index.sqlite", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
+    index, other = occupied(tmp_path, kv)
     assert not kv.reset()
     assert kv.stores()  # the next step need not ask for them
     index._db.set_trace_callback(said.append)

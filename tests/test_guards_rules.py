@@ -246,6 +246,7 @@ def test_the_time_is_linear_in_passives_put_in_another_order() -> None:
     [
         ("What does len('a  b') give?", "What does len('a b') give?"),
         ("sed 's/  / /' notes.txt", "sed 's/ / /' notes.txt"),
+        ("What does len('é  b') give?", "What does len('é b') give?"),
         ("What does this print:\nif x:\n  y()\nz()", "What does this print:\nif x:\n  y()\n  z()"),
     ],
 )

