@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from growth import assert_linear
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -343,38 +345,31 @@ HOSTILE = [
 
 @pytest.mark.parametrize("unit", HOSTILE)
 def test_the_time_is_linear_whatever_the_text(unit: str) -> None:
-    assert _seconds(unit, 100_000) < 40 * _seconds(unit, 10_000) + 1
+    def work(size: int) -> Callable[[], object]:
+        text = unit * (size // len(unit))
+        return partial(veto, text, text[::-1] + " end")
 
-
-def _seconds(unit: str, size: int) -> float:
-    text = unit * (size // len(unit))
-    start = time.process_time()
-    veto(text, text[::-1] + " end")
-    return time.process_time() - start
+    assert_linear(work, 10_000)
 
 
 def test_the_time_is_linear_in_different_words() -> None:
-    def spent(count: int) -> float:
+    def work(count: int) -> Callable[[], object]:
         tails = [f"{'abcdefghij'[i % 10]}{i}q" for i in range(count)]
         first, second = (" ".join(chr(c + i % 26) + tail for i, tail in enumerate(tails)) for c in (97, 65))
-        start = time.process_time()
-        veto(first, second)
-        veto(first, " ".join(reversed(first.split())))
-        return time.process_time() - start
+        return lambda: (veto(first, second), veto(first, " ".join(reversed(first.split()))))
 
-    assert spent(10_000) < 40 * spent(1_000) + 0.5
+    assert_linear(work, 2_000)
 
 
 def test_the_time_is_linear_in_numbers_that_miss_their_units() -> None:
-    def spent(count: int) -> float:
+    def work(count: int) -> Callable[[], object]:
         first, second = (
             measure(read(f" {unit} ".join(map(str, range(count))), ENGLISH).tokens, ENGLISH) for unit in ("kg", "km")
         )
-        start = time.process_time()
         assert differ(first, second, ENGLISH) == "unit"
-        return time.process_time() - start
+        return partial(differ, first, second, ENGLISH)
 
-    assert spent(20_000) < 40 * spent(2_000) + 0.2
+    assert_linear(work, 2_000)
 
 
 def test_long_texts_of_other_words_are_not_taken_apart() -> None:
