@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from growth import assert_linear
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from growth import assert_linear
 from semkv.encoders.text import SentenceEncoder
 from semkv.keys import LITERAL
 from semkv.tiers.guards import ENGLISH, REASONS, Lexicon, no_veto, veto, wording, words

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from growth import assert_linear
 from hypothesis import given
 from hypothesis import strategies as st
 
+from growth import assert_linear
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.tiers import guards
