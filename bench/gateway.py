@@ -3,8 +3,9 @@
 Gateways without and with the semantic tiers, and for misses with --no-overlap and both encoders, are measured in turns,
 so that what else the machine does strikes all alike. Measures what a miss adds to the upstream's own time, where
 that answers at once and where it thinks for 50 ms (``slow``), exact hits at 64 and 8 connections that ask without a
-pause, at 8 that pause for 10 ms, the same beside misses, memory over 200,000 requests, and beside it the LiteLLM proxy
-with its local cache where a Python that has it is named. Every figure is the median over the rounds, which are kept.
+pause, at 8 that pause for 10 ms, the same beside misses, memory over 200,000 requests, and beside it what a proxy adds
+that does nothing else, and the LiteLLM proxy with its local cache where a Python that has it is named. Every figure is
+the median over the rounds, which are kept.
 
 On a machine that has other work, ask the scheduler to put it aside:
 
@@ -152,6 +153,11 @@ def resident_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def uvicorn(folder: str, module: str, port: int) -> list[str]:
+    command = [sys.executable, "-m", "uvicorn", "--app-dir", folder, f"{module}:app", "--port", str(port)]
+    return [*command, "--no-access-log", "--log-level", "warning"]
+
+
 def gateway(folder: Path, port: int, upstream: str, *flags: str) -> list[str]:
     command = [sys.executable, "-m", "semkv", "serve", "--upstream", upstream, "--port", str(port)]
     return [*command, "--cache-dir", str(folder), "--log-level", "warning", *flags]
@@ -191,11 +197,15 @@ def measure(
 ) -> dict[str, Any]:
     up = free_port()
     upstream = f"http://127.0.0.1:{up}"
-    command = [sys.executable, "-m", "uvicorn", "--app-dir", "tests", "scripted_upstream:app", "--port", str(up)]
-    command += ["--no-access-log", "--log-level", "warning"]
+    command = uvicorn("tests", "scripted_upstream", up)
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, process(command, f"{upstream}/health"):
         with ExitStack() as gateways:
+            port = free_port()
+            proxy = f"http://127.0.0.1:{port}"
+            passing = process(uvicorn("bench", "passthrough", port), f"{proxy}/health", UPSTREAM=upstream)
+            gateways.enter_context(passing)
+            wrk(proxy, 8, 2)
             urls = {}
             for name in kinds:
                 port = free_port()
@@ -209,7 +219,7 @@ def measure(
                     found["bare_64"].append(wrk(upstream, 64, seconds))
                 found["bare_miss_1"].append(wrk(upstream, 1, seconds, share=1))
                 found["bare_miss_1_slow"].append(wrk(upstream, 1, seconds, share=1, slow=True))
-                for name, url in urls.items():
+                for name, url in {"proxy": proxy, **urls}.items():
                     found[f"{name}_miss_1"].append(wrk(url, 1, seconds, share=1, run=f"miss {number}"))
                     found[f"{name}_miss_1_slow"].append(wrk(url, 1, seconds, share=1, run=f"slow {number}", slow=True))
                     if misses_only or name not in ("exact", "semantic"):
@@ -220,7 +230,7 @@ def measure(
                     found[f"{name}_hit_8_paced_beside_misses"].append(beside_misses(url, seconds, str(number)))
                 print(f"  round {number + 1} of {rounds}", flush=True)
         result: dict[str, Any] = {name: middle(each) for name, each in found.items()}
-        for name in urls:
+        for name in ("proxy", *urls):
             for kind, quantile in product(("", "_slow"), ("p50_ms", "p99_ms")):
                 added = result[f"{name}_miss_1{kind}"][quantile] - result[f"bare_miss_1{kind}"][quantile]
                 result[f"{name}_miss{kind}_adds_{quantile}"] = round(added, 3)

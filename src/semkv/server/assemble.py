@@ -13,6 +13,7 @@ from semkv.server.operations import Operations
 from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tags import parse_tag_rule
 from semkv.server.upstream import HttpUpstream, Upstream
+from semkv.stores.responses.ahead import FOLDER as AHEAD
 from semkv.stores.responses.open import FILE, open_store
 from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
 from semkv.tiers.response import ResponseCache
@@ -52,7 +53,13 @@ def _responses(settings: ServerSettings) -> ResponseCache:
     store = open_store(settings.store, file, timeout_s=settings.store_timeout, **limits)
     lifetime = Lifetime(settings.ttl or FOREVER, settings.stale, settings.sliding, settings.jitter)
     freshness = Freshness(lifetime, [parse_rule(rule) for rule in settings.ttl_rules])
-    return ResponseCache(store, max_bytes=settings.memory_mib << 20, freshness=freshness, sampled=settings.sampled)
+    return ResponseCache(
+        store,
+        max_bytes=settings.memory_mib << 20,
+        freshness=freshness,
+        sampled=settings.sampled,
+        ahead=settings.cache_dir / AHEAD,
+    )
 
 
 def app_of(settings: ServerSettings, environment: Mapping[str, str]) -> App:

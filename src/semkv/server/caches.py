@@ -39,6 +39,7 @@ _RARE = 0.05
 _LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
 _ASIDE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
 _QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs nobody any time
+_SMALL = 64 * 1024  # bytes of an answer that the event loop itself looks into and writes
 _ADMIN_S = 30.0
 _INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
 _SIZES = {
@@ -255,9 +256,20 @@ class Caches:
     # -- keeping ------------------------------------------------------------------------------------------------
 
     async def keep(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
-        """Keep an answer; waits until it is durable, or the store's time is up."""
+        """Keep an answer; waits until it outlives this process, or the store's time is up."""
+        if len(payload) <= _SMALL and (done := self._try_keep(canonical, payload, since)) is not None:
+            return done
         kept = await self._guarded("store", self._keepers, self._store_s, self._keep, canonical, payload, since)
         return kept is True
+
+    def _try_keep(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool | None:
+        """At once, which costs less than a thread does; None where a thread must do it."""
+        try:
+            return self.responses.try_keep(canonical, payload, since=since, tags=self._tags(canonical))
+        except Exception:
+            log.exception("store failed")
+            self._metrics.fault("store")
+            return None
 
     def _keep(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
         return self.responses.keep(canonical, payload, since=since, tags=self._tags(canonical))

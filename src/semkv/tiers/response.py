@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from semkv.errors import CorruptValue, StoreError
+from semkv.stores.responses.ahead import AheadLog
 from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
 from semkv.stores.responses.memory import MemoryStore
 from semkv.tiers.base import Tally
@@ -116,6 +118,7 @@ class ResponseCache:
         unheard_s: how long memory is served without news of the store.
         pause_s: how long a store is left alone after a fault.
         clock: seconds since the epoch.
+        ahead: folder of the log in which `try_keep` writes what is on its way to the store; None to go without.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class ResponseCache:
         unheard_s: float = 30.0,
         pause_s: float = 1.0,
         clock: Callable[[], float] = time.time,
+        ahead: Path | None = None,
     ) -> None:
         self._memory = MemoryStore(max_bytes, clock=clock)
         self._store, self._clock = store, clock
@@ -141,6 +145,7 @@ class ResponseCache:
         self._following = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._ahead = None if store is None or ahead is None else self._open_ahead(ahead)
         if store is not None:
             self.follow()
             self._thread = threading.Thread(target=self._follow, name="semkv-invalidations", daemon=True)
@@ -212,22 +217,65 @@ class ResponseCache:
         Returns:
             Whether it was kept, in the store or, where that is down, in memory.
         """
-        reason = "sampled" if request.sampled and not self._sampled else refusal(payload, status)
-        reason = reason or self._write(request, payload, since, tuple(tags))
+        found = self._keepable(request, payload, status, tuple(tags))
+        reason = found if isinstance(found, str) else self._write(found, since)
         self._tally.add(f"refused:{reason}" if reason else "kept")
         return not reason
+
+    def try_keep(
+        self, request: Keyed, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
+    ) -> bool | None:
+        """The same without waiting for the store: an answer is in memory then, and in the log of what is on its way.
+
+        Returns:
+            Whether it was kept; None where nothing was done, since only `keep` can.
+        """
+        if self._ahead is None or not self._ahead.quick:
+            return None
+        found = self._keepable(request, payload, status, tuple(tags))
+        if isinstance(found, str):
+            self._tally.add(f"refused:{found}")
+            return False
+        own, _, shared = since.partition(" ")
+        if not shared or not self._ahead.append(found, shared):
+            return None
+        self._memory.put(found, own)  # refused where it was invalidated meanwhile; the store will see that, too
+        self._tally.add("kept")
+        return True
+
+    def _bring(self, response: StoredResponse, since: str) -> bool:
+        """What was on its way, to the store. False where that cannot be reached."""
+        put = self._ask("put", lambda store: store.put(response, since), None)
+        if put is False:
+            self.follow()  # another replica has invalidated it, and memory does not know yet
+        return put is not None
+
+    def _flush(self) -> None:
+        if self._ahead is not None:
+            self._ahead.flush()
+
+    def _open_ahead(self, folder: Path) -> AheadLog | None:
+        try:
+            return AheadLog(folder, self._bring)
+        except OSError as error:
+            self._tally.fault("answer log", error)
+            return None
+
+    def _keepable(self, request: Keyed, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
+        """What to keep, or why not."""
+        reason = "sampled" if request.sampled and not self._sampled else refusal(payload, status)
+        if reason:
+            return reason
+        lifetime = self._lifetime(request, tags)
+        return self._response(request, payload, tags, lifetime) if lifetime and lifetime.ttl_s else "no lifetime"
 
     def keeps(self, request: Keyed, tags: Sequence[str] = ()) -> bool:
         """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
         lifetime = self._lifetime(request, tuple(tags)) if self._sampled or not request.sampled else None
         return lifetime is not None and bool(lifetime.ttl_s)
 
-    def _write(self, request: Keyed, payload: bytes, since: str, tags: tuple[str, ...]) -> str:
+    def _write(self, response: StoredResponse, since: str) -> str:
         """To the store, then to memory. Returns why not, or an empty string."""
-        lifetime = self._lifetime(request, tags)
-        if lifetime is None or not lifetime.ttl_s:
-            return "no lifetime"
-        response = self._response(request, payload, tags, lifetime)
         own, _, shared = since.partition(" ")
         own = own or self._memory.cursor
         known = bool(shared) or not since  # else it was begun before the store was first heard of: memory alone
@@ -271,6 +319,7 @@ class ResponseCache:
             return self._memory.invalidate(selector, dry_run=dry_run)
         if not dry_run:
             self._memory.invalidate(selector)
+        self._flush()
         gone = self._store.invalidate(selector, dry_run=dry_run)
         if not dry_run:
             self.follow()
@@ -318,6 +367,7 @@ class ResponseCache:
         Raises:
             StoreError: the store could not be reached.
         """
+        self._flush()
         return (self._store or self._memory).recent(limit)
 
     def counts(self) -> Mapping[str, int]:
@@ -340,5 +390,7 @@ class ResponseCache:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
+        if self._ahead is not None:
+            self._ahead.close()
         if self._store is not None:
             self._store.close()

@@ -1,0 +1,293 @@
+"""The log of answers on their way to a store: nothing is lost, torn, or kept after an invalidation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway_helpers import wait_until
+from semkv.stores.responses import ahead
+from semkv.stores.responses.ahead import AheadLog, records
+from semkv.stores.responses.base import Selector, StoredResponse
+from semkv.stores.responses.sqlite import SqliteStore
+from semkv.tiers.freshness import Freshness, Lifetime
+from semkv.tiers.response import ResponseCache
+from test_responses import GOOD, Asked, Broken, payload
+
+
+class Gate:
+    """A store that takes nothing until it is opened, or cannot be reached."""
+
+    def __init__(self, *, is_open: bool = True, reached: bool = True) -> None:
+        self.brought: list[str] = []
+        self.reached, self._may = reached, threading.Event()
+        if is_open:
+            self._may.set()
+
+    def __call__(self, response: StoredResponse, since: str) -> bool:
+        self._may.wait(30)
+        if self.reached:
+            self.brought.append(response.key)
+        return self.reached
+
+    def open(self) -> None:
+        self._may.set()
+
+
+def answer(key: str, created: float = 1.0, content: bytes = GOOD) -> StoredResponse:
+    return StoredResponse(key, "", "model", content, created)
+
+
+@pytest.fixture
+def end() -> Iterator[Callable[[Gate, AheadLog], None]]:
+    made: list[tuple[Gate, AheadLog]] = []
+    yield lambda gate, log: made.append((gate, log))
+    for gate, log in made:
+        gate.open()
+        log.close()
+
+
+def logs(folder: Path) -> list[Path]:
+    return sorted(folder.glob(ahead.PATTERN))
+
+
+def test_an_answer_is_in_memory_at_once_and_in_the_store_soon(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cache = ResponseCache(store, ahead=tmp_path / "ahead")
+    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
+    assert cache.peek("a") is not None
+    wait_until(lambda: store.get("a") is not None)
+    assert cache.try_keep(Asked("b"), payload("length"), since=cache.begin()) is False
+    assert cache.counts()["kept"] == sum(n for name, n in cache.counts().items() if name.startswith("refused:")) == 1
+    cache.close()
+    assert not logs(tmp_path / "ahead")
+
+
+def test_without_a_cursor_or_a_log_only_the_store_will_do(tmp_path: Path) -> None:
+    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead")
+    assert cache.try_keep(Asked(), GOOD) is None
+    cache.close()
+    plain = ResponseCache(SqliteStore(tmp_path / "a"))
+    assert plain.try_keep(Asked(), GOOD, since=plain.begin()) is None
+    plain.close()
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from semkv.stores.responses.sqlite import SqliteStore
+from semkv.tiers.response import ResponseCache
+sys.path.insert(0, sys.argv[2])
+from test_responses import Asked, payload
+
+class Slow(SqliteStore):
+    def put(self, response, since=""):
+        time.sleep(0.05)
+        return super().put(response, since)
+
+folder = Path(sys.argv[1])
+cache = ResponseCache(Slow(folder / "a"), ahead=folder / "ahead")
+for number in range(1000):
+    assert cache.try_keep(Asked(str(number)), payload("stop", number=number), since=cache.begin())
+    print(number, flush=True)
+"""
+
+
+def test_what_was_kept_is_served_after_kill_9(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        kept = [int(process.stdout.readline()) for _ in range(200)]
+        process.send_signal(signal.SIGKILL)
+        kept += [int(line) for line in process.stdout]
+    store = SqliteStore(tmp_path / "a")
+    assert store.usage()[0] < len(kept)  # the rest is in the log alone
+    store.close()
+    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead")
+    for number in kept:
+        found = cache.lookup(str(number))
+        assert found is not None
+        assert found.response.payload == payload("stop", number=number)
+    cache.close()
+    assert not logs(tmp_path / "ahead")
+
+
+@given(st.lists(st.tuples(st.text(), st.binary(max_size=60)), max_size=6), st.data())
+def test_a_torn_or_damaged_log_gives_what_comes_before(given: list[tuple[str, bytes]], data: st.DataObject) -> None:
+    written = [(answer(key, number, content), str(number)) for number, (key, content) in enumerate(given)]
+    pieces = [ahead._record(*record) for record in written]
+    whole = b"".join(pieces)
+    assert list(records(whole)) == written
+    if whole:
+        at = data.draw(st.integers(0, len(whole) - 1))
+        before = sum(len(b"".join(pieces[: n + 1])) <= at for n in range(len(pieces)))
+        assert list(records(whole[:at])) == written[:before]
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << data.draw(st.integers(0, 7))
+        assert list(records(bytes(flipped))) == written[:before]
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_no_answer(garbage: bytes) -> None:
+    assert list(records(garbage)) == []
+
+
+def test_the_log_of_a_running_process_is_left_to_it(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
+    busy, other = Gate(is_open=False), Gate()
+    first = AheadLog(tmp_path, busy)
+    end(busy, first)
+    assert first.append(answer("a"), "1")
+    held = logs(tmp_path)
+    second = AheadLog(tmp_path, other)
+    end(other, second)
+    assert other.brought == []
+    assert set(held) < set(logs(tmp_path))
+    second.close()
+    assert logs(tmp_path) == held
+    busy.open()
+    wait_until(lambda: busy.brought == ["a"])
+
+
+def left_behind(folder: Path, *responses: StoredResponse) -> None:
+    """What processes that were killed leave."""
+    folder.mkdir(exist_ok=True)
+    for number, response in enumerate(responses):
+        (folder / f"{number:016x}.log").write_bytes(ahead._record(response, "1"))
+
+
+def test_what_was_left_behind_comes_in_order_and_stays_until_the_store_has_it(tmp_path: Path) -> None:
+    left_behind(tmp_path, answer("b", 2.0), answer("a", 1.0))
+    down = Gate(reached=False)
+    AheadLog(tmp_path, down).close()
+    assert len(logs(tmp_path)) == 2
+    there = Gate()
+    AheadLog(tmp_path, there).close()
+    assert there.brought == ["a", "b"]
+    assert not logs(tmp_path)
+
+
+def test_what_was_left_behind_and_invalidated_since_is_not_kept(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cursor = store.news("").cursor
+    (tmp_path / "ahead").mkdir()
+    for key in "ab":
+        (tmp_path / "ahead" / f"{key}.log").write_bytes(ahead._record(answer(key), cursor))
+    store.invalidate(Selector(key="a"))
+    cache = ResponseCache(store, ahead=tmp_path / "ahead")
+    assert cache.lookup("a") is None
+    assert cache.lookup("b") is not None
+    cache.close()
+
+
+def test_a_full_log_refuses_and_goes_on_when_the_store_does(
+    tmp_path: Path, end: Callable[[Gate, AheadLog], None]
+) -> None:
+    gate = Gate(is_open=False)
+    log = AheadLog(tmp_path, gate, max_bytes=2000)
+    end(gate, log)
+    kept = [str(n) for n in range(20) if log.append(answer(str(n)), "1")]
+    assert 1 < len(kept) < 20
+    assert sum(file.stat().st_size for file in logs(tmp_path)) <= 2000
+    gate.open()
+    wait_until(lambda: gate.brought == kept)
+    wait_until(lambda: log.append(answer("x"), "1"))
+    wait_until(lambda: sum(file.stat().st_size for file in logs(tmp_path)) == 0)
+
+
+def test_logs_stay_small_under_steady_writing(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
+    gate = Gate()
+    log = AheadLog(tmp_path, gate, max_bytes=1 << 20)
+    end(gate, log)
+    size = len(ahead._record(answer("0000"), "1"))
+    for number in range(3 * (1 << 20) // size):
+        wait_until(lambda number=number: log.append(answer(f"{number:04}"), "1"))  # type: ignore[misc]
+    assert sum(file.stat().st_size for file in logs(tmp_path)) <= 1 << 20
+
+
+def test_a_disk_that_is_full_costs_the_log_and_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Gate, AheadLog], None]
+) -> None:
+    gate = Gate(is_open=False)
+    log = AheadLog(tmp_path, gate)
+    end(gate, log)
+    assert log.append(answer("a"), "1")
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: real(file, data[:10], at))
+    assert not log.append(answer("b"), "1")
+    assert not log.quick
+    monkeypatch.setattr(os, "pwrite", real)
+    assert log.append(answer("c"), "1")
+    (content,) = [data for file in logs(tmp_path) if (data := file.read_bytes())]
+    assert [response.key for response, _ in records(content)] == ["a", "c"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_counted_fault(tmp_path: Path) -> None:
+    (tmp_path / "ahead").write_text("a file")
+    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead")
+    assert cache.try_keep(Asked(), GOOD, since=cache.begin()) is None
+    assert cache.keep(Asked(), GOOD, since=cache.begin())
+    assert cache.counts()["fault:answer log"] == 1
+    cache.close()
+
+
+class Held(SqliteStore):
+    """Waits before it takes an answer."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may = threading.Event()
+
+    def put(self, response: StoredResponse, since: str = "") -> bool:
+        self.may.wait(30)
+        return super().put(response, since)
+
+
+def test_what_another_replica_invalidates_meanwhile_is_not_served(tmp_path: Path) -> None:
+    store = Held(tmp_path / "a")
+    cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=60.0)
+    other = ResponseCache(SqliteStore(tmp_path / "a"))
+    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
+    other.invalidate(Selector(model="model"))
+    store.may.set()
+    wait_until(lambda: cache.peek("a") is None)
+    assert store.get("a") is None
+    cache.close()
+    other.close()
+
+
+def test_an_invalidation_counts_what_is_on_its_way(tmp_path: Path) -> None:
+    store = Held(tmp_path / "a")
+    cache = ResponseCache(store, ahead=tmp_path / "ahead")
+    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
+    threading.Timer(0.1, store.may.set).start()
+    assert cache.invalidate(Selector(), dry_run=True) == 1
+    assert cache.invalidate(Selector()) == 1
+    assert cache.peek("a") is None
+    assert store.get("a") is None
+    cache.close()
+
+
+def test_a_store_that_is_down_costs_the_store_and_no_answer(tmp_path: Path) -> None:
+    store = Broken()
+    cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=60.0, pause_s=60.0)
+    since = cache.begin()
+    store.broken = True
+    assert cache.try_keep(Asked(), GOOD, since=since)
+    wait_until(lambda: cache.counts().get("fault:store put") == 1)
+    assert cache.peek("a") is not None
+    cache.close()
+
+
+def test_what_lives_no_time_is_not_kept(tmp_path: Path) -> None:
+    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead", freshness=Freshness(Lifetime(0.0)))
+    assert cache.try_keep(Asked(), GOOD, since=cache.begin()) is False
+    cache.close()
