@@ -22,6 +22,7 @@ from semkv.types import Entry, Exactness, Match, Namespace, PolicyName, Request,
 TIER = "semantic_text"
 WEIGHTS = {"cosine": -30.0, "closeness": 0.0, "unmatched": 1.0, "unshared": -2.0, "reordered": 0.5}
 CURVE = Calibration("written", 24.0, WEIGHTS, 0.05, {"number": 4.0})
+AS_CAUTIOUS = Calibration("written", 25.5, {**dict.fromkeys(WEIGHTS, 0.0), "cosine": -30.0}, 0.05)
 DONOR = Entry("d", Namespace(), (), "", "")
 
 
@@ -234,6 +235,31 @@ def test_nothing_approximate_is_served_before_the_budget_covers_it() -> None:
     policy = Bounded(0.002)
     policy.arrived()
     assert not policy.accept(asking(), DONOR, match(0.99)).accept
+
+
+def first_hit(policy: Bounded, like: Match) -> tuple[int, float]:
+    """The first request of many that is served where every refused match was right, and the risk it was served at."""
+    for number in range(1, 5000):
+        policy.arrived()
+        decision = policy.accept(asking(str(number)), DONOR, like)
+        if decision.accept:
+            assert decision.risk is not None
+            return number, decision.risk
+        policy.observe(like, correct=True, served=False)
+    raise AssertionError("nothing was served")
+
+
+def test_what_a_calibration_estimates_is_served_sooner_than_what_the_formula_does() -> None:
+    number, _ = first_hit(Bounded(0.002, AS_CAUTIOUS, frozenset([TIER])), match(0.99))
+    without, _ = first_hit(Bounded(0.002), match(0.99))
+    another, _ = first_hit(Bounded(0.002, AS_CAUTIOUS, frozenset([TIER])), match(0.99, tier="embedding:vision"))
+    assert number < without / 4
+    assert another == without, "a tier that the calibration was not fitted on"
+
+
+def test_the_first_hit_of_what_a_calibration_estimates_leaves_three_standard_deviations_free() -> None:
+    number, risk = first_hit(Bounded(0.01, AS_CAUTIOUS, frozenset([TIER])), match(0.99))
+    assert 0.01 * number == pytest.approx(risk + 3 * math.sqrt(risk), abs=0.01)
 
 
 def test_a_veto_is_overruled_only_by_evidence() -> None:

@@ -12,7 +12,8 @@ beta-binomial, so they cover chance as well as what is not known well. The risk 
 observations or that of the recent ones, whichever is greater: traffic may shift, and an estimate that happens to be low
 is the one that would be used. So a cell that turns out worse than it looked is charged for its past as well, and more
 checks buy more hits. Cells are opened in the order of their risk until the spending they would bring meets what is
-left, and no hit is served that the budget does not cover.
+left, sooner where a calibration estimates, since the formula may be too hopeful; and no hit is served that the budget
+does not cover.
 
 Hits are checked more often where a cell is new, and where the budget is a few wrong answers, which a thin sample would
 not see: wrong answers come in bursts, and then no estimate from other traffic covers them. A text that is served a
@@ -42,6 +43,7 @@ _PRIOR = 8.0  # observations that the prior is worth
 _VETO_PRIOR = 30.0  # the same where a guard objects and no calibration says how often it errs
 _VETO_RISK = 0.9
 _SPREAD = 2.5  # standard deviations of the number of wrong answers that are kept free
+_SPREAD_FITTED = 3.0  # the same where a calibration estimates, which keeps them of less
 _EARLY = 20.0  # about so many hits of a cell are checked early on
 _FOUND = 3.0  # wrong answers that checks should find before as many as the budget allows have been given
 _LEAST_RISK = 0.002
@@ -162,7 +164,7 @@ class Bounded:
             risk = self._views[key].risk[place]
             if not self._views[key].open[place] or match.score < FLOOR:
                 return Decision(False, f"risk {risk:.4f}: not open", risk)
-            if self._spent(risk) > self._rate * self._requests:
+            if self._spent(key, risk, risk) > self._rate * self._requests:
                 return Decision(False, f"risk {risk:.4f}: beyond the budget", risk)
             arm.unchecked[place] += 1
             self._guessed += risk
@@ -198,23 +200,32 @@ class Bounded:
         if key not in self._arms:
             self._arms[key] = Arm()
             self._review()
-        calibration = self._calibration if match.tier in self._tiers and match.whole else None
+        calibration = self._fitted(key)
         if calibration is None:
             return key, band(cautious(match.score))
         veto = match.veto if match.veto in calibration.vetoes else ""
         return key, band(calibration.risk(match.score, veto, match.wording))
 
+    def _fitted(self, key: ArmKey) -> Calibration | None:
+        """The calibration that estimates an arm's risks; None where `cautious` does."""
+        tier, _, whole = key
+        return self._calibration if tier in self._tiers and whole else None
+
     def _prior(self, key: ArmKey, place: int) -> tuple[float, float]:
         """The chance of a wrong answer before any observation, and how many observations that is worth."""
-        tier, veto, whole = key
-        named = self._calibration.vetoes if self._calibration and tier in self._tiers and whole else {}
-        if veto and veto not in named:
+        fitted, veto = self._fitted(key), key[1]
+        if veto and (fitted is None or veto not in fitted.vetoes):
             return _VETO_RISK, _VETO_PRIOR
         return max(_LEAST_RISK, chance(_WORST + (place + 0.5) * (_BEST - _WORST) / BANDS)), _PRIOR
 
-    def _spent(self, more: float) -> float:
-        """The wrong answers so far and ``more`` expected ones, with room for chance and for what is not known well."""
-        return self._known + self._guessed + more + _SPREAD * math.sqrt(self._variance + more)
+    def _spent(self, key: ArmKey, more: float, allowed: float) -> float:
+        """The wrong answers so far and ``more`` expected ones, with room for chance and for what is not known well.
+
+        Where a calibration estimates, the room is for those; `cautious` may be too hopeful, and keeps it for all that
+        are ``allowed``.
+        """
+        spread, doubtful = (_SPREAD_FITTED, more) if self._fitted(key) else (_SPREAD, allowed)
+        return self._known + self._guessed + more + spread * math.sqrt(self._variance + doubtful)
 
     def _review(self) -> None:
         """Estimate every band anew, charge the past by it, and open the bands that the budget covers."""
@@ -233,12 +244,11 @@ class Bounded:
             self._views[key] = _View(risks)
             self._charge(risks, weights, arm.unchecked)
         horizon = max(_HORIZON * self._requests, 500.0)
-        left = self._rate * (self._requests + horizon) - self._spent(self._rate * horizon) + self._rate * horizon
+        budget, more = self._rate * (self._requests + horizon), 0.0
         for risk, place, key in sorted(self._bands(), key=lambda b: (b[0], -b[1])):
-            if left < 0.0 or risk > _MOST_RISK:
-                break
-            self._views[key].open[place] = True
-            left -= risk * self._arms[key].asked[place] / max(self._requests, 200.0) * horizon
+            if risk <= _MOST_RISK and self._spent(key, more, self._rate * horizon) <= budget:
+                self._views[key].open[place] = True
+                more += risk * self._arms[key].asked[place] / max(self._requests, 200.0) * horizon
 
     def _charge(self, risks: list[float], weights: list[float], unchecked: list[float]) -> None:
         """Add what an arm's unchecked hits cost; bands that were pooled share one estimate, and its error."""
