@@ -184,7 +184,7 @@ def test_a_store_that_is_made_beside_a_purge_stays_whole(tmp_path: Path) -> None
         kv.close()
 
 
-@pytest.mark.parametrize("look", ["_empty", "_is_ours"])
+@pytest.mark.parametrize("look", ["_empty", "is_ours"])
 def test_a_purge_beside_another_is_no_fault(tmp_path: Path, look: str) -> None:
     """The other one takes everything before or after this one looks whether there is anything."""
     prepare(config(tmp_path))

@@ -90,8 +90,9 @@ def test_a_repeat_is_a_hit_and_not_a_second_entry(tmp_path: Path) -> None:
     assert entry is not None
     assert (entry.created, entry.last_hit, entry.hits) == (1.0, 5.0, 1)
     assert len(catalog.vectors(["text@1", "text@2"], 0, 10)) == 2
-    assert catalog.touch("a", 7.0, ["late"])
-    assert not catalog.touch("b", 7.0)
+    catalog.hit("a", 7.0)
+    assert catalog.tag("a", ["late"])
+    assert not catalog.tag("b", ["late"])
     entry = catalog.get("a")
     assert entry is not None
     assert entry.hits == 2
@@ -102,7 +103,7 @@ def test_the_bound_on_entries_holds_and_the_least_recently_used_go(tmp_path: Pat
     catalog = Catalog(tmp_path / "c.sqlite", max_entries=3)
     for i, name in enumerate("abc"):
         catalog.add(record(name, created=float(i), media=name * 64))
-    catalog.touch("a", 10.0)
+    catalog.hit("a", 10.0)
     new, removed = catalog.add(record("d", created=11.0))
     assert new
     assert removed.entry_ids == ("b",)

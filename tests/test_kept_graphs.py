@@ -541,9 +541,9 @@ def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, mon
     with opened(folder, Reseeded()):
         pass
     assert len(graph_files(folder / "graphs")) == 2, "the other encoder may come back"
-    assert purge_entries(folder, "alice", None, dry_run=True).entries == 1100
+    assert purge_entries(folder, ["alice"], None, dry_run=True).entries == 1100
     assert len(graph_files(folder / "graphs")) == 2
-    purge_entries(folder, "alice", None, dry_run=False)
+    purge_entries(folder, ["alice"], None, dry_run=False)
     assert len(graph_files(folder / "graphs")) == 1
     assert collect(folder).graphs == 0
     with opened(folder, Seeded()) as cache:

@@ -110,14 +110,14 @@ def test_a_lost_index_is_read_again_before_anything_is_counted(used: Path) -> No
 
 
 def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
-    assert "5 files checked, 0 damaged" in call("verify", "--cache-dir", str(used))
+    assert "5 files and 0 answers checked, 0 damaged" in call("verify", "--cache-dir", str(used))
     for path in (*extents(used, "kv")[:1], *extents(used, "fusion"), next((used / "media").glob("??/*"))):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
     found = verify(used)
     assert (found.checked, sorted(line.split(":")[0] for line in found.damaged)) == (5, ["fusion", "kv", "media"])
-    assert "5 files checked, 3 damaged" in call("verify", "--cache-dir", str(used), exit_code=1)
+    assert "5 files and 0 answers checked, 3 damaged" in call("verify", "--cache-dir", str(used), exit_code=1)
     assert "3 deleted" in call("verify", "--cache-dir", str(used), "--repair")
     assert verify(used).damaged == ()
     assert inspect(used).nbytes > 0
@@ -150,9 +150,11 @@ def test_gc_deletes_strays_old_extents_and_loose_pictures(used: Path) -> None:
 
 
 def test_purge_of_a_tenant_leaves_the_other(used: Path) -> None:
-    assert "3 entries" in call("purge", "--cache-dir", str(used), "--tenant", "alice", "--dry-run")
+    said = call("purge", "--cache-dir", str(used), "--tenant", "alice", "--dry-run")
+    assert "3 entries, 0 answers and 1 files would be deleted" in said
     assert len(inspect(used).entries) == 2
-    assert "3 entries and 1 files deleted" in call("purge", "--cache-dir", str(used), "--tenant", "alice")
+    assert len(list((used / "media").glob("??/*"))) == 2
+    assert "3 entries, 0 answers and 1 files deleted" in call("purge", "--cache-dir", str(used), "--tenant", "alice")
     assert [(e.tenant, e.entries) for e in inspect(used).entries] == [("bob", 3)]
     assert "2 entries" in call("purge", "--cache-dir", str(used), "--tag", "t")
     assert [e.entries for e in inspect(used).entries] == [1]
@@ -210,8 +212,10 @@ def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeyp
     assert alices["media"] == len(b"the picture of alice")
     assert "kv" not in alices, "nobody said which salts were hers"
     assert "tenant alice" in call(*words)
-    call("purge", "--cache-dir", str(used), "--tenant", "alice")
-    assert held("alice") == ([], {"answers": (3, 0)}), "a purge finds what stats find, but for a gateway's answers"
+    counted = call("purge", "--cache-dir", str(used), "--tenant", "alice", "--dry-run")
+    assert "3 entries, 3 answers and 7 files" in counted
+    assert call("purge", "--cache-dir", str(used), "--tenant", "alice").split()[:7] == counted.split()[:7]
+    assert held("alice") == ([], {}), "a purge finds what stats find"
     assert held("bob") == bobs
 
 
@@ -247,8 +251,13 @@ def make_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [break_whole, break_page, make_foreign, make_newer, make_folder])
-def test_stats_of_answers_that_cannot_be_read_tell_so_and_touch_nothing(
-    used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None]
+@pytest.mark.parametrize("command", ["stats", "verify", "verify --repair", "purge --tenant alice"])
+def test_answers_that_cannot_be_read_are_told_and_not_touched(
+    used: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    harm: Callable[[Path], None],
+    command: str,
 ) -> None:
     with closing(SqliteStore(used / FILE)) as store:
         for i in range(50):
@@ -256,17 +265,22 @@ def test_stats_of_answers_that_cannot_be_read_tell_so_and_touch_nothing(
     inspect(used)  # the other stores' own files are there now
     harm(used / FILE)
     before = files_of(used)
-    monkeypatch.setattr("sys.argv", ["semkv", "stats", "--cache-dir", str(used)])
+    monkeypatch.setattr("sys.argv", ["semkv", *command.split(), "--cache-dir", str(used)])
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr()
     assert ended.value.code == EXIT_ERROR
-    assert str(used / FILE) in said.err
-    assert said.err.count("\n") == 1
-    assert all(word in said.out for word in ("alice", "kv", "fusion", "media"))
+    told = [line for line in said.err.splitlines() if line.strip() and not line.startswith("left: ")]
+    assert len(told) == 1
+    assert str(used / FILE) in told[0]
     after = files_of(used)
-    assert sorted(after) == sorted(before)
     assert after[FILE] == before[FILE]
+    if command.startswith("purge"):
+        assert "3 entries, 0 answers and 1 files deleted" in said.out, "the rest is done all the same"
+    assert [name for name in after if FILE in name] == [name for name in before if FILE in name]
+    if command == "stats":
+        assert sorted(after) == sorted(before)
+        assert all(word in said.out for word in ("alice", "kv", "fusion", "media"))
 
 
 def test_stats_beside_a_running_gateway_find_its_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +323,7 @@ def test_purge_of_a_tenant_finds_what_a_gateway_stored_under_its_name(
     monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
     words = ("--cache-dir", str(used), "--tenant", "alice")
     assert '"kv"' in call("stats", *words, "--json")
-    assert "3 entries and 2 files deleted" in call("purge", *words)
+    assert "3 entries, 0 answers and 2 files deleted" in call("purge", *words)
     assert '"kv"' not in call("stats", *words, "--json")
 
 
@@ -344,10 +358,10 @@ def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monk
     words = ("purge", "--cache-dir", str(used), "--tenant", "alice")
     assert left() == [8, 7]
     monkeypatch.delenv("SEMKV_SECRET", raising=False)
-    assert "3 entries and 5 files" in call(*words)  # a picture, and two of each store
+    assert "3 entries, 0 answers and 5 files" in call(*words)  # a picture, and two of each store
     assert "set SEMKV_SECRET" in CliRunner().invoke(app, words).stderr
     monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
-    assert "0 entries and 2 files would" in call(*words, "--dry-run")
+    assert "0 entries, 0 answers and 2 files would" in call(*words, "--dry-run")
     assert "set SEMKV_SECRET" not in (said := CliRunner().invoke(app, words).stderr)
     assert "none has the salt" not in said
     assert "none has the salt" in CliRunner().invoke(app, words).stderr
@@ -367,7 +381,7 @@ def test_purge_of_the_one_tenant_of_a_single_tenant_gateway(used: Path, monkeypa
     kv.close()
     monkeypatch.setenv("SEMKV_SECRET", "secret")
     result = CliRunner().invoke(app, ["purge", "--cache-dir", str(used), "--tenant", ""], catch_exceptions=False)
-    assert "0 entries and 1 files deleted" in result.stdout
+    assert "0 entries, 0 answers and 1 files deleted" in result.stdout
     assert "without a salt" in result.stderr
     assert len(extents(used, "kv")) == 2
 

@@ -160,6 +160,9 @@ class SemanticCache:
         self._tally.add("lookups")
         self._lookup_s += seconds
         if plan is not None and plan.match is not None:
+            if sent.substituted:
+                with self._boundary("catalog"):
+                    self._catalog.hit(plan.match.entry_id, time.time())
             self._tally.add(f"hit:{plan.match.tier}")
             self._tally.add("partial", 0 if plan.full else 1)
             hit_id = self._hits.open(request, plan.match, found.check)
@@ -177,7 +180,8 @@ class SemanticCache:
     ) -> str | None:
         """Record what the engine computed: the canonical prompt of ``report`` and its answer.
 
-        A request that a donor served whole adds nothing but a hit on the donor, so donors never come from donors.
+        A request that a donor served whole adds nothing, so donors never come from donors: `try_reuse` has counted the
+        hit on the donor.
         A prompt that is stored already, byte for byte, gets a hit and keeps its first answer.
 
         Args:
@@ -198,7 +202,7 @@ class SemanticCache:
             now = time.time()
             if match is not None:
                 exact = match.exactness is Exactness.EXACT and report.plan.full
-                there = self._catalog.touch(match.entry_id, now, all_tags if exact else ())
+                there = self._catalog.tag(match.entry_id, all_tags if exact else ())
                 if report.plan.full and not (exact and there and self._matching.lacks(match.entry_id)):
                     self._tally.add("repeats")
                     return match.entry_id if there else None

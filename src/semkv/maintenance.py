@@ -15,7 +15,7 @@ from pathlib import Path
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
 from semkv.stores.bounds import Bounds
-from semkv.stores.cachedir import CACHE_FILES, EXTENT_FILES, purge_directory
+from semkv.stores.cachedir import CACHE_FILES, EXTENT_FILES, is_ours, purge_directory
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import NamespaceUse
 from semkv.stores.container import owner_of
@@ -23,8 +23,9 @@ from semkv.stores.extents import ExtentStore
 from semkv.stores.graphs import FOLDER as GRAPHS
 from semkv.stores.graphs import damage_of, graph_files, sweep
 from semkv.stores.media import MediaStore
+from semkv.stores.responses import use
+from semkv.stores.responses.base import Selector
 from semkv.stores.responses.open import FILE as ANSWERS
-from semkv.stores.responses.use import AnswersUse, by_tenant
 from semkv.types import Namespace
 
 _UNBOUNDED = Bounds(max_bytes=0)
@@ -69,7 +70,7 @@ class CacheUse:
 
     cache_dir: str
     entries: tuple[NamespaceUse, ...]
-    answers: tuple[AnswersUse, ...]
+    answers: tuple[use.AnswersUse, ...]
     stores: tuple[StoreUse, ...]
     unread: tuple[str, ...] = ()
     tenants: tuple[str, ...] | None = None
@@ -77,15 +78,24 @@ class CacheUse:
     @property
     def nbytes(self) -> int:
         """Bytes of ``stores``."""
-        return sum(use.nbytes for use in self.stores)
+        return sum(store.nbytes for store in self.stores)
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What a check found: how many files were read, and a line for each that is damaged."""
+    """What a check found.
+
+    Attributes:
+        checked: files that were read, but for that of a gateway's answers.
+        answers: answers that were read.
+        damaged: a line for each file and answer that is damaged.
+        unread: a line for what could not be read at all, and was left as it is.
+    """
 
     checked: int
+    answers: int
     damaged: tuple[str, ...]
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +110,25 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """What was, or with ``dry_run`` would be, deleted: entries, and files that went with them."""
+    """What was, or with ``dry_run`` would be, deleted.
 
-    entries: int
-    files: int
-    dry_run: bool
+    Attributes:
+        entries: of the catalog.
+        answers: a gateway's.
+        files: pictures, KV and encoder outputs, with all of them also what lies beside.
+        dry_run: nothing was deleted.
+        unread: a line for what could not be read, and was left as it is.
+    """
+
+    entries: int = 0
+    answers: int = 0
+    files: int = 0
+    dry_run: bool = False
+    unread: tuple[str, ...] = ()
+
+    def __add__(self, other: Purged) -> Purged:
+        counts = (self.entries + other.entries, self.answers + other.answers, self.files + other.files)
+        return Purged(*counts, self.dry_run, self.unread + other.unread)
 
 
 def inspect(
@@ -132,27 +156,27 @@ def inspect(
     media, graphs = _media(cache_dir), graph_files(cache_dir / GRAPHS)
     if (cache_dir / "catalog.sqlite").exists():
         with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
-            entries = tuple(use for tenant in tenants or (None,) for use in catalog.by_namespace(tenant))
+            entries = tuple(row for tenant in tenants or (None,) for row in catalog.by_namespace(tenant))
             if tenants is not None:
                 theirs = {media_id for tenant in tenants for media_id in catalog.media_of(tenant)}
                 media = [file for file in media if file.name in theirs]
-                spaces = [namespace_key(Namespace(use.tenant, use.model)) for use in entries]
+                spaces = [namespace_key(Namespace(row.tenant, row.model)) for row in entries]
                 graphs = graph_files(cache_dir / GRAPHS, spaces)
     for name, listed in (("media", media), ("graphs", graphs)):
         files = [(f.stat().st_size, f.stat().st_mtime) for f in listed]
         if files:
             times = [t for _, t in files]
             stores.append(StoreUse(name, "", len(files), 0, sum(n for n, _ in files), min(times), max(times)))
-    answers: list[AnswersUse] = []
+    answers: list[use.AnswersUse] = []
     unread: list[str] = []
     if (cache_dir / ANSWERS).exists():
         try:
-            answers = [use for use in by_tenant(cache_dir / ANSWERS) if tenants is None or use.tenant in tenants]
+            answers = [a for a in use.by_tenant(cache_dir / ANSWERS) if tenants is None or a.tenant in tenants]
         except StoreError as error:
             unread.append(str(error))
     if answers:
-        count, nbytes = sum(use.answers for use in answers), sum(use.nbytes for use in answers)
-        oldest, used = min(use.oldest for use in answers), max(use.used for use in answers)
+        count, nbytes = sum(a.answers for a in answers), sum(a.nbytes for a in answers)
+        oldest, used = min(a.oldest for a in answers), max(a.used for a in answers)
         stores.append(StoreUse("answers", "", count, 0, nbytes, oldest, used))
     whose = None if tenants is None else tuple(tenants)
     return CacheUse(str(cache_dir), entries, tuple(answers), tuple(stores), tuple(unread), whose)
@@ -165,18 +189,19 @@ def verify(
     repair: bool = False,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Damage:
-    """Read every file and check every checksum.
+    """Read every file and every answer of a gateway, and check every checksum.
 
     Args:
-        repair: delete what is damaged, so that it is computed again.
-        advance: told how many files of how many are done.
+        repair: delete what is damaged, so that it is computed again; of answers those alone.
+        advance: told how many files and answers of how many are done.
 
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
     check_is_cache(cache_dir)
     damaged: list[str] = []
-    images, graphs = _media(cache_dir), graph_files(cache_dir / GRAPHS)
+    unread: list[str] = []
+    images, graphs, answers = _media(cache_dir), graph_files(cache_dir / GRAPHS), cache_dir / ANSWERS
     with _extents(cache_dir, fusion_dir) as opened:
         extents = [(name, store, extent) for name, store in opened for extent in store.extents()]
         for name, store in opened:  # deleted when a lost index was built again
@@ -206,7 +231,16 @@ def verify(
         advance(done, total)
     if reason := _catalog_damage(cache_dir / "catalog.sqlite"):
         damaged.append(f"catalog: {reason}")
-    return Damage(done, tuple(damaged))
+    files = done
+    try:
+        total += use.count(answers) if answers.exists() else 0
+        for reason in use.examine(answers, repair=repair) if total > files else ():
+            damaged += [f"answers: {reason}"] * bool(reason)
+            done += 1
+            advance(done, max(done, total))
+    except StoreError as error:
+        unread.append(str(error))
+    return Damage(files, done - files, tuple(damaged), tuple(unread))
 
 
 def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float | None = None) -> Collected:
@@ -280,28 +314,44 @@ def _catalog_damage(path: Path) -> str:
         return str(error)
 
 
-def purge_entries(cache_dir: Path, tenant: str | None, tag: str | None, *, dry_run: bool) -> Purged:
-    """Delete the catalog's entries of a tenant, with a tag, or both, with the images that only they had and the graphs
-    in which their vectors are: the next start, or a running engine, writes new ones.
+def purge_entries(cache_dir: Path, tenants: Sequence[str] | None, tag: str | None, *, dry_run: bool) -> Purged:
+    """Delete the catalog's entries of a tenant (by its names), with a tag, or both; without either, all. With them go
+    the images that only they had and the graphs in which their vectors are: a running engine writes new ones.
 
     Raises:
         StoreError: there is no cache, or the catalog cannot be written.
     """
     check_is_cache(cache_dir)
     if not (cache_dir / "catalog.sqlite").exists():
-        return Purged(0, 0, dry_run)
+        return Purged(dry_run=dry_run)
     try:
         with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
-            removed = catalog.invalidate(tenant=tenant, tag=tag, dry_run=dry_run)
+            if tenants is None and tag is None:
+                tenants = sorted({row.tenant for row in catalog.by_namespace()})
+            removed = catalog.invalidate(tenants=tenants, tag=tag, dry_run=dry_run)
             if not dry_run:
                 sweep(cache_dir / GRAPHS, set(catalog.spaces()).difference(removed.spaces))
     except (sqlite3.Error, CorruptValue) as error:
         raise StoreError(f"catalog {cache_dir / 'catalog.sqlite'}: {error}") from error
-    if not dry_run and removed.media:
-        media = MediaStore(cache_dir / "media")
-        for media_id in removed.media:
-            media.delete(media_id)
-    return Purged(len(removed.entry_ids), len(removed.media), dry_run)
+    loose = set(removed.media)
+    images = [image for image in _media(cache_dir) if image.name in loose]
+    if not dry_run:
+        for image in images:
+            image.unlink(missing_ok=True)
+    return Purged(entries=len(removed.entry_ids), files=len(images), dry_run=dry_run)
+
+
+def purge_answers(cache_dir: Path, tenants: Sequence[str] | None, tag: str | None, *, dry_run: bool) -> Purged:
+    """Delete a gateway's answers of a tenant (by its names), with a tag, or both; without either, all of them. Running
+    gateways heed it within a second or so.
+    """
+    if not (cache_dir / ANSWERS).exists():
+        return Purged(dry_run=dry_run)
+    selectors = [Selector(partition=tenant, tag=tag) for tenant in ((None,) if tenants is None else tenants)]
+    try:
+        return Purged(answers=use.remove(cache_dir / ANSWERS, selectors, dry_run=dry_run), dry_run=dry_run)
+    except StoreError as error:
+        return Purged(dry_run=dry_run, unread=(str(error),))
 
 
 def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | None], *, dry_run: bool) -> Purged:
@@ -320,7 +370,7 @@ def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | 
             count += len(found)
             if not dry_run:
                 store.drop(found)
-    return Purged(0, count, dry_run)
+    return Purged(files=count, dry_run=dry_run)
 
 
 def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool) -> Purged:
@@ -330,11 +380,18 @@ def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool)
         StoreError: there is no cache.
     """
     check_is_cache(cache_dir)
-    entries = 0
-    if (cache_dir / "catalog.sqlite").exists():
-        with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
-            entries = len(catalog)
-    files = purge_directory(cache_dir, CACHE_FILES, dry_run=dry_run)
+    if not is_ours(cache_dir):  # a gateway's alone: what it has open is emptied, and stays
+        found = purge_entries(cache_dir, None, None, dry_run=dry_run)
+    else:
+        entries = 0
+        if (cache_dir / "catalog.sqlite").exists():
+            with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
+                entries = len(catalog)
+        found = Purged(entries, files=purge_directory(cache_dir, CACHE_FILES, dry_run=dry_run), dry_run=dry_run)
     if fusion_dir is not None:
-        files += purge_directory(fusion_dir, EXTENT_FILES, dry_run=dry_run)
-    return Purged(entries, files, dry_run)
+        found += Purged(files=purge_directory(fusion_dir, EXTENT_FILES, dry_run=dry_run))
+    if (aside := cache_dir / f"{ANSWERS}.damaged").is_file():
+        found += Purged(files=1)
+        if not dry_run:
+            aside.unlink()
+    return found + purge_answers(cache_dir, None, None, dry_run=dry_run)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from semkv.maintenance import CacheUse
 
 EXIT_DAMAGED = 1
+_ELSEWHERE = f"answers that a gateway keeps elsewhere than in {ANSWERS} there (its --store)"
 
 CacheDir = Annotated[Path | None, typer.Option(help="Where the cache lives (SEMKV_CACHE_DIR or ~/.cache/semkv).")]
 FusionDir = Annotated[Path | None, typer.Option(help="Fusion states, where they are kept elsewhere.")]
@@ -31,28 +32,31 @@ Examples:
   semkv stats --cache-dir runs/demo/cache
   semkv stats --json | jq '.stores[] | select(.store == "kv").nbytes'
   semkv stats --tenant alice
-      what one tenant holds, and in which stores: what purge --tenant would find, and its answers. The tenant is named
-      as in stats: a gateway's by 32 hex digits; with the deployment's secret, as for purge, also by the name that a
-      trusted proxy gave it
+      what one tenant holds, and in which stores: what purge --tenant would find. The tenant is named as in stats: a
+      gateway's by 32 hex digits; with the deployment's secret, as for purge, also by the name that a trusted proxy gave
+      it. Hits count the requests for which an entry stood in; exact repeats get a gateway's answers without one
 """
 
 VERIFY_EXAMPLES = """\b
 Examples:
   semkv verify --cache-dir runs/demo/cache
-      read every file and check every checksum; exit code 1 where something is damaged
+      read every file, and every answer of a gateway, and check every checksum; exit code 1 where something is damaged.
+      Engines and gateways may be running
   semkv verify --repair
-      delete what is damaged, so that it is computed again
+      delete what is damaged, so that it is computed again; of a gateway's answers, those that fail alone
 """
 
 PURGE_EXAMPLES = """\b
 Examples:
   semkv purge --cache-dir runs/demo/cache
       delete everything that semkv wrote there, and nothing else; engines that run on it notice, and start again empty.
-      What vLLM itself holds on the device goes with reset_prefix_cache and reset_encoder_cache
+      A gateway forgets its answers within a second; its secret stays. What vLLM itself holds on the device goes with
+      reset_prefix_cache and reset_encoder_cache
   semkv purge --tenant alice
-      delete the entries of one tenant, named as for stats, with the pictures that only they had, and the KV blocks and
-      encoder outputs that were stored for it. Those of a gateway's tenant need the deployment's secret: SEMKV_SECRET,
-      or the file that the gateway made in its cache directory
+      delete the entries of one tenant, named as for stats, with the pictures that only they had; a gateway's answers to
+      it, which running gateways forget within a second; and the KV blocks and encoder outputs that were stored for it.
+      Those of a gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in its
+      cache directory. What is not reached is told
   semkv purge --tag release-7 --dry-run
       count what would go
 """
@@ -74,8 +78,7 @@ def stats(
         names = _names(folder, tenant)
         own, gateways = _salts(folder, names)
         found = inspect(folder, fusion_cache_dir, names, [*own, *gateways])
-        elsewhere = f"answers that a gateway keeps elsewhere than in {ANSWERS} there (its --store)"
-        typer.echo("not counted: " + "; ".join([*_untold(known=bool(gateways)), elsewhere]), err=True)
+        typer.echo("not counted: " + "; ".join([*_untold(known=bool(gateways)), _ELSEWHERE]), err=True)
     if as_json:
         _print_json(found)
     else:
@@ -113,7 +116,7 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Delete what is damaged.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every file and check every checksum; exit code 1 where something is damaged."""
+    """Read every file and answer and check every checksum; exit code 1 where something is damaged."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -133,7 +136,9 @@ def verify(
         for line in found.damaged:
             typer.echo(line)
         done = "deleted" if repair else "damaged"
-        typer.echo(f"{found.checked} files checked, {len(found.damaged)} {done}")
+        typer.echo(f"{found.checked} files and {found.answers} answers checked, {len(found.damaged)} {done}")
+    if found.unread:
+        raise StoreError("; ".join(found.unread))
     if found.damaged and not repair:
         raise typer.Exit(EXIT_DAMAGED)
 
@@ -164,29 +169,31 @@ def purge(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete a cache, or the entries of one tenant or tag."""
-    from semkv.maintenance import Purged, purge_all, purge_entries, purge_salts
+    """Delete a cache, or what is one tenant's or has one tag: entries, and a gateway's answers."""
+    from semkv.maintenance import purge_all, purge_answers, purge_entries, purge_salts
 
     folder, gateways = _folder(cache_dir), None
     if tenant is None and tag is None:
         found = purge_all(folder, fusion_cache_dir, dry_run=dry_run)
     else:
-        names = [] if tenant is None else _names(folder, tenant)
-        parts = [purge_entries(folder, name, tag, dry_run=dry_run) for name in names or (None,)]
-        if tenant is not None and tag is None:
+        names = None if tenant is None else _names(folder, tenant)
+        found = purge_entries(folder, names, tag, dry_run=dry_run)
+        found += purge_answers(folder, names, tag, dry_run=dry_run)
+        if names is not None and tag is None:
             own, salts = _salts(folder, names)
-            parts.append(purge_salts(folder, fusion_cache_dir, own, dry_run=dry_run))
+            found += purge_salts(folder, fusion_cache_dir, own, dry_run=dry_run)
             if salts:
-                parts.append(purge_salts(folder, fusion_cache_dir, salts, dry_run=dry_run))
-                gateways = parts[-1].files
-        found = Purged(sum(part.entries for part in parts), sum(part.files for part in parts), dry_run)
+                theirs = purge_salts(folder, fusion_cache_dir, salts, dry_run=dry_run)
+                found, gateways = found + theirs, theirs.files
     if as_json:
         _print_json(found)
     else:
         done = "would be deleted" if dry_run else "deleted"
-        typer.echo(f"{found.entries} entries and {found.files} files {done}")
+        typer.echo(f"{found.entries} entries, {found.answers} answers and {found.files} files {done}")
     if tenant is not None or tag is not None:
-        typer.echo(_left_over(tag, gateways), err=True)
+        typer.echo(_left_over(folder, tag, gateways), err=True)
+    if found.unread:
+        raise StoreError("; ".join(found.unread))
 
 
 def _secret(folder: Path) -> bytes:
@@ -233,12 +240,14 @@ def _salts(folder: Path, names: list[str]) -> tuple[list[str | None], list[str]]
     return own, [tenant_salt(secret, name, None) for name in names] if secret else []
 
 
-def _left_over(tag: str | None, gateways: int | None) -> str:
+def _left_over(folder: Path, tag: str | None, gateways: int | None) -> str:
     """What a purge of some entries does not reach, for people. ``gateways``: how many files had the gateway's salt."""
     left = [
         "what running engines hold in memory (until it is evicted, or they restart) and are writing now",
-        "a gateway's answers (remove them with its /semkv/api/invalidate)",
+        f"{_ELSEWHERE}: its /semkv/api/invalidate removes them",
     ]
+    if (folder / f"{ANSWERS}.damaged").exists():
+        left.append(f"{ANSWERS}.damaged, which a gateway put aside (delete it)")
     if tag is not None:
         left.append("KV blocks and encoder outputs (they have no tags)")
     else:

@@ -45,7 +45,7 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
     roots = [(config.cache_dir, CACHE_FILES)]
     if config.fusion_cache_dir is not None:
         roots.append((config.fusion_cache_dir, EXTENT_FILES))
-    ours = _is_ours(config.cache_dir)
+    ours = is_ours(config.cache_dir)
     for root, patterns in roots:
         if root.exists() and not root.is_dir():
             raise StoreError(f"{root} is a file; a cache lives in a directory of its own")
@@ -68,7 +68,7 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_
     Raises:
         StoreError: the directory holds files and no sign that they are semkv's.
     """
-    ours = _is_ours(root)  # before the other look: another purge takes the sign first
+    ours = is_ours(root)  # before the other look: another purge takes the sign first
     if not root.is_dir() or _empty(root):
         return 0
     if not ours:
@@ -151,7 +151,8 @@ def _markers(root: Path) -> list[Path]:
     return [root / MARKER, *(root / store / MARKER for store in _STORES)]
 
 
-def _is_ours(root: Path) -> bool:
+def is_ours(root: Path) -> bool:
+    """Whether there is a sign that `purge_directory` goes by; a gateway alone makes none."""
     return any(marker.is_file() for marker in _markers(root))
 
 

@@ -6,6 +6,7 @@ write-ahead log lets readers go on while one of them writes, and `Catalog.change
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import threading
@@ -26,12 +27,14 @@ from semkv.stores.catalog_rows import (
     dump_segments,
     load_entry,
     pack,
+    removal,
 )
 from semkv.stores.catalog_schema import prepare
 from semkv.stores.recent import Recent
 from semkv.types import Entry, MediaSegment, Namespace
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
+_HITS_WAIT_S = 1.0
 
 
 class Catalog:
@@ -53,6 +56,8 @@ class Catalog:
         self.path, self.max_entries = path, max_entries
         self._lock = threading.RLock()
         self._recent = Recent()
+        self._hits: dict[str, tuple[int, float]] = {}  # by entry, those not written yet, and the last one's time
+        self._hit_writer: threading.Timer | None = None
         self._uncounted = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,12 +84,15 @@ class Catalog:
 
     @contextmanager
     def _write(self) -> Iterator[None]:
-        """A transaction that is undone on any exception."""
+        """A transaction that is undone on any exception. It takes along the hits that are not written yet."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
+                for entry_id, (count, now) in self._hits.items():
+                    self._count(entry_id, count, now)
                 yield
                 self._db.execute("COMMIT")
+                self._hits.clear()
             except BaseException:
                 if self._db.in_transaction:  # some errors have rolled back already
                     self._db.execute("ROLLBACK")
@@ -96,6 +104,7 @@ class Catalog:
 
     def close(self) -> None:
         """Close the file; later calls raise `sqlite3.ProgrammingError`."""
+        self._write_hits()
         with self._lock:
             self._db.close()
 
@@ -112,7 +121,7 @@ class Catalog:
         with self._write():
             found = self._db.execute("SELECT id FROM entries WHERE entry_id=?", (entry.entry_id,)).fetchone()
             if found:
-                self._touch(entry.entry_id, entry.created)
+                self._count(entry.entry_id, 1, entry.created)
                 self._add_vectors(int(found[0]), space, record)
                 return False, Removed()
             self._recent.drop(record.keys)
@@ -156,22 +165,37 @@ class Catalog:
             [(space, layer, media, pack(vector)) for (layer, media), vector in record.media_vectors.items()],
         )
 
-    def touch(self, entry_id: str, now: float, tags: Iterable[str] = ()) -> bool:
-        """Count a hit on an entry at time ``now``, and add tags; False where it is no longer there."""
+    def tag(self, entry_id: str, tags: Iterable[str]) -> bool:
+        """Add tags to an entry; False where it is no longer there."""
         with self._write():
-            touched = self._touch(entry_id, now)
-            if touched:
-                self._db.executemany(
-                    "INSERT OR IGNORE INTO tags SELECT ?, id FROM entries WHERE entry_id=?",
-                    [(tag, entry_id) for tag in tags],
-                )
-            return touched
+            self._db.executemany(
+                "INSERT OR IGNORE INTO tags SELECT ?, id FROM entries WHERE entry_id=?",
+                [(tag, entry_id) for tag in tags],
+            )
+            return self._number("SELECT COUNT(*) FROM entries WHERE entry_id=?", entry_id) > 0
 
-    def _touch(self, entry_id: str, now: float) -> bool:
-        done = self._db.execute(
-            "UPDATE entries SET hits=hits+1, last_hit=?1, used=MAX(used, ?1) WHERE entry_id=?2", (now, entry_id)
+    def hit(self, entry_id: str, now: float) -> None:
+        """Count a hit on an entry at time ``now``. It is written with the next write, within a second or so: a lookup
+        waits for no write."""
+        with self._lock:
+            self._hits[entry_id] = self._hits.get(entry_id, (0, now))[0] + 1, now
+            if self._hit_writer is None:
+                writer = threading.Timer(_HITS_WAIT_S, self._write_hits)
+                writer.daemon = True
+                writer.start()
+                self._hit_writer = writer
+
+    def _write_hits(self) -> None:
+        with self._lock:
+            self._hit_writer = None
+            if self._hits:
+                with contextlib.suppress(sqlite3.Error), self._write():  # else the next write takes them along
+                    pass
+
+    def _count(self, entry_id: str, hits: int, now: float) -> None:
+        self._db.execute(
+            "UPDATE entries SET hits=hits+?1, last_hit=?2, used=MAX(used, ?2) WHERE entry_id=?3", (hits, now, entry_id)
         )
-        return done.rowcount > 0
 
     def _trim(self, keep: int) -> Removed:
         self._uncounted -= 1  # counting reads the whole index: once per quarter of the room that was left
@@ -191,10 +215,10 @@ class Catalog:
         tag: str | None = None,
         entry_id: str | None = None,
         namespace: Namespace | None = None,
-        tenant: str | None = None,
+        tenants: Sequence[str] | None = None,
         dry_run: bool = False,
     ) -> Removed:
-        """Delete the entries that meet every criterion given, or with ``dry_run`` only name them.
+        """Delete the entries that meet every criterion given, or with ``dry_run`` only name what would go.
 
         Raises:
             ValueError: no criterion was given.
@@ -206,16 +230,14 @@ class Catalog:
             tests["entry_id=?"] = entry_id
         if namespace is not None:
             tests["space=?"] = namespace_key(namespace)
-        if tenant is not None:
-            tests["tenant=?"] = tenant
+        if tenants is not None:
+            tests["tenant IN (SELECT value FROM json_each(?))"] = json.dumps(list(tenants))
         if not tests:
-            raise ValueError("invalidate needs a tag, an entry_id, a namespace or a tenant")
-        statement = "SELECT id, entry_id FROM entries WHERE " + " AND ".join(tests)  # noqa: S608 (our own words)
-        if dry_run:
-            with self._lock:
-                return Removed(tuple(str(r[1]) for r in self._db.execute(statement, tuple(tests.values()))))
-        with self._write():
-            return self._delete([int(r[0]) for r in self._db.execute(statement, tuple(tests.values())).fetchall()])
+            raise ValueError("invalidate needs a tag, an entry_id, a namespace or tenants")
+        statement = "SELECT id FROM entries WHERE " + " AND ".join(tests)  # noqa: S608 (our own words)
+        with self._lock if dry_run else self._write():
+            rows = [int(r[0]) for r in self._db.execute(statement, tuple(tests.values())).fetchall()]
+            return removal(self._db, rows) if dry_run else self._delete(rows)
 
     def _delete(self, rows: Sequence[int]) -> Removed:
         self._recent.clear()

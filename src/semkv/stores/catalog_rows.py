@@ -25,7 +25,8 @@ class NamespaceUse:
     Attributes:
         tenant, model: the namespace.
         entries: how many.
-        hits: of all of them, since they were recorded.
+        hits: how often one of them stood in for a request; those of the last second may be missing. An exact repeat
+            that a gateway answers from its store of answers is none: the catalog is not asked.
         oldest: when the first was recorded.
         used: when one was last recorded or hit.
     """
@@ -96,15 +97,29 @@ class Removed:
     spaces: tuple[str, ...] = ()
 
 
+def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
+    """What `delete` would take away."""
+    ids = (json.dumps(rows),)
+    gone = db.execute(
+        "SELECT entry_id, space FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids
+    ).fetchall()
+    media = db.execute(
+        "WITH gone AS (SELECT value FROM json_each(?)),"
+        " shown AS (SELECT DISTINCT media FROM entry_media WHERE entry IN gone)"
+        " SELECT media FROM shown WHERE NOT EXISTS"
+        " (SELECT 1 FROM entry_media WHERE entry_media.media=shown.media AND entry NOT IN gone) ORDER BY media",
+        ids,
+    ).fetchall()
+    return Removed(tuple(e for e, _ in gone), tuple(m for (m,) in media), tuple(sorted({space for _, space in gone})))
+
+
 def delete(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
     """Delete entries by the numbers of their rows, with the contexts and vectors of media that only they had.
 
     What refers to an entry goes by itself (``ON DELETE CASCADE``).
     """
+    removed = removal(db, rows)
     ids = (json.dumps(rows),)
-    gone = db.execute(
-        "SELECT entry_id, space FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids
-    ).fetchall()
     media = db.execute(
         "SELECT DISTINCT media, space FROM entry_media WHERE entry IN (SELECT value FROM json_each(?))", ids
     ).fetchall()
@@ -119,9 +134,7 @@ def delete(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
         " AND NOT EXISTS (SELECT 1 FROM entry_media WHERE media=?1 AND space=?2)",
         media,
     )
-    kept = "SELECT 1 FROM entry_media WHERE media=?"
-    loose = {m for m, _ in media if db.execute(kept, (m,)).fetchone() is None}
-    return Removed(tuple(e for e, _ in gone), tuple(sorted(loose)), tuple(sorted({space for _, space in gone})))
+    return removed
 
 
 def pack(vector: Vector) -> bytes:
