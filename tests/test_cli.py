@@ -21,9 +21,9 @@ from semkv.cli import app
 FLAGS = (
     "--preset --model --dataset --dataset-root --dataset-config --split --max-samples --shuffle-seed --chunk-source "
     "--chunk-window --similarity-threshold --embedding-layer --embedding-hook --vision-encoder --index-encoder "
-    "--disable-semantic-cache --disable-exact-cache --enable-fusion-cache --disable-fusion-cache --max-cached-blocks "
-    "--cache-dir --fusion-cache-dir --cache-mode --match --scope --tenant --max-tokens --baseline --purge "
-    "--samples-out --summary-out --trust-remote-code --quiet --verbose"
+    "--disable-semantic-cache --disable-exact-cache --disable-normalised-hits --enable-fusion-cache "
+    "--disable-fusion-cache --max-cached-blocks --cache-dir --fusion-cache-dir --cache-mode --match --scope --tenant "
+    "--max-tokens --baseline --purge --samples-out --summary-out --trust-remote-code --quiet --verbose"
 )
 
 
@@ -124,6 +124,10 @@ def test_a_second_process_finds_what_the_first_one_left(tmp_path: Path, prompts:
     assert hits("--tenant", "other") == ["miss", normalised, "miss"]
     assert hits("--cache-mode", "off") == ["miss", "miss", "miss"]
     assert hits("--purge") == ["miss", normalised, "miss"]
+    only_bytes = "--disable-normalised-hits"
+    assert hits(only_bytes) == ["hit (text:exact)", "miss", "hit (text:exact)"]
+    assert hits(only_bytes) == ["hit (text:exact)"] * 3
+    assert hits(only_bytes, "--purge") == ["miss"] * 3
 
 
 def test_a_cache_of_another_version_is_refused(tmp_path: Path, prompts: Path) -> None:

@@ -234,6 +234,7 @@ def test_what_differs_between_two_questions_is_marked() -> None:
         {},
         {"embedding_layers": ("prompt:384:0.8",), "embedding_hook": "prompt", "disable_guards": True},
         {"preset": "opt-125m", "disable_exact_cache": True, "similarity_threshold": 0.5, "scope": "any"},
+        {"preset": "opt-125m", "disable_normalised_hits": True},
         {"preset": None, "model": "some/model", "max_samples": 3, "shuffle_seed": 1, "trust_remote_code": True},
         {"disable_semantic_cache": True, "fusion_cache": False, "match": "any", "cache_mode": "dry-run"},
         {"trace": "zipf", "trace_seed": 3, "trace_requests": 90, "trace_exponent": 1.2, "verify_rate": 0.5},

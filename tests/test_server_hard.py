@@ -242,6 +242,12 @@ class TestSettings:
         found = from_environment({"SEMKV_TTL": "60", "SEMKV_SEMANTIC": "0", "SEMKV_TRUSTED_PROXIES": "10.0.0.0/8, ::1"})
         assert (found.ttl, found.semantic, len(found.networks)) == (60.0, False, 2)
 
+    @pytest.mark.parametrize("value", ["0", "1"])
+    def test_normalised_hits_are_the_caches(self, value: str) -> None:
+        config = from_environment({"SEMKV_NORMALISED": value}).cache_config()
+        assert config is not None
+        assert config.normalised is (value == "1")
+
     @pytest.mark.parametrize(
         ("variable", "value"),
         [

@@ -64,6 +64,7 @@ def table(folder: Path) -> list[dict[str, str]]:
         ({"name": "a", "max-samples": True}, ("experiment a", "max-samples", "True", "a whole number")),
         ({"name": "a", "max-samples": 0}, ("experiment a", "--max-samples", "0", "a positive number")),
         ({"name": "a", "disable-guards": "yes"}, ("experiment a", "disable-guards", "'yes'", "true or false")),
+        ({"name": "a", "disable-normalised-hits": 1}, ("experiment a", "disable-normalised-hits", "true or false")),
         ({"name": "a", "match": "some"}, ("experiment a", "--match", "'some'", "all", "any")),
         ({"name": "a", "preset": "gpt"}, ("experiment a", "--preset", "'gpt'", "minigqa", "qwen3-vl-2b")),
         ({"name": "a", "trace": "random"}, ("experiment a", "--trace", "'random'", "in-order", "zipf")),
@@ -80,6 +81,11 @@ def test_a_wrong_spec_names_experiment_key_and_what_is_allowed(
     with pytest.raises(ConfigError) as caught:
         read_spec(spec(folder, [{"name": "first"}, experiment]))
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_switch_of_an_experiment_is_the_caches(folder: Path) -> None:
+    given = [{"name": "a", "disable-normalised-hits": True}, {"name": "b"}]
+    assert [e.settings.cache.normalised for e in read_spec(spec(folder, given))] == [False, True]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"experiments": []}', '{"experiments": {}}', '{"runs": []}', "\0"])

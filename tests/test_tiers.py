@@ -94,6 +94,8 @@ def test_exactness_is_that_of_the_weakest_segment() -> None:
     own = (system("sys"), CAR, TextSegment("one"))
     assert exactness_of(own, own) is Exactness.EXACT
     assert exactness_of(own, (system("Sys"), CAR, TextSegment("one"))) is Exactness.NORMALISED
+    assert exactness_of(own, (system("Sys"), CAR, TextSegment("one")), normalised=False) is Exactness.APPROXIMATE
+    assert exactness_of(own, own, normalised=False) is Exactness.EXACT
     assert exactness_of(own, (system("Sys"), CAR, TextSegment("two"))) is Exactness.APPROXIMATE
     assert exactness_of(own, (system("sys"), HOUSE, TextSegment("one"))) is Exactness.APPROXIMATE
     assert exactness_of(own, own[:2]) is Exactness.APPROXIMATE

@@ -96,7 +96,9 @@ class SemanticCache:
         floor = config.similarity_threshold if self._decider.floor is None else self._decider.floor
         guard = veto if config.guards and config.match is MatchPolicy.ALL else no_veto
         self._hits = HitLog(config.checked_share)
-        self._planner = Planner(self._media, self._decider, guard, reranker, self._hits, self._tally)
+        self._planner = Planner(
+            self._media, self._decider, guard, reranker, self._hits, self._tally, normalised=config.normalised
+        )
         self.joining = Joining(config, floor, self._planner, self._hits, self._tally)
         self._checking = Checking(
             self._hits,

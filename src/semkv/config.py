@@ -62,6 +62,8 @@ class CacheConfig:
         match: all or any (see `MatchPolicy`).
         scope: media or any (see `Scope`).
         exact: the exact text tier (L0.5).
+        normalised: that tier also takes texts that are equal after `keys.normalise` alone. Off, these are no more than
+            similar: a tier that compares vectors may find them, at a cosine near 1, and the policy is asked.
         semantic: the semantic text tier (L1).
         fusion: the fusion tier (L1.5).
         guards: words may veto an approximate match: a changed number, unit, date, negation, direction, name,
@@ -91,6 +93,7 @@ class CacheConfig:
     match: MatchPolicy = MatchPolicy.ALL
     scope: Scope = Scope.MEDIA
     exact: bool = True
+    normalised: bool = True
     semantic: bool = True
     fusion: bool = False
     guards: bool = True

@@ -108,6 +108,14 @@ def run(
     disable_exact_cache: Annotated[
         bool, typer.Option("--disable-exact-cache", help="Without the exact text tier.")
     ] = False,
+    disable_normalised_hits: Annotated[
+        bool,
+        typer.Option(
+            "--disable-normalised-hits",
+            help="Exact hits for byte-equal texts alone. What differs in typing is then similar at most: other tiers "
+            "that are on still find it, mostly at a cosine near 1, where threshold and policy let them.",
+        ),
+    ] = False,
     cache_mode: Annotated[
         str | None,
         typer.Option(help="live (default), dry-run: look up but send requests unchanged, off: nothing of ours."),
@@ -185,6 +193,7 @@ def run(
         calibration=calibration,
         verify_rate=verify_rate,
         disable_exact_cache=disable_exact_cache,
+        disable_normalised_hits=disable_normalised_hits,
         cache_mode=cache_mode,
         cache_dir=cache_dir,
         fusion_cache=enable_fusion_cache,

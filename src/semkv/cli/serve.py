@@ -56,6 +56,14 @@ def serve(
         bool, typer.Option("--remote-media", help="Also keep answers about http(s) images, keyed by address.")
     ] = False,
     semantic: Annotated[bool, typer.Option("--semantic/--no-semantic", help="Look for near-repeats.")] = True,
+    normalised: Annotated[
+        bool,
+        typer.Option(
+            "--normalised/--no-normalised",
+            help="Take texts that differ in typing (blanks, a sentence's first letter, Unicode form) for the same. "
+            "Without, they are near-repeats like others, with a cosine near 1: the threshold and the policy decide.",
+        ),
+    ] = True,
     mode: Annotated[
         str, typer.Option(help="Of near-repeats: live, dry-run (look and count, change nothing) or off.")
     ] = "live",
@@ -128,6 +136,7 @@ def serve(
         sampled=sampled,
         remote_media=remote_media,
         semantic=semantic,
+        normalised=normalised,
         mode=mode,
         overlap=overlap,
         similarity_threshold=similarity_threshold,

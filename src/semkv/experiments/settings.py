@@ -60,6 +60,7 @@ class RunFlags:
     calibration: Path | None = None
     verify_rate: float | None = None
     disable_exact_cache: bool = False
+    disable_normalised_hits: bool = False
     fusion_cache: bool | None = None
     max_cached_blocks: int | None = None
     cache_dir: Path | None = None
@@ -206,6 +207,7 @@ def _cache(flags: RunFlags, preset: Preset, layers: tuple[EmbeddingLayer, ...], 
         calibration=_existing("--calibration", flags.calibration),
         verify_rate=flags.verify_rate,
         exact=not flags.disable_exact_cache,
+        normalised=not flags.disable_normalised_hits,
         semantic=not flags.disable_semantic_cache,
         fusion=_or(flags.fusion_cache, preset.fusion),
         similarity_threshold=check_threshold(

@@ -51,6 +51,7 @@ class ServerSettings:
         sampled: also keep answers of requests that draw at random (no temperature 0, no seed).
         remote_media: also keep answers to requests with http(s) images, keyed by their address.
         semantic: look for near-repeats.
+        normalised: among these, take texts that are equal but for typing for the same, without asking the policy.
         mode: of near-repeats: live, dry-run (look and count, change nothing) or off.
         overlap: where fewer than one in twenty lookups (of the store, and for near-repeats) found something, ask the
             upstream meanwhile, and cut that off where one does.
@@ -91,6 +92,7 @@ class ServerSettings:
     sampled: bool = False
     remote_media: bool = False
     semantic: bool = True
+    normalised: bool = True
     mode: str = "live"
     overlap: bool = True
     similarity_threshold: float = 0.92
@@ -155,6 +157,7 @@ class ServerSettings:
         return CacheConfig(
             self.cache_dir,
             mode=CacheMode(self.mode),
+            normalised=self.normalised,
             similarity_threshold=self.similarity_threshold,
             embedding_layers=tuple(parse_embedding_layer(layer) for layer in self.embedding_layers),
             embedding_hook=self.embedding_hook,

@@ -61,12 +61,20 @@ class EmbeddingTier:
         match: see `MatchPolicy`.
         fingerprint: of the hook; vectors of another one are left alone.
         tally: counts what is out of step or damaged.
+        normalised: False takes byte-equal texts alone for the same; others have to be similar.
     """
 
     def __init__(
-        self, catalog: Catalog, layers: Sequence[EmbeddingLayer], match: MatchPolicy, fingerprint: str, tally: Tally
+        self,
+        catalog: Catalog,
+        layers: Sequence[EmbeddingLayer],
+        match: MatchPolicy,
+        fingerprint: str,
+        tally: Tally,
+        *,
+        normalised: bool = True,
     ) -> None:
-        self._catalog, self._match, self._tally = catalog, match, tally
+        self._catalog, self._match, self._tally, self._normalised = catalog, match, tally, normalised
         self._vision = next((layer for layer in layers if layer.name == VISION), None)
         # The prompt layer is searched first; the others are asked whether they agree.
         self._texts = sorted((x for x in layers if x.name != VISION), key=lambda x: x.name != "prompt")
@@ -231,7 +239,8 @@ class EmbeddingTier:
         texts = [layer.name for layer in self._texts if layer.name in vectors]
         seeing = [VISION] if run.media and self._vision is not None else []
         if seeing or texts:
-            for donor in self._catalog.find(within.whole(within.folded, "folded"), 1):
+            chain, kind = (within.folded, "folded") if self._normalised else (within.exact, "exact")
+            for donor in self._catalog.find(within.whole(chain, kind), 1):
                 decided = seeing or texts
                 agreed = tuple(status_of(name) for name in (*seeing, *texts))
                 yield Candidate(donor, len(donor.segments), status_of(decided[0]), run.score, agreed)

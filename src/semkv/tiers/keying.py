@@ -124,10 +124,11 @@ def is_context(segment: Segment) -> bool:
     return isinstance(segment, TextSegment) and segment.role is Role.CONTEXT and bool(segment.text.strip())
 
 
-def exactness_of(own: Sequence[Segment], donor: Sequence[Segment]) -> Exactness:
+def exactness_of(own: Sequence[Segment], donor: Sequence[Segment], *, normalised: bool = True) -> Exactness:
     """How close a donor's segments are to the request's own, by the weakest pair.
 
-    A donor's media item that is not the request's own is approximate, whatever the texts are.
+    A donor's media item that is not the request's own is approximate, whatever the texts are; without ``normalised``
+    so is every text that is not byte-equal.
     """
     if len(own) != len(donor):
         return Exactness.APPROXIMATE
@@ -139,10 +140,16 @@ def exactness_of(own: Sequence[Segment], donor: Sequence[Segment]) -> Exactness:
         elif isinstance(mine, MediaSegment) or isinstance(theirs, MediaSegment) or mine.role != theirs.role:
             return Exactness.APPROXIMATE
         elif mine.text != theirs.text:
-            if normalise(mine.text) != normalise(theirs.text):
+            if not normalised or normalise(mine.text) != normalise(theirs.text):
                 return Exactness.APPROXIMATE
             weakest = Exactness.NORMALISED
     return weakest
+
+
+def same_texts(own: Sequence[Segment], donor: Sequence[Segment]) -> bool:
+    """Whether the donor's leading segments have the same characters as these, whatever the media items."""
+    pairs = zip(own, donor, strict=False)
+    return all(getattr(mine, "text", "") == getattr(theirs, "text", "") for mine, theirs in pairs)
 
 
 def with_media(segments: Sequence[Segment], media: Sequence[str]) -> tuple[Segment, ...]:

@@ -85,8 +85,10 @@ class Matching:
     ) -> None:
         self._config, self._catalog, self._hook, self._planner, self._tally = config, catalog, hook, planner, tally
         self._layers = config.embedding_layers if config.mode is not CacheMode.OFF else ()
-        self._exact = ExactTextTier(catalog, config.scope) if config.exact else None
-        self._embedding = EmbeddingTier(catalog, self._layers, config.match, hook.fingerprint, tally)
+        self._exact = ExactTextTier(catalog, config.scope, normalised=config.normalised) if config.exact else None
+        self._embedding = EmbeddingTier(
+            catalog, self._layers, config.match, hook.fingerprint, tally, normalised=config.normalised
+        )
         self._semantic: SemanticTextTier | None = None
         self._contexts: SimilarContext | None = None
         if encoder is not None:

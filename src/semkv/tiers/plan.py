@@ -40,13 +40,22 @@ class Planner:
         reranker: the second stage, or None.
         hits: knows the pairs that were found wrong.
         tally: counts vetoes, refusals and lost images.
+        normalised: False has texts that are equal after folding alone judged as approximate matches are.
     """
 
     def __init__(
-        self, media: MediaStore, decider: Decider, guard: Guard, reranker: Reranker | None, hits: HitLog, tally: Tally
+        self,
+        media: MediaStore,
+        decider: Decider,
+        guard: Guard,
+        reranker: Reranker | None,
+        hits: HitLog,
+        tally: Tally,
+        *,
+        normalised: bool = True,
     ) -> None:
         self._media, self._decider, self._guard, self._tally = media, decider, guard, tally
-        self._reranker, self._hits = reranker, hits
+        self._reranker, self._hits, self._normalised = reranker, hits, normalised
         self.rerank_s = 0.0
 
     def plan(self, request: Request, candidate: Candidate) -> Verdict:
@@ -55,7 +64,7 @@ class Planner:
         donor, run = candidate.donor, candidate.run
         whole = run == len(donor.segments)
         own = request.segments if whole else request.segments[:run]
-        exactness = exactness_of(own, donor.segments[:run])
+        exactness = exactness_of(own, donor.segments[:run], normalised=self._normalised)
         match = Match(candidate.tier, donor.entry_id, candidate.score, exactness, whole=whole)
         check = 0.0
         if exactness is Exactness.APPROXIMATE:

@@ -1,7 +1,7 @@
 """Requests whose answers are on their way, as donors for those that come meanwhile.
 
 The catalog knows what was answered. Until an answer is recorded, its request is compared by the rules of the text tiers
-here: the whole prompt after folding, or a similar question after the same prompt.
+here: the whole prompt, after folding where that is on, or a similar question after the same prompt.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from semkv.config import CacheConfig
+from semkv.keys import chain_keys
 from semkv.tiers import exact_text, semantic_text
 from semkv.tiers.base import Boundary, Candidate, Tally
 from semkv.tiers.checking import HitLog
@@ -28,7 +29,7 @@ class Underway:
 
     Attributes:
         donor: the entry that it will be recorded as; its response is still empty.
-        whole: key of its folded prompt; empty where such matches are off.
+        whole: key of its prompt, folded where normalised matches are on; empty where no such matches are.
         frame: key of all but its question; empty where there is none.
         vector: unit vector of its chunk text, [dim]; None where it has none.
         least: least cosine of a similar question.
@@ -70,14 +71,17 @@ class Joining:
     """
 
     def __init__(self, config: CacheConfig, least: float, planner: Planner, hits: HitLog, tally: Tally) -> None:
-        self._exact, self._with_media = config.exact, config.scope is Scope.MEDIA
+        self._exact, self._normalised, self._with_media = config.exact, config.normalised, config.scope is Scope.MEDIA
         self._live, self._least = config.mode is CacheMode.LIVE, least
         self._planner, self._hits, self._tally = planner, hits, tally
 
     def _keys(self, request: Request) -> tuple[Keyed, str, str]:
         """Of a request: its keys, and `Underway.whole` and `Underway.frame`."""
         keyed = Keyed.of(request.namespace, request.segments)
-        chain = keyed.folded if self._with_media else keyed.loose
+        if self._normalised:
+            chain = keyed.folded if self._with_media else keyed.loose
+        else:
+            chain = chain_keys(request.segments, normalised=False, with_media=self._with_media)
         return keyed, keyed.whole(chain, "folded") if self._exact else "", keyed.frame(with_media=self._with_media)
 
     def partition(self, request: Request) -> str:

@@ -23,6 +23,10 @@ _VALUES = {
     "--verify-rate": ("cache", "verify_rate"), "--trace": ("trace", "kind"), "--trace-seed": ("trace", "seed"),
     "--trace-requests": ("trace", "requests"), "--trace-exponent": ("trace", "exponent"),
 }  # fmt: skip
+_SWITCHES = {
+    "--disable-semantic-cache": "semantic", "--disable-exact-cache": "exact", "--disable-normalised-hits": "normalised",
+    "--disable-guards": "guards",
+}  # fmt: skip
 _DEFAULTS: Mapping[str, Any] = {
     "--engine": "vllm", "--dataset-repo": "lmms-lab/GQA", "--chunk-source": "question", "--chunk-window": 0,
     "--index-encoder": "all-MiniLM-L6-v2", "--match": "all", "--scope": "media", "--cache-mode": "live",
@@ -47,11 +51,9 @@ def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
     for layer in listed(cache.get("embedding_layers")):
         if isinstance(layer, Mapping):
             yield from ("--embedding-layer", f"{layer.get('name')}:{layer.get('dim')}:{layer.get('threshold')}")
-    for flag, off in (("--disable-semantic-cache", "semantic"), ("--disable-exact-cache", "exact")):
+    for flag, off in _SWITCHES.items():
         if cache.get(off) is False:
             yield flag
-    if cache.get("guards") is False:
-        yield "--disable-guards"
     if "fusion" in cache:
         yield "--enable-fusion-cache" if cache["fusion"] else "--disable-fusion-cache"
     if cache.get("max_cached_blocks"):

@@ -1,0 +1,145 @@
+"""Without normalised hits: the exact tier takes the same bytes alone, and what differs in typing is at most similar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cache_helpers import LAYERS, Bench, seen
+from gateway_helpers import Pair
+from semkv.cli import app
+from semkv.server.settings import ServerSettings
+from semkv.tiers.policies import Decision, FixedThreshold
+from semkv.types import CacheMode, Exactness, Scope
+
+Make = Callable[..., Bench]
+DOCUMENT = "The first sentence says one thing. The second says another."
+TYPED = DOCUMENT.replace(" ", "  ")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def build(**settings: Any) -> Bench:
+        plain = {"embedding_layers": (), "embedding_hook": "none", "semantic": False, "normalised": False}
+        return Bench(tmp_path, **{**plain, **settings})
+
+    return build
+
+
+@pytest.mark.parametrize("text", ["What  color", " what color\n", "ｗｈａｔ color", "WHAT COLOR"])
+def test_the_same_bytes_alone_and_all_again_when_it_is_back(make: Make, text: str) -> None:
+    bench = make()
+    bench.ask("what color", "car")
+    assert not bench.look(text, "car").hit
+    assert bench.look("what color", "car").provenance == "text:exact"
+    bench.reopen(normalised=True)
+    assert bench.look(text, "car").provenance == "text:normalised"
+
+
+def test_every_way_of_typing_gets_an_answer_of_its_own(make: Make) -> None:
+    bench = make()
+    ways = [f"what color{' ' * n}" for n in range(11)]
+    assert not any(bench.ask(way, response=str(n)).hit for n, way in enumerate(ways))
+    assert [bench.look(way).donor_response for way in ways] == [str(n) for n in range(len(ways))]
+
+
+def test_a_context(make: Make) -> None:
+    bench = make()
+    bench.ask("one", context=DOCUMENT)
+    assert not bench.look("two", context=TYPED).hit
+    assert bench.look("two", context=DOCUMENT).provenance == "text:exact/context"
+    bench.reopen(normalised=True)
+    assert bench.look("two", context=TYPED).provenance == "text:normalised/context"
+
+
+def test_with_all_images_as_one(make: Make) -> None:
+    bench = make(scope=Scope.ANY)
+    for n in range(11):
+        bench.ask(f"what color{' ' * n}", "car")
+    last = f"what color{' ' * 10}"
+    assert seen(bench.look(last, "house").plan.segments) == f"<car> | {last}"
+    assert not bench.look("WHAT COLOR", "house").hit
+
+
+def test_the_semantic_tier_has_it_judged_as_similar(make: Make) -> None:
+    class Refuses(FixedThreshold):
+        def accept(self, *_: Any) -> Decision:
+            return Decision(False, "as it likes")
+
+    bench = make(semantic=True, verify_rate=1.0)
+    bench.ask("what color", "car")
+    report = bench.look("What  color", "car")
+    match = report.plan.match
+    assert match is not None
+    assert (report.provenance, match.exactness) == ("text:semantic", Exactness.APPROXIMATE)
+    assert match.score == pytest.approx(1.0)
+    assert bench.cache.should_check(report)
+    assert bench.cache.checked(report.hit_id, False)
+    assert not bench.look("What  color", "car").hit, "barred"
+    bench.cache._planner._decider = Refuses({})
+    assert not bench.look("what color ", "car").hit
+    bench.ask("one", context=DOCUMENT)
+    assert not bench.look("two", context=TYPED).hit
+    assert bench.look("two", context=DOCUMENT).provenance == "text:exact/context"
+
+
+def test_a_similar_image_brings_the_same_bytes_alone(make: Make) -> None:
+    """Without a text layer there is nothing that could find the text similar."""
+    bench = make(embedding_layers=LAYERS[:1], embedding_hook="cache_helpers:WrittenHook", exact=False)
+    bench.ask("color", "car")
+    assert not bench.look("Color ", "car").hit
+    assert bench.look("color", "car").plan.full
+    report = bench.look("Color ", "car~0.95")
+    assert (seen(report.plan.segments), report.plan.full) == ("<car> | Color ", False)
+    assert bench.look("color", "car~0.95").plan.full
+    bench.reopen(normalised=True)
+    assert bench.look("Color ", "car~0.95").plan.full
+
+
+def test_a_text_layer_has_it_judged_as_similar(make: Make) -> None:
+    bench = make(embedding_layers=LAYERS[1:], embedding_hook="cache_helpers:WrittenHook")
+    bench.ask("color")
+    report = bench.look("Color ")
+    assert report.provenance == "embedding:prompt"
+    assert report.plan.match is not None
+    assert report.plan.match.exactness is Exactness.APPROXIMATE
+
+
+def test_a_dry_run_proposes_none(make: Make) -> None:
+    bench = make(mode=CacheMode.DRY_RUN)
+    bench.ask("what color")
+    assert bench.look("What  color").proposed is None
+    assert bench.look("what color").proposed is not None
+
+
+class TestGateway:
+    def settings(self, monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
+        found: list[ServerSettings] = []
+        monkeypatch.setattr("semkv.server.run.run_server", lambda settings, *_, **__: found.append(settings))
+        out = CliRunner().invoke(app, ["serve", *flags])
+        assert out.exit_code == 0, out.output
+        return found[0]
+
+    @pytest.mark.parametrize(
+        ("flags", "header"),
+        [
+            ((), "hit tier=text:normalised score=1.000"),
+            (("--no-normalised",), "hit tier=text:semantic score=1.000"),
+            (("--no-normalised", "--similarity-threshold", "1", "--policy", "bounded"), "miss"),
+        ],
+    )
+    def test_the_flag_reaches_the_tier(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], header: str
+    ) -> None:
+        monkeypatch.setattr("semkv.server.caches._LOOKUP_S", 120.0)  # a busy machine is no fault
+        given = self.settings(monkeypatch, *flags)
+        chosen = {name: getattr(given, name) for name in ("normalised", "similarity_threshold", "policy")}
+        with Pair(tmp_path, semantic=True, store_timeout=60.0, **chosen) as pair:
+            assert pair.post("How do I bake bread at home?").headers["x-semkv"].startswith("miss")
+            assert pair.post("how  do I bake bread at home?").headers["x-semkv"].startswith(header)
+            assert pair.post("How do I bake bread at home?").headers["x-semkv"].startswith("hit tier=exact")
+            assert pair.metric("semkv_faults_total") == 0
