@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,10 +171,111 @@ def test_what_was_left_behind_comes_in_order_and_stays_until_the_store_has_it(tm
     left_behind(tmp_path, answer("b", 2.0), answer("a", 1.0))
     down = Gate(reached=False)
     AheadLog(tmp_path, down).close()
-    assert len(logs(tmp_path)) == 2
+    assert len(logs(tmp_path)) == 4
     there = Gate()
     AheadLog(tmp_path, there).close()
     assert there.brought == ["a", "b"]
+    assert not logs(tmp_path)
+
+
+def test_a_store_that_comes_back_gets_all_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Gate, AheadLog], None]
+) -> None:
+    monkeypatch.setattr(ahead, "_PAUSE_S", 0.01)
+    left_behind(tmp_path, answer("left"))
+    gate = Gate(reached=False)
+    log = AheadLog(tmp_path, gate)
+    end(gate, log)
+    assert log.append(answer("own"), "1")
+    assert not gate.brought
+    gate.reached = True
+    wait_until(lambda: gate.brought == ["left", "own"])
+    wait_until(lambda: [file.stat().st_size for file in logs(tmp_path)] == [0, 0])
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_what_a_store_does_not_take_by_the_end_is_left_for_the_next(tmp_path: Path, stuck: bool) -> None:
+    gate = Gate(is_open=not stuck, reached=False)
+    log = AheadLog(tmp_path, gate)
+    for number in range(5):
+        assert log.append(answer(str(number), number), "1")
+    log.close(0.2)
+    assert not log.append(answer("late"), "1")
+    gate.open()
+    wait_until(lambda: not log._thread.is_alive())
+    there = Gate()
+    AheadLog(tmp_path, there).close()
+    assert there.brought == list("01234")
+    assert not logs(tmp_path)
+
+
+def test_what_is_late_gives_way_to_a_newer_answer(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cursor, now = store.news("").cursor, time.time()
+    new, old = answer("a", now, payload("stop", new=True)), answer("a", now - 60)
+    store.put(new)
+    for number, response in enumerate((old, replace(answer("b", now - 60), expires=now - 1, stale_until=now - 1))):
+        (tmp_path / f"{number}.log").write_bytes(ahead._record(response, cursor))
+    cache = ResponseCache(store, ahead=tmp_path)
+    found = cache.lookup("a")
+    assert found is not None
+    assert found.response == new
+    assert store.usage()[0] == 1
+    cache.close()
+
+
+def test_what_was_on_its_way_to_another_store_is_not_kept(tmp_path: Path) -> None:
+    cache = ResponseCache(SqliteStore(tmp_path / "a"))
+    cursor = cache.begin().partition(" ")[2]
+    cache.close()
+    for number, since in enumerate(("1700000000000-0", cursor)):
+        (tmp_path / f"{number}.log").write_bytes(ahead._record(answer(str(number), time.time()), since))
+    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path)
+    assert cache.lookup("0") is None
+    assert cache.lookup("1") is not None
+    assert len(logs(tmp_path)) == 2  # its own
+    cache.close()
+
+
+def test_what_is_no_log_is_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.log")
+    (tmp_path / "folder.log").mkdir()
+    with (tmp_path / "large.log").open("wb") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "elsewhere").write_bytes(ahead._record(answer("a"), "1"))
+    (tmp_path / "link.log").symlink_to(tmp_path / "elsewhere")
+    there, gate = logs(tmp_path), Gate()
+    AheadLog(tmp_path, gate).close()
+    assert logs(tmp_path) == there
+    assert not gate.brought
+
+
+def test_what_was_left_behind_can_be_discarded(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
+    gate = Gate(is_open=False)
+    log = AheadLog(tmp_path, gate)
+    end(gate, log)
+    assert log.append(answer("running"), "1")
+    own = logs(tmp_path)
+    both = [ahead._record(answer("a"), "1"), ahead._record(replace(answer("b"), partition="other"), "1")]
+    (tmp_path / "0.log").write_bytes(b"".join(both))
+    (tmp_path / "1.log").write_bytes(both[0])
+    there = {path: path.read_bytes() for path in logs(tmp_path)}
+    assert ahead.discard(tmp_path, Selector(partition=""), dry_run=True) == 2
+    assert {path: path.read_bytes() for path in logs(tmp_path)} == there
+    assert ahead.discard(tmp_path, Selector(partition="")) == 2
+    assert (tmp_path / "0.log").read_bytes() == both[1]
+    assert logs(tmp_path) == sorted([tmp_path / "0.log", *own])
+    assert ahead.discard(tmp_path, Selector()) == 1
+    assert logs(tmp_path) == own
+
+
+def test_a_file_system_without_locks_has_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError("no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with pytest.raises(OSError, match="no locks"):
+        AheadLog(tmp_path, Gate())
     assert not logs(tmp_path)
 
 
@@ -224,10 +328,23 @@ def test_a_disk_that_is_full_costs_the_log_and_no_answer(
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: real(file, data[:10], at))
     assert not log.append(answer("b"), "1")
     assert not log.quick
+    assert sum(file.stat().st_size for file in logs(tmp_path)) > len(ahead._record(answer("a"), "1"))
     monkeypatch.setattr(os, "pwrite", real)
     assert log.append(answer("c"), "1")
     (content,) = [data for file in logs(tmp_path) if (data := file.read_bytes())]
     assert [response.key for response, _ in records(content)] == ["a", "c"]
+
+
+def test_a_slow_disk_is_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Gate, AheadLog], None]
+) -> None:
+    gate = Gate()
+    log = AheadLog(tmp_path, gate)
+    end(gate, log)
+    monkeypatch.setattr(ahead, "_PAUSE_S", 1000.0)
+    monkeypatch.setattr(ahead, "_SLOW_S", -1.0)
+    assert log.append(answer("a"), "1")
+    assert not log.quick
 
 
 def test_a_folder_that_cannot_be_written_is_a_counted_fault(tmp_path: Path) -> None:
@@ -253,10 +370,11 @@ class Held(SqliteStore):
 
 def test_what_another_replica_invalidates_meanwhile_is_not_served(tmp_path: Path) -> None:
     store = Held(tmp_path / "a")
-    cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=60.0)
+    cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=300.0, unheard_s=300.0)
     other = ResponseCache(SqliteStore(tmp_path / "a"))
     assert cache.try_keep(Asked(), GOOD, since=cache.begin())
     other.invalidate(Selector(model="model"))
+    assert cache.peek("a") is not None  # not heard of yet
     store.may.set()
     wait_until(lambda: cache.peek("a") is None)
     assert store.get("a") is None
@@ -264,26 +382,57 @@ def test_what_another_replica_invalidates_meanwhile_is_not_served(tmp_path: Path
     other.close()
 
 
-def test_an_invalidation_counts_what_is_on_its_way(tmp_path: Path) -> None:
+def test_what_is_invalidated_while_it_is_computed_is_not_kept(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=300.0)
+    since = cache.begin()
+    cache.invalidate(Selector())
+    assert cache.try_keep(Asked(), GOOD, since=since) is False
+    assert cache.counts()["refused:invalidated or too large"] == 1
+    assert cache.peek("a") is None
+    cache.close()
+    assert SqliteStore(tmp_path / "a").get("a") is None
+
+
+def test_an_invalidation_counts_what_is_on_its_way_and_does_not_wait_for_it(tmp_path: Path) -> None:
     store = Held(tmp_path / "a")
     cache = ResponseCache(store, ahead=tmp_path / "ahead")
     assert cache.try_keep(Asked(), GOOD, since=cache.begin())
-    threading.Timer(0.1, store.may.set).start()
     assert cache.invalidate(Selector(), dry_run=True) == 1
+    assert cache.invalidate(Selector(tag="other")) == 0
     assert cache.invalidate(Selector()) == 1
     assert cache.peek("a") is None
-    assert store.get("a") is None
+    store.may.set()
+    cache.close()
+    assert SqliteStore(tmp_path / "a").get("a") is None
+
+
+def test_a_fault_of_the_store_class_costs_the_answer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cache = ResponseCache(store, ahead=tmp_path / "ahead")
+
+    def broken(*_: object) -> bool:
+        raise KeyError("scripted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put", broken)
+        assert cache.try_keep(Asked(), GOOD, since=cache.begin())
+        wait_until(lambda: cache.counts().get("fault:store put") == 1)
+    assert cache.try_keep(Asked("b"), GOOD, since=cache.begin())
+    wait_until(lambda: store.get("b") is not None)
     cache.close()
 
 
 def test_a_store_that_is_down_costs_the_store_and_no_answer(tmp_path: Path) -> None:
     store = Broken()
-    cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=60.0, pause_s=60.0)
+    cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=60.0, pause_s=0.1)
     since = cache.begin()
     store.broken = True
     assert cache.try_keep(Asked(), GOOD, since=since)
-    wait_until(lambda: cache.counts().get("fault:store put") == 1)
+    wait_until(lambda: cache.counts().get("fault:store put", 0) >= 1)
     assert cache.peek("a") is not None
+    store.broken = False
+    wait_until(lambda: store.get("a") is not None)
     cache.close()
 
 

@@ -1,42 +1,24 @@
-"""The response tier: whole answers under exact keys, in memory before a store.
-
-What may be kept is decided here, in one place; so is how long.
-"""
+"""The response tier: whole answers under exact keys, in memory before a store."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.responses.ahead import AheadLog
 from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
 from semkv.stores.responses.memory import MemoryStore
 from semkv.tiers.base import Tally
-from semkv.tiers.freshness import Freshness, Lifetime, Subject
+from semkv.tiers.freshness import Freshness
+from semkv.tiers.keeping import Keeping, Keyed
 
 _T = TypeVar("_T")
-_COMPLETE = frozenset(("stop", "tool_calls"))
-
-
-class Keyed(Protocol):
-    """What an answer is kept by; `server.canonical.CanonicalRequest` is one."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def partition(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def prompt(self) -> str: ...
-    @property
-    def sampled(self) -> bool: ...
+_LATE_S = 1.0  # an answer that comes to the store so long after it was kept may have been followed by another
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +34,6 @@ class Found:
     response: StoredResponse
     age_s: float
     stale: bool
-
-
-def refusal(payload: bytes, status: int = 200) -> str:
-    """Why an answer must not be kept, in a word or two; empty for a complete one.
-
-    Complete: status 200, no error, and every choice ended by itself (``stop``) or with a tool call.
-    """
-    if status != 200:
-        return "status"
-    try:
-        answer = json.loads(payload)
-    except (ValueError, RecursionError):
-        return "no JSON"
-    if not isinstance(answer, dict) or answer.get("error") is not None:
-        return "error"
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices:
-        return "no choices"
-    return "" if all(_finished(choice) for choice in choices) else "unfinished"
-
-
-def _finished(choice: Any) -> bool:
-    reason = choice.get("finish_reason") if isinstance(choice, dict) else None
-    return isinstance(reason, str) and reason in _COMPLETE
 
 
 class _Breaker:
@@ -136,8 +94,8 @@ class ResponseCache:
     ) -> None:
         self._memory = MemoryStore(max_bytes, clock=clock)
         self._store, self._clock = store, clock
-        self._freshness, self._sampled = freshness or Freshness(), sampled
         self._tally = Tally()
+        self._keeping = Keeping(freshness or Freshness(), sampled=sampled, clock=clock, tally=self._tally)
         self._breakers = {writes: _Breaker(pause_s) for writes in (False, True)}  # a full store can still be read
         self._hits = 0
         self._poll_s, self._unheard_s = poll_s, unheard_s
@@ -217,7 +175,7 @@ class ResponseCache:
         Returns:
             Whether it was kept, in the store or, where that is down, in memory.
         """
-        found = self._keepable(request, payload, status, tuple(tags))
+        found = self._keeping.stored(request, payload, status, tuple(tags))
         reason = found if isinstance(found, str) else self._write(found, since)
         self._tally.add(f"refused:{reason}" if reason else "kept")
         return not reason
@@ -232,27 +190,35 @@ class ResponseCache:
         """
         if self._ahead is None or not self._ahead.quick:
             return None
-        found = self._keepable(request, payload, status, tuple(tags))
+        found = self._keeping.stored(request, payload, status, tuple(tags))
         if isinstance(found, str):
             self._tally.add(f"refused:{found}")
             return False
         own, _, shared = since.partition(" ")
         if not shared or not self._ahead.append(found, shared):
             return None
-        self._memory.put(found, own)  # refused where it was invalidated meanwhile; the store will see that, too
-        self._tally.add("kept")
-        return True
+        kept = self._memory.put(found, own)  # refused where it was invalidated meanwhile, as by the store later
+        self._tally.add("kept" if kept else "refused:invalidated or too large")
+        return kept
 
     def _bring(self, response: StoredResponse, since: str) -> bool:
         """What was on its way, to the store. False where that cannot be reached."""
-        put = self._ask("put", lambda store: store.put(response, since), None)
+        late = self._clock() - response.created > _LATE_S
+        try:
+            if response.stale_until <= self._clock() or (late and self._newer(response)):
+                return True
+            put = self._ask("put", lambda store: store.put(response, since), None)
+        except Exception as error:  # it would be so again
+            self._tally.fault("store put", error)
+            return True
         if put is False:
             self.follow()  # another replica has invalidated it, and memory does not know yet
         return put is not None
 
-    def _flush(self) -> None:
-        if self._ahead is not None:
-            self._ahead.flush()
+    def _newer(self, response: StoredResponse) -> bool:
+        """Whether the store has been given a newer answer meanwhile."""
+        stored = self._ask("get", lambda store: store.get(response.key), None)
+        return stored is not None and stored.created >= response.created
 
     def _open_ahead(self, folder: Path) -> AheadLog | None:
         try:
@@ -261,18 +227,9 @@ class ResponseCache:
             self._tally.fault("answer log", error)
             return None
 
-    def _keepable(self, request: Keyed, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
-        """What to keep, or why not."""
-        reason = "sampled" if request.sampled and not self._sampled else refusal(payload, status)
-        if reason:
-            return reason
-        lifetime = self._lifetime(request, tags)
-        return self._response(request, payload, tags, lifetime) if lifetime and lifetime.ttl_s else "no lifetime"
-
     def keeps(self, request: Keyed, tags: Sequence[str] = ()) -> bool:
         """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
-        lifetime = self._lifetime(request, tuple(tags)) if self._sampled or not request.sampled else None
-        return lifetime is not None and bool(lifetime.ttl_s)
+        return self._keeping.keeps(request, tuple(tags))
 
     def _write(self, response: StoredResponse, since: str) -> str:
         """To the store, then to memory. Returns why not, or an empty string."""
@@ -283,29 +240,6 @@ class ResponseCache:
             return "invalidated or too large"
         in_memory = self._memory.put(response, own)
         return "" if in_memory or self._store is not None else "invalidated or too large"
-
-    def _lifetime(self, request: Keyed, tags: tuple[str, ...]) -> Lifetime | None:
-        try:
-            return self._freshness.lifetime(Subject(request.prompt, request.model, tags))
-        except Exception as error:  # a rule may be the user's own
-            self._tally.fault("freshness rule", error)
-            return None
-
-    def _response(self, request: Keyed, payload: bytes, tags: tuple[str, ...], lifetime: Lifetime) -> StoredResponse:
-        now = self._clock()
-        ttl = lifetime.draw()
-        return StoredResponse(
-            key=request.key,
-            partition=request.partition,
-            model=request.model,
-            payload=payload,
-            created=now,
-            expires=now + ttl,
-            stale_until=now + ttl + lifetime.stale_s,
-            slide_s=ttl if lifetime.sliding and ttl != float("inf") else 0.0,
-            tags=tags,
-            prompt=request.prompt,
-        )
 
     # -- invalidation -------------------------------------------------------------------------------------------
 
@@ -319,8 +253,9 @@ class ResponseCache:
             return self._memory.invalidate(selector, dry_run=dry_run)
         if not dry_run:
             self._memory.invalidate(selector)
-        self._flush()
         gone = self._store.invalidate(selector, dry_run=dry_run)
+        if self._ahead is not None:
+            gone += self._ahead.count(selector)  # the store will not take them
         if not dry_run:
             self.follow()
         return gone
@@ -367,7 +302,6 @@ class ResponseCache:
         Raises:
             StoreError: the store could not be reached.
         """
-        self._flush()
         return (self._store or self._memory).recent(limit)
 
     def counts(self) -> Mapping[str, int]:

@@ -8,10 +8,13 @@ is written while the other is brought to the store. A file belongs to the proces
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import stat
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,16 +24,20 @@ from secrets import token_hex
 import xxhash
 
 from semkv.errors import CorruptValue
-from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.codec import decode, encode
 
 FOLDER = "ahead"  # below the cache directory
 PATTERN = "*.log"
-_FRAME = struct.Struct("<QIIII")  # checksum of the rest; bytes of its cursor, key, head and payload
+_FRAME = struct.Struct("<QIIII")  # checksum of what follows; bytes of its cursor, key, head and payload
+_LARGEST = 256 << 20  # bytes of a log that another process left; a larger one is none
 _STAND_BACK_S = 0.005  # before the store is written: it shares the interpreter with the answer that goes out
 _SLOW_S = 0.05  # a write that takes longer was not one to memory
-_PAUSE_S = 1.0  # without the log, after such a write or one that failed
+_PAUSE_S = 1.0  # without the log after such a write or one that failed, and before a store is tried again
 
+log = logging.getLogger("semkv")
+
+Pending = tuple[StoredResponse, str]
 Bring = Callable[[StoredResponse, str], bool]
 
 
@@ -39,8 +46,9 @@ class AheadLog:
 
     Args:
         folder: of the logs of all processes; made when missing.
-        bring: hands an answer, and the cursor when it began, to the store; False where that could not be reached. It
-            must not raise. Called by one thread at a time, and first, for what ended processes left, by this one.
+        bring: hands an answer, and the cursor when it began, to the store; False where that could not be reached: it is
+            tried again. It must not raise. Called by one thread at a time, and once by this one before all others, for
+            what ended processes left.
         max_bytes: bound on what is on its way.
 
     Raises:
@@ -50,15 +58,23 @@ class AheadLog:
     def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 16 << 20) -> None:
         self._bring, self._most = bring, max_bytes
         folder.mkdir(parents=True, exist_ok=True)
-        _adopt(folder, bring)
-        self._files = [_File.new(folder), _File.new(folder)]
-        self._turn = threading.Lock()  # held while a batch is brought to the store
-        self._lock = threading.Lock()  # held for moments
-        self._waiting: list[tuple[StoredResponse, str]] = []  # written to the first of the files
+        self._left = [file for path in sorted(folder.glob(PATTERN)) if (file := _left_behind(path)) is not None]
+        try:
+            self._files = [_new(folder), _new(folder)]
+        except OSError:
+            for file in self._left:
+                file.close()
+            raise
+        found = (record for file in self._left for record in records(file.content()))
+        self._batch = deque(sorted(found, key=lambda record: record[0].created))  # being brought, from the second file
+        self._waiting: deque[Pending] = deque()  # written to the first file
         self._size = self._held = 0  # bytes of the first file, and of both
+        self._lock = threading.Lock()  # of the four above; held for moments
         self._quick_from = float("-inf")
-        self._some = threading.Event()
-        self._closing = False
+        self._some, self._closing = threading.Event(), threading.Event()
+        self._until = float("inf")  # when closing gives up
+        if not self._empty():
+            self._some.set()
         self._thread = threading.Thread(target=self._work, name="semkv-answers", daemon=True)
         self._thread.start()
 
@@ -75,66 +91,64 @@ class AheadLog:
             since: the store's cursor when it began to be computed.
         """
         record = _record(response, since)
+        start = time.monotonic()
         with self._lock:
-            if self._closing or self._held + len(record) > self._most:
-                return False
-            start = time.monotonic()
-            written = self._write(record)
-            if not written or time.monotonic() - start > _SLOW_S:
-                self._quick_from = time.monotonic() + _PAUSE_S
-            if not written:
-                return False
-            self._size += len(record)
-            self._held += len(record)
-            self._waiting.append((response, since))
-        self._some.set()
-        return True
+            fits = not self._closing.is_set() and self._held + len(record) <= self._most
+            written = fits and self._files[0].write(record, self._size)
+            if written:
+                self._size += len(record)
+                self._held += len(record)
+                self._waiting.append((response, since))
+        if written != fits or time.monotonic() - start > _SLOW_S:
+            self._quick_from = time.monotonic() + _PAUSE_S
+        if written:
+            self._some.set()
+        return written
 
-    def _write(self, record: bytes) -> bool:
-        """The whole record, or nothing of it: what came after a torn one would not be read again."""
-        file = self._files[0].descriptor
-        with suppress(OSError):
-            if os.pwrite(file, record, self._size) == len(record):
-                return True
-        with suppress(OSError):
-            os.ftruncate(file, self._size)
-        return False
+    def count(self, selector: Selector) -> int:
+        """How many answers on their way a selector names."""
+        with self._lock:
+            return sum(selector.matches(response) for response, _ in (*self._batch, *self._waiting))
+
+    def _empty(self) -> bool:
+        """Bring everything to the store; False where it cannot be reached."""
+        while True:
+            while self._batch:
+                if not self._bring(*self._batch[0]) or time.monotonic() > self._until:
+                    return False
+                with self._lock:
+                    self._batch.popleft()
+            while self._left:
+                self._left.pop().remove()
+            self._files[1].clear()
+            with self._lock:
+                self._held = self._size
+                if not self._waiting:
+                    self._some.clear()
+                    return True
+                self._files.reverse()
+                self._batch, self._waiting, self._size = self._waiting, deque(), 0
 
     def _work(self) -> None:
-        """Bring to the store what is written, batch by batch, until closed."""
-        while not self._closing:
+        while not self._closing.is_set():
             self._some.wait()
             time.sleep(_STAND_BACK_S)
-            self.flush()
-
-    def flush(self) -> None:
-        """Bring what is written to the store. Blocks as the store does."""
-        with self._turn:
-            with self._lock:
-                self._some.clear()
-                batch, size = self._waiting, self._size
-                self._waiting, self._size = [], 0
-                self._files.reverse()
-            for response, since in batch:
-                self._bring(response, since)
-            with self._lock:
-                with suppress(OSError):
-                    os.ftruncate(self._files[1].descriptor, 0)
-                self._held -= size
+            if not self._empty():
+                self._closing.wait(_PAUSE_S)
+        done = self._empty()
+        for file in (*self._left, *self._files):
+            if done:
+                file.remove()
+            else:
+                file.close()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Bring what is left to the store. What it does not take in time stays for the next who opens the folder."""
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
+        with self._lock:  # nothing is written after this
+            self._closing.set()
+        self._until = time.monotonic() + timeout_s
         self._some.set()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return  # the files stay open, and their locks held, until the process ends
-        self.flush()
-        for file in self._files:
-            file.remove()
+        self._thread.join(timeout_s + _STAND_BACK_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,59 +158,98 @@ class _File:
     path: Path
     descriptor: int
 
-    @classmethod
-    def new(cls, folder: Path) -> _File:
-        """Another process may take a file that is not locked yet for one left behind; then there is a next."""
-        while True:
-            path = folder / f"{token_hex(8)}.log"
-            file = cls._locked(path, os.O_CREAT | os.O_EXCL)
-            if file is not None:
-                return file
-
-    @classmethod
-    def left(cls, path: Path) -> _File | None:
-        """A log that no process holds; None where one does, or it is gone."""
+    def write(self, record: bytes, at: int) -> bool:
+        """Whether the whole record was written; what is left of a torn one is written over by the next."""
         try:
-            return cls._locked(path, 0)
+            return os.pwrite(self.descriptor, record, at) == len(record)
         except OSError:
-            return None
+            return False
 
-    @classmethod
-    def _locked(cls, path: Path, flags: int) -> _File | None:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        if os.fstat(descriptor).st_nlink:
-            return cls(path, descriptor)
-        os.close(descriptor)
-        return None
+    def content(self) -> bytes:
+        with open(self.descriptor, "rb", closefd=False) as file:
+            return file.read()
+
+    def rewrite(self, data: bytes) -> None:
+        os.pwrite(self.descriptor, data, 0)
+        os.ftruncate(self.descriptor, len(data))
+
+    def clear(self) -> None:
+        with suppress(OSError):  # what is brought twice does no harm
+            os.ftruncate(self.descriptor, 0)
 
     def close(self) -> None:
         os.close(self.descriptor)
 
     def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.unlink()
         self.close()
 
 
-def _adopt(folder: Path, bring: Bring) -> None:
-    """Bring to the store what ended processes left; where it cannot be reached the logs stay for the next."""
-    files = [file for path in sorted(folder.glob(PATTERN)) if (file := _File.left(path)) is not None]
-    found = [record for file in files for record in records(_content(file.descriptor))]
-    brought = [bring(*record) for record in sorted(found, key=lambda record: record[0].created)]
-    for file in files:
-        if all(brought):
+def discard(folder: Path, selector: Selector, *, dry_run: bool = False) -> int:
+    """Delete what a selector names from the logs that ended processes left, or only count it.
+
+    Raises:
+        OSError: a log cannot be written.
+    """
+    gone = 0
+    for path in sorted(folder.glob(PATTERN)):
+        file = _left_behind(path)
+        if file is None:
+            continue
+        found = list(records(file.content()))
+        kept = [record for record in found if not selector.matches(record[0])]
+        gone += len(found) - len(kept)
+        if dry_run or len(kept) == len(found) > 0:
+            file.close()
+        elif not kept:
             file.remove()
         else:
+            file.rewrite(b"".join(_record(*record) for record in kept))
             file.close()
+    return gone
 
 
-def _content(descriptor: int) -> bytes:
-    with open(descriptor, "rb", closefd=False) as file:
-        return file.read()
+def _locked(path: Path, flags: int) -> _File | None:
+    """None where another process holds it, or has removed it.
+
+    Raises:
+        OSError: it cannot be opened or locked.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.fstat(descriptor)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        os.close(descriptor)
+        raise
+    if found.st_nlink and stat.S_ISREG(found.st_mode) and found.st_size <= _LARGEST:
+        return _File(path, descriptor)
+    os.close(descriptor)
+    return None
+
+
+def _new(folder: Path) -> _File:
+    """Another process may take a file that is not locked yet for one left behind; then there is a next."""
+    while True:
+        path = folder / f"{token_hex(8)}.log"
+        try:
+            file = _locked(path, os.O_CREAT | os.O_EXCL)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        if file is not None:
+            return file
+
+
+def _left_behind(path: Path) -> _File | None:
+    try:
+        return _locked(path, 0)
+    except OSError:
+        return None
 
 
 def _record(response: StoredResponse, since: str) -> bytes:
@@ -205,21 +258,25 @@ def _record(response: StoredResponse, since: str) -> bytes:
     return _FRAME.pack(xxhash.xxh3_64_intdigest(body), *map(len, parts)) + body
 
 
-def records(data: bytes) -> Iterator[tuple[StoredResponse, str]]:
+def records(data: bytes) -> Iterator[Pending]:
     """The answers in a log, with their cursors, up to the first that is not whole."""
     at = 0
     while len(data) - at >= _FRAME.size:
         checksum, *sizes = _FRAME.unpack_from(data, at)
-        at += _FRAME.size
-        end = at + sum(sizes)
-        if end > len(data) or xxhash.xxh3_64_intdigest(data[at:end]) != checksum:
-            return
+        start = at + _FRAME.size
+        end = start + sum(sizes)
+        if end > len(data) or xxhash.xxh3_64_intdigest(data[start:end]) != checksum:
+            break
         parts = []
         for size in sizes:
-            parts.append(data[at : at + size])
-            at += size
+            parts.append(data[start : start + size])
+            start += size
         since, key, head, payload = parts
         try:
-            yield decode(key.decode(), head, payload), since.decode()
+            record = decode(key.decode(), head, payload), since.decode()
         except (CorruptValue, UnicodeDecodeError):
-            return
+            break
+        yield record
+        at = end
+    if at < len(data):
+        log.warning("a log of answers ends in %d bytes that are no whole answer: left out", len(data) - at)

@@ -69,13 +69,16 @@ def _read(key: str, head: bytes) -> dict[str, Any]:
 
 
 def _response(values: dict[str, Any], payload: bytes) -> StoredResponse:
-    times = {name: math.inf if values[name] is None else float(values[name]) for name in _TIMES}
-    return StoredResponse(
-        key=values["key"],
-        partition=values["partition"],
-        model=values["model"],
-        payload=payload,
-        tags=tuple(values["tags"]),
-        prompt=values["prompt"],
-        **times,
-    )
+    try:
+        times = {name: math.inf if values[name] is None else float(values[name]) for name in _TIMES}
+        return StoredResponse(
+            key=values["key"],
+            partition=values["partition"],
+            model=values["model"],
+            payload=payload,
+            tags=tuple(values["tags"]),
+            prompt=values["prompt"],
+            **times,
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise CorruptValue(f"answer {values['key']}: {error!r}") from error

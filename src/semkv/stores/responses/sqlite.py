@@ -286,7 +286,7 @@ class SqliteStore(ResponseStore):
     def _news(self, db: sqlite3.Connection, cursor: str) -> News:
         # One by one: SQLite takes either from the end of the index, and reads all rows for both.
         last = db.execute("SELECT MAX(number) FROM invalidations").fetchone()[0]
-        since = int(cursor) if cursor else last
+        since = last if not cursor else int(cursor) if cursor.isdecimal() else 0  # another store's is none of ours
         if since == last:
             return News(str(last))
         first = db.execute("SELECT MIN(number) FROM invalidations").fetchone()[0]
