@@ -253,12 +253,14 @@ class ResponseCache:
             return self._memory.invalidate(selector, dry_run=dry_run)
         if not dry_run:
             self._memory.invalidate(selector)
-        gone = self._store.invalidate(selector, dry_run=dry_run)
-        if self._ahead is not None:
-            gone += self._ahead.count(selector)  # the store will not take them
+        gone = self._store.invalidate(selector, dry_run=dry_run) + self.on_the_way(selector)
         if not dry_run:
             self.follow()
         return gone
+
+    def on_the_way(self, selector: Selector) -> int:
+        """How many answers that a selector names the store has not taken yet; invalidated ones it never will."""
+        return 0 if self._ahead is None else self._ahead.count(selector)
 
     def follow(self) -> None:
         """Heed the invalidations logged since the last time. Blocks; the cache's own thread does it every second."""
