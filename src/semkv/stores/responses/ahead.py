@@ -49,13 +49,13 @@ class AheadLog:
         bring: hands an answer, and the cursor when it began, to the store; False where that could not be reached: it is
             tried again. It must not raise. Called by one thread at a time, and once by this one before all others, for
             what ended processes left.
-        max_bytes: bound on what is on its way.
+        max_bytes: bound on what is on its way; a store that falls behind is waited for then.
 
     Raises:
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 16 << 20) -> None:
+    def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 1 << 20) -> None:
         self._bring, self._most = bring, max_bytes
         folder.mkdir(parents=True, exist_ok=True)
         self._left = [file for path in sorted(folder.glob(PATTERN)) if (file := _left_behind(path)) is not None]
