@@ -19,6 +19,8 @@ from semkv.types import CacheMode, Exactness, Scope
 Make = Callable[..., Bench]
 DOCUMENT = "The first sentence says one thing. The second says another."
 TYPED = DOCUMENT.replace(" ", "  ")
+SYSTEM = "answer only in english, and be brief"
+SYSTEMS = ("answer only in  english, and be brief", SYSTEM.upper())
 
 
 @pytest.fixture
@@ -100,6 +102,65 @@ def test_a_similar_image_brings_the_same_bytes_alone(make: Make) -> None:
     assert bench.look("Color ", "car~0.95").plan.full
 
 
+@pytest.mark.parametrize("other", [TYPED, DOCUMENT.upper()])
+def test_a_context_typed_in_another_way_has_more_changed_sentences_than_one(make: Make, other: str) -> None:
+    bench = make(semantic=True, context_edit_share=0.0)
+    bench.ask("one", context=DOCUMENT)
+    assert not bench.look("two", context=other).hit
+    assert bench.look("two", context=DOCUMENT).provenance == "text:exact/context"
+
+
+def test_a_sentence_typed_in_another_way_is_judged_as_a_changed_one(make: Make) -> None:
+    bench = make(semantic=True, guards=True)
+    code = "It calls `f(a  b)` then."
+    bench.ask("one", context=f"{DOCUMENT} {code}", system=SYSTEM)
+    bench.encoder.calls.clear()
+    other = TYPED.split("  The")[0] + f" The second says another. {code}"
+    report = bench.look("two", context=other, system=SYSTEM)
+    assert report.provenance == "text:semantic/context"
+    assert bench.encoder.calls == ["two", other.split(".")[0] + ".", DOCUMENT.split(".")[0] + "."]
+    assert not bench.look("two", context=other, system=SYSTEMS[0]).hit
+    assert not bench.look("two", context=f"{DOCUMENT} {code}".replace("a  b", "a b"), system=SYSTEM).hit, "a guard"
+    bench.encoder.error = RuntimeError("no vectors")
+    assert not bench.look("two", context=other, system=SYSTEM).hit
+
+
+@pytest.mark.parametrize("other", SYSTEMS)
+@pytest.mark.parametrize("scope", Scope)
+def test_what_stands_around_a_similar_question(make: Make, other: str, scope: Scope) -> None:
+    bench = make(semantic=True, scope=scope)
+    bench.ask("color", system=SYSTEM)
+    for question in ("color", "color~0.95"):
+        assert not bench.look(question, system=other).hit
+    assert bench.look("color~0.95", system=SYSTEM).provenance == "text:semantic"
+    bench.reopen(normalised=True)
+    assert bench.look("color~0.95", system=other).provenance == "text:semantic"
+
+
+@pytest.mark.parametrize("other", SYSTEMS)
+def test_what_stands_around_a_question_that_a_layer_finds_similar(make: Make, other: str) -> None:
+    bench = make(embedding_layers=LAYERS, embedding_hook="cache_helpers:WrittenHook")
+    bench.ask("color", "car", system=SYSTEM)
+    for image in ("car", "car~0.95"):
+        assert not bench.look("color~0.9", image, system=other).hit
+        assert bench.look("color~0.9", image, system=SYSTEM).plan.full
+    bench.reopen(normalised=True)
+    assert bench.look("color~0.9", "car~0.95", system=other).plan.full
+
+
+@pytest.mark.parametrize("other", SYSTEMS)
+def test_the_text_before_a_similar_image(make: Make, other: str) -> None:
+    bench = make(embedding_layers=LAYERS[:1], embedding_hook="cache_helpers:WrittenHook")
+    bench.ask("color", "car", system=SYSTEM)
+    assert not bench.look("size", "car~0.95", system=other).hit
+    assert bench.look("size", "car~0.95", system=SYSTEM).provenance == "embedding:vision/media"
+    bench.ask("color", "car", system=other)
+    report = bench.look("size", "car~0.95", system=other)
+    assert seen(report.plan.segments) == f"{other} | <car> | size", "of all that are typed like it, its own"
+    bench.reopen(normalised=True)
+    assert bench.look("size", "car~0.95", system=SYSTEMS[0].title()).provenance == "embedding:vision/media"
+
+
 def test_a_text_layer_has_it_judged_as_similar(make: Make) -> None:
     bench = make(embedding_layers=LAYERS[1:], embedding_hook="cache_helpers:WrittenHook")
     bench.ask("color")
@@ -142,4 +203,18 @@ class TestGateway:
             assert pair.post("How do I bake bread at home?").headers["x-semkv"].startswith("miss")
             assert pair.post("how  do I bake bread at home?").headers["x-semkv"].startswith(header)
             assert pair.post("How do I bake bread at home?").headers["x-semkv"].startswith("hit tier=exact")
+            assert pair.metric("semkv_faults_total") == 0
+
+    def test_a_system_prompt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("semkv.server.caches._LOOKUP_S", 120.0)
+        with Pair(tmp_path, semantic=True, store_timeout=60.0, normalised=False) as pair:
+
+            def told(system: str, question: str) -> str:
+                messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+                return pair.post("", messages=messages).headers["x-semkv"]
+
+            assert told("Answer only in english. Be brief.", "How do I bake bread at home?") == "miss"
+            assert told("ANSWER ONLY IN ENGLISH.  BE BRIEF.", "How do I bake bread at home?") == "miss"
+            found = told("Answer only in english. Be brief.", "How can I bake bread at home?")
+            assert found.startswith("hit tier=text:semantic")
             assert pair.metric("semkv_faults_total") == 0

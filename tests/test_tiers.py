@@ -19,7 +19,7 @@ from semkv.keys import normalise
 from semkv.tiers.base import Boundary, GuardedEncoder, PartError, Tally
 from semkv.tiers.keying import Keyed, exactness_of, with_media
 from semkv.tiers.policies import FixedThreshold
-from semkv.tiers.similar_context import SKETCH, sentences, sketch
+from semkv.tiers.similar_context import SKETCH, exact_sentences, sentences, sketch
 from semkv.types import (
     EmbeddingLayer,
     Entry,
@@ -61,6 +61,17 @@ def test_a_frame_is_everything_but_the_question() -> None:
     assert first.frame() != keyed(system("sys"), CAR, TextSegment("one"), system("after")).frame()
     assert first.frame() != keyed(system("sys"), CAR, TextSegment("one"), namespace=Namespace("there", "m")).frame()
     assert keyed(system("sys"), CAR).frame() == ""
+
+
+@pytest.mark.parametrize("own_media", [True, False])
+def test_a_frame_of_exact_characters(own_media: bool) -> None:
+    def frame(*segments: Segment) -> str:
+        return keyed(*segments).frame(normalised=False, with_media=own_media)
+
+    first = frame(system("sys"), CAR, TextSegment("one"))
+    assert first == frame(system("sys"), CAR, TextSegment("two"))
+    assert first != frame(system("Sys "), CAR, TextSegment("one"))
+    assert (first == frame(system("sys"), HOUSE, TextSegment("one"))) is not own_media
 
 
 def test_a_run_ends_in_the_last_image_and_takes_images_alike() -> None:
@@ -126,6 +137,22 @@ def test_no_word_is_lost(text: str) -> None:
         return unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", "".join(text.split())).casefold())
 
     assert bare("".join(sentences(text))) == bare(text)
+
+
+@given(st.text(alphabet=st.sampled_from("aB.!。 \n\t\u3000\x1c\u200b"), max_size=300) | st.text(max_size=300))
+def test_exact_sentences_are_the_text(text: str) -> None:
+    assert "".join(exact_sentences(text)) == text
+
+
+def test_exact_sentences() -> None:
+    assert exact_sentences("The first.  And a\nsecond! Version 3.5 ") == [
+        "The first.",
+        "  And a\nsecond!",
+        " Version 3.5 ",
+    ]
+    assert exact_sentences("一つ。二つ。 ") == ["一つ。", "二つ。", " "]
+    assert [len(p.split()) for p in exact_sentences("word " * 150)] == [64, 64, 22]
+    assert exact_sentences("") == []
 
 
 def test_near_equal_documents_share_most_of_a_bounded_sketch() -> None:

@@ -66,6 +66,19 @@ def test_byte_equal_texts_alone(plain: Bench) -> None:
     assert two(plain, one, plain.request("The color", "house"))[1] is not None
 
 
+@pytest.mark.parametrize("scope", Scope)
+def test_around_a_similar_question_byte_equal_texts_alone(plain: Bench, scope: Scope) -> None:
+    plain.reopen(normalised=False, scope=scope)
+    first = plain.request("color", system="answer in english")
+    for system in ("answer in  english", "ANSWER IN ENGLISH"):
+        assert two(plain, first, plain.request("color~0.95", system=system))[1] is None
+    report = joined(plain, first, plain.request("color~0.95", system="answer in english"))
+    assert report is not None
+    assert report.provenance == "text:semantic"
+    plain.reopen(normalised=True)
+    assert joined(plain, first, plain.request("color~0.95", system="answer in  english")) is not None
+
+
 @pytest.mark.parametrize(
     "other",
     [

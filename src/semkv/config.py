@@ -62,8 +62,10 @@ class CacheConfig:
         match: all or any (see `MatchPolicy`).
         scope: media or any (see `Scope`).
         exact: the exact text tier (L0.5).
-        normalised: that tier also takes texts that are equal after `keys.normalise` alone. Off, these are no more than
-            similar: a tier that compares vectors may find them, at a cosine near 1, and the policy is asked.
+        normalised: texts that are equal after `keys.normalise` alone are the same. Off, only byte-equal ones are: a
+            question, or a few sentences of a context, that differ in typing may still be found similar, mostly at a
+            cosine near 1, by vectors, guards and policy; all other texts of a donor have to be byte-equal.
+            ``--match any`` asks for the texts of no other layer than the best, and is the same either way.
         semantic: the semantic text tier (L1).
         fusion: the fusion tier (L1.5).
         guards: words may veto an approximate match: a changed number, unit, date, negation, direction, name,

@@ -112,8 +112,9 @@ def run(
         bool,
         typer.Option(
             "--disable-normalised-hits",
-            help="Exact hits for byte-equal texts alone. What differs in typing is then similar at most: other tiers "
-            "that are on still find it, mostly at a cosine near 1, where threshold and policy let them.",
+            help="Only byte-equal texts are the same. A question, or a few sentences of a context, that differ in "
+            "typing are similar at most: other tiers that are on still find them, mostly at a cosine near 1, where "
+            "threshold, guards and policy let them.",
         ),
     ] = False,
     cache_mode: Annotated[

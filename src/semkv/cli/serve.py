@@ -61,7 +61,8 @@ def serve(
         typer.Option(
             "--normalised/--no-normalised",
             help="Take texts that differ in typing (blanks, a sentence's first letter, Unicode form) for the same. "
-            "Without, they are near-repeats like others, with a cosine near 1: the threshold and the policy decide.",
+            "Without, a question or a few sentences of an earlier turn that differ so are a near-repeat like others, "
+            "mostly with a cosine near 1: threshold, guards and policy decide. All else has to be byte-equal.",
         ),
     ] = True,
     mode: Annotated[

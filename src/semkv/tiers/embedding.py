@@ -29,7 +29,7 @@ from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import MediaRow, VectorRow, unpack
 from semkv.stores.graphs import FOLDER, GraphFiles
 from semkv.tiers.base import Candidate, Tally
-from semkv.tiers.keying import Keyed, with_media
+from semkv.tiers.keying import SPELLINGS, Keyed, same_texts, with_media
 from semkv.types import EmbeddingLayer, Entry, MatchPolicy, Namespace
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ class EmbeddingTier:
         match: see `MatchPolicy`.
         fingerprint: of the hook; vectors of another one are left alone.
         tally: counts what is out of step or damaged.
-        normalised: False takes byte-equal texts alone for the same; others have to be similar.
+        normalised: False takes byte-equal texts alone for the same: a question may be similar, what stands around it
+            and before an image may not. ``--match any`` takes no texts for the same, and is as it was.
     """
 
     def __init__(
@@ -250,7 +251,9 @@ class EmbeddingTier:
         agreed = tuple(status_of(name) for name in (*seeing, *texts))
         for entry_id, name, score in self._similar_texts(frame, texts, vectors):
             donor_entry = self._entry(entry_id)
-            if donor_entry is not None:
+            if donor_entry is None:
+                continue
+            if self._normalised or same_texts(within.segments, donor_entry.segments, within.question):
                 decided_by, least = (VISION, run.score) if seeing and run.score < score else (name, score)
                 yield Candidate(donor_entry, len(donor_entry.segments), status_of(decided_by), least, agreed)
 
@@ -276,8 +279,11 @@ class EmbeddingTier:
         if keyed.last_media is None or run.media == _media_ids(keyed) or keyed.last_media + 1 >= len(keyed.segments):
             return
         within = Keyed.of(namespace, with_media(keyed.segments, run.media))
-        for donor in self._catalog.find(within.media_key(), 1):
-            yield Candidate(donor, keyed.last_media + 1, status_of(VISION), run.score, (status_of(VISION),))
+        length = keyed.last_media + 1
+        for donor in self._catalog.find(within.media_key(), 1 if self._normalised else SPELLINGS):
+            if self._normalised or same_texts(keyed.segments[:length], donor.segments):
+                yield Candidate(donor, length, status_of(VISION), run.score, (status_of(VISION),))
+                return
 
     def _any(self, keyed: Keyed, vectors: Mapping[str, Vector]) -> Iterator[Candidate]:
         """The best of all layers by score alone, with its whole donor."""

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 
 from semkv.stores.catalog import Catalog
 from semkv.tiers.base import Candidate
-from semkv.tiers.keying import Keyed, same_texts
+from semkv.tiers.keying import SPELLINGS, Keyed, same_texts
 from semkv.types import Scope
 
 STATUS = "exact_text"
 _DONORS = 4  # the next ones are asked when the policy refuses the first
-_SPELLINGS = 64  # entries of one folded text that are looked through for the same bytes
 
 
 class ExactTextTier:
@@ -25,12 +24,13 @@ class ExactTextTier:
     Args:
         catalog: where the entries are.
         scope: ``any`` takes all images as one.
-        normalised: False finds byte-equal texts alone.
+        normalised: False finds byte-equal texts alone; with ``any``, behind another image, among the ``SPELLINGS``
+            oldest entries of the folded text.
     """
 
     def __init__(self, catalog: Catalog, scope: Scope, *, normalised: bool = True) -> None:
         self._catalog, self._alike, self._normalised = catalog, scope is Scope.ANY, normalised
-        self._most = _DONORS if normalised or not self._alike else _SPELLINGS
+        self._most = _DONORS if normalised or not self._alike else SPELLINGS
 
     def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
         """Donors, longest run first; among equals the byte-equal ones, then the oldest."""

@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 from semkv.keys import chain_keys, digest, namespace_key, normalise, segment_key
 from semkv.types import Exactness, MediaSegment, Namespace, Role, Segment, TextSegment
 
+SPELLINGS = 64  # entries of one folded text that are looked through for the same characters
 _space = lru_cache(maxsize=1024)(namespace_key)
 
 
@@ -65,13 +66,22 @@ class Keyed:
             return self.folded
         return chain_keys(self.segments, normalised=True, with_media=False)
 
-    def frame(self, *, with_media: bool = True) -> str:
-        """Digest of all segments but the last question, normalised; empty where there is no question."""
+    def chain(self, *, normalised: bool, with_media: bool) -> Sequence[str]:
+        """`keys.chain_keys` of the prompt."""
+        if normalised:
+            return self.folded if with_media else self.loose
+        if with_media or self.last_media is None:
+            return self.exact
+        return chain_keys(self.segments, normalised=False, with_media=False)
+
+    def frame(self, *, normalised: bool = True, with_media: bool = True) -> str:
+        """Digest of all segments but the last question; empty where there is no question."""
         if self.question is None:
             return ""
-        chain = self.folded if with_media else self.loose
-        before = chain[self.question - 1] if self.question else ""
-        after = [segment_key(s, normalised=True, with_media=with_media) for s in self.segments[self.question + 1 :]]
+        before = self.chain(normalised=normalised, with_media=with_media)[self.question - 1] if self.question else ""
+        after = [
+            segment_key(s, normalised=normalised, with_media=with_media) for s in self.segments[self.question + 1 :]
+        ]
         return digest("frame", self.space, before, *after)
 
     def run(self) -> str:
@@ -98,7 +108,7 @@ class Keyed:
 
     def before_context(self, *, with_media: bool = True) -> str:
         """Digest of what stands before the first context; similar contexts are sought among entries that share it."""
-        chain = self.folded if with_media else self.loose
+        chain = self.chain(normalised=True, with_media=with_media)
         first = self.first_context
         return digest("before", self.space, chain[first - 1] if first else "")
 
@@ -146,10 +156,13 @@ def exactness_of(own: Sequence[Segment], donor: Sequence[Segment], *, normalised
     return weakest
 
 
-def same_texts(own: Sequence[Segment], donor: Sequence[Segment]) -> bool:
-    """Whether the donor's leading segments have the same characters as these, whatever the media items."""
-    pairs = zip(own, donor, strict=False)
-    return all(getattr(mine, "text", "") == getattr(theirs, "text", "") for mine, theirs in pairs)
+def same_texts(own: Sequence[Segment], donor: Sequence[Segment], but: int | None = None) -> bool:
+    """Whether the donor's leading segments have the same characters as these, whatever the media items.
+
+    ``but`` is the position of a text that is compared in another way.
+    """
+    pairs = enumerate(zip(own, donor, strict=False))
+    return all(i == but or getattr(mine, "text", "") == getattr(theirs, "text", "") for i, (mine, theirs) in pairs)
 
 
 def with_media(segments: Sequence[Segment], media: Sequence[str]) -> tuple[Segment, ...]:

@@ -93,8 +93,9 @@ class Matching:
         self._contexts: SimilarContext | None = None
         if encoder is not None:
             least, share = config.similarity_threshold, config.context_edit_share
-            self._semantic = SemanticTextTier(catalog, encoder, config.scope, floor, tally)
-            self._contexts = SimilarContext(catalog, encoder, config.scope, least, share, guard)
+            folds = config.normalised
+            self._semantic = SemanticTextTier(catalog, encoder, config.scope, floor, tally, normalised=folds)
+            self._contexts = SimilarContext(catalog, encoder, config.scope, least, share, guard, normalised=folds)
         self._seen_vectors = self._seen_media = 0
         self._refreshing = threading.Lock()
         with self._boundary("catalog"):

@@ -14,7 +14,7 @@ from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import VectorRow, unpack
 from semkv.stores.graphs import FOLDER, GraphFiles
 from semkv.tiers.base import Candidate, Tally
-from semkv.tiers.keying import Keyed
+from semkv.tiers.keying import Keyed, same_texts
 from semkv.types import Scope
 
 if TYPE_CHECKING:
@@ -32,11 +32,21 @@ class SemanticTextTier:
         encoder: of the chunk text.
         scope: ``media`` compares within the same images; ``any`` takes all images as one.
         threshold: least cosine.
+        normalised: False takes only donors of which all texts but the question, which is compared, are byte-equal.
     """
 
-    def __init__(self, catalog: Catalog, encoder: TextEncoder, scope: Scope, threshold: float, tally: Tally) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        encoder: TextEncoder,
+        scope: Scope,
+        threshold: float,
+        tally: Tally,
+        *,
+        normalised: bool = True,
+    ) -> None:
         self._catalog, self._encoder, self._tally = catalog, encoder, tally
-        self._scope, self._threshold = scope, threshold
+        self._scope, self._threshold, self._normalised = scope, threshold, normalised
         self.layer = f"{STATUS}@{encoder.fingerprint}"
         kept = GraphFiles(catalog.path.parent / FOLDER, self.layer, functools.partial(tally.fault, "graph"))
         self._index: VectorIndex = FaissIndex(encoder.dim, store=kept)
@@ -86,4 +96,5 @@ class SemanticTextTier:
                 self._tally.add("index out of step")
                 self._index.remove([neighbour.item])
                 continue
-            yield Candidate(donor, len(donor.segments), STATUS, neighbour.score, (STATUS,))
+            if self._normalised or same_texts(keyed.segments, donor.segments, keyed.question):
+                yield Candidate(donor, len(donor.segments), STATUS, neighbour.score, (STATUS,))

@@ -30,6 +30,8 @@ SKETCH = 64
 _LONGEST = 64  # words; what has no full stops is cut, so that a piece fits an encoder
 _DONORS = 8
 _END = re.compile(r"(?<=[.!?])\s+|(?<=。)\s*")
+_STOP = re.compile(r"(?<=[.!?])(?=\s)|(?<=。)")
+_WORD = re.compile(r"\s*\S+|\s+\Z")
 
 
 def sentences(text: str) -> list[str]:
@@ -41,6 +43,15 @@ def sentences(text: str) -> list[str]:
         words = normalise(sentence).split()
         pieces += [" ".join(words[start : start + _LONGEST]) for start in range(0, len(words), _LONGEST)]
     return [piece for piece in pieces if piece]
+
+
+def exact_sentences(text: str) -> list[str]:
+    """The sentences of a text as they stand, with the blanks before them: joined, they are the text."""
+    pieces = []
+    for sentence in _STOP.split(text):
+        words = _WORD.findall(sentence)
+        pieces += ["".join(words[start : start + _LONGEST]) for start in range(0, len(words), _LONGEST)]
+    return pieces
 
 
 def sketch(partition: str, pieces: Sequence[str]) -> list[int]:
@@ -84,13 +95,24 @@ class SimilarContext:
         threshold: least cosine of every changed sentence with the one it replaced.
         share: how many of a context's sentences may have changed; one always may.
         guard: may veto a changed sentence, such as one with another number.
+        normalised: False takes a sentence that is typed in another way for a changed one; what is no context has to be
+            byte-equal.
     """
 
     def __init__(
-        self, catalog: Catalog, encoder: TextEncoder, scope: Scope, threshold: float, share: float, guard: Guard
+        self,
+        catalog: Catalog,
+        encoder: TextEncoder,
+        scope: Scope,
+        threshold: float,
+        share: float,
+        guard: Guard,
+        *,
+        normalised: bool = True,
     ) -> None:
         self._catalog, self._encoder, self._guard = catalog, encoder, guard
         self._with_media, self._threshold, self._share = scope is Scope.MEDIA, threshold, share
+        self._normalised, self._cut = normalised, sentences if normalised else exact_sentences
 
     def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
         """Donors by length of the run, then by likeness; the run ends in a context, the rest is the request's own."""
@@ -120,7 +142,7 @@ class SimilarContext:
             elif is_context(mine) and is_context(theirs):
                 assert isinstance(mine, TextSegment)
                 assert isinstance(theirs, TextSegment)
-                pairs = self._changed(sentences(mine.text), sentences(theirs.text))
+                pairs = self._changed(self._cut(mine.text), self._cut(theirs.text))
             else:
                 pairs = None
             if pairs is None:
@@ -131,7 +153,7 @@ class SimilarContext:
         return _Aligned(donor, run, tuple(changed)) if run else None
 
     def _same(self, mine: Segment, theirs: Segment) -> bool:
-        keys = [segment_key(s, normalised=True, with_media=self._with_media) for s in (mine, theirs)]
+        keys = [segment_key(s, normalised=self._normalised, with_media=self._with_media) for s in (mine, theirs)]
         return keys[0] == keys[1]
 
     def _changed(self, mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]] | None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from semkv.config import CacheConfig
-from semkv.keys import chain_keys
 from semkv.tiers import exact_text, semantic_text
 from semkv.tiers.base import Boundary, Candidate, Tally
 from semkv.tiers.checking import HitLog
@@ -30,7 +29,7 @@ class Underway:
     Attributes:
         donor: the entry that it will be recorded as; its response is still empty.
         whole: key of its prompt, folded where normalised matches are on; empty where no such matches are.
-        frame: key of all but its question; empty where there is none.
+        frame: the same of all but its question; empty where there is none.
         vector: unit vector of its chunk text, [dim]; None where it has none.
         least: least cosine of a similar question.
     """
@@ -78,11 +77,9 @@ class Joining:
     def _keys(self, request: Request) -> tuple[Keyed, str, str]:
         """Of a request: its keys, and `Underway.whole` and `Underway.frame`."""
         keyed = Keyed.of(request.namespace, request.segments)
-        if self._normalised:
-            chain = keyed.folded if self._with_media else keyed.loose
-        else:
-            chain = chain_keys(request.segments, normalised=False, with_media=self._with_media)
-        return keyed, keyed.whole(chain, "folded") if self._exact else "", keyed.frame(with_media=self._with_media)
+        chain = keyed.chain(normalised=self._normalised, with_media=self._with_media)
+        frame = keyed.frame(normalised=self._normalised, with_media=self._with_media)
+        return keyed, keyed.whole(chain, "folded") if self._exact else "", frame
 
     def partition(self, request: Request) -> str:
         """`Underway.partition` of a request before its lookup; empty where it can join no other."""
