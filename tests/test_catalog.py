@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
+import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -12,6 +14,7 @@ from threading import Thread
 import numpy as np
 import pytest
 
+from cache_helpers import Bench
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import CorruptValue, StoreError
@@ -79,7 +82,7 @@ def test_it_survives_a_restart(tmp_path: Path) -> None:
     assert unpack(packed, 2).tolist() == [0.5, 0.5]
 
 
-def test_a_repeat_is_a_hit_and_not_a_second_entry(tmp_path: Path) -> None:
+def test_a_repeat_is_not_a_second_entry(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path / "c.sqlite")
     catalog.add(record("a", created=1.0))
     again = replace(record("a", created=5.0), vectors={"text@2": np.ones(2, dtype=np.float32)})
@@ -88,15 +91,79 @@ def test_a_repeat_is_a_hit_and_not_a_second_entry(tmp_path: Path) -> None:
     assert len(catalog) == 1
     entry = catalog.get("a")
     assert entry is not None
-    assert (entry.created, entry.last_hit, entry.hits) == (1.0, 5.0, 1)
+    assert (entry.created, entry.last_hit, entry.hits) == (1.0, 0.0, 0)
+    assert catalog.by_namespace()[0].used == 5.0
     assert len(catalog.vectors(["text@1", "text@2"], 0, 10)) == 2
     catalog.hit("a", 7.0)
     assert catalog.tag("a", ["late"])
     assert not catalog.tag("b", ["late"])
     entry = catalog.get("a")
     assert entry is not None
-    assert entry.hits == 2
+    assert (entry.last_hit, entry.hits) == (7.0, 1)
     assert "late" in entry.tags
+
+
+def hits_on_disk(path: Path) -> dict[str, int]:
+    with closing(sqlite3.connect(path)) as db:
+        return dict(db.execute("SELECT entry_id, hits FROM entries"))
+
+
+def test_hits_are_written_with_the_next_write_and_cause_none(tmp_path: Path) -> None:
+    path = tmp_path / "c.sqlite"
+    catalog = Catalog(path)
+    catalog.add(record("a"))
+    said: list[str] = []
+    catalog._db.set_trace_callback(said.append)
+    threads = threading.active_count()
+    for i in range(3):
+        catalog.hit("a", 2.0 + i)
+        assert catalog.tag("a", ())
+    assert not catalog.tag("b", ())
+    assert threading.active_count() == threads
+    assert {statement.split()[0] for statement in said} == {"SELECT"}
+    assert hits_on_disk(path) == {"a": 0}
+    catalog.add(record("b"))
+    assert hits_on_disk(path) == {"a": 3, "b": 0}
+    catalog.hit("a", 9.0)
+    catalog.close()
+    catalog.close()
+    assert hits_on_disk(path) == {"a": 4, "b": 0}, "each once, the last one at the end"
+
+
+def test_hits_whose_write_fails_go_with_the_one_after(tmp_path: Path) -> None:
+    path = tmp_path / "c.sqlite"
+    catalog = Catalog(path, timeout_s=0.05)
+    catalog.add(record("a"))
+    catalog.hit("a", 2.0)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            catalog.add(record("b"))
+    assert hits_on_disk(path) == {"a": 0}
+    catalog.add(record("b"))
+    assert hits_on_disk(path) == {"a": 1, "b": 0}
+
+
+def test_hits_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "_HITS", 2)
+    with closing(Catalog(tmp_path / "c.sqlite")) as catalog:
+        for name in "abc":
+            catalog.add(record(name))
+        for name in "abacc":
+            catalog.hit(name, 2.0)
+    assert hits_on_disk(tmp_path / "c.sqlite") == {"a": 2, "b": 0, "c": 2}
+
+
+def test_an_exact_hit_that_an_index_lacks_is_counted_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, embedding_layers=(), embedding_hook="none", semantic=True)
+    bench.ask("short")
+    bench.cache.close()
+    bench.encoder.fingerprint = "another encoder"
+    bench.open()
+    for _ in range(3):
+        assert bench.ask("short").hit
+    bench.cache.close()
+    assert list(hits_on_disk(tmp_path / "cache" / "catalog.sqlite").values()) == [3]
 
 
 def test_the_bound_on_entries_holds_and_the_least_recently_used_go(tmp_path: Path) -> None:

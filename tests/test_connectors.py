@@ -35,7 +35,7 @@ from semkv.connectors.settings import ECSettings, KVSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.errors import ConfigError
 from semkv.keys import digest
-from semkv.maintenance import purge_salts
+from semkv.purging import purge_salts
 from semkv.stores.block_index import BlockIndex
 from semkv.stores.blocks import KVChunk, KVLayout, KVStore, LayerLayout
 from semkv.stores.cachedir import purge_directory

@@ -33,7 +33,9 @@ ALLOWED: dict[str, set[str]] = {
     | {"presets", "stores", "indexes", "encoders", "tiers", "cache", "connectors", "engines", "adapter"},
     "server": VOCABULARY | {"presets", "stores", "indexes", "encoders", "tiers", "cache", "connectors", "engines"},
     "maintenance": VOCABULARY | {"stores"},
-    "cli": VOCABULARY | {"presets", "stores", "connectors", "cache", "engines", "experiments", "server", "maintenance"},
+    "purging": VOCABULARY | {"stores", "maintenance"},
+    "cli": VOCABULARY
+    | {"presets", "stores", "connectors", "cache", "engines", "experiments", "server", "maintenance", "purging"},
     "__main__": {"cli"},
 }
 

@@ -118,7 +118,7 @@ def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
     found = verify(used)
     assert (found.checked, sorted(line.split(":")[0] for line in found.damaged)) == (5, ["fusion", "kv", "media"])
     assert "5 files and 0 answers checked, 3 damaged" in call("verify", "--cache-dir", str(used), exit_code=1)
-    assert "3 deleted" in call("verify", "--cache-dir", str(used), "--repair")
+    assert "3 damaged, 3 of them deleted" in call("verify", "--cache-dir", str(used), "--repair")
     assert verify(used).damaged == ()
     assert inspect(used).nbytes > 0
 
@@ -129,6 +129,8 @@ def test_a_damaged_catalog_is_told(used: Path) -> None:
     data[4096:8192] = b"x" * 4096
     path.write_bytes(data)
     assert any(line.startswith("catalog:") for line in verify(used).damaged)
+    said = call("verify", "--cache-dir", str(used), "--repair", exit_code=1)
+    assert "1 damaged, 0 of them deleted" in said
 
 
 def test_gc_deletes_strays_old_extents_and_loose_pictures(used: Path) -> None:

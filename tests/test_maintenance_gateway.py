@@ -5,20 +5,32 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from gateway_helpers import SECRET, Pair, wait_until
 from semkv.cli import app
+from semkv.config import CacheConfig
+from semkv.errors import CorruptValue, StoreError
+from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+from semkv.stores.bounds import Bounds
+from semkv.stores.cachedir import prepare
 from semkv.stores.catalog import Catalog
+from semkv.stores.container import owner_of
+from semkv.stores.extents import ExtentStore
+from semkv.stores.responses.ahead import FOLDER as AHEAD
+from semkv.stores.responses.ahead import AheadLog
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.open import FILE
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.stores.responses.use import examine
 
+LAYOUT = KVLayout((LayerLayout("layer0", "float32", (64,), (64,), 256),), 16)
 PROXY = {"trusted_proxies": ("127.0.0.1",)}
 
 
@@ -44,31 +56,19 @@ def fill(folder: Path, count: int = 600) -> None:
 
 
 def test_hits_of_a_gateways_entries_are_counted_while_it_runs(tmp_path: Path) -> None:
-    def hits() -> list[int]:
-        found = json.loads(call("stats", "--cache-dir", str(tmp_path), "--json"))
-        return [use["hits"] for use in found["entries"]]
+    def found() -> list[tuple[int, int]]:
+        listed = json.loads(call("stats", "--cache-dir", str(tmp_path), "--json"))["entries"]
+        return [(use["entries"], use["hits"]) for use in listed]
 
     with Pair(tmp_path, semantic=True) as pair:
         pair.post("What is the capital of Italy?")
-        wait_until(lambda: hits() == [0])
+        wait_until(lambda: found() == [(1, 0)])
         for text in ("what is  the capital of Italy?", "What is the  capital of Italy?"):
             assert "text:normalised" in pair.post(text).headers["x-semkv"]
-        wait_until(lambda: hits() == [2])
+        pair.post("Who wrote Faust?")
+        wait_until(lambda: found() == [(2, 2)])
         assert pair.post("what is  the  capital of Italy?").headers["x-semkv"].startswith("hit")
-    assert hits() == [3], "the last one was written at the end"
-
-
-def test_hits_that_cannot_be_written_wait_for_the_next_write(tmp_path: Path) -> None:
-    with Pair(tmp_path, semantic=True) as pair:
-        pair.post("What is the capital of Italy?")
-        wait_until(lambda: json.loads(call("stats", "--cache-dir", str(tmp_path), "--json"))["entries"])
-        with closing(sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            assert "text:normalised" in pair.post("what is  the capital of Italy?").headers["x-semkv"]
-            time.sleep(0.1)
-            other.execute("ROLLBACK")
-    with closing(Catalog(tmp_path / "catalog.sqlite")) as catalog:
-        assert [use.hits for use in catalog.by_namespace()] == [1]
+    assert found() == [(2, 3)], "the last one was written at the end"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_verify_finds_answers_that_fail_and_repair_deletes_those_alone(tmp_path:
     assert "600 answers checked, 3 damaged" in said
     assert said.count("answers: ") == 3
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert "600 answers checked, 3 deleted" in call("verify", "--cache-dir", str(tmp_path), "--repair")
+    assert "3 damaged, 3 of them deleted" in call("verify", "--cache-dir", str(tmp_path), "--repair")
     assert "597 answers checked, 0 damaged" in call("verify", "--cache-dir", str(tmp_path))
     with closing(SqliteStore(tmp_path / FILE)) as store:
         assert store.usage()[0] == 597
@@ -113,7 +113,7 @@ def test_verify_and_repair_beside_a_running_gateway(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == names
         with closing(sqlite3.connect(tmp_path / FILE)) as db, db:
             db.execute("UPDATE answers SET payload=CAST('{}' AS BLOB) WHERE rowid=2")
-        assert "3 answers checked, 1 deleted" in call("verify", "--cache-dir", str(tmp_path), "--repair")
+        assert "1 damaged, 1 of them deleted" in call("verify", "--cache-dir", str(tmp_path), "--repair")
         assert answers(tmp_path) == 2
         assert pair.post("another").headers["x-semkv"] == "miss"
         wait_until(lambda: answers(tmp_path) == 3)
@@ -179,3 +179,159 @@ def test_purge_of_a_gateways_whole_directory(tmp_path: Path) -> None:
         wait_until(lambda: "1 entries, 1 answers and 0 files would" in call(*purge, "--dry-run"))
         assert pair.post("what is  the capital of Italy?").headers["x-semkv"].startswith("hit tier=text:normalised")
     assert mine.exists()
+
+
+def test_purge_of_a_directory_that_engines_share_with_a_running_gateway(tmp_path: Path) -> None:
+    """Its catalog is emptied in place: it serves nothing of before, and goes on recording what comes."""
+    prepare(CacheConfig(tmp_path))
+    ExtentStore(tmp_path / "kv", "kv", Bounds(max_bytes=0)).close()
+    purge = ("purge", "--cache-dir", str(tmp_path))
+    with Pair(tmp_path, semantic=True) as pair:
+        pair.post("What is the capital of Italy?")
+        wait_until(lambda: "1 entries, 1 answers" in call(*purge, "--dry-run"))
+        counted = call(*purge, "--dry-run").split()
+        assert call(*purge).split()[:6] == counted[:6]
+        assert not (tmp_path / "kv" / "semkv.json").exists()
+        wait_until(lambda: pair.post("What is the capital of Italy?").headers["x-semkv"] == "miss")
+        assert pair.upstream.calls[-1]["messages"][-1]["content"] == "What is the capital of Italy?"
+        wait_until(lambda: call(*purge, "--dry-run").startswith("1 entries"))
+        assert call(*purge).startswith("1 entries")
+        assert "reuse" not in pair.post("what is  the capital of Italy?").headers["x-semkv"]
+        pair.post("Who wrote Faust?")
+        wait_until(lambda: call(*purge, "--dry-run").startswith("2 entries"))
+    prepare(CacheConfig(tmp_path))  # engines may come back
+    with Pair(tmp_path, semantic=True) as pair:
+        assert "text:normalised" in pair.post("who wrote  Faust?").headers["x-semkv"]
+    call(*purge)
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {FILE, f"{FILE}.lock", "semkv.json", "secret"} & left
+    assert "catalog.sqlite" not in left, "nobody has it open"
+
+
+def damage_head(catalog: Path) -> None:
+    catalog.write_bytes(b"garbage" * 1000)
+
+
+def damage_pages(catalog: Path) -> None:
+    Catalog(catalog).close()
+    data = bytearray(catalog.read_bytes())
+    data[4096:] = b"\xff" * (len(data) - 4096)
+    catalog.write_bytes(data)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("harm", [damage_head, damage_pages])
+def test_a_damaged_catalog_stops_no_purge(tmp_path: Path, harm: Callable[[Path], None], shared: bool) -> None:
+    if shared:
+        prepare(CacheConfig(tmp_path))
+    fill(tmp_path, 3)
+    with closing(KVStore.open(tmp_path / "kv", "ns", LAYOUT)) as kv:
+        kv.save_rows([b"k" * 32], np.zeros((1, 256), np.uint8), owner=owner_of("alice"))
+    harm(tmp_path / "catalog.sqlite")
+    purge = ("purge", "--cache-dir", str(tmp_path))
+    result = CliRunner().invoke(app, [*purge, "--tenant", "alice"])
+    assert "0 entries, 3 answers and 1 files deleted" in result.stdout
+    assert isinstance(result.exception, StoreError)
+    assert "a purge without --tenant and --tag deletes it" in str(result.exception)
+    fill(tmp_path, 2)
+    assert "0 entries, 2 answers" in call(*purge, "--dry-run")
+    assert (tmp_path / "catalog.sqlite").exists()
+    assert "0 entries, 2 answers" in call(*purge)
+    assert not (tmp_path / "catalog.sqlite").exists()
+
+
+def test_another_programs_catalog_is_told_and_stays(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as db:
+        db.execute("CREATE TABLE products (x)")
+    picture = tmp_path / "media" / "ab" / ("ab" * 32)
+    picture.parent.mkdir(parents=True)
+    picture.write_bytes(b"a user's own")
+    before = (tmp_path / "catalog.sqlite").read_bytes()
+    with pytest.raises(StoreError, match="not a semkv catalog"):
+        call("purge", "--cache-dir", str(tmp_path))
+    assert picture.exists()
+    fill(tmp_path, 2)
+    result = CliRunner().invoke(app, ["purge", "--cache-dir", str(tmp_path)])
+    assert "0 entries, 2 answers and 1 files deleted" in result.stdout
+    assert "not a semkv catalog" in str(result.exception)
+    assert (tmp_path / "catalog.sqlite").read_bytes() == before
+
+
+def test_purge_takes_answers_that_an_ended_gateway_had_on_their_way(tmp_path: Path) -> None:
+    def leave() -> None:
+        """As a gateway that was killed: the store never took them."""
+        log = AheadLog(tmp_path / AHEAD, lambda response, since: False)
+        for i, tenant in enumerate(("alice", "alice", "bob")):
+            tags = ("even",) * (i % 2 == 0)
+            assert log.append(StoredResponse(str(i), tenant, "model", b"words", time.time(), tags=tags), "")
+        log.close(0.1)
+
+    purge = ("purge", "--cache-dir", str(tmp_path))
+    leave()
+    for words, count in (("--tag even", 2), ("--tenant alice", 1)):
+        assert f" {count} answers" in call(*purge, *words.split(), "--dry-run")
+        assert f" {count} answers" in call(*purge, *words.split())
+    assert not list((tmp_path / AHEAD).iterdir())
+    leave()
+    assert " 3 answers" in call(*purge, "--dry-run")
+    assert " 3 answers" in call(*purge)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_nothing_goes_where_the_folder_of_fusion_states_is_not_ours(tmp_path: Path) -> None:
+    cache, fusion = tmp_path / "cache", tmp_path / "fusion"
+    prepare(CacheConfig(cache))
+    fill(cache, 3)
+    fusion.mkdir()
+    (fusion / "notes.txt").write_text("a user's own file")
+    before = sorted(cache.iterdir())
+    with pytest.raises(StoreError, match="is not a semkv cache"):
+        call("purge", "--cache-dir", str(cache), "--fusion-cache-dir", str(fusion))
+    assert (sorted(cache.iterdir()), answers(cache)) == (before, 3)
+
+
+def test_purge_of_a_gateways_directory_takes_what_it_learned_and_loose_pictures(tmp_path: Path) -> None:
+    fill(tmp_path, 2)
+    Catalog(tmp_path / "catalog.sqlite").close()
+    picture = tmp_path / "media" / "ab" / ("ab" * 32)
+    picture.parent.mkdir(parents=True)
+    picture.write_bytes(b"of no entry")
+    (tmp_path / "policy.json").write_text("{}")
+    (tmp_path / "secret").write_bytes(b"secret")
+    purge = ("purge", "--cache-dir", str(tmp_path))
+    counted = call(*purge, "--dry-run").split()
+    assert call(*purge).split()[:6] == counted[:6] == ["0", "entries,", "2", "answers", "and", "3"]
+    assert {path.name for path in tmp_path.iterdir()} == {FILE, f"{FILE}.lock", "secret"}
+    result = CliRunner().invoke(app, purge)
+    assert "its --store" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge", "purge --tenant alice"])
+def test_an_empty_file_does_not_become_a_catalog(tmp_path: Path, command: str) -> None:
+    (tmp_path / "catalog.sqlite").touch()
+    with pytest.raises(StoreError, match="holds no semkv cache"):
+        call(*command.split(), "--cache-dir", str(tmp_path))
+    assert (tmp_path / "catalog.sqlite").stat().st_size == 0
+    fill(tmp_path, 1)
+    call(*command.split(), "--cache-dir", str(tmp_path))
+    file = tmp_path / "catalog.sqlite"
+    assert not file.exists() or file.stat().st_size == 0
+
+
+def test_a_damaged_store_of_answers_is_told_with_what_to_do(tmp_path: Path) -> None:
+    prepare(CacheConfig(tmp_path))
+    (tmp_path / FILE).write_bytes(b"garbage" * 1000)
+    result = CliRunner().invoke(app, ["verify", "--cache-dir", str(tmp_path)])
+    assert "not all could be read" in result.stdout
+    assert "a gateway that is started on it puts it aside" in str(result.exception)
+    SqliteStore(tmp_path / FILE).close()
+    assert (tmp_path / f"{FILE}.damaged").exists()
+
+
+def test_a_payload_that_is_text_is_damaged_as_for_a_gateway(tmp_path: Path) -> None:
+    fill(tmp_path, 2)
+    with closing(sqlite3.connect(tmp_path / FILE)) as db, db:
+        db.execute("UPDATE answers SET payload=CAST(payload AS TEXT) WHERE rowid=1")
+    assert "2 answers checked, 1 damaged" in call("verify", "--cache-dir", str(tmp_path), exit_code=1)
+    with closing(SqliteStore(tmp_path / FILE)) as store, pytest.raises(CorruptValue):
+        store.get(f"{0:064x}")

@@ -184,7 +184,7 @@ class SemanticCache:
 
         A request that a donor served whole adds nothing, so donors never come from donors: `try_reuse` has counted the
         hit on the donor.
-        A prompt that is stored already, byte for byte, gets a hit and keeps its first answer.
+        A prompt that is stored already, byte for byte, keeps its first answer.
 
         Args:
             report: what `try_reuse` returned for the request.

@@ -1,6 +1,6 @@
-"""Looking after a cache directory from outside: what it holds, whether it is whole, what may go.
+"""Looking after a cache directory from outside: what it holds, whether it is whole, what is nobody's.
 
-Works beside running engines: every step is one that they would do themselves.
+Works beside running engines: every step is one that they would do themselves. Purges are in `semkv.purging`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from semkv.errors import CorruptValue, StoreError
+from semkv.errors import StoreError
 from semkv.keys import namespace_key
 from semkv.stores.bounds import Bounds
-from semkv.stores.cachedir import CACHE_FILES, EXTENT_FILES, is_ours, purge_directory
+from semkv.stores.cachedir import CATALOG, MARKER
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import NamespaceUse
 from semkv.stores.container import owner_of
@@ -24,6 +24,8 @@ from semkv.stores.graphs import FOLDER as GRAPHS
 from semkv.stores.graphs import damage_of, graph_files, sweep
 from semkv.stores.media import MediaStore
 from semkv.stores.responses import use
+from semkv.stores.responses.ahead import FOLDER as AHEAD
+from semkv.stores.responses.ahead import discard
 from semkv.stores.responses.base import Selector
 from semkv.stores.responses.open import FILE as ANSWERS
 from semkv.types import Namespace
@@ -89,12 +91,14 @@ class Damage:
         checked: files that were read, but for that of a gateway's answers.
         answers: answers that were read.
         damaged: a line for each file and answer that is damaged.
+        deleted: how many of those a repair has deleted.
         unread: a line for what could not be read at all, and was left as it is.
     """
 
     checked: int
     answers: int
     damaged: tuple[str, ...]
+    deleted: int = 0
     unread: tuple[str, ...] = ()
 
 
@@ -106,29 +110,6 @@ class Collected:
     fusion: int
     media: int
     graphs: int
-
-
-@dataclass(frozen=True, slots=True)
-class Purged:
-    """What was, or with ``dry_run`` would be, deleted.
-
-    Attributes:
-        entries: of the catalog.
-        answers: a gateway's.
-        files: pictures, KV and encoder outputs, with all of them also what lies beside.
-        dry_run: nothing was deleted.
-        unread: a line for what could not be read, and was left as it is.
-    """
-
-    entries: int = 0
-    answers: int = 0
-    files: int = 0
-    dry_run: bool = False
-    unread: tuple[str, ...] = ()
-
-    def __add__(self, other: Purged) -> Purged:
-        counts = (self.entries + other.entries, self.answers + other.answers, self.files + other.files)
-        return Purged(*counts, self.dry_run, self.unread + other.unread)
 
 
 def inspect(
@@ -148,14 +129,14 @@ def inspect(
     """
     check_is_cache(cache_dir)
     stores: list[StoreUse] = []
-    with _extents(cache_dir, fusion_dir) as opened:
+    with open_extents(cache_dir, fusion_dir) as opened:
         for name, store in opened:
-            ages = store.ages(None if tenants is None else _owners(salts))
+            ages = store.ages(None if tenants is None else owners(salts))
             stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
     entries: tuple[NamespaceUse, ...] = ()
-    media, graphs = _media(cache_dir), graph_files(cache_dir / GRAPHS)
-    if (cache_dir / "catalog.sqlite").exists():
-        with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
+    media, graphs = pictures(cache_dir), graph_files(cache_dir / GRAPHS)
+    if filled(cache_dir / CATALOG):
+        with closing(Catalog(cache_dir / CATALOG)) as catalog:
             entries = tuple(row for tenant in tenants or (None,) for row in catalog.by_namespace(tenant))
             if tenants is not None:
                 theirs = {media_id for tenant in tenants for media_id in catalog.media_of(tenant)}
@@ -192,7 +173,7 @@ def verify(
     """Read every file and every answer of a gateway, and check every checksum.
 
     Args:
-        repair: delete what is damaged, so that it is computed again; of answers those alone.
+        repair: delete what is damaged, so that it is computed again; of answers those alone, and never the catalog.
         advance: told how many files and answers of how many are done.
 
     Raises:
@@ -201,8 +182,8 @@ def verify(
     check_is_cache(cache_dir)
     damaged: list[str] = []
     unread: list[str] = []
-    images, graphs, answers = _media(cache_dir), graph_files(cache_dir / GRAPHS), cache_dir / ANSWERS
-    with _extents(cache_dir, fusion_dir) as opened:
+    images, graphs, answers = pictures(cache_dir), graph_files(cache_dir / GRAPHS), cache_dir / ANSWERS
+    with open_extents(cache_dir, fusion_dir) as opened:
         extents = [(name, store, extent) for name, store in opened for extent in store.extents()]
         for name, store in opened:  # deleted when a lost index was built again
             damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
@@ -229,8 +210,10 @@ def verify(
                 graph.unlink(missing_ok=True)
         done += 1
         advance(done, total)
-    if reason := _catalog_damage(cache_dir / "catalog.sqlite"):
-        damaged.append(f"catalog: {reason}")
+    kept = 0
+    if reason := _catalog_damage(cache_dir / CATALOG):
+        damaged.append(f"catalog: {reason} (a purge of everything deletes it)")
+        kept = 1
     files = done
     try:
         total += use.count(answers) if answers.exists() else 0
@@ -240,7 +223,7 @@ def verify(
             advance(done, max(done, total))
     except StoreError as error:
         unread.append(str(error))
-    return Damage(files, done - files, tuple(damaged), tuple(unread))
+    return Damage(files, done - files, tuple(damaged), len(damaged) - kept if repair else 0, tuple(unread))
 
 
 def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float | None = None) -> Collected:
@@ -252,13 +235,13 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     check_is_cache(cache_dir)
     bounds = Bounds(max_bytes=0, max_age_s=(max_age_days or 0.0) * _DAY_S)
     gone = dict.fromkeys(("kv", "fusion", "media", "graphs"), 0)
-    with _extents(cache_dir, fusion_dir, bounds) as opened:
+    with open_extents(cache_dir, fusion_dir, bounds) as opened:
         for name, store in opened:
             gone[name] += store.swept
-    if (cache_dir / "catalog.sqlite").exists():
-        with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
+    if filled(cache_dir / CATALOG):
+        with closing(Catalog(cache_dir / CATALOG)) as catalog:
             gone["graphs"] = sweep(cache_dir / GRAPHS, catalog.spaces())
-            images = _media(cache_dir)
+            images = pictures(cache_dir)
             media = MediaStore(cache_dir / "media") if images else None
             for image in images:
                 young = time.time() - image.stat().st_mtime < _DAY_S  # its entry may be about to be written
@@ -275,36 +258,43 @@ def check_is_cache(cache_dir: Path) -> None:
         StoreError: nothing there was written by semkv.
     """
     places = (cache_dir, cache_dir / "kv", cache_dir / "fusion")
-    signs = (cache_dir / "catalog.sqlite", cache_dir / ANSWERS, *(place / "semkv.json" for place in places))
-    if not any(sign.is_file() for sign in signs):
+    signs = (cache_dir / CATALOG, cache_dir / ANSWERS, *(place / MARKER for place in places))
+    if not any(filled(sign) for sign in signs) and not discard(cache_dir / AHEAD, Selector(), dry_run=True):
         raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
 
 
+def filled(file: Path) -> bool:
+    """Whether a file has anything in it. An empty database is nobody's: to open one is to make it ours."""
+    return file.is_file() and file.stat().st_size > 0
+
+
 @contextmanager
-def _extents(
+def open_extents(
     cache_dir: Path, fusion_dir: Path | None, bounds: Bounds = _UNBOUNDED
 ) -> Iterator[list[tuple[str, ExtentStore]]]:
+    """The stores of KV blocks and of encoder outputs that are there, by name, with their indexes complete."""
     with ExitStack() as open_stores:
         found = []
         for name, root in (("kv", cache_dir / "kv"), ("fusion", fusion_dir or cache_dir / "fusion")):
-            if (root / "semkv.json").is_file():
+            if (root / MARKER).is_file():
                 store = open_stores.enter_context(closing(ExtentStore(root, name, bounds)))
                 store.adopt()
                 found.append((name, store))
         yield found
 
 
-def _owners(salts: Iterable[str | None]) -> list[str]:
+def owners(salts: Iterable[str | None]) -> list[str]:
     """The tags of extents that were stored for requests with these values of ``cache_salt``."""
     return sorted({owner_of(salt) for salt in salts if salt})
 
 
-def _media(cache_dir: Path) -> list[Path]:
+def pictures(cache_dir: Path) -> list[Path]:
+    """The files of the media store."""
     return sorted(f for f in (cache_dir / "media").glob("??/*") if len(f.name) == 64)
 
 
 def _catalog_damage(path: Path) -> str:
-    if not path.exists():
+    if not filled(path):
         return ""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
@@ -312,86 +302,3 @@ def _catalog_damage(path: Path) -> str:
             return "" if found == "ok" else found
     except sqlite3.Error as error:
         return str(error)
-
-
-def purge_entries(cache_dir: Path, tenants: Sequence[str] | None, tag: str | None, *, dry_run: bool) -> Purged:
-    """Delete the catalog's entries of a tenant (by its names), with a tag, or both; without either, all. With them go
-    the images that only they had and the graphs in which their vectors are: a running engine writes new ones.
-
-    Raises:
-        StoreError: there is no cache, or the catalog cannot be written.
-    """
-    check_is_cache(cache_dir)
-    if not (cache_dir / "catalog.sqlite").exists():
-        return Purged(dry_run=dry_run)
-    try:
-        with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
-            if tenants is None and tag is None:
-                tenants = sorted({row.tenant for row in catalog.by_namespace()})
-            removed = catalog.invalidate(tenants=tenants, tag=tag, dry_run=dry_run)
-            if not dry_run:
-                sweep(cache_dir / GRAPHS, set(catalog.spaces()).difference(removed.spaces))
-    except (sqlite3.Error, CorruptValue) as error:
-        raise StoreError(f"catalog {cache_dir / 'catalog.sqlite'}: {error}") from error
-    loose = set(removed.media)
-    images = [image for image in _media(cache_dir) if image.name in loose]
-    if not dry_run:
-        for image in images:
-            image.unlink(missing_ok=True)
-    return Purged(entries=len(removed.entry_ids), files=len(images), dry_run=dry_run)
-
-
-def purge_answers(cache_dir: Path, tenants: Sequence[str] | None, tag: str | None, *, dry_run: bool) -> Purged:
-    """Delete a gateway's answers of a tenant (by its names), with a tag, or both; without either, all of them. Running
-    gateways heed it within a second or so.
-    """
-    if not (cache_dir / ANSWERS).exists():
-        return Purged(dry_run=dry_run)
-    selectors = [Selector(partition=tenant, tag=tag) for tenant in ((None,) if tenants is None else tenants)]
-    try:
-        return Purged(answers=use.remove(cache_dir / ANSWERS, selectors, dry_run=dry_run), dry_run=dry_run)
-    except StoreError as error:
-        return Purged(dry_run=dry_run, unread=(str(error),))
-
-
-def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | None], *, dry_run: bool) -> Purged:
-    """Delete the KV blocks and encoder outputs of requests that came with one of these values of ``cache_salt``.
-
-    Running engines find them on the disk no more; what they hold in memory is out of reach.
-
-    Raises:
-        StoreError: there is no cache, or it was written by another format version.
-    """
-    check_is_cache(cache_dir)
-    owners, count = _owners(salts), 0
-    with _extents(cache_dir, fusion_dir) as opened:
-        for _, store in opened:
-            found = [extent for owner in owners for extent in store.owned(owner)]
-            count += len(found)
-            if not dry_run:
-                store.drop(found)
-    return Purged(files=count, dry_run=dry_run)
-
-
-def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool) -> Purged:
-    """Delete everything that semkv wrote, and nothing else; running engines serve nothing of it from memory either.
-
-    Raises:
-        StoreError: there is no cache.
-    """
-    check_is_cache(cache_dir)
-    if not is_ours(cache_dir):  # a gateway's alone: what it has open is emptied, and stays
-        found = purge_entries(cache_dir, None, None, dry_run=dry_run)
-    else:
-        entries = 0
-        if (cache_dir / "catalog.sqlite").exists():
-            with closing(Catalog(cache_dir / "catalog.sqlite")) as catalog:
-                entries = len(catalog)
-        found = Purged(entries, files=purge_directory(cache_dir, CACHE_FILES, dry_run=dry_run), dry_run=dry_run)
-    if fusion_dir is not None:
-        found += Purged(files=purge_directory(fusion_dir, EXTENT_FILES, dry_run=dry_run))
-    if (aside := cache_dir / f"{ANSWERS}.damaged").is_file():
-        found += Purged(files=1)
-        if not dry_run:
-            aside.unlink()
-    return found + purge_answers(cache_dir, None, None, dry_run=dry_run)

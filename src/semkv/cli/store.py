@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 EXIT_DAMAGED = 1
 _ELSEWHERE = f"answers that a gateway keeps elsewhere than in {ANSWERS} there (its --store)"
+_INVALIDATE = "its /semkv/api/invalidate removes them"
 
 CacheDir = Annotated[Path | None, typer.Option(help="Where the cache lives (SEMKV_CACHE_DIR or ~/.cache/semkv).")]
 FusionDir = Annotated[Path | None, typer.Option(help="Fusion states, where they are kept elsewhere.")]
@@ -34,29 +35,31 @@ Examples:
   semkv stats --tenant alice
       what one tenant holds, and in which stores: what purge --tenant would find. The tenant is named as in stats: a
       gateway's by 32 hex digits; with the deployment's secret, as for purge, also by the name that a trusted proxy gave
-      it. Hits count the requests for which an entry stood in; exact repeats get a gateway's answers without one
+      it. Hits count the requests for which an entry stood in; exact repeats get a gateway's answers without one. A
+      running process adds its hits when it next records an entry
 """
 
 VERIFY_EXAMPLES = """\b
 Examples:
   semkv verify --cache-dir runs/demo/cache
-      read every file, and every answer of a gateway, and check every checksum; exit code 1 where something is damaged.
-      Engines and gateways may be running
+      read every file, and every answer of a gateway, and check every checksum; exit code 1 where something is damaged,
+      2 where something could not be read at all. Engines and gateways may be running
   semkv verify --repair
-      delete what is damaged, so that it is computed again; of a gateway's answers, those that fail alone
+      delete what is damaged, so that it is computed again; of a gateway's answers, those that fail alone. A damaged
+      catalog stays: a purge of everything deletes it
 """
 
 PURGE_EXAMPLES = """\b
 Examples:
   semkv purge --cache-dir runs/demo/cache
       delete everything that semkv wrote there, and nothing else; engines that run on it notice, and start again empty.
-      A gateway forgets its answers within a second; its secret stays. What vLLM itself holds on the device goes with
-      reset_prefix_cache and reset_encoder_cache
+      A gateway forgets its answers within a second; its secret stays, and so do its emptied catalog and store. What
+      vLLM itself holds on the device goes with reset_prefix_cache and reset_encoder_cache
   semkv purge --tenant alice
       delete the entries of one tenant, named as for stats, with the pictures that only they had; a gateway's answers to
       it, which running gateways forget within a second; and the KV blocks and encoder outputs that were stored for it.
       Those of a gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in its
-      cache directory. What is not reached is told
+      cache directory. What is not reached is told; a request under way is recorded as an entry afterwards: repeat it
   semkv purge --tag release-7 --dry-run
       count what would go
 """
@@ -116,7 +119,7 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Delete what is damaged.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every file and answer and check every checksum; exit code 1 where something is damaged."""
+    """Read every file and answer and check every checksum; exit code 1 where something is damaged, 2 where unread."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -135,11 +138,13 @@ def verify(
     else:
         for line in found.damaged:
             typer.echo(line)
-        done = "deleted" if repair else "damaged"
-        typer.echo(f"{found.checked} files and {found.answers} answers checked, {len(found.damaged)} {done}")
+        counts = f"{found.checked} files and {found.answers} answers checked, {len(found.damaged)} damaged"
+        typer.echo(
+            counts + f", {found.deleted} of them deleted" * repair + ", not all could be read" * bool(found.unread)
+        )
     if found.unread:
         raise StoreError("; ".join(found.unread))
-    if found.damaged and not repair:
+    if len(found.damaged) > found.deleted:
         raise typer.Exit(EXIT_DAMAGED)
 
 
@@ -170,7 +175,7 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Delete a cache, or what is one tenant's or has one tag: entries, and a gateway's answers."""
-    from semkv.maintenance import purge_all, purge_answers, purge_entries, purge_salts
+    from semkv.purging import purge_all, purge_answers, purge_entries, purge_salts
 
     folder, gateways = _folder(cache_dir), None
     if tenant is None and tag is None:
@@ -192,6 +197,8 @@ def purge(
         typer.echo(f"{found.entries} entries, {found.answers} answers and {found.files} files {done}")
     if tenant is not None or tag is not None:
         typer.echo(_left_over(folder, tag, gateways), err=True)
+    else:
+        typer.echo(f"left: {_ELSEWHERE}: {_INVALIDATE}", err=True)
     if found.unread:
         raise StoreError("; ".join(found.unread))
 
@@ -244,7 +251,7 @@ def _left_over(folder: Path, tag: str | None, gateways: int | None) -> str:
     """What a purge of some entries does not reach, for people. ``gateways``: how many files had the gateway's salt."""
     left = [
         "what running engines hold in memory (until it is evicted, or they restart) and are writing now",
-        f"{_ELSEWHERE}: its /semkv/api/invalidate removes them",
+        f"{_ELSEWHERE}: {_INVALIDATE}",
     ]
     if (folder / f"{ANSWERS}.damaged").exists():
         left.append(f"{ANSWERS}.damaged, which a gateway put aside (delete it)")

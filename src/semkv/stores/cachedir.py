@@ -18,6 +18,7 @@ from semkv.stores.directory import ExtentDirectory
 
 MARKER = "semkv.json"
 LOCK = "open.lock"
+CATALOG = "catalog.sqlite"
 FORMAT = 1
 _STORES = ("kv", "fusion")
 
@@ -25,8 +26,8 @@ _STORES = ("kv", "fusion")
 EXTENT_FILES = (MARKER, LOCK, "index.sqlite", "index.sqlite-*", "extents/??/*", f"{MARKER}.*.tmp")
 CACHE_FILES = (
     MARKER,
-    "catalog.sqlite",
-    "catalog.sqlite-*",
+    CATALOG,
+    f"{CATALOG}-*",
     "media/??/*",
     "graphs/*/*.graph",
     "graphs/*/*.tmp",
@@ -55,12 +56,20 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
     _mark(config.cache_dir, ours=ours)
 
 
-def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_run: bool = False) -> int:
+def purge_directory(
+    root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_run: bool = False, known: bool = False
+) -> int:
     """Remove what semkv wrote below ``root``; an empty or missing directory is left as it is.
 
     The indexes of the extents go first, under the lock of whoever opens a directory: a running engine sees at its next
     lookup that its index is gone, and serves nothing any more that it has in memory (`shared_index`). The lock goes
     last, when everything it guards is gone: whoever opens the directory after that makes a new one, and a whole store.
+
+    Args:
+        root: the directory.
+        patterns: the forms of what goes.
+        dry_run: only count.
+        known: it is semkv's although it has no sign.
 
     Returns:
         How many files were removed, or with ``dry_run`` would be.
@@ -68,7 +77,7 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_
     Raises:
         StoreError: the directory holds files and no sign that they are semkv's.
     """
-    ours = is_ours(root)  # before the other look: another purge takes the sign first
+    ours = known or is_ours(root)  # before the other look: another purge takes the sign first
     if not root.is_dir() or _empty(root):
         return 0
     if not ours:
@@ -84,7 +93,8 @@ def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_
             directory = ExtentDirectory(store, "")
             held.enter_context(directory.one_opener(make=True))  # another purge may have been faster
             directory.discard_index()
-        (root / "catalog.sqlite").unlink(missing_ok=True)  # without it no graphs are written
+        if CATALOG in patterns:
+            (root / CATALOG).unlink(missing_ok=True)  # without it no graphs are written
         found = _files(root, patterns)  # also what a running engine wrote until then, and the locks
         files |= found.difference(*(_inside(found, store) for store in stores - locked))  # those are new
         locks = {file for file in files if file.name == LOCK}

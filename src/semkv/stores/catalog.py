@@ -34,7 +34,7 @@ from semkv.stores.recent import Recent
 from semkv.types import Entry, MediaSegment, Namespace
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
-_HITS_WAIT_S = 1.0
+_HITS = 65_536  # entries whose hits wait for a write
 
 
 class Catalog:
@@ -57,7 +57,6 @@ class Catalog:
         self._lock = threading.RLock()
         self._recent = Recent()
         self._hits: dict[str, tuple[int, float]] = {}  # by entry, those not written yet, and the last one's time
-        self._hit_writer: threading.Timer | None = None
         self._uncounted = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,14 +103,16 @@ class Catalog:
 
     def close(self) -> None:
         """Close the file; later calls raise `sqlite3.ProgrammingError`."""
-        self._write_hits()
         with self._lock:
+            if self._hits:
+                with contextlib.suppress(sqlite3.Error), self._write():
+                    pass
             self._db.close()
 
     # -- writing ------------------------------------------------------------------------------------------------
 
     def add(self, record: Record) -> tuple[bool, Removed]:
-        """Record an entry; one that is there already (by ``entry_id``) gets a hit, new tags and missing vectors.
+        """Record an entry; one that is there already (by ``entry_id``) gets new tags and missing vectors.
 
         Returns:
             Whether it is new, and what went to keep the bound.
@@ -121,7 +122,7 @@ class Catalog:
         with self._write():
             found = self._db.execute("SELECT id FROM entries WHERE entry_id=?", (entry.entry_id,)).fetchone()
             if found:
-                self._count(entry.entry_id, 1, entry.created)
+                self._db.execute("UPDATE entries SET used=MAX(used, ?) WHERE id=?", (entry.created, int(found[0])))
                 self._add_vectors(int(found[0]), space, record)
                 return False, Removed()
             self._recent.drop(record.keys)
@@ -165,9 +166,9 @@ class Catalog:
             [(space, layer, media, pack(vector)) for (layer, media), vector in record.media_vectors.items()],
         )
 
-    def tag(self, entry_id: str, tags: Iterable[str]) -> bool:
-        """Add tags to an entry; False where it is no longer there."""
-        with self._write():
+    def tag(self, entry_id: str, tags: Sequence[str]) -> bool:
+        """Add tags to an entry; False where it is no longer there. Without tags it is only looked for."""
+        with self._write() if tags else self._lock:
             self._db.executemany(
                 "INSERT OR IGNORE INTO tags SELECT ?, id FROM entries WHERE entry_id=?",
                 [(tag, entry_id) for tag in tags],
@@ -175,22 +176,12 @@ class Catalog:
             return self._number("SELECT COUNT(*) FROM entries WHERE entry_id=?", entry_id) > 0
 
     def hit(self, entry_id: str, now: float) -> None:
-        """Count a hit on an entry at time ``now``. It is written with the next write, within a second or so: a lookup
-        waits for no write."""
+        """Count a hit on an entry at time ``now``: in memory, until the next write takes it along."""
         with self._lock:
-            self._hits[entry_id] = self._hits.get(entry_id, (0, now))[0] + 1, now
-            if self._hit_writer is None:
-                writer = threading.Timer(_HITS_WAIT_S, self._write_hits)
-                writer.daemon = True
-                writer.start()
-                self._hit_writer = writer
-
-    def _write_hits(self) -> None:
-        with self._lock:
-            self._hit_writer = None
-            if self._hits:
-                with contextlib.suppress(sqlite3.Error), self._write():  # else the next write takes them along
-                    pass
+            count, _ = self._hits.pop(entry_id, (0, now))
+            self._hits[entry_id] = count + 1, now
+            if len(self._hits) > _HITS:
+                del self._hits[next(iter(self._hits))]
 
     def _count(self, entry_id: str, hits: int, now: float) -> None:
         self._db.execute(

@@ -25,8 +25,8 @@ class NamespaceUse:
     Attributes:
         tenant, model: the namespace.
         entries: how many.
-        hits: how often one of them stood in for a request; those of the last second may be missing. An exact repeat
-            that a gateway answers from its store of answers is none: the catalog is not asked.
+        hits: how often one of them stood in for a request. An exact repeat that a gateway answers from its store of
+            answers is none: the catalog is not asked.
         oldest: when the first was recorded.
         used: when one was last recorded or hit.
     """

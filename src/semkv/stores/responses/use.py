@@ -91,9 +91,9 @@ def examine(path: Path, *, repair: bool = False) -> Iterator[str]:
 
 def _fault(key: str, head: bytes, payload: bytes) -> str:
     try:
-        decode(key, head, payload)
+        decode(key, bytes(head), bytes(payload))
     except (CorruptValue, LookupError, TypeError, ValueError) as error:
-        return str(error)
+        return str(error) if isinstance(error, CorruptValue) else f"answer {key}: {error}"
     return ""
 
 
@@ -134,7 +134,7 @@ def remove(path: Path, selectors: Sequence[Selector], *, dry_run: bool) -> int:
 def _named(key: str, head: bytes, selectors: Sequence[Selector]) -> bool:
     """Whether one of them names an answer; `SqliteStore.invalidate` takes those that cannot be read for named."""
     try:
-        answer = decode_head(key, head)
+        answer = decode_head(key, bytes(head))
     except (CorruptValue, TypeError):
         return True
     return any(selector.matches(answer) for selector in selectors)
@@ -156,4 +156,6 @@ def _opened(path: Path, how: str) -> Iterator[sqlite3.Connection]:
             db.text_factory = lambda text: text.decode(errors="replace")  # a damaged key is one answer's fault
             yield db
     except (sqlite3.Error, OSError, TypeError, ValueError) as error:
-        raise StoreError(f"answers {path}: {error}") from error
+        broken = type(error) is sqlite3.DatabaseError  # its subclasses mean locked, full and the like
+        step = "; a gateway that is started on it puts it aside, or delete it" if broken else ""
+        raise StoreError(f"answers {path}: {error}{step}") from error
