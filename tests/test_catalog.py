@@ -144,6 +144,19 @@ def test_hits_whose_write_fails_go_with_the_one_after(tmp_path: Path) -> None:
     assert hits_on_disk(path) == {"a": 1, "b": 0}
 
 
+def test_a_damaged_row_with_a_hit_does_not_stop_writing(tmp_path: Path) -> None:
+    with closing(Catalog(tmp_path / "catalog.sqlite")) as catalog:
+        catalog.add(record("a"))
+        with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as db:
+            fails = "SELECT RAISE(ABORT, 'as a damaged row would')"
+            db.execute(f"CREATE TRIGGER damaged BEFORE UPDATE OF hits ON entries BEGIN {fails}; END")
+            db.commit()
+        catalog.hit("a", 2.0)
+        with pytest.raises(sqlite3.DatabaseError):
+            catalog.add(record("b"))
+        assert catalog.add(record("b"))[0]
+
+
 def test_hits_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "_HITS", 2)
     with closing(Catalog(tmp_path / "c.sqlite")) as catalog:

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway_helpers import wait_until
+from semkv.errors import StoreError
 from semkv.stores.responses import ahead
 from semkv.stores.responses.ahead import AheadLog, records
 from semkv.stores.responses.base import Selector, StoredResponse
@@ -215,7 +216,7 @@ def test_what_is_late_gives_way_to_a_newer_answer(tmp_path: Path) -> None:
     new, old = answer("a", now, payload("stop", new=True)), answer("a", now - 60)
     store.put(new)
     for number, response in enumerate((old, replace(answer("b", now - 60), expires=now - 1, stale_until=now - 1))):
-        (tmp_path / f"{number}.log").write_bytes(ahead._record(response, cursor))
+        (tmp_path / f"{number:016x}.log").write_bytes(ahead._record(response, cursor))
     cache = ResponseCache(store, ahead=tmp_path)
     found = cache.lookup("a")
     assert found is not None
@@ -224,12 +225,44 @@ def test_what_is_late_gives_way_to_a_newer_answer(tmp_path: Path) -> None:
     cache.close()
 
 
+def test_what_is_late_waits_until_the_store_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_PAUSE_S", 0.05)
+    store = SqliteStore(tmp_path / "a")
+    new = answer("a", time.time(), payload("stop", new=True))
+    store.put(new)
+    (tmp_path / f"{0:016x}.log").write_bytes(ahead._record(answer("a", new.created - 60), store.news("").cursor))
+
+    def broken(_: str) -> None:
+        raise StoreError("scripted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "get", broken)
+        cache = ResponseCache(store, ahead=tmp_path, pause_s=0.05)
+        assert cache.on_the_way(Selector()) == 1
+    wait_until(lambda: cache.on_the_way(Selector()) == 0)
+    assert store.get("a") == new
+    cache.close()
+
+
+def test_a_sliding_answer_on_its_way_is_served_in_the_second_half_of_its_life(tmp_path: Path) -> None:
+    now, store = [1e9], Held(tmp_path / "a")
+    fresh = Freshness(Lifetime(10.0, sliding=True))
+    cache = ResponseCache(store, ahead=tmp_path / "ahead", freshness=fresh, poll_s=300.0, clock=lambda: now[0])
+    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
+    now[0] += 6.0
+    found = cache.lookup("a")
+    assert found is not None
+    assert found.response.expires == now[0] + 10.0
+    store.may.set()
+    cache.close()
+
+
 def test_what_was_on_its_way_to_another_store_is_not_kept(tmp_path: Path) -> None:
     cache = ResponseCache(SqliteStore(tmp_path / "a"))
     cursor = cache.begin().partition(" ")[2]
     cache.close()
     for number, since in enumerate(("1700000000000-0", cursor)):
-        (tmp_path / f"{number}.log").write_bytes(ahead._record(answer(str(number), time.time()), since))
+        (tmp_path / f"{number:016x}.log").write_bytes(ahead._record(answer(str(number), time.time()), since))
     cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path)
     assert cache.lookup("0") is None
     assert cache.lookup("1") is not None
@@ -238,16 +271,27 @@ def test_what_was_on_its_way_to_another_store_is_not_kept(tmp_path: Path) -> Non
 
 
 def test_what_is_no_log_is_left_alone(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.log")
-    (tmp_path / "folder.log").mkdir()
-    with (tmp_path / "large.log").open("wb") as file:
+    names = [tmp_path / f"{number:016x}.log" for number in range(4)]
+    os.mkfifo(names[0])
+    names[1].mkdir()
+    with names[2].open("wb") as file:
         file.truncate(1 << 40)
-    (tmp_path / "elsewhere").write_bytes(ahead._record(answer("a"), "1"))
-    (tmp_path / "link.log").symlink_to(tmp_path / "elsewhere")
-    there, gate = logs(tmp_path), Gate()
+    record = ahead._record(answer("a"), "1")
+    (tmp_path / "elsewhere").write_bytes(record)
+    names[3].symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "nginx.log").write_bytes(record)
+    there, gate = sorted(tmp_path.iterdir()), Gate()
     AheadLog(tmp_path, gate).close()
-    assert logs(tmp_path) == there
+    assert ahead.discard(tmp_path, Selector()) == 0
+    assert sorted(tmp_path.iterdir()) == there
     assert not gate.brought
+
+
+def test_a_linked_folder_is_left_alone(tmp_path: Path) -> None:
+    left_behind(tmp_path / "elsewhere", answer("a"))
+    (tmp_path / "ahead").symlink_to(tmp_path / "elsewhere")
+    assert ahead.discard(tmp_path / "ahead", Selector()) == 0
+    assert len(logs(tmp_path / "elsewhere")) == 1
 
 
 def test_what_was_left_behind_can_be_discarded(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
@@ -257,14 +301,14 @@ def test_what_was_left_behind_can_be_discarded(tmp_path: Path, end: Callable[[Ga
     assert log.append(answer("running"), "1")
     own = logs(tmp_path)
     both = [ahead._record(answer("a"), "1"), ahead._record(replace(answer("b"), partition="other"), "1")]
-    (tmp_path / "0.log").write_bytes(b"".join(both))
-    (tmp_path / "1.log").write_bytes(both[0])
+    (tmp_path / f"{0:016x}.log").write_bytes(b"".join(both))
+    (tmp_path / f"{1:016x}.log").write_bytes(both[0])
     there = {path: path.read_bytes() for path in logs(tmp_path)}
     assert ahead.discard(tmp_path, Selector(partition=""), dry_run=True) == 2
     assert {path: path.read_bytes() for path in logs(tmp_path)} == there
     assert ahead.discard(tmp_path, Selector(partition="")) == 2
-    assert (tmp_path / "0.log").read_bytes() == both[1]
-    assert logs(tmp_path) == sorted([tmp_path / "0.log", *own])
+    assert (tmp_path / f"{0:016x}.log").read_bytes() == both[1]
+    assert logs(tmp_path) == sorted([tmp_path / f"{0:016x}.log", *own])
     assert ahead.discard(tmp_path, Selector()) == 1
     assert logs(tmp_path) == own
 
@@ -284,7 +328,7 @@ def test_what_was_left_behind_and_invalidated_since_is_not_kept(tmp_path: Path) 
     cursor = store.news("").cursor
     (tmp_path / "ahead").mkdir()
     for key in "ab":
-        (tmp_path / "ahead" / f"{key}.log").write_bytes(ahead._record(answer(key), cursor))
+        (tmp_path / "ahead" / f"{key * 16}.log").write_bytes(ahead._record(answer(key), cursor))
     store.invalidate(Selector(key="a"))
     cache = ResponseCache(store, ahead=tmp_path / "ahead")
     assert cache.lookup("a") is None

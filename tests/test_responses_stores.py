@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -533,4 +534,17 @@ def test_redis_keeps_time_itself_and_loses_damaged_answers(redis_server: RedisSe
     client.flushall()
     assert store.news(cursor).selectors is None
     assert store.usage() == (0, 0)
+    store.close()
+
+
+def test_an_invalidation_that_cannot_be_read_may_be_of_anything(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    since = store.news("").cursor
+    store.put(answer("a"), since)
+    with closing(sqlite3.connect(tmp_path / "a")) as db:
+        db.execute("INSERT INTO invalidations (selector) VALUES (?)", ('{"of": "a later version"}',))
+        db.commit()
+    assert store.news(since).selectors is None
+    assert not store.put(answer("b"), since)
+    assert store.put(answer("b"), store.news(since).cursor)
     store.close()

@@ -257,7 +257,8 @@ class Caches:
 
     async def keep(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
         """Keep an answer; waits until it outlives this process, or the store's time is up."""
-        if len(payload) <= _SMALL and (done := self._try_keep(canonical, payload, since)) is not None:
+        small = len(payload) + len(canonical.prompt) <= _SMALL
+        if small and (done := self._try_keep(canonical, payload, since)) is not None:
             return done
         kept = await self._guarded("store", self._keepers, self._store_s, self._keep, canonical, payload, since)
         return kept is True

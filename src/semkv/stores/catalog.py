@@ -34,7 +34,7 @@ from semkv.stores.recent import Recent
 from semkv.types import Entry, MediaSegment, Namespace
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
-_HITS = 65_536  # entries whose hits wait for a write
+_HITS = 8192  # entries whose hits wait for a write
 
 
 class Catalog:
@@ -92,9 +92,11 @@ class Catalog:
                 yield
                 self._db.execute("COMMIT")
                 self._hits.clear()
-            except BaseException:
+            except BaseException as error:
                 if self._db.in_transaction:  # some errors have rolled back already
                     self._db.execute("ROLLBACK")
+                if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+                    self._hits.clear()  # one of them may be of a damaged row, and stop every write
                 raise
 
     def __len__(self) -> int:
@@ -185,7 +187,8 @@ class Catalog:
 
     def _count(self, entry_id: str, hits: int, now: float) -> None:
         self._db.execute(
-            "UPDATE entries SET hits=hits+?1, last_hit=?2, used=MAX(used, ?2) WHERE entry_id=?3", (hits, now, entry_id)
+            "UPDATE entries SET hits=hits+?1, last_hit=MAX(last_hit, ?2), used=MAX(used, ?2) WHERE entry_id=?3",
+            (hits, now, entry_id),
         )
 
     def _trim(self, keep: int) -> Removed:

@@ -113,7 +113,7 @@ class ResponseCache:
 
     def peek(self, key: str) -> Found | None:
         """From memory alone; never blocks. None also for an answer whose life `lookup` would lengthen."""
-        if self._store is not None and time.monotonic() - self._heard > self._unheard_s:
+        if self._unheard():
             return None
         response = self._memory.get(key)
         if response is None:
@@ -123,6 +123,9 @@ class ResponseCache:
             return None
         self._hits += 1
         return Found(response, max(0.0, now - response.created), now >= response.expires)
+
+    def _unheard(self) -> bool:
+        return self._store is not None and time.monotonic() - self._heard > self._unheard_s
 
     def lookup(self, key: str) -> Found | None:
         """From memory, else from the store. Blocks."""
@@ -140,8 +143,10 @@ class ResponseCache:
         return Found(response, max(0.0, now - response.created), now >= response.expires)
 
     def _fetch(self, key: str) -> StoredResponse | None:
-        since = self._memory.cursor
+        since, held = self._memory.cursor, None if self._unheard() else self._memory.get(key)
         response = self._ask("get", lambda store: store.get(key), None)
+        if held is not None and (response is None or response.created < held.created):
+            return held  # still on its way to the store
         if response is not None:
             self._memory.put(response, since)  # refused where it was invalidated since the store was asked
         return response
@@ -203,22 +208,22 @@ class ResponseCache:
 
     def _bring(self, response: StoredResponse, since: str) -> bool:
         """What was on its way, to the store. False where that cannot be reached."""
-        late = self._clock() - response.created > _LATE_S
+        now = self._clock()
         try:
-            if response.stale_until <= self._clock() or (late and self._newer(response)):
+            if response.stale_until <= now:
                 return True
+            if now - response.created > _LATE_S:
+                stored = self._ask("get", lambda store: (store.get(response.key),), None)
+                if stored is None or (stored[0] is not None and stored[0].created >= response.created):
+                    return stored is not None
             put = self._ask("put", lambda store: store.put(response, since), None)
+            if put is False:
+                self._tally.add("refused:invalidated on its way")
+                self.follow()  # another replica has invalidated it, and memory may not know yet
         except Exception as error:  # it would be so again
             self._tally.fault("store put", error)
             return True
-        if put is False:
-            self.follow()  # another replica has invalidated it, and memory does not know yet
         return put is not None
-
-    def _newer(self, response: StoredResponse) -> bool:
-        """Whether the store has been given a newer answer meanwhile."""
-        stored = self._ask("get", lambda store: store.get(response.key), None)
-        return stored is not None and stored.created >= response.created
 
     def _open_ahead(self, folder: Path) -> AheadLog | None:
         try:

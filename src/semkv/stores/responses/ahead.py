@@ -28,7 +28,7 @@ from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.codec import decode, encode
 
 FOLDER = "ahead"  # below the cache directory
-PATTERN = "*.log"
+PATTERN = f"{'[0-9a-f]' * 16}.log"
 _FRAME = struct.Struct("<QIIII")  # checksum of what follows; bytes of its cursor, key, head and payload
 _LARGEST = 256 << 20  # bytes of a log that another process left; a larger one is none
 _STAND_BACK_S = 0.005  # before the store is written: it shares the interpreter with the answer that goes out
@@ -58,11 +58,13 @@ class AheadLog:
     def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 1 << 20) -> None:
         self._bring, self._most = bring, max_bytes
         folder.mkdir(parents=True, exist_ok=True)
-        self._left = [file for path in sorted(folder.glob(PATTERN)) if (file := _left_behind(path)) is not None]
+        self._left = list(_left_behind(folder))
+        self._files: list[_File] = []
         try:
-            self._files = [_new(folder), _new(folder)]
+            self._files += [_new(folder)]
+            self._files += [_new(folder)]
         except OSError:
-            for file in self._left:
+            for file in (*self._left, *self._files):
                 file.close()
             raise
         found = (record for file in self._left for record in records(file.content()))
@@ -170,7 +172,8 @@ class _File:
             return file.read()
 
     def rewrite(self, data: bytes) -> None:
-        os.pwrite(self.descriptor, data, 0)
+        if not self.write(data, 0):
+            raise OSError(f"{self.path} cannot be written")
         os.ftruncate(self.descriptor, len(data))
 
     def clear(self) -> None:
@@ -193,19 +196,16 @@ def discard(folder: Path, selector: Selector, *, dry_run: bool = False) -> int:
         OSError: a log cannot be written.
     """
     gone = 0
-    for path in sorted(folder.glob(PATTERN)):
-        file = _left_behind(path)
-        if file is None:
-            continue
+    for file in _left_behind(folder):
         found = list(records(file.content()))
         kept = [record for record in found if not selector.matches(record[0])]
         gone += len(found) - len(kept)
-        if dry_run or len(kept) == len(found) > 0:
+        if dry_run:
             file.close()
         elif not kept:
             file.remove()
         else:
-            file.rewrite(b"".join(_record(*record) for record in kept))
+            file.rewrite(b"".join(_record(*record) for record in kept))  # without what comes after damage, too
             file.close()
     return gone
 
@@ -245,11 +245,12 @@ def _new(folder: Path) -> _File:
             return file
 
 
-def _left_behind(path: Path) -> _File | None:
-    try:
-        return _locked(path, 0)
-    except OSError:
-        return None
+def _left_behind(folder: Path) -> Iterator[_File]:
+    """The logs that no process holds any more. What is no log, or behind a link, is somebody else's."""
+    for path in () if folder.is_symlink() else sorted(folder.glob(PATTERN)):
+        with suppress(OSError):
+            if (file := _locked(path, 0)) is not None:
+                yield file
 
 
 def _record(response: StoredResponse, since: str) -> bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
@@ -103,6 +104,14 @@ class News:
     def hit(self, response: StoredResponse) -> bool:
         """Whether one of them concerns an answer."""
         return self.selectors is None or any(selector.matches(response) for selector in self.selectors)
+
+
+def read_selectors(texts: Iterable[str | bytes]) -> tuple[Selector, ...] | None:
+    """Logged invalidations; None where one cannot be read, of a newer version perhaps: anything may be invalid then."""
+    try:
+        return tuple(Selector.of(json.loads(text)) for text in texts)
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 class ResponseStore(Protocol):

@@ -24,7 +24,7 @@ from itertools import chain
 from typing import Any, cast
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores.responses.base import News, ResponseStore, Selector, StoredResponse
+from semkv.stores.responses.base import News, ResponseStore, Selector, StoredResponse, read_selectors
 from semkv.stores.responses.codec import FORMAT, decode, decode_head, encode
 
 _LOG = 1000
@@ -258,8 +258,7 @@ class RedisStore(ResponseStore):
             rows = self._db.xrange(self._log, min=cursor)
         if not rows or rows[0][0].decode() != cursor:
             return News(self._begin_log(), None)
-        selectors = tuple(Selector.of(json.loads(row[1][b"selector"])) for row in rows[1:])
-        return News(rows[-1][0].decode(), selectors)
+        return News(rows[-1][0].decode(), read_selectors(row[1].get(b"selector", b"") for row in rows[1:]))
 
     def recent(self, limit: int) -> Sequence[StoredResponse]:
         """The latest entries, newest first. Reads every head: for operators, not for requests."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
-from semkv.stores.responses.base import News, ResponseStore, Selector, StoredResponse
+from semkv.stores.responses.base import News, ResponseStore, Selector, StoredResponse, read_selectors
 from semkv.stores.responses.codec import decode, decode_head, encode
 
 FORMAT = 1
@@ -293,7 +293,7 @@ class SqliteStore(ResponseStore):
         if not first <= since <= last:
             return News(str(last), None)
         rows = db.execute("SELECT selector FROM invalidations WHERE number>? ORDER BY number", (since,)).fetchall()
-        return News(str(last), tuple(Selector.of(json.loads(row[0])) for row in rows))
+        return News(str(last), read_selectors(row[0] for row in rows))
 
     def recent(self, limit: int) -> Sequence[StoredResponse]:
         with self._use() as db:
