@@ -26,7 +26,7 @@ from semkv.stores import container
 from semkv.stores.blocks import KVChunk, KVLayout, KVStore, LayerLayout
 from semkv.stores.bounds import Bounds
 from semkv.stores.eviction import ExtentUse, Ghosts, adapt, victims
-from semkv.stores.extents import ExtentStore
+from semkv.stores.extents import SWEEP_SECONDS, ExtentStore
 
 LAYOUT = KVLayout(
     tuple(LayerLayout(f"layer{i}", "bfloat16", (1, 2, 32, 8), (512, 256, 8, 1), 1024) for i in range(3)), 32, "TEST"
@@ -321,6 +321,37 @@ def test_files_that_no_index_names_are_swept(tmp_path: Path) -> None:
     assert files(tmp_path) == [known]
 
 
+def test_a_folder_that_cannot_be_read_ends_no_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kv = store(tmp_path)
+    kv.save_rows(hashes(2), rows(2))
+    stray = files(tmp_path)[0].with_name("0" * 32 + ".safetensors")
+    stray.write_bytes(b"half a file")
+    (tmp_path / "kv" / "extents" / "zz").symlink_to("zz")  # ELOOP, as EIO and ESTALE of a disk
+    kv._extents._swept_at = -SWEEP_SECONDS
+    assert kv.save_rows(hashes(2, 2), rows(2)) is not None
+    assert kv._extents.counters["errors"] == 1
+    assert not stray.exists(), "the other folders are swept"
+    again = store(tmp_path)
+    assert again.save_rows(hashes(2, 4), rows(2)) is not None
+    assert again.lookup(hashes(6)) == 6
+    assert "cannot read" in caplog.text
+
+
+def test_no_index_is_built_of_a_part_of_what_is_there(tmp_path: Path) -> None:
+    kv = store(tmp_path)
+    kv.save_rows(hashes(2), rows(2))
+    kv.close()
+    for file in (tmp_path / "kv").glob("index.sqlite*"):
+        file.unlink()
+    strange = tmp_path / "kv" / "extents" / "zz"
+    strange.symlink_to("zz")
+    assert not store(tmp_path).on
+    strange.unlink()
+    again = store(tmp_path)
+    again.adopt()
+    assert again.lookup(hashes(2)) == 2
+
+
 def test_other_format_version_is_refused_at_open(tmp_path: Path) -> None:
     store(tmp_path)
     (tmp_path / "kv" / "semkv.json").write_text(json.dumps({"format": 0, "kind": "kv"}))
@@ -433,6 +464,8 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         kv.save_rows(hashes(2), rows(1))
     with pytest.raises(ConfigError, match="max_blocks"):
         Bounds(max_blocks=-1)
+    with pytest.raises(ConfigError, match="max_age_s"):
+        Bounds(max_age_s=10**400)
     with pytest.raises(CorruptValue):
         KVLayout.parse({"layers": 3})
     assert KVLayout.parse(LAYOUT.document()) == LAYOUT

@@ -31,11 +31,14 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
     prepare(config(root))
     ours = ["catalog.sqlite", "catalog.sqlite-wal", "media/ab/" + "ab" * 32, "kv/semkv.json", "kv/index.sqlite"]
     ours += ["kv/extents/0a/0a11.safetensors", "fusion/semkv.json", "fusion/extents/0b/0b11.safetensors"]
-    theirs = ["notes.txt", "kv/notes.txt", "thesis/catalog.sqlite"]
+    ours += [f"weights/{'0a' * 32}.json", f"weights/{'0a' * 32}.json.0a11.tmp"]
+    theirs = ["notes.txt", "kv/notes.txt", "thesis/catalog.sqlite", "weights/config.json"]
     for name in ours + theirs:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text('{"format": 1}' if name.endswith(".json") else "x", encoding="utf-8")
+    (root / "kv/extents/0c").mkdir()  # as a repair leaves it
     prepare(config(root), purge=True)
+    assert not (root / "kv/extents").exists()
     (root / "semkv.json").unlink()
     assert sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()) == sorted(theirs)
 

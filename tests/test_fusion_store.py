@@ -9,7 +9,7 @@ import pytest
 
 from semkv.errors import CorruptValue
 from semkv.stores.extents import Bounds
-from semkv.tiers.fusion import FusionProvider, FusionState, FusionStore
+from semkv.stores.fusion import FusionState, FusionStore
 
 
 def state(key: str = "picture", tokens: int = 6, seed: int = 0) -> FusionState:
@@ -88,33 +88,3 @@ def test_a_state_must_fit_its_shape() -> None:
         FusionState("k", np.zeros(7, np.uint8), (2, 2), "bfloat16")
     with pytest.raises(CorruptValue):
         FusionState("k", np.zeros(4, np.uint8), (2,), "pickle")
-
-
-class DictProvider:
-    """An engine whose encoder cache is a dict."""
-
-    def __init__(self) -> None:
-        self.cache: dict[str, FusionState] = {}
-
-    def capture(self, request: str) -> FusionState | None:
-        return self.cache.get(request)
-
-    def inject(self, request: str, given: FusionState) -> bool:
-        if given.key != request:
-            return False
-        self.cache[request] = given
-        return True
-
-
-def test_a_provider_of_ones_own(tmp_path: Path) -> None:
-    first, second, store = DictProvider(), DictProvider(), FusionStore.open(tmp_path, "ns")
-    assert isinstance(first, FusionProvider)
-    first.cache["p"] = state("p")
-    captured = first.capture("p")
-    assert captured is not None
-    store.save(captured)
-    loaded = store.load("p")
-    assert loaded is not None
-    assert second.inject("p", loaded)
-    assert not second.inject("q", loaded)
-    assert np.array_equal(second.cache["p"].to_array(), first.cache["p"].to_array())

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from semkv.indexes.base import Row
 from semkv.indexes.faiss import FaissIndex, IndexSizes
 from semkv.indexes.partition import Partition
-from semkv.indexes.parts import Block, Graph
+from semkv.indexes.parts import Block, Graph, _codes
 from semkv.indexes.slots import SlotTable
 from semkv.indexes.upkeep import Upkeep
 
@@ -329,6 +330,21 @@ class AgainstBruteForce(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         assert self.index.settle(30)
+
+    @rule()
+    def heed(self) -> None:
+        """Of what was removed no vector is left in memory."""
+        self.index.heed("")
+        assert self.index.settle(30)
+        for name, partition in self.index._partitions.items():
+            there = np.stack([vector for home, vector in self.table.values() if home == name])
+            for graph in partition.graphs:
+                storage = faiss.downcast_index(graph.index.storage)
+                stored = {row.tobytes() for row in storage.sa_encode(there)}
+                assert {row.tobytes() for row in _codes(graph.index)} <= stored
+            for block in partition.blocks:
+                stored = {row.tobytes() for row in there} | {np.zeros(4, np.float32).tobytes()}
+                assert {row.tobytes() for row in block.vectors[: block.count]} <= stored
 
     @invariant()
     def the_same_as_the_table(self) -> None:

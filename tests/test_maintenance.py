@@ -6,80 +6,32 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from gateway_helpers import SECRET as GATEWAYS_SECRET
-from gateway_helpers import Pair, wait_until
+from maintenance_helpers import LAYOUT, SECRET, call, call_both, digest_of, extents, make_used
 from semkv.cache import SemanticCache
 from semkv.cli import EXIT_ERROR, app, main
 from semkv.config import CacheConfig
-from semkv.engines.base import EnginePrompt
 from semkv.errors import StoreError
-from semkv.keys import namespace_key
-from semkv.maintenance import collect, inspect, verify
-from semkv.server.admission import named_tenant
-from semkv.server.salt import tenant_salt
-from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
-from semkv.stores.cachedir import prepare
-from semkv.stores.container import owner_of
-from semkv.stores.fusion import FusionState, FusionStore
-from semkv.stores.graphs import GraphFiles
+from semkv.maintenance import inspect, verify
+from semkv.purging import collect
+from semkv.stores.blocks import KVStore
+from semkv.stores.directory import ExtentDirectory
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.open import FILE
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
-
-SECRET = b"a secret of the deployment"
-LAYOUT = KVLayout((LayerLayout("layer0", "float32", (64,), (64,), 256),), 16)
-
-
-def call(*words: str, exit_code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
-    assert result.exit_code == exit_code, result.output
-    return result.stdout
+from test_media import vanish
 
 
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
-    """Two tenants with three entries and a picture each, two KV extents, one fusion state."""
-    root = tmp_path / "cache"
-    config = CacheConfig(root, semantic=False)
-    prepare(config)
-    cache = SemanticCache(config)
-    for tenant in ("alice", "bob"):
-        namespace = Namespace(tenant, "model")
-        picture = tmp_path / f"{tenant}.jpg"
-        picture.write_bytes(f"the picture of {tenant}".encode())
-        media = MediaSegment(digest_of(picture), picture, tenant)
-        for i in range(3):
-            segments = (media, TextSegment(f"question {i}"))
-            report = cache.try_reuse(Request(f"{tenant}{i}", namespace, segments, tags=("t",) * (i > 0)))
-            cache.add_observation(report, "yes")
-    cache.close()
-    kv = KVStore.open(root / "kv", "ns", LAYOUT)
-    for i in range(2):
-        kv.save_rows([bytes([i]) * 32], np.full((1, 256), i, np.uint8))
-    kv.close()
-    fusion = FusionStore.open(root / "fusion", "ns")
-    fusion.save(FusionState.from_array("key", np.zeros((2, 3), np.float32)))
-    fusion.close()
-    return root
-
-
-def digest_of(path: Path) -> str:
-    import hashlib
-
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def extents(root: Path, store: str) -> list[Path]:
-    return sorted((root / store / "extents").glob("??/*.safetensors"))
+    return make_used(tmp_path)
 
 
 def test_stats_count_what_is_there(used: Path) -> None:
@@ -93,7 +45,24 @@ def test_stats_count_what_is_there(used: Path) -> None:
     }
     assert stores["kv"]["nbytes"] == sum(p.stat().st_size for p in extents(used, "kv"))
     table = call("stats", "--cache-dir", str(used))
-    assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", "s ago"))
+    assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", "s ago", "a-model (model)", " KiB"))
+    assert [e["name"] for e in found["entries"]] == ["", "a-model"]
+
+
+def test_a_tenant_that_nobody_knows_is_told(used: Path) -> None:
+    result = CliRunner().invoke(app, ["stats", "--cache-dir", str(used), "--tenant", "carol"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "nothing is here of carol; known: alice, bob\n" in result.stderr
+    assert "nothing is here of (none); known" in call_both("stats", "--cache-dir", str(used), "--tenant", "")
+    assert "known:" not in call_both("stats", "--cache-dir", str(used), "--tenant", "bob")
+
+
+def test_an_answer_kept_elsewhere_is_told_where_a_gateway_was(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SEMKV_SECRET", raising=False)
+    commands = [("purge", "--tag", "t", "--dry-run"), ("purge", "--dry-run"), ("gc", "--max-age-days", "9")]
+    assert [c for c in commands if "--store" in call_both(*c, "--cache-dir", str(used))] == []
+    (used / "secret").write_bytes(SECRET)
+    assert [c for c in commands if "--store" not in call_both(*c, "--cache-dir", str(used))] == []
 
 
 def test_a_lost_index_is_read_again_before_anything_is_counted(used: Path) -> None:
@@ -133,6 +102,81 @@ def test_a_damaged_catalog_is_told(used: Path) -> None:
     assert "1 damaged, 0 of them deleted" in said
 
 
+def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command that cannot read everything prints."""
+    monkeypatch.setattr("sys.argv", ["semkv", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == EXIT_ERROR
+    return capsys.readouterr().out
+
+
+def test_stats_and_gc_go_on_past_a_damaged_catalog(
+    used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = used / "catalog.sqlite"
+    data = bytearray(path.read_bytes())
+    for page in range(4096, len(data), 4096):
+        data[page : page + 64] = b"\xff" * 64
+    path.write_bytes(data)
+    extents(used, "kv")[0].with_name("0" * 32 + ".safetensors").write_bytes(b"half a file")
+    said = failing(monkeypatch, capsys, "gc", "--cache-dir", str(used), "--max-age-days", "1")
+    assert "deleted: 1 of KV, 0 of fusion states, 0 pictures, 0 graphs, 0 entries" in said
+    found = json.loads(failing(monkeypatch, capsys, "stats", "--cache-dir", str(used), "--json"))
+    assert {store["store"]: store["items"] for store in found["stores"]} == {"kv": 2, "fusion": 1, "media": 2}
+    assert len(found["unread"]) == 1
+    assert "damaged" in found["unread"][0]
+    found = json.loads(failing(monkeypatch, capsys, "stats", "--cache-dir", str(used), "--tenant", "alice", "--json"))
+    assert found["stores"] == [], "whose the pictures are is not known"
+
+
+@pytest.mark.parametrize("command", ["stats", "gc", "verify"])
+def test_what_is_evicted_meanwhile_is_no_fault(used: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    first, second = sorted((used / "media").glob("??/*"))
+    os.utime(second, (1, 1))
+    vanish(monkeypatch, first)
+    call(command, "--cache-dir", str(used))
+    assert not first.exists()
+    assert second.exists()
+
+
+def test_verify_takes_an_evicted_extent_for_no_damage(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = ExtentDirectory.damage
+    other = KVStore.open(used / "kv", "ns", LAYOUT)
+
+    def damage(directory: ExtentDirectory, extent: str) -> str:
+        other.purge()
+        return look(directory, extent)
+
+    monkeypatch.setattr(ExtentDirectory, "damage", damage)
+    assert verify(used).damaged == ()
+    other.close()
+
+
+def test_gc_deletes_what_is_too_old_and_nothing_else(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(sqlite3.connect(used / "catalog.sqlite")) as db, db:
+        db.execute("UPDATE entries SET created=created-40*86400 WHERE tenant='alice' OR segments LIKE '%question 0%'")
+    monkeypatch.setenv("SEMKV_SECRET", GATEWAYS_SECRET)
+    with closing(SqliteStore(used / FILE)) as store:
+        for days, key in ((40, "old"), (20, "young")):
+            store.put(StoredResponse(key * 16, "t", "m", b"{}", created=time.time() - days * 86_400))
+    running = SemanticCache(CacheConfig(used, semantic=False))
+    picture = used.parent / "alice.jpg"
+    media = MediaSegment(digest_of(picture), picture, "alice")
+    asked = Request("1", Namespace("alice", "model"), (media, TextSegment("question 1")))
+    assert running.try_reuse(asked).hit
+    said = call("gc", "--cache-dir", str(used), "--max-age-days", "0")
+    assert "0 entries, 0 answers" in said
+    said = call("gc", "--cache-dir", str(used), "--max-age-days", "30")
+    assert "0 of KV, 0 of fusion states, 1 pictures, 0 graphs, 4 entries, 1 answers" in said
+    assert not running.try_reuse(asked).hit
+    running.close()
+    found = inspect(used)
+    assert [(e.tenant, e.entries) for e in found.entries] == [("bob", 2)]
+    assert [a.answers for a in found.answers] == [1]
+    assert {store.store: store.items for store in found.stores} == {"kv": 2, "fusion": 1, "media": 1, "answers": 1}
+
+
 def test_gc_deletes_strays_old_extents_and_loose_pictures(used: Path) -> None:
     stray = extents(used, "kv")[0].with_name("0" * 32 + ".safetensors.1.tmp")
     stray.write_bytes(b"half a file")
@@ -149,243 +193,6 @@ def test_gc_deletes_strays_old_extents_and_loose_pictures(used: Path) -> None:
     assert young.exists()
     assert len(extents(used, "kv")) == 2
     assert "deleted: 2 of KV, 1 of fusion" in call("gc", "--cache-dir", str(used), "--max-age-days", "0.0000001")
-
-
-def test_purge_of_a_tenant_leaves_the_other(used: Path) -> None:
-    said = call("purge", "--cache-dir", str(used), "--tenant", "alice", "--dry-run")
-    assert "3 entries, 0 answers and 1 files would be deleted" in said
-    assert len(inspect(used).entries) == 2
-    assert len(list((used / "media").glob("??/*"))) == 2
-    assert "3 entries, 0 answers and 1 files deleted" in call("purge", "--cache-dir", str(used), "--tenant", "alice")
-    assert [(e.tenant, e.entries) for e in inspect(used).entries] == [("bob", 3)]
-    assert "2 entries" in call("purge", "--cache-dir", str(used), "--tag", "t")
-    assert [e.entries for e in inspect(used).entries] == [1]
-
-
-def store_for_tenants(root: Path) -> None:
-    """For each tenant a KV extent and a fusion state with each of its salts: its name, that of `semkv run`, and the
-    gateway's."""
-    kv, fusion = KVStore.open(root / "kv", "ns", LAYOUT), FusionStore.open(root / "fusion", "ns")
-    salts = [
-        salt
-        for tenant in ("alice", "bob")
-        for salt in (tenant, EnginePrompt((), tenant).cache_salt, tenant_salt(SECRET, tenant, None))
-    ]
-    for i, salt in enumerate(salts):
-        kv.save_rows([bytes([i + 9]) * 32], np.full((1, 256), i, np.uint8), owner=owner_of(salt))
-        fusion.save(FusionState.from_array(str(salt), np.zeros((2, 3), np.float32)), owner=owner_of(salt))
-    kv.close(), fusion.close()
-
-
-def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store_for_tenants(used)
-    answers = SqliteStore(used / FILE, clock=lambda: 0.0)  # so that what is stale now can be put
-    for tenant in ("alice", "alice", "bob"):
-        answers.put(StoredResponse(os.urandom(32).hex(), tenant, "model", b"{}", time.time()))
-    answers.put(StoredResponse("stale", "alice", "model", b"{}", 1.0, 2.0, 3.0))
-    answers.close()
-    for tenant, size in (("alice", 100), ("bob", 2000)):
-        graphs = GraphFiles(used / "graphs", "layer", pytest.fail)
-        graphs.save(namespace_key(Namespace(tenant, "model")), "p", 0, lambda write, size=size: write(b"g" * size))
-
-    def held(tenant: str) -> tuple[list[tuple[str, int]], dict[str, tuple[int, int]]]:
-        found = json.loads(call("stats", "--cache-dir", str(used), "--tenant", tenant, "--json"))
-        assert found["tenants"][0] == tenant
-        entries = [(e["tenant"], e["entries"]) for e in found["entries"]]
-        return entries, {s["store"]: (s["items"], s["blocks"]) for s in found["stores"]}
-
-    monkeypatch.delenv("SEMKV_SECRET", raising=False)
-    rest = {"media": (1, 0), "graphs": (1, 0), "answers": (3, 0)}  # what has run out lies there too
-    assert held("alice") == ([("alice", 3)], {"kv": (2, 2), "fusion": (2, 2), **rest})
-    words = ("stats", "--cache-dir", str(used), "--tenant", "alice")
-    assert "set SEMKV_SECRET" in CliRunner().invoke(app, words).stderr
-    monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
-    assert held("alice") == ([("alice", 3)], {"kv": (3, 3), "fusion": (3, 3), **rest})
-    assert "set SEMKV_SECRET" not in CliRunner().invoke(app, words).stderr
-    bobs = ([("bob", 3)], {"kv": (3, 3), "fusion": (3, 3), **rest, "answers": (1, 0)})
-    assert held("bob") == bobs
-    assert held("nobody") == ([], {})
-    everything = {s.store: s for s in inspect(used).stores}
-    assert {name: s.items for name, s in everything.items()} == {
-        "kv": 8, "fusion": 7, "media": 2, "graphs": 2, "answers": 4,
-    }  # fmt: skip
-    alices = {s.store: s.nbytes for s in inspect(used, tenants=["alice"]).stores}
-    assert alices["graphs"] < 1000 < everything["graphs"].nbytes
-    assert alices["media"] == len(b"the picture of alice")
-    assert "kv" not in alices, "nobody said which salts were hers"
-    assert "tenant alice" in call(*words)
-    counted = call("purge", "--cache-dir", str(used), "--tenant", "alice", "--dry-run")
-    assert "3 entries, 3 answers and 7 files" in counted
-    assert call("purge", "--cache-dir", str(used), "--tenant", "alice").split()[:7] == counted.split()[:7]
-    assert held("alice") == ([], {}), "a purge finds what stats find"
-    assert held("bob") == bobs
-
-
-def files_of(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else b"" for p in root.rglob("*")}
-
-
-def break_whole(path: Path) -> None:
-    path.write_bytes(b"garbage" * 1000)
-
-
-def break_page(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    for at in range(4096, len(data), 4096):
-        data[at : at + 100] = b"\xff" * 100
-    path.write_bytes(data)
-
-
-def make_foreign(path: Path) -> None:
-    path.unlink()
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("CREATE TABLE mine (x)")
-
-
-def make_newer(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version=99")
-
-
-def make_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize("harm", [break_whole, break_page, make_foreign, make_newer, make_folder])
-@pytest.mark.parametrize("command", ["stats", "verify", "verify --repair", "purge --tenant alice"])
-def test_answers_that_cannot_be_read_are_told_and_not_touched(
-    used: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    harm: Callable[[Path], None],
-    command: str,
-) -> None:
-    with closing(SqliteStore(used / FILE)) as store:
-        for i in range(50):
-            store.put(StoredResponse(str(i), "alice", "model", b"x" * 1000, time.time()))
-    inspect(used)  # the other stores' own files are there now
-    harm(used / FILE)
-    before = files_of(used)
-    monkeypatch.setattr("sys.argv", ["semkv", *command.split(), "--cache-dir", str(used)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr()
-    assert ended.value.code == EXIT_ERROR
-    told = [line for line in said.err.splitlines() if line.strip() and not line.startswith("left: ")]
-    assert len(told) == 1
-    assert str(used / FILE) in told[0]
-    after = files_of(used)
-    assert after[FILE] == before[FILE]
-    if command.startswith("purge"):
-        assert "3 entries, 0 answers and 1 files deleted" in said.out, "the rest is done all the same"
-    assert [name for name in after if FILE in name] == [name for name in before if FILE in name]
-    if command == "stats":
-        assert sorted(after) == sorted(before)
-        assert all(word in said.out for word in ("alice", "kv", "fusion", "media"))
-
-
-def test_stats_beside_a_running_gateway_find_its_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the digests that stats list, and with the secret by the name that the proxy gave; not by an API key."""
-
-    def held(*words: str) -> tuple[list[tuple[str, int]], int]:
-        found = json.loads(call("stats", "--cache-dir", str(tmp_path), "--json", *words))
-        listed = [(use["tenant"], use["answers"]) for use in found["answers"]]
-        return listed, sum(use["items"] for use in found["stores"] if use["store"] == "answers")
-
-    with Pair(tmp_path, trusted_proxies=("127.0.0.1",)) as pair:
-        for name, questions in (("alice", 2), ("ü", 1)):
-            for i in range(questions):
-                assert pair.post(f"question {i}", headers={"X-Semkv-Tenant": name.encode()}).status_code == 200
-        pair.post("question", headers={"Authorization": "Bearer carol"})
-        wait_until(lambda: held()[1] == 4)
-        before = files_of(tmp_path)
-        listed, _ = held()
-        assert sorted(files_of(tmp_path)) == sorted(before)
-    monkeypatch.delenv("SEMKV_SECRET", raising=False)
-    assert sorted(count for _, count in listed) == [1, 1, 2]
-    assert listed[0][0] in call("stats", "--cache-dir", str(tmp_path))
-    for tenant, count in listed:
-        assert held("--tenant", tenant) == ([(tenant, count)], count)
-    assert held("--tenant", "alice") == ([], 0)
-    monkeypatch.setenv("SEMKV_SECRET", GATEWAYS_SECRET)
-    assert held("--tenant", "alice") == ([listed[0]], 2)
-    assert held("--tenant", "ü")[1] == 1
-    assert held("--tenant", "carol") == ([], 0)
-    result = CliRunner().invoke(app, ["stats", "--cache-dir", str(tmp_path), "--tenant", "alice"])
-    assert "elsewhere than in responses.sqlite" in result.stderr
-
-
-def test_purge_of_a_tenant_finds_what_a_gateway_stored_under_its_name(
-    used: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digest = named_tenant(SECRET, "alice")
-    with closing(KVStore.open(used / "kv", "ns", LAYOUT)) as kv:
-        kv.save_rows([b"k" * 32], np.zeros((1, 256), np.uint8), owner=owner_of(tenant_salt(SECRET, digest, None)))
-    monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
-    words = ("--cache-dir", str(used), "--tenant", "alice")
-    assert '"kv"' in call("stats", *words, "--json")
-    assert "3 entries, 0 answers and 2 files deleted" in call("purge", *words)
-    assert '"kv"' not in call("stats", *words, "--json")
-
-
-@pytest.mark.parametrize("name", ["[/x]", "[bold]b", ":smile:", "a\x1b[31mb\n", "a' OR 1=1 --"])
-def test_a_tenant_may_have_any_name(tmp_path: Path, name: str) -> None:
-    with closing(SqliteStore(tmp_path / FILE)) as store:
-        store.put(StoredResponse("key", name, "model", b"{}", time.time()))
-    shown = name.replace("\x1b", "\\x1b").replace("\n", "\\n")
-    for words in ((), ("--tenant", name)):
-        out = call("stats", "--cache-dir", str(tmp_path), *words)
-        assert "\x1b" not in out
-        assert f"│ {shown} " in out
-    assert f"tenant {shown}:" in out
-
-
-@pytest.mark.parametrize("command", ["stats", "purge"])
-def test_a_name_that_is_no_text_is_refused(used: Path, command: str) -> None:
-    result = CliRunner().invoke(app, [command, "--cache-dir", str(used), "--tenant", "\udcff"])
-    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True)
-    assert "UTF-8" in result.stderr
-
-
-def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the salt of `semkv run`, by the gateway's, which takes the secret, and by one that a client sent itself."""
-    store_for_tenants(used)
-    for path in (used / "kv").glob("index.sqlite*"):  # whose they are stands in the files too
-        path.unlink()
-
-    def left() -> list[int]:
-        return [len(extents(used, store)) for store in ("kv", "fusion")]
-
-    words = ("purge", "--cache-dir", str(used), "--tenant", "alice")
-    assert left() == [8, 7]
-    monkeypatch.delenv("SEMKV_SECRET", raising=False)
-    assert "3 entries, 0 answers and 5 files" in call(*words)  # a picture, and two of each store
-    assert "set SEMKV_SECRET" in CliRunner().invoke(app, words).stderr
-    monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
-    assert "0 entries, 0 answers and 2 files would" in call(*words, "--dry-run")
-    assert "set SEMKV_SECRET" not in (said := CliRunner().invoke(app, words).stderr)
-    assert "none has the salt" not in said
-    assert "none has the salt" in CliRunner().invoke(app, words).stderr
-    assert left() == [5, 4]
-    monkeypatch.delenv("SEMKV_SECRET")
-    (used / "secret").write_bytes(SECRET)
-    call("purge", "--cache-dir", str(used), "--tenant", "bob", "--tag", "t")  # blocks have no tags
-    assert left() == [5, 4]
-    call("purge", "--cache-dir", str(used), "--tenant", "bob")
-    assert left() == [2, 1]
-
-
-def test_purge_of_the_one_tenant_of_a_single_tenant_gateway(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name is empty; what came without any salt is nobody's, and stays."""
-    kv = KVStore.open(used / "kv", "ns", LAYOUT)
-    kv.save_rows([b"k" * 32], np.zeros((1, 256), np.uint8), owner=owner_of(tenant_salt(b"secret", "", None)))
-    kv.close()
-    monkeypatch.setenv("SEMKV_SECRET", "secret")
-    result = CliRunner().invoke(app, ["purge", "--cache-dir", str(used), "--tenant", ""], catch_exceptions=False)
-    assert "0 entries, 0 answers and 1 files deleted" in result.stdout
-    assert "without a salt" in result.stderr
-    assert len(extents(used, "kv")) == 2
 
 
 def test_purge_deletes_what_is_ours_and_nothing_else(used: Path) -> None:

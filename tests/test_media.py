@@ -74,6 +74,46 @@ def test_what_is_there_is_counted_when_opened(tmp_path: Path) -> None:
     assert MediaStore(tmp_path).nbytes == 100
 
 
+def test_what_a_killed_writer_left_counts_and_goes(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path, max_bytes=3000)
+    name = store.put(b"x" * 100)
+    (tmp_path / name[:2] / "mine.txt").write_bytes(b"x" * 5000)  # nobody asked for that
+    old, young = (tmp_path / name[:2] / f".new-{age}" for age in ("old", "young"))
+    old.write_bytes(b"x" * 1000)
+    young.write_bytes(b"x" * 1000)
+    assert MediaStore(tmp_path).nbytes == 2100
+    os.utime(old, (1, 1))
+    for byte in b"abc":
+        store.put(bytes([byte]) * 1000)  # together too much
+    assert not old.exists()
+    assert young.exists(), "its writer may be at it"
+    old.write_bytes(b"x")
+    os.utime(old, (1, 1))
+    assert MediaStore(tmp_path).nbytes == store.nbytes <= 3000
+    assert not old.exists()
+    assert (tmp_path / name[:2] / "mine.txt").exists()
+
+
+def test_it_opens_while_another_process_evicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MediaStore(tmp_path)
+    gone, kept = store.put(b"x" * 100), store.put(b"y" * 10)
+    vanish(monkeypatch, store.path(gone))
+    assert MediaStore(tmp_path).nbytes == 10
+    assert store.get(kept) is not None
+
+
+def vanish(monkeypatch: pytest.MonkeyPatch, file: Path | None) -> None:
+    """Delete a file when somebody has listed it and first looks at it."""
+    look = Path.stat
+
+    def stat(path: Path, **how: bool) -> os.stat_result:
+        if path == file:
+            path.unlink(missing_ok=True)
+        return look(path, **how)
+
+    monkeypatch.setattr(Path, "stat", stat)
+
+
 def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "media").write_text("")
     with pytest.raises(StoreError, match="media"):

@@ -6,7 +6,6 @@ Works beside running engines: every step is one that they would do themselves. P
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -15,23 +14,22 @@ from pathlib import Path
 from semkv.errors import StoreError
 from semkv.keys import namespace_key
 from semkv.stores.bounds import Bounds
-from semkv.stores.cachedir import CATALOG, MARKER
-from semkv.stores.catalog import Catalog
+from semkv.stores.cachedir import CACHE_FILES, CATALOG, MARKER, open_catalog
 from semkv.stores.catalog_rows import NamespaceUse
 from semkv.stores.container import owner_of
 from semkv.stores.extents import ExtentStore
+from semkv.stores.files import described, matching, remove_strays
 from semkv.stores.graphs import FOLDER as GRAPHS
-from semkv.stores.graphs import damage_of, graph_files, sweep
+from semkv.stores.graphs import damage_of, graph_files
 from semkv.stores.media import MediaStore
 from semkv.stores.responses import use
 from semkv.stores.responses.ahead import FOLDER as AHEAD
-from semkv.stores.responses.ahead import discard
+from semkv.stores.responses.ahead import discard, held
 from semkv.stores.responses.base import Selector
 from semkv.stores.responses.open import FILE as ANSWERS
 from semkv.types import Namespace
 
 _UNBOUNDED = Bounds(max_bytes=0)
-_DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +37,13 @@ class StoreUse:
     """One store on disk; times are seconds since the epoch, None where it is empty.
 
     Attributes:
-        store: ``kv``, ``fusion``, ``media``, ``graphs`` (of the vector indexes) or ``answers`` (of a gateway).
+        store: ``kv``, ``fusion``, ``media``, ``graphs`` (of the vector indexes), ``answers`` (of a gateway) or
+            ``ahead`` (logs of those on their way there).
         namespace: digest of the model, its settings and the rank; empty for all but ``kv`` and ``fusion``.
         items: extents, fusion states, images, graphs or answers.
         blocks: KV blocks or fusion states.
-        nbytes: bytes of the files; of answers, those of heads and payloads, so that tenants' sizes add up.
+        nbytes: bytes of the files; of answers, those of heads and payloads, so that tenants' sizes add up; of logs in
+            which another tenant has answers too, all.
         oldest: when the oldest was written.
         used: when one was last used.
     """
@@ -102,16 +102,6 @@ class Damage:
     unread: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """What was deleted: extents and stray files by store, images that no entry has, graphs of nobody."""
-
-    kv: int
-    fusion: int
-    media: int
-    graphs: int
-
-
 def inspect(
     cache_dir: Path,
     fusion_dir: Path | None = None,
@@ -134,22 +124,23 @@ def inspect(
             ages = store.ages(None if tenants is None else owners(salts))
             stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
     entries: tuple[NamespaceUse, ...] = ()
-    media, graphs = pictures(cache_dir), graph_files(cache_dir / GRAPHS)
-    if filled(cache_dir / CATALOG):
-        with closing(Catalog(cache_dir / CATALOG)) as catalog:
-            entries = tuple(row for tenant in tenants or (None,) for row in catalog.by_namespace(tenant))
-            if tenants is not None:
-                theirs = {media_id for tenant in tenants for media_id in catalog.media_of(tenant)}
-                media = [file for file in media if file.name in theirs]
-                spaces = [namespace_key(Namespace(row.tenant, row.model)) for row in entries]
-                graphs = graph_files(cache_dir / GRAPHS, spaces)
-    for name, listed in (("media", media), ("graphs", graphs)):
-        files = [(f.stat().st_size, f.stat().st_mtime) for f in listed]
-        if files:
-            times = [t for _, t in files]
-            stores.append(StoreUse(name, "", len(files), 0, sum(n for n, _ in files), min(times), max(times)))
-    answers: list[use.AnswersUse] = []
+    theirs: set[str] = set()
     unread: list[str] = []
+    if filled(cache_dir / CATALOG):
+        try:
+            with open_catalog(cache_dir / CATALOG) as catalog:
+                entries = tuple(row for tenant in tenants or (None,) for row in catalog.by_namespace(tenant))
+                theirs = {media_id for tenant in tenants or () for media_id in catalog.media_of(tenant)}
+        except StoreError as error:
+            unread.append(str(error))
+    spaces = None if tenants is None else [namespace_key(Namespace(row.tenant, row.model)) for row in entries]
+    media = [file for file in pictures(cache_dir) if tenants is None or file.name in theirs]
+    for name, listed in (("media", media), ("graphs", graph_files(cache_dir / GRAPHS, spaces))):
+        files = [status for _, status in described(listed)]
+        if files:
+            times, nbytes = [status.st_mtime for status in files], sum(status.st_size for status in files)
+            stores.append(StoreUse(name, "", len(files), 0, nbytes, min(times), max(times)))
+    answers: list[use.AnswersUse] = []
     if (cache_dir / ANSWERS).exists():
         try:
             answers = [a for a in use.by_tenant(cache_dir / ANSWERS) if tenants is None or a.tenant in tenants]
@@ -159,6 +150,15 @@ def inspect(
         count, nbytes = sum(a.answers for a in answers), sum(a.nbytes for a in answers)
         oldest, used = min(a.oldest for a in answers), max(a.used for a in answers)
         stores.append(StoreUse("answers", "", count, 0, nbytes, oldest, used))
+    logs = [
+        (file, count)
+        for file, found in held(cache_dir / AHEAD)
+        if (count := sum(tenants is None or answer.partition in tenants for answer in found)) or tenants is None
+    ]
+    if logs:
+        count, nbytes = sum(count for _, count in logs), sum(file.st_size for file, _ in logs)
+        times = [file.st_mtime for file, _ in logs]
+        stores.append(StoreUse("ahead", "", count, 0, nbytes, min(times), max(times)))
     whose = None if tenants is None else tuple(tenants)
     return CacheUse(str(cache_dir), entries, tuple(answers), tuple(stores), tuple(unread), whose)
 
@@ -189,7 +189,7 @@ def verify(
             damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
         done, total = 0, len(extents) + len(images) + len(graphs)
         for name, store, extent in extents:
-            if reason := store.files.damage(extent):
+            if (reason := store.files.damage(extent)) and extent in store.extents():  # else it was evicted meanwhile
                 damaged.append(f"{name}: {reason}")
                 if repair:
                     store.reject(extent)
@@ -197,7 +197,7 @@ def verify(
             advance(done, total)
     media = MediaStore(cache_dir / "media") if images else None
     for image in images:
-        if media is not None and not media.whole(image.name):
+        if media is not None and not media.whole(image.name) and image.exists():
             damaged.append(f"media: {image.name} is not what its name says")
             if repair:
                 media.delete(image.name)
@@ -224,31 +224,6 @@ def verify(
     except StoreError as error:
         unread.append(str(error))
     return Damage(files, done - files, tuple(damaged), len(damaged) - kept if repair else 0, tuple(unread))
-
-
-def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float | None = None) -> Collected:
-    """Delete files that no index names, what is too old, and images that no entry has any more.
-
-    Raises:
-        StoreError: there is no cache, or it was written by another format version.
-    """
-    check_is_cache(cache_dir)
-    bounds = Bounds(max_bytes=0, max_age_s=(max_age_days or 0.0) * _DAY_S)
-    gone = dict.fromkeys(("kv", "fusion", "media", "graphs"), 0)
-    with open_extents(cache_dir, fusion_dir, bounds) as opened:
-        for name, store in opened:
-            gone[name] += store.swept
-    if filled(cache_dir / CATALOG):
-        with closing(Catalog(cache_dir / CATALOG)) as catalog:
-            gone["graphs"] = sweep(cache_dir / GRAPHS, catalog.spaces())
-            images = pictures(cache_dir)
-            media = MediaStore(cache_dir / "media") if images else None
-            for image in images:
-                young = time.time() - image.stat().st_mtime < _DAY_S  # its entry may be about to be written
-                if media is not None and not young and not catalog.has_media(image.name):
-                    media.delete(image.name)
-                    gone["media"] += 1
-    return Collected(**gone)
 
 
 def check_is_cache(cache_dir: Path) -> None:
@@ -290,7 +265,13 @@ def owners(salts: Iterable[str | None]) -> list[str]:
 
 def pictures(cache_dir: Path) -> list[Path]:
     """The files of the media store."""
-    return sorted(f for f in (cache_dir / "media").glob("??/*") if len(f.name) == 64)
+    return sorted(f for f in matching(cache_dir / "media", "??/*") if len(f.name) == 64)
+
+
+def drop_strays(cache_dir: Path) -> int:
+    """Delete what writers that have ended left under temporary names, but for extents; how many files that were."""
+    patterns = ("media/??/.new-*", *(pattern for pattern in CACHE_FILES if pattern.endswith(".tmp")))
+    return sum(remove_strays(cache_dir, pattern) for pattern in patterns)
 
 
 def _catalog_damage(path: Path) -> str:

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 EXIT_DAMAGED = 1
 _ELSEWHERE = f"answers that a gateway keeps elsewhere than in {ANSWERS} there (its --store)"
-_INVALIDATE = "its /semkv/api/invalidate removes them"
+_INVALIDATE = f"{_ELSEWHERE}: its /semkv/api/invalidate removes them"
+_NAMES = 20  # tenants that are told
 
 CacheDir = Annotated[Path | None, typer.Option(help="Where the cache lives (SEMKV_CACHE_DIR or ~/.cache/semkv).")]
 FusionDir = Annotated[Path | None, typer.Option(help="Fusion states, where they are kept elsewhere.")]
 TenantName = Annotated[
-    str | None, typer.Option(callback=lambda name: _text(name), help="Only what is this tenant's, named as in stats.")
+    str | None,
+    typer.Option(callback=lambda name: _text(name), help="Only this tenant's, named as in stats ('' for no name)."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -49,17 +51,26 @@ Examples:
       catalog stays: a purge of everything deletes it
 """
 
+GC_EXAMPLES = """\b
+Examples:
+  semkv gc --cache-dir runs/demo/cache
+      delete what crashed writers and deleted entries left
+  semkv gc --max-age-days 30
+      also what was stored more than 30 days ago, used since or not
+"""
+
 PURGE_EXAMPLES = """\b
 Examples:
   semkv purge --cache-dir runs/demo/cache
       delete everything that semkv wrote there, and nothing else; engines that run on it notice, and start again empty.
-      A gateway forgets its answers within a second; its secret stays, and so do its emptied catalog and store. What
-      vLLM itself holds on the device goes with reset_prefix_cache and reset_encoder_cache
+      A gateway forgets its answers and vectors within a second or so; its secret stays, and so do its emptied catalog
+      and store. What vLLM itself holds on the device goes with reset_prefix_cache and reset_encoder_cache
   semkv purge --tenant alice
       delete the entries of one tenant, named as for stats, with the pictures that only they had; a gateway's answers to
-      it, which running gateways forget within a second; and the KV blocks and encoder outputs that were stored for it.
-      Those of a gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in its
-      cache directory. What is not reached is told; a request under way is recorded as an entry afterwards: repeat it
+      it; and the KV blocks and encoder outputs that were stored for it. Running gateways forget its answers and
+      vectors within a second or so, and its text is overwritten in their databases. KV blocks and encoder outputs of a
+      gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in its cache
+      directory. What is not reached is told; a request under way is recorded as an entry afterwards: repeat it
   semkv purge --tag release-7 --dry-run
       count what would go
 """
@@ -71,7 +82,7 @@ def stats(
     tenant: TenantName = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a cache holds: entries, blocks, bytes and ages, by store, tenant and model."""
+    """What a cache holds, by store, tenant and model."""
     from semkv.maintenance import inspect
 
     folder = _folder(cache_dir)
@@ -81,7 +92,14 @@ def stats(
         names = _names(folder, tenant)
         own, gateways = _salts(folder, names)
         found = inspect(folder, fusion_cache_dir, names, [*own, *gateways])
-        typer.echo("not counted: " + "; ".join([*_untold(known=bool(gateways)), _ELSEWHERE]), err=True)
+        untold = [*_untold(known=bool(gateways)), *[_ELSEWHERE] * _has_gateway(folder)]
+        typer.echo("not counted: " + "; ".join(untold), err=True)
+        if not (found.entries or found.stores or found.unread):
+            everybody = inspect(folder, fusion_cache_dir)
+            names = [row.tenant for row in everybody.entries] + [held.tenant or "" for held in everybody.answers]
+            known = list(dict.fromkeys(names))
+            told = ", ".join(map(_tenant, known[:_NAMES])) + ", ..." * (len(known) > _NAMES)
+            typer.echo(f"nothing is here of {_tenant(tenant)}; known: {told or 'nobody'}", err=True)
     if as_json:
         _print_json(found)
     else:
@@ -92,18 +110,18 @@ def stats(
 
 def _print_use(found: CacheUse) -> None:
     console = _console()
-    whose = "" if found.tenants is None else f", tenant {' or '.join(map(_cell, found.tenants))}"
+    whose = "" if found.tenants is None else f", tenant {' or '.join(map(_tenant, found.tenants))}"
     console.print(f"{_cell(found.cache_dir)}{whose}: {_size(found.nbytes)} in the stores below")
     table = _table("Entries", "tenant", "model", "entries", "hits", "oldest", "last used")
     for row in found.entries:
-        table.add_row(
-            _cell(row.tenant), _cell(row.model[:16]), str(row.entries), str(row.hits), _ago(row.oldest), _ago(row.used)
-        )
+        model = f"{row.name[:60]} ({row.model[:8]})" if row.name else row.model[:16]
+        times = (_ago(row.oldest), _ago(row.used))
+        table.add_row(_tenant(row.tenant), _cell(model), str(row.entries), str(row.hits), *times)
     console.print(table)
     if found.answers:
         table = _table("Answers", "tenant", "answers", "bytes", "oldest", "last used")
         for held in found.answers:
-            whose = "?" if held.tenant is None else _cell(held.tenant)
+            whose = "?" if held.tenant is None else _tenant(held.tenant)
             table.add_row(whose, str(held.answers), _size(held.nbytes), _ago(held.oldest), _ago(held.used))
         console.print(table)
     table = _table("Stores", "store", "namespace", "items", "blocks", "bytes", "oldest", "last used")
@@ -119,7 +137,10 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Delete what is damaged.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every file and answer and check every checksum; exit code 1 where something is damaged, 2 where unread."""
+    """Read everything and check every checksum.
+
+    Exit code 1 where something is damaged, 2 where something could not be read.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -151,19 +172,34 @@ def verify(
 def gc(
     cache_dir: CacheDir = None,
     fusion_cache_dir: FusionDir = None,
-    max_age_days: Annotated[float | None, typer.Option(min=0, help="Delete what was stored longer ago.")] = None,
+    max_age_days: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Delete also what was stored longer ago: KV blocks, encoder outputs, entries (prompts and answers), "
+            "the pictures that only those have, a gateway's answers. 0: any age may stay.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete files that no index knows, what is too old, and pictures that no entry has any more."""
-    from semkv.maintenance import collect
+    """Delete what is nobody's, and what is too old.
+
+    Nobody's are files that no index knows, and pictures that no entry has any more.
+    """
+    from semkv.purging import collect
 
     found = collect(_folder(cache_dir), fusion_cache_dir, max_age_days)
     if as_json:
         _print_json(found)
     else:
         typer.echo(
-            f"deleted: {found.kv} of KV, {found.fusion} of fusion states, {found.media} pictures, {found.graphs} graphs"
+            f"deleted: {found.kv} of KV, {found.fusion} of fusion states, {found.media} pictures, "
+            f"{found.graphs} graphs, {found.entries} entries, {found.answers} answers, {found.strays} temporary files"
         )
+    if max_age_days and _has_gateway(_folder(cache_dir)):
+        typer.echo(f"left: {_INVALIDATE}", err=True)
+    if found.unread:
+        raise StoreError("; ".join(found.unread))
 
 
 def purge(
@@ -174,10 +210,14 @@ def purge(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete a cache, or what is one tenant's or has one tag: entries, and a gateway's answers."""
+    """Delete a cache, or what is one tenant's in it.
+
+    With --tag the entries and a gateway's answers that have one.
+    """
     from semkv.purging import purge_all, purge_answers, purge_entries, purge_salts
 
     folder, gateways = _folder(cache_dir), None
+    has_gateway = _has_gateway(folder)
     if tenant is None and tag is None:
         found = purge_all(folder, fusion_cache_dir, dry_run=dry_run)
     else:
@@ -196,9 +236,9 @@ def purge(
         done = "would be deleted" if dry_run else "deleted"
         typer.echo(f"{found.entries} entries, {found.answers} answers and {found.files} files {done}")
     if tenant is not None or tag is not None:
-        typer.echo(_left_over(folder, tag, gateways), err=True)
-    else:
-        typer.echo(f"left: {_ELSEWHERE}: {_INVALIDATE}", err=True)
+        typer.echo(_left_over(folder, tag, gateways, has_gateway=has_gateway), err=True)
+    elif has_gateway:
+        typer.echo(f"left: {_INVALIDATE}", err=True)
     if found.unread:
         raise StoreError("; ".join(found.unread))
 
@@ -212,6 +252,13 @@ def _secret(folder: Path) -> bytes:
         return os.environ.get("SEMKV_SECRET", "").encode() or file.read_bytes()
     except OSError:
         return b""
+
+
+def _has_gateway(folder: Path) -> bool:
+    """Whether one has been here, as far as can be told."""
+    from semkv.stores.responses.ahead import FOLDER as AHEAD
+
+    return bool(_secret(folder)) or any((folder / sign).exists() for sign in (AHEAD, ANSWERS))
 
 
 def _text(name: str | None) -> str | None:
@@ -247,11 +294,12 @@ def _salts(folder: Path, names: list[str]) -> tuple[list[str | None], list[str]]
     return own, [tenant_salt(secret, name, None) for name in names] if secret else []
 
 
-def _left_over(folder: Path, tag: str | None, gateways: int | None) -> str:
+def _left_over(folder: Path, tag: str | None, gateways: int | None, *, has_gateway: bool) -> str:
     """What a purge of some entries does not reach, for people. ``gateways``: how many files had the gateway's salt."""
     left = [
-        "what running engines hold in memory (until it is evicted, or they restart) and are writing now",
-        f"{_ELSEWHERE}: {_INVALIDATE}",
+        "KV blocks and encoder outputs that running engines hold in memory (until they are evicted, or the engine "
+        "restarts), the latest hits that a gateway's dashboard shows, and what is being written now",
+        *[_INVALIDATE] * has_gateway,
     ]
     if (folder / f"{ANSWERS}.damaged").exists():
         left.append(f"{ANSWERS}.damaged, which a gateway put aside (delete it)")
@@ -276,7 +324,7 @@ def _untold(*, known: bool) -> list[str]:
 
 
 def _folder(given: Path | None) -> Path:
-    from semkv.connectors.settings import default_cache_dir
+    from semkv.config import default_cache_dir
 
     return given or default_cache_dir()
 
@@ -311,13 +359,17 @@ def _cell(name: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name) or "-"
 
 
+def _tenant(name: str) -> str:
+    return _cell(name) if name else "(none)"
+
+
 def _size(nbytes: int) -> str:
     size = float(nbytes)
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 def _ago(moment: float | None) -> str:

@@ -32,6 +32,7 @@ from semkv.indexes.slots import SlotTable
 from semkv.indexes.upkeep import Upkeep
 
 if TYPE_CHECKING:
+    from semkv.indexes.parts import Graph
     from semkv.types import Vector
 
 FLAT = 1024  # plain rows from which a partition gets a graph
@@ -78,6 +79,11 @@ class FaissIndex:
 
     def __contains__(self, item: str) -> bool:
         return item in self._table
+
+    def items(self) -> list[str]:
+        """Every item there is."""
+        with self._lock:
+            return list(self._table)
 
     def sizes(self) -> IndexSizes:
         with self._lock:
@@ -141,11 +147,31 @@ class FaissIndex:
             for name in {name for item in items if (name := self._table.remove(item)) is not None}:
                 self._tidy(self._partitions[name])
 
+    def heed(self, purge: str) -> None:
+        """Say that all items that a purge took away were removed: their vectors go from memory and the kept graphs.
+
+        Args:
+            purge: what the catalog said of it (`Catalog.purge`) before it was asked what is gone.
+        """
+        with self._lock:
+            for partition in self._partitions.values():
+                for graph in partition.graphs:
+                    if graph.dead > graph.blank:
+                        graph.purged = True
+                        self._drop_file(partition, graph)
+                self._upkeep.look_after(partition)
+            if self._store is not None:
+                self._store.heed(purge)
+
+    def _drop_file(self, partition: Partition, graph: Graph) -> None:
+        if self._store is not None and graph.number >= 0:
+            self._store.drop(partition.namespace, partition.name, graph.number)
+            graph.number = -1
+
     def _tidy(self, partition: Partition) -> None:
         """Give back the room of removed rows where that is quick; the rest is left to the upkeep."""
         for graph in partition.pack():
-            if self._store is not None and graph.number >= 0:
-                self._store.drop(partition.namespace, partition.name, graph.number)
+            self._drop_file(partition, graph)
         if partition.empty:
             del self._partitions[partition.name]
         else:

@@ -97,7 +97,7 @@ class Partition:
         """A block with what is left in others."""
         target = Block(self.sizes.dim, room)
         for source in sources:
-            rows = np.flatnonzero(source.slots[: source.count] != GONE)
+            rows = source.living()
             self._fill(target, source.vectors[rows], source.slots[rows])
         return target
 
@@ -109,8 +109,9 @@ class Partition:
         return fit
 
     def publish(self, graph: Graph, index: object, slots: Slots) -> None:
-        """Put a copy of `Graph.grown` into place, whose new rows have these slots."""
+        """Put a copy of `Graph.grown` into place, whose new rows have these slots; some may have been removed since."""
         first = graph.publish(index, slots)
+        graph.purged |= bool((slots == GONE).any())
         self.table.settle(graph, np.arange(first, first + len(slots)), slots)
 
     def pack(self) -> list[Graph]:
@@ -137,6 +138,10 @@ class Partition:
     @property
     def plain(self) -> int:
         return sum(block.count for block in self.blocks)
+
+    def purged_graph(self) -> Graph | None:
+        """A graph that may still show what was purged."""
+        return next((graph for graph in self.graphs if graph.purged), None)
 
     def stale_graph(self) -> Graph | None:
         """A graph with so many removed rows that it is worth a new build."""

@@ -1,7 +1,7 @@
 """What a partition is made of: blocks of plain rows, and graphs over many.
 
 Rows are only ever appended; a removed row is marked by the slot -1 and skipped. What a search reads without a lock
-(vectors of a block below its count, a graph's `index`) never changes.
+(living vectors of a block below its count, a graph's `index`) never changes.
 """
 
 from __future__ import annotations
@@ -83,9 +83,14 @@ class Block:
         self.count += fit
         return fit
 
+    def living(self) -> Slots:
+        """The rows that were not removed."""
+        return np.flatnonzero(self.slots[: self.count] != GONE)
+
     def drop(self, row: int) -> None:
         self.slots[row] = GONE
         self.dead += 1
+        self.vectors[row] = 0  # after the slot: a search that compares it meanwhile finds it gone
 
     def vector(self, row: int) -> Vector:
         found: Vector = self.vectors[row]
@@ -128,7 +133,9 @@ class Graph:
     Attributes:
         slots: the slot of each row, or `GONE`.
         count, dead: rows in ``index``, and how many of them were removed.
-        number, kept: of its file, -1 where it has none, and how many rows that has.
+        blank: how many of the removed ones have no vector of theirs any more.
+        purged: whether vectors of removed rows are to go at once, and not when it is written or built anew.
+        number, kept: of its file, -1 where it has none, and how many rows that has, or had.
         claims: of a graph from a file, while the catalog is read: which rows stand for what.
     """
 
@@ -138,8 +145,8 @@ class Graph:
         self.index: Any = faiss.IndexHNSWSQ(dim, faiss.ScalarQuantizer.QT_fp16, _LINKS, faiss.METRIC_INNER_PRODUCT)
         self.index.hnsw.efConstruction = _BUILD_BREADTH
         self.slots: Slots = np.full(room, GONE, dtype=np.int64)
-        self.count = self.dead = self.kept = 0
-        self.number = -1
+        self.count = self.dead = self.blank = self.kept = 0
+        self.number, self.purged = -1, False
         self.claims: Claims | None = None
         self._alive = np.zeros((room + 7) // 8, dtype=np.uint8)  # one bit a row
         self._breadth: dict[int, Any] = {}
@@ -168,6 +175,30 @@ class Graph:
         self.take_up(rows[living], slots[living])
         return first
 
+    def gone(self) -> Slots:
+        """The removed rows."""
+        return np.flatnonzero(self.slots[: self.count] == GONE)
+
+    def blanked(self, gone: Slots) -> Any:
+        """A copy of ``index`` in which removed rows have the vector of a living one beside them, to lead on as before.
+
+        Raises:
+            ValueError: there is no living row.
+        """
+        faiss = faiss_module()
+        copy = faiss.clone_index(self.index)
+        living = np.ones(copy.ntotal, dtype=np.bool_)
+        living[gone] = False
+        if not living.any():
+            raise ValueError("a graph without a living row")
+        first = faiss.vector_to_array(copy.hnsw.offsets)[gone].astype(np.int64)
+        near = faiss.vector_to_array(copy.hnsw.neighbors)[first[:, None] + np.arange(copy.hnsw.nb_neighbors(0))]
+        near = np.where((near >= 0) & living[near], near, np.argmax(living))
+        beside = near[np.arange(len(gone)), np.argmax(near != np.argmax(living), axis=1)]
+        codes = _codes(copy)
+        codes[gone] = codes[beside]
+        return copy
+
     def take_up(self, rows: Slots, slots: Slots) -> None:
         """Let some rows that stand for nothing stand for these slots."""
         self.slots[rows] = slots
@@ -177,9 +208,8 @@ class Graph:
     def same(self, rows: Slots, vectors: Matrix) -> npt.NDArray[np.bool_]:
         """Whether each row is a vector's to the last bit, in the graph's precision."""
         faiss = faiss_module()
-        storage = faiss.downcast_index(self.index.storage)
-        codes = faiss.rev_swig_ptr(storage.codes.data(), storage.codes.size()).reshape(-1, storage.code_size)
-        equal: npt.NDArray[np.bool_] = (codes[rows] == storage.sa_encode(vectors)).all(axis=1)
+        encoded = faiss.downcast_index(self.index.storage).sa_encode(vectors)
+        equal: npt.NDArray[np.bool_] = (_codes(self.index)[rows] == encoded).all(axis=1)
         return equal
 
     def drop(self, row: int) -> None:
@@ -207,6 +237,14 @@ class Graph:
             living = faiss.IDSelectorBitmap(self._alive)
             found = self._breadth[breadth] = faiss.SearchParametersHNSW(efSearch=breadth, sel=living)
         return found
+
+
+def _codes(index: Any) -> npt.NDArray[np.uint8]:
+    """The vectors of a graph's index as they are stored, a row each, to be read and written in place."""
+    faiss = faiss_module()
+    storage = faiss.downcast_index(index.storage)
+    codes: npt.NDArray[np.uint8] = faiss.rev_swig_ptr(storage.codes.data(), storage.codes.size())
+    return codes.reshape(-1, storage.code_size)
 
 
 def living(parts: Iterable[Block | Graph]) -> int:

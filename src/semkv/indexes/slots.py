@@ -5,7 +5,7 @@ Parts of an index name their rows by slot, so that a search hands out numbers, a
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +39,9 @@ class SlotTable:
 
     def __len__(self) -> int:
         return len(self._slot_of)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slot_of)
 
     def __contains__(self, item: str) -> bool:
         return item in self._slot_of

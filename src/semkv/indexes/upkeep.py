@@ -17,7 +17,7 @@ from semkv.indexes.kept import GraphStore, pour_graph
 from semkv.indexes.parts import GONE, LARGEST_BLOCK, Graph, use_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from semkv.indexes.partition import Partition
     from semkv.indexes.slots import SlotTable
@@ -64,12 +64,13 @@ class Upkeep:
             self._closed = True
         self.settle()
         with self._lock:
-            unkept = [(p, g) for p in self._partitions.values() for g in p.graphs if g.count > g.kept]
+            graphs = [(p, g) for p in self._partitions.values() for g in p.graphs]
+            unkept = [(p, g) for p, g in graphs if g.count > g.kept or g.number < 0]
         for partition, graph in unkept:
             self.keep(partition, graph)
 
     def _needs(self, partition: Partition) -> bool:
-        if partition.plain >= partition.sizes.flat or partition.stale_graph() is not None:
+        if partition.plain >= partition.sizes.flat or partition.stale_graph() or partition.purged_graph():
             return True
         return self._store is not None and partition.unkept_graph() is not None
 
@@ -105,11 +106,14 @@ class Upkeep:
         self._idle.notify_all()
 
     def _improve(self, partition: Partition) -> None:
-        """One step: write a graph, build a stale one anew, or move plain rows into one."""
+        """One step: forget what was purged, write a graph, build a stale one anew, or move plain rows into one."""
         with self._lock:
+            purged = partition.purged_graph()
             unkept = partition.unkept_graph() if self._store is not None else None
             stale = partition.stale_graph()
-        if unkept is not None:
+        if purged is not None:
+            self._blank(purged)
+        elif unkept is not None:
             self.keep(partition, unkept)
         elif stale is not None:
             self._rebuild(partition, stale)
@@ -117,20 +121,35 @@ class Upkeep:
             self._move_up(partition)
 
     def keep(self, partition: Partition, graph: Graph) -> None:
-        """Write a graph as it is now. One thread at a time."""
+        """Write a graph as it is now, without the vectors of removed rows. One thread at a time."""
         if self._store is None:
             return
         with self._lock:
-            index, slots = graph.index, graph.slots[: graph.count].copy()
-            names = self._table.names(slots)
             if graph.number < 0:
                 graph.number = partition.free_number()
-            number = graph.number
-        self._store.save(partition.namespace, partition.name, number, functools.partial(pour_graph, index, names))
+            number, graph.kept = graph.number, graph.count
+        pour = functools.partial(self._pour, graph)
+        saved = self._store.save(partition.namespace, partition.name, number, pour)
         with self._lock:
-            graph.kept = len(slots)
-            if graph not in partition.graphs:  # all its rows were removed meanwhile
+            if not saved or graph.number < 0 or graph not in partition.graphs:  # purged, or all removed, meanwhile
+                graph.number = -1
                 self._store.drop(partition.namespace, partition.name, number)
+
+    def _pour(self, graph: Graph, write: Callable[[bytes], int]) -> None:
+        self._blank(graph)
+        with self._lock:
+            index, names = graph.index, self._table.names(graph.slots[: graph.count])
+        pour_graph(index, names, write)
+
+    def _blank(self, graph: Graph) -> None:
+        """Take away the vectors of removed rows."""
+        with self._lock:
+            graph.purged = False
+            gone = graph.gone()
+        if graph.blank < len(gone) < graph.count:
+            index = graph.blanked(gone)
+            with self._lock:
+                graph.index, graph.blank = index, len(gone)
 
     def _rebuild(self, partition: Partition, stale: Graph) -> None:
         rows = np.flatnonzero(stale.slots[: stale.count] != GONE)
@@ -146,14 +165,16 @@ class Upkeep:
     def _move_up(self, partition: Partition) -> None:
         with self._lock:
             target, blocks = partition.next_move()
+            rows = [block.living() for block in blocks]
         if not blocks:
             return  # all were removed before this had its turn
-        index = target.grown((block.vectors for block in blocks), self._wanted)
+        index = target.grown((b.vectors[there] for b, there in zip(blocks, rows, strict=True)), self._wanted)
         with self._lock:
             moved = set(blocks)
             if index is None or not moved.issubset(partition.blocks):
                 return  # packed meanwhile, as many rows were removed; the next step takes the new blocks
             if target not in partition.graphs:
                 partition.graphs.append(target)
-            partition.publish(target, index, np.concatenate([block.slots for block in blocks]))
+            slots = [block.slots[there] for block, there in zip(blocks, rows, strict=True)]
+            partition.publish(target, index, np.concatenate(slots))
             partition.blocks = [block for block in partition.blocks if block not in moved]

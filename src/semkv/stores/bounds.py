@@ -25,5 +25,5 @@ class Bounds:
 
     def __post_init__(self) -> None:
         for key in ("max_bytes", "max_blocks", "max_age_s"):
-            if not getattr(self, key) >= 0:
-                raise ConfigError(key, getattr(self, key), "0 (no bound) or a positive number")
+            if not 0 <= getattr(self, key) < 2**63:  # what SQLite and a clock can hold
+                raise ConfigError(key, getattr(self, key), "0 (no bound) or a positive number below 2**63")

@@ -7,14 +7,20 @@ that semkv writes, by their form, and nothing else: what a user put beside them 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
+import sqlite3
 import stat
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from semkv.config import CacheConfig
-from semkv.errors import StoreError
+from semkv.errors import CorruptValue, StoreError
+from semkv.stores.catalog import Catalog
 from semkv.stores.directory import ExtentDirectory
+from semkv.stores.files import matching, replace_text
 
 MARKER = "semkv.json"
 LOCK = "open.lock"
@@ -33,12 +39,16 @@ CACHE_FILES = (
     "graphs/*/*.tmp",
     "policy.json",
     "policy.json.*.tmp",
+    f"weights/{'?' * 64}.json",  # what the connectors noted of checkpoints
+    f"weights/{'?' * 64}.json.*.tmp",
     *(f"{store}/{pattern}" for store in _STORES for pattern in EXTENT_FILES),
 )
 
 
 def prepare(config: CacheConfig, *, purge: bool = False) -> None:
     """Make the cache directory ready: empty it where asked, check its version, mark it as ours.
+
+    A catalog that another process has open is emptied and stays, so that this process hears of it and goes on.
 
     Raises:
         StoreError: it is no directory, cannot be written, holds something else, or was written by another version.
@@ -51,9 +61,69 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
         if root.exists() and not root.is_dir():
             raise StoreError(f"{root} is a file; a cache lives in a directory of its own")
         if purge:
-            purge_directory(root, patterns)
+            purge_directory(root, _without_open_catalog(root, patterns))
         _check(root)
     _mark(config.cache_dir, ours=ours)
+
+
+def _without_open_catalog(root: Path, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    if CATALOG not in patterns or not is_ours(root) or not _is_open(root / CATALOG):
+        return patterns
+    try:
+        _, stays = empty_catalog(root / CATALOG)
+    except StoreError as error:
+        if isinstance(error.__cause__, sqlite3.OperationalError):  # it is locked
+            raise
+        stays = False  # damaged, or another version's: of no use to anybody
+    return without_catalog(patterns) if stays else patterns
+
+
+def without_catalog(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """All ``patterns`` but those of the catalog."""
+    return tuple(pattern for pattern in patterns if not pattern.startswith(CATALOG))
+
+
+def empty_catalog(file: Path, *, dry_run: bool = False) -> tuple[int, bool]:
+    """How many entries a catalog has, and whether another process has it open: then they are deleted, unless with
+    ``dry_run``. Without another process the file can go as a whole.
+
+    Raises:
+        CorruptValue: it is damaged.
+        StoreError: it is locked, another program's, or of another format version.
+    """
+    with open_catalog(file) as catalog:
+        count = len(catalog)
+    if (stays := _is_open(file)) and not dry_run:
+        with open_catalog(file) as catalog:
+            tenants = sorted({row.tenant for row in catalog.by_namespace()})
+            count = len(catalog.invalidate(tenants=tenants).entry_ids)
+    return count, stays
+
+
+@contextlib.contextmanager
+def open_catalog(file: Path) -> Iterator[Catalog]:
+    """A catalog to look after from outside, in a ``with`` block that raises no fault of SQLite's.
+
+    Raises:
+        CorruptValue: it is damaged.
+        StoreError: it is locked, another program's, or of another format version.
+    """
+    try:
+        with closing(Catalog(file)) as catalog:
+            yield catalog
+    except (sqlite3.Error, StoreError) as error:
+        cause = error.__cause__ or error
+        if type(cause) is sqlite3.DatabaseError:  # its subclasses mean locked, full and the like
+            damaged = f"catalog {file} is damaged: a purge without --tenant and --tag deletes it"
+            raise CorruptValue(damaged) from cause
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"catalog {file}: {error}") from error
+
+
+def _is_open(database: Path) -> bool:
+    """Whether another connection has it open: the last one to close takes the write-ahead log along."""
+    return database.with_name(f"{database.name}-wal").exists()
 
 
 def purge_directory(
@@ -101,8 +171,8 @@ def purge_directory(
         # The sign goes last but for the locks, so that a purge that was cut off can be repeated.
         for file in sorted(files - markers - locks) + sorted(files & markers):
             file.unlink(missing_ok=True)
-        folders = {parent for file in files for parent in _parents(file, root)}
-        _remove_empty(folders)
+        empty = {folder for store in locked for folder in matching(store, "extents/??") if not folder.is_symlink()}
+        _remove_empty(empty | {parent for path in files | empty for parent in _parents(path, root)})
         for lock in sorted(locks):
             lock.unlink(missing_ok=True)
         _remove_empty({parent for lock in locks for parent in _parents(lock, root)})
@@ -127,7 +197,7 @@ def _remove_empty(folders: set[Path]) -> None:
 def _empty(root: Path) -> bool:
     """Whether nothing is anywhere below but what a purge may leave: empty folders, and locks where it was cut off."""
     locks = {root / LOCK, *(root / store / LOCK for store in _STORES)}
-    return all(path in locks or _is_folder(path) for path in _found(root, "**/*"))
+    return all(path in locks or _is_folder(path) for path in matching(root, "**/*"))
 
 
 def _is_folder(path: Path) -> bool:
@@ -138,15 +208,8 @@ def _is_folder(path: Path) -> bool:
         return True
 
 
-def _found(root: Path, pattern: str) -> list[Path]:
-    """What is there of a form; looked for again where another process took a folder away meanwhile."""
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            return list(root.glob(pattern))
-
-
 def _files(root: Path, patterns: tuple[str, ...]) -> set[Path]:
-    found = (file for pattern in patterns for file in _found(root, pattern) if file.is_file() or file.is_symlink())
+    found = (file for pattern in patterns for file in matching(root, pattern) if file.is_file() or file.is_symlink())
     return {file for file in found if not any(p.is_symlink() for p in _parents(file, root))}
 
 
@@ -173,7 +236,9 @@ def _check(root: Path) -> None:
             found = json.loads(marker.read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
-        except (OSError, ValueError):
+        except OSError as error:
+            raise _unusable(root, error) from error
+        except ValueError:
             found = None
         version = found.get("format") if isinstance(found, dict) else None
         if version != FORMAT:
@@ -189,10 +254,25 @@ def _mark(root: Path, *, ours: bool) -> None:
         return
     if not ours and root.is_dir() and not _empty(root):
         raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
+    make_folder(root)
+    try:
+        replace_text(marker, json.dumps({"format": FORMAT, "kind": "cache"}))
+    except OSError as error:
+        raise _unusable(root, error) from error
+
+
+def make_folder(root: Path) -> None:
+    """The folder of a cache, with those above it.
+
+    Raises:
+        StoreError: it cannot be made.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        part = marker.with_name(f"{MARKER}.{root.stat().st_ino}.tmp")
-        part.write_text(json.dumps({"format": FORMAT, "kind": "cache"}), encoding="utf-8")
-        part.replace(marker)
-    except OSError as e:
-        raise StoreError(f"{root} cannot be written ({e.strerror or e})") from e
+    except OSError as error:
+        raise _unusable(root, error) from error
+
+
+def _unusable(root: Path, error: OSError) -> StoreError:
+    reason = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
+    return StoreError(f"{root} cannot be written ({reason}); choose another --cache-dir")

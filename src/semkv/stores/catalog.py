@@ -17,6 +17,7 @@ from pathlib import Path
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
 from semkv.stores.catalog_rows import (
+    PURGE,
     WHOLE_ENTRY,
     MediaRow,
     NamespaceUse,
@@ -25,7 +26,9 @@ from semkv.stores.catalog_rows import (
     VectorRow,
     delete,
     dump_segments,
+    last_purge,
     load_entry,
+    mark_purge,
     pack,
     removal,
 )
@@ -72,8 +75,10 @@ class Catalog:
 
     def _prepare(self) -> None:
         self._db.execute("PRAGMA foreign_keys=ON")
+        self._db.execute("PRAGMA secure_delete=ON")  # what goes is overwritten with zeros; not every build does it
         with self._write():
             prepare(self._db)
+            self._db.execute(PURGE)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
 
@@ -210,14 +215,18 @@ class Catalog:
         entry_id: str | None = None,
         namespace: Namespace | None = None,
         tenants: Sequence[str] | None = None,
+        before: float | None = None,
         dry_run: bool = False,
     ) -> Removed:
         """Delete the entries that meet every criterion given, or with ``dry_run`` only name what would go.
 
+        Whoever shares the file hears of it (`purge`). ``before``, in seconds since the epoch, is a criterion of those
+        recorded before that time.
+
         Raises:
             ValueError: no criterion was given.
         """
-        tests: dict[str, str] = {}
+        tests: dict[str, str | float] = {}
         if tag is not None:
             tests["id IN (SELECT entry FROM tags WHERE tag=?)"] = tag
         if entry_id is not None:
@@ -226,12 +235,18 @@ class Catalog:
             tests["space=?"] = namespace_key(namespace)
         if tenants is not None:
             tests["tenant IN (SELECT value FROM json_each(?))"] = json.dumps(list(tenants))
+        if before is not None:
+            tests["created<?"] = before
         if not tests:
-            raise ValueError("invalidate needs a tag, an entry_id, a namespace or tenants")
+            raise ValueError("invalidate needs a tag, an entry_id, a namespace, tenants or a time")
         statement = "SELECT id FROM entries WHERE " + " AND ".join(tests)  # noqa: S608 (our own words)
         with self._lock if dry_run else self._write():
             rows = [int(r[0]) for r in self._db.execute(statement, tuple(tests.values())).fetchall()]
-            return removal(self._db, rows) if dry_run else self._delete(rows)
+            if dry_run:
+                return removal(self._db, rows)
+            if rows:
+                mark_purge(self._db)
+            return self._delete(rows)
 
     def _delete(self, rows: Sequence[int]) -> Removed:
         self._recent.clear()
@@ -240,8 +255,9 @@ class Catalog:
     def by_namespace(self, tenant: str | None = None) -> list[NamespaceUse]:
         """What each tenant, or one, has of each model here, most entries first."""
         statement = (
-            "SELECT tenant, model, COUNT(*), SUM(hits), MIN(created), MAX(used) FROM entries "
-            "WHERE ?1 IS NULL OR tenant=?1 GROUP BY tenant, model ORDER BY COUNT(*) DESC, tenant, model"
+            "SELECT tenant, model, COUNT(*), SUM(hits), MIN(created), MAX(used), "
+            "COALESCE(CAST(MAX(CASE WHEN json_valid(metadata) THEN metadata ->> '$.model' END) AS TEXT), '') "
+            "FROM entries WHERE ?1 IS NULL OR tenant=?1 GROUP BY tenant, model ORDER BY COUNT(*) DESC, tenant, model"
         )
         with self._lock:
             return [NamespaceUse(*row) for row in self._db.execute(statement, (tenant,))]
@@ -319,6 +335,12 @@ class Catalog:
             keys = [self._db.execute("SELECT key FROM contexts WHERE id=?", (c,)).fetchone() for c in best]
         return [row[0] for row in keys if row]
 
+    def layers(self, entry_id: str) -> set[str]:
+        """The layer keys under which an entry has a vector; none where it is not here."""
+        statement = "SELECT layer FROM vectors JOIN entries ON entries.id=entry WHERE entry_id=?"
+        with self._lock:
+            return {str(row[0]) for row in self._db.execute(statement, (entry_id,))}
+
     # -- for the indexes ----------------------------------------------------------------------------------------
 
     def _data_version(self) -> int:
@@ -335,6 +357,19 @@ class Catalog:
             if version != self._version:
                 self._recent.clear()
             return version != self._version
+
+    def purge(self) -> str:
+        """The mark of the last `invalidate` that deleted anything, by this process or another."""
+        with self._lock:
+            return last_purge(self._db)
+
+    def missing(self, entry_ids: Sequence[str]) -> list[str]:
+        """Which of some entries are not here."""
+        statement = (
+            "SELECT value FROM json_each(?) WHERE NOT EXISTS (SELECT 1 FROM entries WHERE entry_id=json_each.value)"
+        )
+        with self._lock:
+            return [str(row[0]) for row in self._db.execute(statement, (json.dumps(list(entry_ids)),))]
 
     def vectors(self, layers: Sequence[str], after: int, limit: int) -> list[VectorRow]:
         """The next vectors of entries under the given layer keys, in order of writing, numbered above ``after``."""

@@ -29,6 +29,7 @@ class NamespaceUse:
             answers is none: the catalog is not asked.
         oldest: when the first was recorded.
         used: when one was last recorded or hit.
+        name: of the model, where an entry tells it.
     """
 
     tenant: str
@@ -37,6 +38,7 @@ class NamespaceUse:
     hits: int
     oldest: float
     used: float
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,22 @@ class Removed:
     entry_ids: tuple[str, ...] = ()
     media: tuple[str, ...] = ()
     spaces: tuple[str, ...] = ()
+
+
+# A random mark of the last purge, so that whoever has vectors in memory hears of it. An older file has no such table.
+PURGE = "CREATE TABLE IF NOT EXISTS purge (mark TEXT NOT NULL)"
+
+
+def mark_purge(db: sqlite3.Connection) -> None:
+    """Note that entries were deleted for good."""
+    db.execute("DELETE FROM purge")
+    db.execute("INSERT INTO purge VALUES (hex(randomblob(16)))")
+
+
+def last_purge(db: sqlite3.Connection) -> str:
+    """The mark of the last purge; empty where there was none."""
+    row = db.execute("SELECT mark FROM purge").fetchone()
+    return "" if row is None else str(row[0])
 
 
 def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:

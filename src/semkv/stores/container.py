@@ -27,6 +27,7 @@ import xxhash
 
 from semkv.errors import CorruptValue
 from semkv.keys import digest
+from semkv.stores.files import replacing
 
 FORMAT_VERSION = 1
 """Version of the files; a directory of another version is refused when it is opened."""
@@ -95,15 +96,6 @@ def _head_checksum(text: str, tensor: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([text, tensor]).encode())
 
 
-def fsync_directory(path: Path) -> None:
-    """Make a rename in ``path`` durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def encode_head(header: ExtentHeader, shape: tuple[int, ...]) -> bytes:
     """What stands before the rows in a file; the file is as long as this and the rows together.
 
@@ -121,7 +113,7 @@ def encode_head(header: ExtentHeader, shape: tuple[int, ...]) -> bytes:
 
 
 def write_extent(path: Path, head: bytes, parts: Sequence[Bytes]) -> None:
-    """Write a file so that it is there in full or not at all: temporary name, fsync, rename, fsync of the directory.
+    """Write a file so that it is there in full or not at all; see `files.replacing`.
 
     Args:
         path: the final name; its parent exists.
@@ -131,19 +123,10 @@ def write_extent(path: Path, head: bytes, parts: Sequence[Bytes]) -> None:
     Raises:
         OSError: the disk is full or read-only; the temporary file is gone.
     """
-    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as f:
-            f.write(head)
-            for rows in parts:
-                f.write(rows.data.cast("B"))
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.replace(path)
-        fsync_directory(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as f:
+        f.write(head)
+        for rows in parts:
+            f.write(rows.data.cast("B"))
 
 
 @dataclass(slots=True)

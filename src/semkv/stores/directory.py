@@ -13,8 +13,7 @@ import fcntl
 import json
 import os
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from semkv.errors import CorruptValue, StoreError
 from semkv.stores import container
 from semkv.stores.block_index import BlockRef, FoundFile, NewExtent
 from semkv.stores.container import Bytes, ExtentFile, ExtentHeader
+from semkv.stores.files import replace_text
 
 _LOCK_POLL_S = 0.002
 
@@ -66,8 +66,12 @@ def file_id(path: Path) -> FileId | None:
     return status.st_dev, status.st_ino
 
 
-def _inside(folder: Path) -> list[Path]:
-    """What is in a folder; nothing where a purge took it away, or it is none."""
+def inside(folder: Path) -> list[Path]:
+    """What is in a folder; nothing where a purge took it away, or it is none.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -76,7 +80,7 @@ def _inside(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class ExtentDirectory:
-    """Where the extents of one kind live. Iterating gives all files there, temporary ones too."""
+    """Where the extents of one kind live."""
 
     root: Path
     kind: str
@@ -98,10 +102,11 @@ class ExtentDirectory:
             with contextlib.suppress(OSError):
                 self.index.with_name(self.index.name + suffix).unlink()
 
-    def __iter__(self) -> Iterator[Path]:
-        for folder in _inside(self.root / "extents"):
+    def listed(self, inside: Callable[[Path], list[Path]] = inside) -> Iterator[Path]:
+        """All files there, temporary ones too; ``inside`` says what is in a folder. Raises what that raises."""
+        for folder in inside(self.root / "extents"):
             if len(folder.name) == 2:
-                yield from _inside(folder)
+                yield from inside(folder)
 
     def create(self) -> None:
         """Make the directory, or check that it is of this format and kind; in `one_opener`.
@@ -116,9 +121,7 @@ class ExtentDirectory:
         try:
             theirs = json.loads(path.read_text())
         except FileNotFoundError:
-            temporary = path.with_name(f"{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
-            temporary.write_text(json.dumps(mine))
-            temporary.replace(path)
+            replace_text(path, json.dumps(mine))
             return
         except ValueError:
             theirs = None
@@ -170,8 +173,12 @@ class ExtentDirectory:
                     return
 
     def found(self) -> Iterator[FoundFile]:
-        """The extents' files, by name, size and time alone; nothing is read."""
-        for path in self:
+        """The extents' files, by name, size and time alone; nothing is read.
+
+        Raises:
+            OSError: a folder cannot be read: what is there would be taken for nobody's.
+        """
+        for path in self.listed():
             extent, _, suffix = path.name.partition(".")
             if suffix == "safetensors" and path == self.path(extent) and valid_id(extent):
                 with contextlib.suppress(OSError):

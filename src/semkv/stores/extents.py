@@ -26,7 +26,7 @@ from semkv.stores.adoption import BATCH, adopt
 from semkv.stores.block_index import BlockIndex, BlockRef, NewExtent
 from semkv.stores.bounds import Bounds
 from semkv.stores.container import Bytes, ExtentHeader
-from semkv.stores.directory import ExtentDirectory, new_extent
+from semkv.stores.directory import ExtentDirectory, inside, new_extent
 from semkv.stores.shared_index import SharedIndex
 
 log = logging.getLogger("semkv.stores")
@@ -134,7 +134,7 @@ class ExtentStore:
         An extent is in the index before its file is made, so a file that is not there was left by a writer that died.
         """
         self._swept_at = time.monotonic()
-        files = list(self.files)
+        files = list(self.files.listed(self._inside))
 
         def sweep(index: BlockIndex) -> int:
             if not self.writable:
@@ -153,6 +153,15 @@ class ExtentStore:
             return gone
 
         return self._index.ask(sweep, 0)
+
+    def _inside(self, folder: Path) -> list[Path]:
+        """What is in a folder; nothing, counted, where it cannot be read."""
+        try:
+            return inside(folder)
+        except OSError as error:
+            log.warning("semkv: cannot read %s: %s", folder, error)
+            self.counters["errors"] += 1
+            return []
 
     def find_prefix(self, namespace: str, hashes: Sequence[bytes], holder: str = "") -> list[BlockRef]:
         """Where the longest stored leading run of ``hashes`` is.

@@ -2,7 +2,8 @@
 
 Never the only copy of anything, and never believed: an index takes a row from here only where it equals the catalog's
 vector. So a file that is old, or of another catalog, costs time and no answer. Nothing is written unless the catalog
-beside the folder is the one of the start: what a purge took away is not written back.
+beside the folder is the one of the start, and its last purge one that the index has heeded: what a purge took away is
+not written back.
 
     graphs/<namespace>/<layer>-<partition>-<number>.graph      all digests
 
@@ -16,23 +17,24 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import time
+import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import xxhash
 
 from semkv.errors import CorruptValue
 from semkv.keys import digest
-from semkv.stores.container import fsync_directory
+from semkv.stores.catalog_rows import last_purge
 from semkv.stores.directory import FileId, file_id
+from semkv.stores.files import described, fsync_directory, matching, remove_strays
 
 FOLDER = "graphs"
 _MAGIC = b"semkv graph 1\n"
 _CHECKSUM = 16
 _MAX_BYTES = 4 << 30  # of a folder: more than four million rows of 384 numbers
-_STRAY_S = 3600.0  # age at which a temporary file is a dead writer's
 
 
 class GraphFiles:
@@ -51,6 +53,7 @@ class GraphFiles:
         self._folder, self._layer, self._fault, self._max_bytes = folder, layer, fault, max_bytes
         self._catalog_file = folder.with_name("catalog.sqlite")
         self._catalog = self._catalog_now()
+        self._purge = self._purge_now()
         self._prefix = digest("layer", layer)[:16]
         self._found: dict[str, list[Path]] = defaultdict(list)  # those of the start, by partition
         for file in sorted(folder.glob(f"*/{self._prefix}-*.graph")):
@@ -68,10 +71,17 @@ class GraphFiles:
                 self._fault(error)
                 _delete(file)
 
-    def save(self, namespace: str, partition: str, number: int, pour: Callable[[Callable[[bytes], int]], None]) -> None:
-        """Write a graph in the place of the one with that number. ``pour`` hands its bytes to a function."""
-        if self._purged():
-            return
+    def save(self, namespace: str, partition: str, number: int, pour: Callable[[Callable[[bytes], int]], None]) -> bool:
+        """Write a graph in the place of the one with that number; whether it is there now.
+
+        Args:
+            namespace, partition, number: of the graph.
+            pour: hands its bytes, as they are when it is called, to a function.
+        """
+        heeded = self._purge
+        if self._purged(heeded):
+            return False
+        saved = False
         file = self._file(namespace, partition, number)
         part = file.with_suffix(f".{secrets.token_hex(8)}.tmp")
         checksum = xxhash.xxh3_128()
@@ -92,14 +102,21 @@ class GraphFiles:
             if self._make_room(part, file):
                 part.replace(file)
                 fsync_directory(file.parent)
+                saved = True
         except (OSError, RuntimeError) as error:  # the second from FAISS, when a write of its own fails
             self._fault(error)
         finally:
             _delete(part)
-        if self._purged():  # its catalog goes before a purge looks for graphs: what it did not see is seen here
+        if self._purged(heeded):  # a purge empties the catalog before it looks for graphs: what it missed is seen here
+            saved = False
             _delete(file)
             _delete_empty(file.parent)
             _delete_empty(self._folder)
+        return saved
+
+    def heed(self, purge: str) -> None:
+        """Say that the index holds nothing any more of what a purge (`Catalog.purge`), and those before, took away."""
+        self._purge = purge
 
     def drop(self, namespace: str, partition: str, number: int) -> None:
         """Delete a graph. Its folder stays, into which another index may be about to write."""
@@ -122,10 +139,18 @@ class GraphFiles:
         except OSError:
             return None
 
-    def _purged(self) -> bool:
-        """Whether the catalog of the start is gone, or another one in its place."""
+    def _purge_now(self) -> str | None:
+        """The catalog's last purge; None where that cannot be said."""
+        try:
+            with closing(sqlite3.connect(f"{self._catalog_file.absolute().as_uri()}?mode=ro", uri=True)) as db:
+                return last_purge(db)
+        except sqlite3.Error as error:
+            return "" if "no such table" in str(error) else None
+
+    def _purged(self, heeded: str | None) -> bool:
+        """Whether the catalog of the start is gone, another one in its place, or purged since one that was heeded."""
         now = self._catalog_now()
-        return now is None or now != self._catalog
+        return now is None or now != self._catalog or heeded is None or self._purge_now() != heeded
 
     def _head(self, partition: str) -> bytes:
         return _MAGIC + json.dumps({"layer": self._layer, "partition": partition}).encode() + b"\n"
@@ -154,7 +179,7 @@ def folder_of(namespace: str) -> str:
 def graph_files(folder: Path, namespaces: Iterable[str] | None = None) -> list[Path]:
     """Every whole graph of a folder, or those of some namespaces."""
     places = None if namespaces is None else {folder_of(namespace) for namespace in namespaces}
-    return sorted(file for file in folder.glob("*/*.graph") if places is None or file.parent.name in places)
+    return sorted(file for file in matching(folder, "*/*.graph") if places is None or file.parent.name in places)
 
 
 def damage_of(file: Path) -> str:
@@ -171,13 +196,12 @@ def damage_of(file: Path) -> str:
 def sweep(folder: Path, namespaces: Iterable[str]) -> int:
     """Delete the graphs of all other namespaces, and what dead writers left; how many files that were."""
     living = {folder_of(namespace) for namespace in namespaces}
-    gone = 0
-    for file, stat in list(_files(folder)):
-        stray = file.suffix == ".tmp" and time.time() - stat.st_mtime > _STRAY_S
-        if stray or file.parent.name not in living:
+    gone = remove_strays(folder, "*/*.tmp")
+    for file, _ in list(_files(folder)):
+        if file.parent.name not in living:
             _delete(file)
             gone += 1
-    for place in folder.glob("*/"):
+    for place in matching(folder, "*/"):
         if place.name not in living:
             _delete_empty(place)
     return gone
@@ -206,11 +230,7 @@ def _checked(file: Path, head: bytes) -> memoryview:
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for pattern in ("*/*.graph", "*/*.tmp"):
-        for file in folder.glob(pattern):
-            try:
-                yield file, file.stat()
-            except FileNotFoundError:  # another process replaced it
-                continue
+        yield from described(matching(folder, pattern))
 
 
 def _delete(file: Path) -> None:

@@ -9,13 +9,14 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from semkv.errors import StoreError
 from semkv.keys import media_id as digest_of
+from semkv.stores.files import described, matching, remove_strays
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_NEW = ".new-"  # begins the name of a file that is being written
 
 
 class MediaStore:
@@ -36,18 +37,20 @@ class MediaStore:
         self.root, self.max_bytes = root, max_bytes
         try:
             root.mkdir(parents=True, exist_ok=True)
-            self._bytes = sum(file.stat().st_size for file in self._files())
+            remove_strays(root, f"??/{_NEW}*")
+            self._bytes = sum(status.st_size for _, status in self._files())
         except OSError as error:
             raise StoreError(f"media store {root}: {error.strerror or error}") from error
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored, as far as this process knows."""
+        """Bytes stored or being written, as far as this process knows."""
         return self._bytes
 
-    def _files(self) -> Iterator[Path]:
-        return (file for file in self.root.glob("??/*") if _DIGEST.fullmatch(file.name))
+    def _files(self) -> list[tuple[Path, os.stat_result]]:
+        found = described(matching(self.root, "??/*"))
+        return [(file, s) for file, s in found if _DIGEST.fullmatch(file.name) or file.name.startswith(_NEW)]
 
     def _where(self, media_id: str) -> Path:
         if not _DIGEST.fullmatch(media_id):
@@ -65,7 +68,7 @@ class MediaStore:
         if target.exists() or len(data) > self.max_bytes:
             return media_id
         target.parent.mkdir(exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".new-")
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=_NEW)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -120,17 +123,12 @@ class MediaStore:
 
     def _evict(self, keep: Path) -> None:
         """Bring the directory down to nine tenths of the bound; what other processes wrote is counted anew."""
-        found = []
-        for file in self._files():
-            try:
-                status = file.stat()
-            except FileNotFoundError:
-                continue
-            found.append((status.st_mtime, status.st_size, file))
-        self._bytes = sum(size for _, size, _ in found)
-        for _, size, file in sorted(found, key=lambda row: row[0]):
+        remove_strays(self.root, f"??/{_NEW}*")
+        found = self._files()
+        self._bytes = sum(status.st_size for _, status in found)
+        for file, status in sorted(found, key=lambda row: row[1].st_mtime):
             if self._bytes <= self.max_bytes * 9 // 10:
                 return
-            if file != keep:
+            if file != keep and _DIGEST.fullmatch(file.name):
                 file.unlink(missing_ok=True)
-                self._bytes -= size
+                self._bytes -= status.st_size

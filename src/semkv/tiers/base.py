@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from semkv.encoders.text import TextEncoder
 from semkv.errors import ConfigError, SemkvError
-from semkv.types import Entry
+from semkv.types import Entry, Score
 
 if TYPE_CHECKING:
     from semkv.encoders.text import Matrix
@@ -29,6 +29,7 @@ class Candidate:
         tier: the status key of what decided.
         score: cosine of what decided; 1.0 for an exact or normalised match.
         agreed: status keys that say ``hit`` when this candidate is taken.
+        others: see `Match.others`.
     """
 
     donor: Entry
@@ -36,6 +37,7 @@ class Candidate:
     tier: str
     score: float
     agreed: tuple[str, ...]
+    others: tuple[Score, ...] = ()
 
 
 class Tally:
@@ -86,6 +88,10 @@ class GuardedEncoder:
             raise
         except Exception as error:
             raise PartError(f"text encoder: {error!r}") from error
+
+    def forget(self) -> None:
+        """Drop the texts in memory, where it keeps any."""
+        getattr(self._encoder, "forget", lambda: None)()
 
     def encode(self, texts: Sequence[str]) -> Matrix:
         try:

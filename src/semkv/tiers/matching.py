@@ -1,27 +1,32 @@
 """The matching tiers over one catalog, asked in their order: L0.5 exact text, L2 embedding, L1 semantic text.
 
-The first candidate that the planner lets through ends a lookup.
+The first candidate that the planner lets through ends a lookup. A thread heeds what others purge from the catalog, so
+that an idle process forgets it, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook
-from semkv.encoders.text import TextEncoder
 from semkv.errors import ConfigError
+from semkv.indexes.base import VectorIndex
 from semkv.stores.catalog import Catalog
 from semkv.tiers import exact_text, semantic_text
-from semkv.tiers.base import Boundary, Candidate, PartError, Tally
+from semkv.tiers.base import Boundary, Candidate, GuardedEncoder, PartError, Tally
 from semkv.tiers.embedding import VISION, EmbeddingTier, status_of
 from semkv.tiers.exact_text import ExactTextTier
-from semkv.tiers.guards import Guard
+from semkv.tiers.guards import Guard, forget
 from semkv.tiers.keying import Keyed
 from semkv.tiers.plan import Planner
+from semkv.tiers.record import entry_of, has_chunk_text
 from semkv.tiers.semantic_text import SemanticTextTier
 from semkv.tiers.similar_context import SimilarContext
 from semkv.tiers.vectors import clean
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 
 _EXACT, _SEMANTIC = exact_text.STATUS, semantic_text.STATUS
 _PAGE = 4096
+_FOLLOW_S = 1.0  # between two looks for purges
+_ASKED = 512  # entries that are looked for at once; lookups wait for that, a millisecond or so
 
 
 @dataclass(slots=True)
@@ -77,13 +84,17 @@ class Matching:
         config: CacheConfig,
         catalog: Catalog,
         hook: EmbeddingHook,
-        encoder: TextEncoder | None,
+        encoder: GuardedEncoder | None,
         planner: Planner,
         guard: Guard,
         floor: float,
         tally: Tally,
     ) -> None:
         self._config, self._catalog, self._hook, self._planner, self._tally = config, catalog, hook, planner, tally
+        self._encoder = encoder
+        self._purge: str | None = None
+        with self._boundary("catalog"):
+            self._purge = catalog.purge()  # before anything is read
         self._layers = config.embedding_layers if config.mode is not CacheMode.OFF else ()
         self._exact = ExactTextTier(catalog, config.scope, normalised=config.normalised) if config.exact else None
         self._embedding = EmbeddingTier(
@@ -100,9 +111,18 @@ class Matching:
         self._refreshing = threading.Lock()
         with self._boundary("catalog"):
             self.refresh()
+        self._closing = threading.Event()
+        self._follower = threading.Thread(
+            target=_follow, args=(weakref.ref(self), self._closing), name="semkv-purges", daemon=True
+        )
+        self._follower.start()
 
     def close(self) -> None:
-        """Stop the indexes' upkeep and keep their graphs."""
+        """Stop the indexes' upkeep and keep their graphs, without what was purged."""
+        self._closing.set()
+        self._follower.join()
+        with contextlib.suppress(sqlite3.Error):  # graphs are not written then
+            self.heed()
         self._embedding.close()
         if self._semantic is not None:
             self._semantic.close()
@@ -224,23 +244,54 @@ class Matching:
             if self._semantic is not None:
                 self._semantic.loaded()
 
+    def heed(self) -> None:
+        """Forget what was purged since the last time, by this process or another: vectors, graphs, words of texts."""
+        if self._catalog.changed():
+            self.refresh()
+        purge = self._catalog.purge()
+        if purge == self._purge:
+            return
+        with self._refreshing:  # what was read before that purge is in the indexes by now
+            known = list(self._entries())
+        for start in range(0, len(known), _ASKED):
+            with self._refreshing:  # what is recorded again meanwhile is indexed after this, and stays
+                self.remove(self._catalog.missing(known[start : start + _ASKED]))
+        for index in self._indexes():
+            index.heed(purge)
+        forget(words=True)
+        if self._encoder is not None:
+            self._encoder.forget()
+        self._purge = purge
+
+    def _indexes(self) -> list[VectorIndex]:
+        return self._embedding.indexes() + ([] if self._semantic is None else self._semantic.indexes())
+
+    def _entries(self) -> set[str]:
+        known = self._embedding.entries()
+        return known if self._semantic is None else known.union(self._semantic.entries())
+
     def remove(self, entry_ids: Sequence[str]) -> None:
         """Forget entries."""
         self._embedding.remove(entry_ids)
         if self._semantic is not None:
             self._semantic.remove(entry_ids)
 
-    def lacks(self, entry_id: str) -> bool:
-        """Whether an entry is unknown to an index, as all are after a change of encoder."""
-        if self._semantic is not None and entry_id not in self._semantic:
-            return True
-        return bool(self._layers) and entry_id not in self._embedding
+    def lacks(self, report: ReuseReport, entry_id: str) -> bool:
+        """Whether there is a vector to add for a request that is byte-equal to an entry, as for all after a change of
+        encoder. A prompt may have none: its text is beyond the encoder's window, or it has no question."""
+        if (self._semantic is None or entry_id in self._semantic) and (not self._layers or entry_id in self._embedding):
+            return False
+        own = entry_of(report.request, Keyed.of(report.request.namespace, report.plan.segments))
+        layers = {name: key for name, key in self.layer_keys().items() if name != VISION}
+        missing = set(layers.values()) - self._catalog.layers(own.entry_id)
+        return bool(missing) and any(layers.get(name) in missing for name in self.vectors_to_keep(report))
 
     def vectors_to_keep(self, report: ReuseReport) -> dict[str, Vector]:
         """The lookup's vectors, and those that an early hit made unnecessary then.
 
         Where a leading part was substituted, a layer other than prompt and vision may have been computed from what is
-        no longer in the prompt, and is left out.
+        no longer in the prompt, and is left out. So is that of a chunk text which is more than the question, where a
+        context was.
         """
         vectors = dict(report.embeddings)
         if self._layers and not any(layer.name in vectors for layer in self._layers):
@@ -251,4 +302,17 @@ class Matching:
                 vectors[_SEMANTIC] = vector
         if report.plan.substituted:
             vectors = {name: v for name, v in vectors.items() if name in ("prompt", VISION, _SEMANTIC)}
+        if not has_chunk_text(report.request, report.plan.segments):
+            vectors.pop(_SEMANTIC, None)
         return vectors
+
+
+def _follow(matching: weakref.ref[Matching], closing: threading.Event) -> None:
+    """Heed purges until the tiers are closed, or nobody has them any more."""
+    while not closing.wait(_FOLLOW_S):
+        tiers = matching()
+        if tiers is None:
+            return
+        with contextlib.suppress(sqlite3.Error):  # a lookup counts it
+            tiers.heed()
+        del tiers

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from semkv.stores.files import replace_text
 
 FORMAT = 1
 FILE = "policy.json"
@@ -28,7 +29,6 @@ def load_memory(folder: Path, fingerprint: str) -> Mapping[str, Any] | None:
 
 
 def save_memory(folder: Path, fingerprint: str, body: Mapping[str, Any]) -> None:
-    """Write to a temporary name, then rename. Where processes share a folder, the last one's stays. Raises OSError."""
-    part = folder / f"{FILE}.{os.getpid()}.tmp"
-    part.write_text(json.dumps({"format": FORMAT, "fingerprint": fingerprint, **body}), encoding="utf-8")
-    part.replace(folder / FILE)
+    """Put it in the place of what was kept: where several caches share a folder, the last one's stays. Raises
+    OSError."""
+    replace_text(folder / FILE, json.dumps({"format": FORMAT, "fingerprint": fingerprint, **body}))

@@ -71,6 +71,13 @@ class SemanticTextTier:
         """Say that all of the catalog has been loaded."""
         self._index.loaded()
 
+    def indexes(self) -> list[VectorIndex]:
+        return [self._index]
+
+    def entries(self) -> set[str]:
+        """The entries that are known here."""
+        return set(self._index.items())
+
     def remove(self, entry_ids: Iterable[str]) -> None:
         self._index.remove(entry_ids)
 

@@ -1,8 +1,9 @@
 """Answers on their way to a store: in a log of this process first, which takes one system call.
 
-What was written to the log survives the end of the process, however it ends: whoever opens the folder next brings it to
-the store. A power cut may cost the last moments, as with the store itself (`sqlite`). There are two files, so that one
-is written while the other is brought to the store. A file belongs to the process that holds its lock.
+What was written to the log survives the end of the process, however it ends: whoever opens the folder next, or has it
+open, brings it to the store. A power cut may cost the last moments, as with the store itself (`sqlite`). There are two
+files, so that one is written while the other is brought to the store. A file belongs to the process that holds its
+lock.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ _FRAME = struct.Struct("<QIIII")  # checksum of what follows; bytes of its curso
 _LARGEST = 256 << 20  # bytes of a log that another process left; a larger one is none
 _STAND_BACK_S = 0.005  # before the store is written: it shares the interpreter with the answer that goes out
 _SLOW_S = 0.05  # a write that takes longer was not one to memory
+_LOOK_S = 5.0  # between two looks for what ended processes left
 _PAUSE_S = 1.0  # without the log after such a write or one that failed, and before a store is tried again
 
 log = logging.getLogger("semkv")
@@ -47,8 +49,7 @@ class AheadLog:
     Args:
         folder: of the logs of all processes; made when missing.
         bring: hands an answer, and the cursor when it began, to the store; False where that could not be reached: it is
-            tried again. It must not raise. Called by one thread at a time, and once by this one before all others, for
-            what ended processes left.
+            tried again. It must not raise. Called by one thread at a time.
         max_bytes: bound on what is on its way; a store that falls behind is waited for then.
 
     Raises:
@@ -56,7 +57,7 @@ class AheadLog:
     """
 
     def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 1 << 20) -> None:
-        self._bring, self._most = bring, max_bytes
+        self._folder, self._bring, self._most = folder, bring, max_bytes
         folder.mkdir(parents=True, exist_ok=True)
         self._left = list(_left_behind(folder))
         self._files: list[_File] = []
@@ -67,8 +68,7 @@ class AheadLog:
             for file in (*self._left, *self._files):
                 file.close()
             raise
-        found = (record for file in self._left for record in records(file.content()))
-        self._batch = deque(sorted(found, key=lambda record: record[0].created))  # being brought, from the second file
+        self._batch = _in_order(self._left)  # being brought, from the second file
         self._waiting: deque[Pending] = deque()  # written to the first file
         self._size = self._held = 0  # bytes of the first file, and of both
         self._lock = threading.Lock()  # of the four above; held for moments
@@ -131,12 +131,31 @@ class AheadLog:
                 self._files.reverse()
                 self._batch, self._waiting, self._size = self._waiting, deque(), 0
 
+    def _take_over(self) -> None:
+        """Take what a process that ended meanwhile has left, or a purge held when this one began."""
+        left = list(_left_behind(self._folder))
+        try:
+            found = _in_order(left)
+        except OSError:  # of the disk: another time
+            for file in left:
+                file.close()
+            return
+        with self._lock:
+            self._batch = found
+        self._left = left
+        if left:
+            self._some.set()
+
     def _work(self) -> None:
+        looked = time.monotonic()
         while not self._closing.is_set():
-            self._some.wait()
+            self._some.wait(_LOOK_S)
             time.sleep(_STAND_BACK_S)
             if not self._empty():
                 self._closing.wait(_PAUSE_S)
+            elif time.monotonic() - looked >= _LOOK_S:
+                self._take_over()
+                looked = time.monotonic()
         done = self._empty()
         for file in (*self._left, *self._files):
             if done:
@@ -210,6 +229,27 @@ def discard(folder: Path, selector: Selector, *, dry_run: bool = False) -> int:
     return gone
 
 
+def held(folder: Path) -> list[tuple[os.stat_result, list[StoredResponse]]]:
+    """The logs of a folder that have anything in them, those of running processes too, and their whole answers."""
+    found = []
+    for path in _logs(folder):
+        with suppress(OSError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and 0 < status.st_size <= _LARGEST:
+                found.append((status, [response for response, _ in records(path.read_bytes(), told=False)]))
+    return found
+
+
+def _logs(folder: Path) -> list[Path]:
+    """What is behind a link is somebody else's."""
+    return [] if folder.is_symlink() else sorted(folder.glob(PATTERN))
+
+
+def _in_order(files: Iterable[_File]) -> deque[Pending]:
+    found = (record for file in files for record in records(file.content()))
+    return deque(sorted(found, key=lambda record: record[0].created))
+
+
 def _locked(path: Path, flags: int) -> _File | None:
     """None where another process holds it, or has removed it.
 
@@ -246,8 +286,8 @@ def _new(folder: Path) -> _File:
 
 
 def _left_behind(folder: Path) -> Iterator[_File]:
-    """The logs that no process holds any more. What is no log, or behind a link, is somebody else's."""
-    for path in () if folder.is_symlink() else sorted(folder.glob(PATTERN)):
+    """The logs that no process holds any more. What is no log is somebody else's."""
+    for path in _logs(folder):
         with suppress(OSError):
             if (file := _locked(path, 0)) is not None:
                 yield file
@@ -259,8 +299,8 @@ def _record(response: StoredResponse, since: str) -> bytes:
     return _FRAME.pack(xxhash.xxh3_64_intdigest(body), *map(len, parts)) + body
 
 
-def records(data: bytes) -> Iterator[Pending]:
-    """The answers in a log, with their cursors, up to the first that is not whole."""
+def records(data: bytes, *, told: bool = True) -> Iterator[Pending]:
+    """The answers in a log, with their cursors, up to the first that is not whole, of which there is a warning."""
     at = 0
     while len(data) - at >= _FRAME.size:
         checksum, *sizes = _FRAME.unpack_from(data, at)
@@ -279,5 +319,5 @@ def records(data: bytes) -> Iterator[Pending]:
             break
         yield record
         at = end
-    if at < len(data):
+    if at < len(data) and told:
         log.warning("a log of answers ends in %d bytes that are no whole answer: left out", len(data) - at)

@@ -110,6 +110,7 @@ class SqliteStore(ResponseStore):
         return db
 
     def _prepare(self, db: sqlite3.Connection) -> None:
+        db.execute("PRAGMA secure_delete=ON")  # what goes is overwritten with zeros; not every build does it
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         if is_new(db, self.path):

@@ -1,0 +1,71 @@
+"""A cache that was really used, and the commands that look after it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from typer.testing import CliRunner
+
+from semkv.cache import SemanticCache
+from semkv.cli import app
+from semkv.config import CacheConfig
+from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+from semkv.stores.cachedir import prepare
+from semkv.stores.fusion import FusionState, FusionStore
+from semkv.types import MediaSegment, Namespace, Request, TextSegment
+
+SECRET = b"a secret of the deployment"
+LAYOUT = KVLayout((LayerLayout("layer0", "float32", (64,), (64,), 256),), 16)
+
+
+def call(*words: str, exit_code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == exit_code, result.output
+    return result.stdout
+
+
+def call_both(*words: str) -> str:
+    """What a command prints, to people too."""
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def make_used(tmp_path: Path) -> Path:
+    """Two tenants with three entries and a picture each, two KV extents, one fusion state."""
+    root = tmp_path / "cache"
+    config = CacheConfig(root, semantic=False)
+    prepare(config)
+    cache = SemanticCache(config)
+    for tenant in ("alice", "bob"):
+        namespace = Namespace(tenant, "model")
+        picture = tmp_path / f"{tenant}.jpg"
+        picture.write_bytes(f"the picture of {tenant}".encode())
+        media = MediaSegment(digest_of(picture), picture, tenant)
+        for i in range(3):
+            segments = (media, TextSegment(f"question {i}"))
+            report = cache.try_reuse(Request(f"{tenant}{i}", namespace, segments, tags=("t",) * (i > 0)))
+            cache.add_observation(report, "yes", metadata={"model": "a-model"} if tenant == "bob" else None)
+    cache.close()
+    kv = KVStore.open(root / "kv", "ns", LAYOUT)
+    for i in range(2):
+        kv.save_rows([bytes([i]) * 32], np.full((1, 256), i, np.uint8))
+    kv.close()
+    fusion = FusionStore.open(root / "fusion", "ns")
+    fusion.save(FusionState.from_array("key", np.zeros((2, 3), np.float32)))
+    fusion.close()
+    return root
+
+
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def extents(root: Path, store: str) -> list[Path]:
+    return sorted((root / store / "extents").glob("??/*.safetensors"))
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else b"" for p in root.rglob("*")}

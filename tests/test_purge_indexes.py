@@ -1,0 +1,383 @@
+"""What is purged from the catalog leaves running processes, too: indexes, the graphs they keep, words of texts."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway_helpers import wait_until
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
+from semkv.errors import StoreError
+from semkv.indexes.faiss import FaissIndex
+from semkv.indexes.kept import read_graph
+from semkv.indexes.parts import Graph, _codes
+from semkv.keys import digest
+from semkv.maintenance import inspect
+from semkv.purging import purge_entries
+from semkv.stores.cachedir import prepare
+from semkv.stores.catalog import Catalog
+from semkv.stores.graphs import GraphFiles, _checked, graph_files
+from semkv.tiers import guards
+from semkv.tiers.guards import text as guard_text
+from semkv.types import EmbeddingLayer, Namespace, Plan, Request, ReuseReport, TextSegment
+from test_indexes import clustered, drawn
+
+SPAWN = multiprocessing.get_context("spawn")
+COUNT, DIM = 1100, 32  # above `FLAT`, so that there are graphs
+TAGGED = range(0, COUNT, 25)
+
+
+class Seeded:
+    """An encoder and a hook without a model: each text has a direction of its own."""
+
+    dim, fingerprint, dims = DIM, "seeded", {"prompt": DIM}
+    forgot = 0
+
+    def fits(self, text: str) -> bool:
+        return True
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        return np.concatenate([drawn(1, self.dim, int(digest(text)[:8], 16)) for text in texts])
+
+    def forget(self) -> None:
+        Seeded.forgot += 1
+
+    def __call__(self, request: Request) -> dict[str, np.ndarray]:
+        return {"prompt": self.encode([request.question])[0]}
+
+
+def question(number: int, tenant: str) -> str:
+    return f"What color is {tenant}'s car with number {number}?"
+
+
+def vectors(tenant: str, numbers: Sequence[int]) -> np.ndarray:
+    return Seeded().encode([question(number, tenant) for number in numbers])
+
+
+def found(rows: np.ndarray, tenant: str, numbers: Sequence[int]) -> int:
+    """How many questions' vectors are among some rows; those of others have a cosine far below."""
+    return int(((vectors(tenant, numbers) @ rows.T).max(axis=1, initial=0) > 0.999).sum())
+
+
+def opened(folder: Path) -> SemanticCache:
+    config = CacheConfig(folder, embedding_layers=(EmbeddingLayer("prompt", DIM, 0.9),), embedding_hook="prompt")
+    return SemanticCache(config, hook=Seeded(), text_encoder=Seeded())
+
+
+def record(cache: SemanticCache, tenant: str, count: int = COUNT) -> None:
+    for number in range(count):
+        request = Request(str(number), Namespace(tenant, "m"), (TextSegment(question(number, tenant)),))
+        tags = ("secret",) if number in TAGGED else ()
+        cache.add_observation(ReuseReport(request, Plan(request.segments), {}), "red", tags=tags)
+
+
+def indexes(cache: SemanticCache) -> list[FaissIndex]:
+    found = cache._matching._indexes()
+    assert len(found) == 2
+    return found  # type: ignore[return-value]
+
+
+def settled(cache: SemanticCache) -> None:
+    assert all(index.settle(60) for index in indexes(cache))
+
+
+def in_memory(cache: SemanticCache, tenant: str, numbers: Sequence[int]) -> int:
+    """How many vectors the indexes have of some questions, whether or not they are found."""
+    count = 0
+    for index in indexes(cache):
+        for partition in index._partitions.values():
+            rows = [block.vectors[: block.count] for block in partition.blocks]
+            for graph in partition.graphs:
+                held = graph.index  # the upkeep may put another in its place
+                rows.append(held.reconstruct_n(0, held.ntotal))
+            count += found(np.concatenate(rows), tenant, numbers)
+    return count
+
+
+def on_disk(folder: Path, tenant: str, numbers: Sequence[int]) -> int:
+    """How many vectors the graphs' files have of some questions."""
+    count = 0
+    for file in graph_files(folder / "graphs"):
+        _, _, body = bytes(_checked(file, b"semkv graph 1\n")).partition(b"\n")
+        index = read_graph(memoryview(body), DIM, 1 << 18).index
+        count += found(index.reconstruct_n(0, index.ntotal), tenant, numbers)
+    return count
+
+
+def words() -> int:
+    """How many texts and pieces of texts the guards remember."""
+    caches = (guards._remembered, guards._paired, guard_text._remembered, guard_text._taken)
+    return sum(cache.cache_info().currsize for cache in caches)
+
+
+def _serve(folder: Path, pipe: Connection) -> None:
+    """A process that has a cache open and does what it is told."""
+    cache = opened(folder)
+    does: dict[str, Callable[..., Any]] = {
+        "record": lambda tenant: record(cache, tenant),
+        "settle": lambda: settled(cache),
+        "known": lambda: [len(index) for index in indexes(cache)],
+        "in memory": lambda *which: in_memory(cache, *which),
+        "veto": lambda: guards.veto("What is the number of 5 cars?", "What is the number of 6 cars?"),
+        "words": words,
+        "forgot": lambda: Seeded.forgot,
+        "remembered": lambda: len(cache._catalog._recent._found),
+        "ask": lambda tenant: len(cache._catalog.find(next(iter(keys(cache, tenant))))),
+        "close": cache.close,
+        "faults": lambda: cache.stats().faults,
+    }
+    while (order := pipe.recv()) is not None:
+        pipe.send(does[order[0]](*order[1:]))
+
+
+def keys(cache: SemanticCache, tenant: str) -> list[str]:
+    rows = cache._catalog._db.execute("SELECT key FROM entry_keys JOIN entries ON id=entry WHERE tenant=?", (tenant,))
+    return [row[0] for row in rows]
+
+
+class Other:
+    """Such a process, as its owner sees it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pipe, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=_serve, args=(folder, theirs))
+        self._process.start()
+
+    def __call__(self, *order: object) -> Any:
+        self._pipe.send(order)
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        self._pipe.send(None)
+        self._process.join(30)
+        assert self._process.exitcode == 0
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Other]:
+    process = Other(tmp_path)
+    yield process
+    process.end()
+
+
+def purge(folder: Path, *selection: str) -> None:
+    """As an operator does it, in a process of its own."""
+    command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(folder), *selection]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+
+
+def test_a_tenant_leaves_the_memory_and_the_graphs_of_an_idle_process(tmp_path: Path, other: Other) -> None:
+    other("record", "alice"), other("record", "bob"), other("settle")
+    assert on_disk(tmp_path, "alice", range(COUNT)) > 1000
+    assert other("ask", "alice")
+    assert other("veto")
+    assert other("words")
+    assert other("remembered")
+    purge(tmp_path, "--tenant", "alice")
+    wait_until(lambda: other("known") == [COUNT, COUNT])
+    wait_until(lambda: not other("words") and other("forgot"))
+    assert other("remembered") == 0
+    assert other("in memory", "alice", range(COUNT)) == 0
+    assert other("in memory", "bob", range(COUNT)) == 2 * COUNT
+    other("close")
+    assert on_disk(tmp_path, "alice", range(COUNT)) == 0
+    assert on_disk(tmp_path, "bob", range(COUNT)) > 2000
+    assert other("faults") == {"catalog": 1}, "which is closed now"
+
+
+def test_tagged_entries_leave_the_graphs_that_the_rest_stays_in(tmp_path: Path, other: Other) -> None:
+    other("record", "bob"), other("settle")
+    assert on_disk(tmp_path, "bob", TAGGED) > 50
+    purge(tmp_path, "--tag", "secret")
+    left = COUNT - len(TAGGED)
+    wait_until(lambda: other("known") == [left, left])
+    wait_until(lambda: (other("settle"), other("in memory", "bob", TAGGED))[1] == 0)
+    assert on_disk(tmp_path, "bob", TAGGED) == 0
+    other("close")
+    assert graph_files(tmp_path / "graphs")
+    assert on_disk(tmp_path, "bob", TAGGED) == 0
+    stay = [number for number in range(COUNT) if number not in TAGGED]
+    assert on_disk(tmp_path, "bob", stay) > 1000
+    with opened(tmp_path) as cache:
+        assert cache.stats().faults == {}
+        for index in indexes(cache):
+            assert index.sizes().graph > 500, "what was kept is taken up"
+            names = {item.item for row in vectors("bob", stay) for item in index.search(_partition(index), row)}
+            assert len(names) >= 0.98 * left
+
+
+def _partition(index: FaissIndex) -> str:
+    (name,) = index._partitions
+    return name
+
+
+def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, other: Other) -> None:
+    other("record", "bob"), other("settle")
+    purge(tmp_path)
+    wait_until(lambda: other("known") == [0, 0])
+    other("close")
+    assert not graph_files(tmp_path / "graphs")
+    assert other("in memory", "bob", range(COUNT)) == 0
+
+
+def test_a_run_that_begins_with_a_purge_empties_what_others_have_open(tmp_path: Path, other: Other) -> None:
+    """`semkv run --purge` beside a running process, which hears of it and goes on with the same catalog."""
+    prepare(CacheConfig(tmp_path))
+    other("record", "bob"), other("settle")
+    file = (tmp_path / "catalog.sqlite").stat().st_ino
+    prepare(CacheConfig(tmp_path), purge=True)
+    assert not graph_files(tmp_path / "graphs")
+    wait_until(lambda: other("known") == [0, 0])
+    other("record", "alice")
+    assert (tmp_path / "catalog.sqlite").stat().st_ino == file
+    assert [(use.tenant, use.entries) for use in inspect(tmp_path).entries] == [("alice", COUNT)]
+    other("close")
+    assert on_disk(tmp_path, "alice", range(COUNT)) > 1000
+    prepare(CacheConfig(tmp_path), purge=True)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["semkv.json"], "nobody has it open"
+
+
+def test_a_run_does_not_purge_a_catalog_that_is_being_written(tmp_path: Path) -> None:
+    prepare(CacheConfig(tmp_path))
+    with closing(Catalog(tmp_path / "catalog.sqlite")) as catalog:
+        with catalog._write(), pytest.raises(StoreError, match="locked"):
+            prepare(CacheConfig(tmp_path), purge=True)
+        prepare(CacheConfig(tmp_path), purge=True)
+        assert len(catalog) == 0
+
+
+@pytest.mark.parametrize("how", ["purged", "invalidated"])
+def test_who_closes_before_it_has_looked_writes_nothing_of_a_purge(tmp_path: Path, how: str) -> None:
+    cache = opened(tmp_path)
+    record(cache, "bob")
+    settled(cache)
+    if how == "purged":
+        purge_entries(tmp_path, None, "secret", dry_run=False)
+    else:
+        cache.invalidate(tag="secret")
+    cache.close()
+    assert graph_files(tmp_path / "graphs")
+    assert on_disk(tmp_path, "bob", TAGGED) == 0
+    assert in_memory(cache, "bob", TAGGED) == 0
+
+
+def test_a_graph_that_is_written_during_a_purge_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The purge looks for graphs when the new one has no name yet."""
+    cache = opened(tmp_path)
+    record(cache, "bob")
+    settled(cache)
+    for index in indexes(cache):
+        for partition in index._partitions.values():
+            for graph in partition.graphs:
+                graph.kept = 0
+    real, purged = Path.replace, threading.Event()
+
+    def late(part: Path, file: Path) -> Path:
+        if not purged.is_set():
+            purged.set()
+            purge_entries(tmp_path, None, "secret", dry_run=False)
+        return real(part, file)
+
+    for index in indexes(cache):
+        (partition,) = index._partitions.values()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", late)
+            index._upkeep.keep(partition, partition.graphs[0])
+        assert partition.graphs[0].number == -1
+    assert purged.is_set()
+    assert graph_files(tmp_path / "graphs") == []
+    cache.close()
+    assert graph_files(tmp_path / "graphs")
+    assert on_disk(tmp_path, "bob", TAGGED) == 0
+
+
+def test_nothing_is_written_while_the_catalog_cannot_be_asked(tmp_path: Path) -> None:
+    catalog = tmp_path / "catalog.sqlite"
+    catalog.write_bytes(b"garbage" * 1000)
+    files = GraphFiles(tmp_path / "graphs", "layer", lambda error: pytest.fail(str(error)))
+    assert not files.save("ns", "p", 0, lambda write: write(b"x"))
+    assert graph_files(tmp_path / "graphs") == []
+
+
+def test_what_makes_room_is_no_purge(tmp_path: Path) -> None:
+    config = CacheConfig(tmp_path, max_entries=50)
+    with SemanticCache(config, text_encoder=Seeded()) as cache:
+        before = cache._catalog.purge()
+        record(cache, "bob", 100)
+        assert len(cache._catalog) <= 50
+        assert cache._catalog.purge() == before
+        assert cache.invalidate(tag="none") == 0
+        assert cache._catalog.purge() == before
+        assert cache.invalidate(tag="secret") > 0
+        assert cache._catalog.purge() not in ("", before)
+
+
+def test_a_cache_that_nobody_has_any_more_is_not_followed(tmp_path: Path) -> None:
+    cache = opened(tmp_path)
+    follower = cache._matching._follower
+    del cache
+    gc.collect()
+    follower.join(20)
+    assert not follower.is_alive()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(40, 400), st.floats(0.0, 1.0), st.integers(0, 99))
+def test_a_blanked_graph_shows_no_removed_vector_and_leads_to_all_others(count: int, share: float, seed: int) -> None:
+    rows = clustered(count, DIM, seed)
+    graph = Graph(DIM, count)
+    graph.publish(graph.grown([rows], lambda: True), np.arange(count))
+    random = np.random.default_rng(seed)
+    gone = np.flatnonzero(random.random(count) < share)[: count - 1]
+    for row in gone.tolist():
+        graph.drop(row)
+    assert graph.gone().tolist() == gone.tolist()
+    before = _codes(graph.index).copy()
+    copy = graph.blanked(gone)
+    assert (_codes(graph.index) == before).all(), "a search may be reading it"
+    after, stay = _codes(copy), np.setdiff1d(np.arange(count), gone)
+    assert (after[stay] == before[stay]).all()
+    living = {code.tobytes() for code in before[stay]}
+    assert {code.tobytes() for code in after} <= living
+    graph.index = copy
+    found = [int(graph.search(rows[row], 4)[1][np.argmax(graph.search(rows[row], 4)[0])]) for row in stay.tolist()]
+    assert np.mean(np.array(found) == stay) >= 0.95
+
+
+def test_what_is_recorded_again_during_a_purge_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = opened(tmp_path)
+    record(cache, "bob", 30)
+    matching = cache._matching
+    real = matching._catalog.missing
+    again: list[threading.Thread] = []
+
+    def missing(entries: Sequence[str]) -> list[str]:
+        """Just after it was asked, another thread records the same."""
+        gone = real(entries)
+        if gone and not again:
+            again.append(threading.Thread(target=record, args=(cache, "bob", 30)))
+            again[0].start()
+            again[0].join(0.2)
+        return gone
+
+    monkeypatch.setattr(matching._catalog, "missing", missing)
+    purge_entries(tmp_path, ["bob"], None, dry_run=False)
+    wait_until(lambda: again)
+    again[0].join(30)
+    wait_until(lambda: matching._purge == matching._catalog.purge())
+    assert [len(index) for index in indexes(cache)] == [30, 30] == [len(cache._catalog)] * 2
+    cache.close()

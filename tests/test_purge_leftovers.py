@@ -1,0 +1,152 @@
+"""After a purge no file below the cache directory has a byte of what was asked, answered or shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cache_helpers import Bench
+from gateway_helpers import SECRET, Pair, wait_until
+from semkv.cli import app
+from semkv.maintenance import inspect
+from semkv.purging import collect, purge_entries
+from semkv.stores.catalog import Catalog
+from semkv.stores.responses import ahead
+from semkv.stores.responses.ahead import AheadLog
+from semkv.stores.responses.base import StoredResponse
+
+LEDGER = " ".join(f"The {word} ledger of the eastern harbour was audited." for word in ("red", "green", "blue"))
+
+
+@pytest.fixture(autouse=True)
+def without_secure_delete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a build of SQLite that leaves deleted content in the file; some builds overwrite it of themselves."""
+    real = sqlite3.connect
+
+    def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        db = real(*arguments, **options)
+        db.execute("PRAGMA secure_delete=OFF")
+        return db
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+
+
+def files_with(folder: Path, *needles: bytes) -> list[str]:
+    """The files that have any of these bytes."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(f.name for f in files if any(needle in f.read_bytes() for needle in needles))
+
+
+def call(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("running", [True, False])
+@pytest.mark.parametrize("how", ["tenant", "tag"])
+def test_of_entries_nothing_is_left(tmp_path: Path, running: bool, how: str) -> None:
+    bench = Bench(tmp_path)
+    cache_dir = bench.cache.config.cache_dir
+    for number in range(40):  # so that pages are full, some are freed, and some are shared with others
+        for tenant in ("alice", "bob"):
+            question = f"{tenant} asks {number} {'x' * (97 * number % 1500)}"
+            picture, context = f"{tenant} picture {number}", f"{LEDGER} {tenant} {number}"
+            report = bench.cache.try_reuse(bench.request(question, picture, context=context, tenant=tenant))
+            bench.cache.add_observation(report, f"{tenant} is answered", tags=(f"of {tenant}",))
+    needle = b"alice"  # in the text, the name, the tag and the bytes of a picture
+    if not running:
+        bench.cache.close()
+    assert len(files_with(cache_dir, needle)) > 40
+    chosen = (["alice"], None) if how == "tenant" else (None, "of alice")
+    assert purge_entries(cache_dir, *chosen, dry_run=False).unread == ()
+    assert files_with(cache_dir, needle) == []
+    if running:
+        bench.cache.close()
+        assert files_with(cache_dir, needle) == []
+    assert "catalog.sqlite" in files_with(cache_dir, b"bob asks 39")
+    assert [(use.tenant, use.entries) for use in inspect(cache_dir).entries] == [("bob", 40)]
+
+
+def test_while_somebody_reads_a_purge_says_that_the_log_still_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("semkv.purging._WAIT_S", 0.1)
+    bench = Bench(tmp_path)
+    bench.ask("a secret question", "picture", tenant="alice")
+    cache_dir = bench.cache.config.cache_dir
+    with closing(sqlite3.connect(cache_dir / "catalog.sqlite", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT COUNT(*) FROM entries").fetchone() == (1,)
+        (told,) = purge_entries(cache_dir, ["alice"], None, dry_run=False).unread
+        assert "purge again" in told
+    assert purge_entries(cache_dir, ["alice"], None, dry_run=False).unread == ()
+    assert files_with(cache_dir, b"a secret question") == []
+    bench.cache.close()
+
+
+def test_a_picture_that_a_dead_writer_left_goes_with_a_purge_and_by_gc(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.ask("a question", "picture", tenant="alice")
+    cache_dir = bench.cache.config.cache_dir
+    bench.cache.close()
+    old, young = cache_dir / "media" / "ab" / ".new-old", cache_dir / "media" / "ab" / ".new-young"
+    old.parent.mkdir(exist_ok=True)
+    for clean in (lambda: collect(cache_dir).strays, lambda: purge_entries(cache_dir, ["alice"], None, dry_run=False)):
+        old.write_bytes(b"half a picture"), young.write_bytes(b"one that is being written")
+        os.utime(old, (1, 1))
+        clean()
+        assert (old.exists(), young.exists()) == (False, True)
+
+
+def test_of_a_gateways_tenant_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEMKV_SECRET", SECRET)
+
+    def kept() -> int:
+        found = json.loads(call("stats", "--cache-dir", str(tmp_path), "--json"))
+        return min(sum(use["answers"] for use in found["answers"]), sum(use["entries"] for use in found["entries"]))
+
+    with Pair(tmp_path, semantic=True, trusted_proxies=("127.0.0.1",)) as pair:
+        for number in range(12):
+            for tenant in ("alice", "bob"):
+                text = f"What is the code of {tenant}house number {number}? {'y' * 300 * number}"
+                assert pair.post(text, headers={"X-Semkv-Tenant": tenant}).status_code == 200
+        wait_until(lambda: kept() == 24)
+        assert {"catalog.sqlite", "responses.sqlite"} & {
+            f.removesuffix("-wal") for f in files_with(tmp_path, b"alicehouse")
+        }
+        call("purge", "--cache-dir", str(tmp_path), "--tenant", "alice")
+        assert files_with(tmp_path, b"alicehouse") == []
+        assert files_with(tmp_path, b"bobhouse")
+    assert files_with(tmp_path, b"alicehouse") == []
+
+
+def test_stats_count_the_logs_of_answers(tmp_path: Path) -> None:
+    log = AheadLog(tmp_path / ahead.FOLDER, lambda response, since: False)
+    for number, tenant in enumerate(("alice", "alice", "bob")):
+        assert log.append(StoredResponse(str(number), tenant, "model", b"words", time.time()), "")
+    Catalog(tmp_path / "catalog.sqlite").close()
+
+    def counted(*tenants: str) -> tuple[int, int]:
+        (use,) = [use for use in inspect(tmp_path, tenants=tenants or None).stores if use.store == "ahead"]
+        assert use.oldest is not None
+        assert time.time() - 60 < use.oldest <= use.used  # type: ignore[operator]
+        return use.items, use.nbytes
+
+    size = sum(file.stat().st_size for file in (tmp_path / ahead.FOLDER).iterdir())
+    assert (counted(), counted("alice"), counted("bob")) == ((3, size), (2, size), (1, size))
+    assert not inspect(tmp_path, tenants=["carol"]).stores
+    log.close(0.1)  # as it lies when a gateway was killed
+    assert counted() == (3, size)
+    call("purge", "--cache-dir", str(tmp_path))
+    AheadLog(tmp_path / ahead.FOLDER, lambda response, since: True).close()
+    Catalog(tmp_path / "catalog.sqlite").close()
+    assert not inspect(tmp_path).stores
