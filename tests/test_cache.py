@@ -6,6 +6,7 @@ import doctest
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -22,8 +23,9 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.keys import segment_key
-from semkv.tiers.policies import Decision
+from semkv.tiers.policies import Calibration, Decision
 from semkv.tiers.policies.base import Stateless
+from semkv.tiers.policies.calibrated import FEATURES
 from semkv.types import (
     CacheMode,
     EmbeddingLayer,
@@ -33,6 +35,7 @@ from semkv.types import (
     MatchPolicy,
     MediaSegment,
     Namespace,
+    PolicyName,
     Request,
     Role,
     Scope,
@@ -107,6 +110,32 @@ def test_similar_media_and_text_substitute_both(bench: Bench) -> None:
     (image,) = (s for s in report.plan.segments if isinstance(s, MediaSegment))
     assert image.source is not None
     assert image.source.read_bytes() == b"bytes of car"
+
+
+@pytest.mark.parametrize("policy", [PolicyName.FIXED, PolicyName.CALIBRATED])
+def test_another_image_does_not_bring_a_text_that_the_same_image_does_not(bench: Bench, policy: PolicyName) -> None:
+    bench.cache.close()
+    weights = {**dict.fromkeys(FEATURES, 0.0), "cosine": -60.0}
+    Calibration("written", 56.5, weights, 0.05).save(bench.root / "calibration.json")  # the risk is .25 at .96
+    calibrated = {"policy": policy, "calibration": bench.root / "calibration.json", "embedding_hook": "prompt_vision"}
+    bench.reopen(**calibrated if policy is PolicyName.CALIBRATED else {})
+    bench.ask("color", "car")
+    served = policy is PolicyName.FIXED  # whose thresholds are .8 for the text and .9 for the image
+    assert bench.look("color~0.96", "car").plan.full == served
+    report = bench.look("color~0.96", "car~0.92")
+    assert report.plan.full == served
+    if not served:
+        assert seen(report.plan.segments) == "<car> | color~0.96"  # the image alone may stand in
+    assert bench.look("color", "car~0.92").plan.full
+    report = bench.look("color~0.999", "car~0.92")
+    assert report.plan.full
+    match = report.plan.match
+    assert match is not None
+    assert [score.tier for score in match.scores] == ["embedding:vision", "embedding:prompt"]
+    assert [score.cosine for score in match.scores] == pytest.approx([0.92, 0.999], abs=1e-3)
+    assert bench.cache.checked(report.hit_id, False)
+    assert not bench.look("color~0.999", "car~0.92").hit, "the pair was found wrong"
+    assert bench.look("color~0.9995", "car~0.92").plan.full
 
 
 def test_similar_media_and_the_same_text_substitute_both(bench: Bench) -> None:
@@ -500,6 +529,59 @@ def test_another_process_finds_what_this_one_recorded(bench: Bench) -> None:
     assert not other.try_reuse(bench.request("color~0.9", "car")).hit
 
 
+@pytest.mark.parametrize("change", ["reworded", "white space"])
+def test_a_chunk_text_with_a_context_that_was_substituted_is_not_the_entrys(bench: Bench, change: str) -> None:
+    document = DOCUMENT + " the last one."
+    other = {"reworded": DOCUMENT + " the last one.~0.97", "white space": document.replace(" ", "  ")}[change]
+    bench.encoder.window = 1000
+    bench.ask("one", context=document, chunk=f"one {document}")
+    report = bench.ask("two", context=other, chunk=f"two {other}")
+    assert seen(report.plan.segments) == f"{document} | two"
+    entry = bench.cache._catalog.get(bench.entry)
+    assert entry is not None
+    assert entry.chunk_text == "two"
+    assert not any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
+    report = bench.ask("two", context=document, chunk=f"two {document}")  # whose chunk text is that of the prompt
+    assert report.provenance == "text:exact"
+    assert bench.entry != entry.entry_id
+    entry = bench.cache._catalog.get(bench.entry)
+    assert entry is not None
+    assert entry.chunk_text == f"two {document}"
+    assert any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
+    assert no_write(bench, "two", context=document, chunk=f"two {document}")
+
+
+def test_a_chunk_text_stays_where_an_image_was_substituted(bench: Bench) -> None:
+    bench.ask("color", "car", system="sys", chunk="sys color")
+    assert bench.ask("shape", "car~0.95", system="sys", chunk="sys shape").provenance == "embedding:vision/media"
+    entry = bench.cache._catalog.get(bench.entry)
+    assert entry is not None
+    assert entry.chunk_text == "sys shape"
+    assert any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
+
+
+def no_write(bench: Bench, question: str | None, **rest: Any) -> bool:
+    """Whether an exact repeat writes nothing, so that other processes go on with what they remember."""
+    with closing(sqlite3.connect(bench.root / "cache" / "catalog.sqlite")) as other:
+        before = other.execute("PRAGMA data_version").fetchone()
+        assert bench.ask(question, **rest).provenance == "text:exact"
+        assert bench.cache.stats().faults == {}
+        return bool(other.execute("PRAGMA data_version").fetchone() == before)
+
+
+def test_an_exact_repeat_of_what_no_index_can_take_writes_nothing(bench: Bench) -> None:
+    bench.reopen(embedding_layers=())
+    beyond_the_window = " ".join(f"word{i}" for i in range(40))
+    for question, rest in ((beyond_the_window, {}), ("short", {}), (None, {"context": "No question.", "chunk": "a"})):
+        bench.ask(question, **rest)
+        assert no_write(bench, question, **rest)
+    bench.encoder.fingerprint = "another encoder"
+    bench.reopen()
+    assert no_write(bench, beyond_the_window)
+    assert not no_write(bench, "short"), "its vector is added"
+    assert no_write(bench, "short")
+
+
 def test_vectors_of_another_encoder_are_not_compared(bench: Bench) -> None:
     bench.ask("color", "car")
     bench.hook.fingerprint = bench.encoder.fingerprint = "another"  # type: ignore[misc]
@@ -549,7 +631,7 @@ def test_a_sentence_beyond_the_window_is_not_compared(bench: Bench) -> None:
 def test_a_donor_whose_image_is_gone_serves_only_those_who_bring_it(bench: Bench, damage: str) -> None:
     bench.ask("color", "car")
     image = bench.image("car")
-    file = bench.cache._media.path(image.media_id)
+    file = bench.cache.media.path(image.media_id)
     assert file is not None
     if damage == "flip":
         file.write_bytes(b"bytes of cat")
@@ -568,7 +650,7 @@ def test_a_file_with_other_bytes_is_not_stored_as_the_image(bench: Bench) -> Non
     image.source.write_bytes(b"something else")
     request = Request("1", Namespace(), (image, TextSegment("color")))
     bench.cache.add_observation(bench.cache.try_reuse(request), "red")
-    assert bench.cache._media.path(image.media_id) is None
+    assert bench.cache.media.path(image.media_id) is None
     assert bench.cache.stats().faults == {"media not found": 1}
 
 

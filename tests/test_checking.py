@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ import pytest
 
 from cache_helpers import Bench, WrittenEncoder
 from semkv.cache import SemanticCache
-from semkv.errors import ConfigError
 from semkv.experiments.runner import run
 from semkv.tiers.checking import HitLog, SameMeaning, pair_of, same_text, wilson
-from semkv.tiers.rerank import CrossEncoderReranker, JudgeReranker
+from semkv.tiers.memory import load_memory, save_memory
 from semkv.types import (
     CacheMode,
     Exactness,
@@ -252,6 +252,23 @@ def test_a_damaged_memory_is_a_counted_fault(tmp_path: Path) -> None:
         bench.cache.close()
 
 
+def test_caches_that_share_a_folder_tear_no_memory(tmp_path: Path) -> None:
+    def save(pairs: int) -> None:
+        for _ in range(60):
+            save_memory(tmp_path, "f", {"hits": {"barred": dict.fromkeys(map(str, range(pairs)), "e" * 32)}})
+
+    save(1)
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(save, pairs) for pairs in (20, 3000)]
+        while not all(writer.done() for writer in writers):
+            kept = load_memory(tmp_path, "f")
+            assert kept is not None
+            assert len(kept["hits"]["barred"]) in (1, 20, 3000)
+        for writer in writers:
+            writer.result()
+    assert [file.name for file in tmp_path.iterdir()] == ["policy.json"]
+
+
 def test_a_dry_run_checks_every_hit_for_nothing(tmp_path: Path) -> None:
     bench = plain(tmp_path, policy=PolicyName.BOUNDED, max_error_rate=0.5, mode=CacheMode.DRY_RUN)
     for number in range(40):
@@ -260,79 +277,6 @@ def test_a_dry_run_checks_every_hit_for_nothing(tmp_path: Path) -> None:
         assert not bench.cache.should_check(report)
     assert bench.cache.stats().checked > 0
     assert bench.cache.stats().wrong_rate == 1.0
-
-
-class Refuses:
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error, self.asked = error, []
-
-    def same(self, request: str, donor: str) -> bool:
-        self.asked.append((request, donor))
-        if self.error:
-            raise self.error
-        return False
-
-
-@pytest.mark.parametrize("error", [None, RuntimeError("down")])
-def test_the_second_stage_may_refuse_or_fail(tmp_path: Path, error: Exception | None) -> None:
-    bench = plain(tmp_path)
-    reranker = Refuses(error)
-    cache = SemanticCache(bench.cache.config, text_encoder=bench.encoder, reranker=reranker)
-    bench.ask("color")
-    assert not cache.try_reuse(asking_like(bench, "color~0.95")).hit
-    assert cache.try_reuse(asking_like(bench, "color")).hit, "exact hits are not asked about"
-    assert reranker.asked == [("color~0.95", "color")]
-    stats = cache.stats()
-    assert stats.reranked == 1
-    assert stats.rerank_s > 0
-    assert bool(stats.faults) is (error is not None)
-
-
-def asking_like(bench: Bench, text: str) -> Request:
-    return bench.request(text)
-
-
-def test_a_cross_encoder_is_a_second_stage(tmp_path: Path) -> None:
-    folder = small_cross_encoder(tmp_path / "model")
-    low, high = (CrossEncoderReranker(str(folder), threshold=t) for t in (-1e9, 1e9))
-    assert low.same("what color is it", "which color is it")
-    assert not high.same("what color is it", "which color is it")
-    with pytest.raises(ConfigError, match="--reranker"):
-        CrossEncoderReranker(str(tmp_path / "nothing"))
-
-
-def small_cross_encoder(folder: Path) -> Path:
-    """A BERT of one layer with random weights."""
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
-
-    folder.mkdir()
-    words = "[PAD] [UNK] [CLS] [SEP] [MASK] what which color is it".split()
-    (folder / "vocab.txt").write_text("\n".join(words))
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        num_labels=1,
-    )
-    BertForSequenceClassification(config).save_pretrained(folder)
-    return folder
-
-
-def test_a_judge_must_say_yes() -> None:
-    asked: list[str] = []
-
-    def ask(prompt: str) -> str:
-        asked.append(prompt)
-        return replies.pop(0)
-
-    replies = [" Yes, they do.", "No", ""]
-    judge = JudgeReranker(ask)
-    assert [judge.same("one {x}", "two") for _ in range(3)] == [True, False, False]
-    assert "one {x}" in asked[0]
-    assert "two" in asked[0]
 
 
 def test_a_run_checks_the_share_it_was_told(tmp_path: Path) -> None:

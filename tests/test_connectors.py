@@ -6,12 +6,14 @@ import dataclasses
 import gc
 import json
 import logging
+import math
 import os
 import pickle
 import sqlite3
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,6 +46,16 @@ from semkv.stores.extents import Bounds, ExtentStore
 BLOCK = 32
 ADAPTER = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/nowhere")  # weights that are not known
 SKIP = {"kv_transfer_params": {"semkv": {"skip": True}}}
+
+
+def same_but_for_a_tie(output: Any, cold: Any) -> bool:
+    """Equal tokens, up to one where the cold run's two best are within what bfloat16 tells apart: beside others that
+    load, fewer tokens are computed at once, which rounds in another way."""
+    for own, other, best in zip(answer(output), answer(cold), cold.outputs[0].logprobs, strict=True):
+        if own != other:
+            first, second = sorted(best.values(), key=lambda found: -found.logprob)[:2]
+            return own in best and first.logprob - second.logprob < 0.03
+    return True
 
 
 class Engine:
@@ -84,10 +96,12 @@ class Engine:
             prompt["cache_salt"] = salt
         return prompt
 
-    def run(self, *prompts: dict[str, Any], extra: dict[str, Any] | None = None, tokens: int = 8) -> list[Any]:
+    def run(
+        self, *prompts: dict[str, Any], extra: dict[str, Any] | None = None, tokens: int = 8, top: int | None = None
+    ) -> list[Any]:
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, extra_args=extra)
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, extra_args=extra, logprobs=top)
         return list(self.llm.generate(list(prompts), params, use_tqdm=False))
 
     def one(self, prompt: dict[str, Any], extra: dict[str, Any] | None = None) -> tuple[list[int], ConnectorOutcome]:
@@ -374,13 +388,13 @@ class TestEngine:
 
     def test_batch_in_chunks(self, engine: Engine) -> None:
         prompts = [engine.prompt(f"batch {'x' * 30 * i}", picture=10 + i % 3) for i in range(6)]
-        cold = [answer(o) for o in engine.run(*prompts, extra=SKIP)]
+        cold = engine.run(*prompts, extra=SKIP, top=2)
         engine.forget()
         captured = engine.run(*prompts)
-        assert [answer(o) for o in captured] == cold
+        assert [answer(o) for o in captured] == [answer(o) for o in cold]
         engine.forget()
         loaded = engine.run(*prompts)
-        assert [answer(o) for o in loaded] == cold
+        assert all(same_but_for_a_tie(*pair) for pair in zip(loaded, cold, strict=True))
         for output in loaded:
             outcome = read_outcome(output)
             assert outcome.load_failed is False
@@ -1145,18 +1159,34 @@ def test_settings_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
         {"capture_decode": 1},
         {"host_bytes": 0},
         {"queue_bytes": 0},
+        {"max_bytes": -1},
+        {"max_age_s": math.nan},
+        {"max_age_s": 10**400},
         {"cache_dir": 3},
+        {"cache_dir": " "},
+        {"cache_dir": "a\0b"},
+        {"cache_dir": "~nobody-of-this-name/x"},
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             read_settings(KVSettings, wrong)
-    with pytest.raises(ConfigError, match="max_bytes"):
-        read_settings(KVSettings, {"max_bytes": -1}).bounds()
+    for other in (
+        {"max_items": -1},
+        {"host_bytes": -1},
+        {"fusion_dir": "a\0b"},
+        {"fusion_dir": "~nobody-of-this-name"},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(other))):
+            read_settings(ECSettings, other)
+    monkeypatch.setenv("SEMKV_CACHE_DIR", "~nobody-of-this-name/x")
+    with pytest.raises(ConfigError, match="SEMKV_CACHE_DIR"):
+        read_settings(KVSettings, {})
+    assert read_settings(KVSettings, {"cache_dir": "/x"}).cache_dir == Path("/x")
 
 
 def test_writer_bounds_what_waits() -> None:
     import threading
 
-    writer, gate, done = BackgroundWriter("test", 100), threading.Event(), []
+    writer, gate, done = BackgroundWriter("test", 100, Counter()), threading.Event(), []
     assert writer.submit(gate.wait, 60)
     assert writer.submit(lambda: done.append(1), 40)
     assert not writer.submit(lambda: done.append(2), 1)
@@ -1166,6 +1196,31 @@ def test_writer_bounds_what_waits() -> None:
     assert writer.submit(lambda: done.append(3), 1000)  # alone, anything may wait
     writer.close()
     assert done == [1, 3]
+
+
+def test_a_job_that_raises_is_counted_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
+    counters: Counter[str] = Counter()
+    writer, done = BackgroundWriter("test", 100, counters), []
+    assert writer.submit(lambda: [][0], 60)
+    assert writer.submit(lambda: done.append(1), 40)
+    assert writer.flush(10)
+    assert writer.submit(lambda: done.append(2), 100), "nothing waits any more"
+    writer.close()
+    assert (done, counters["errors"]) == ([1, 2], 1)
+    assert "IndexError" in caplog.text
+
+
+def test_weights_behind_a_link_are_looked_at(tmp_path: Path) -> None:
+    model, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    model.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "w.safetensors").write_bytes(b"one")
+    (model / "weights").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(model)
+    first = namespace.cached_weights_digest(model, tmp_path / "notes")
+    assert namespace.cached_weights_digest(model, tmp_path / "notes") == first
+    (elsewhere / "w.safetensors").write_bytes(b"two")
+    assert namespace.cached_weights_digest(model, tmp_path / "notes") != first
 
 
 def test_weights_are_read_once_and_changes_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

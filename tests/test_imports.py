@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "tiers": VOCABULARY | {"stores", "indexes", "encoders"},
     "cache": VOCABULARY | {"stores", "indexes", "encoders", "tiers"},
     "adapter": VOCABULARY | {"stores", "connectors"},
-    "engines": VOCABULARY | {"presets", "stores", "tiers", "cache", "connectors"},
+    "engines": VOCABULARY | {"presets", "stores", "encoders", "tiers", "cache", "connectors"},
     "experiments": VOCABULARY
     | {"presets", "stores", "indexes", "encoders", "tiers", "cache", "connectors", "engines", "adapter"},
     "server": VOCABULARY | {"presets", "stores", "indexes", "encoders", "tiers", "cache", "connectors", "engines"},

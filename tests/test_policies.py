@@ -10,6 +10,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cache_helpers import Bench, WrittenEncoder
 from semkv.config import CacheConfig
@@ -17,7 +19,7 @@ from semkv.errors import ConfigError
 from semkv.tiers.policies import Bounded, Calibrated, Calibration, FixedThreshold, build_policy
 from semkv.tiers.policies.bounded import BANDS, band, cautious, falling
 from semkv.tiers.policies.calibrated import chance
-from semkv.types import Entry, Exactness, Match, Namespace, PolicyName, Request, TextSegment
+from semkv.types import Entry, Exactness, Match, Namespace, PolicyName, Request, Score, TextSegment
 
 TIER = "semantic_text"
 WEIGHTS = {"cosine": -30.0, "closeness": 0.0, "unmatched": 1.0, "unshared": -2.0, "reordered": 0.5}
@@ -136,6 +138,29 @@ def test_calibrated_judges_its_own_tier_only() -> None:
     assert not policy.accept(asking(), DONOR, match(0.99, "number", "embedding:vision")).accept
 
 
+SCORE = st.floats(0.5, 1.0)
+
+
+@given(SCORE, SCORE, SCORE)
+def test_a_match_is_accepted_where_each_of_its_scores_would_be(text: float, image: float, other: float) -> None:
+    fixed = FixedThreshold({TIER: 0.8, "embedding:vision": 0.85, "embedding:other": 0.7})
+    scores = {TIER: text, "embedding:vision": image, "embedding:other": other}
+    for policy in (fixed, Calibrated(CURVE, frozenset([TIER]), fixed)):
+        (tier, least), *others = sorted(scores.items(), key=lambda score: score[1])
+        rests_on = tuple(Score(*score) for score in others)
+        whole = replace(match(least, tier=tier), others=rests_on)
+        alone = [policy.accept(asking(), DONOR, match(score, tier=name)).accept for name, score in scores.items()]
+        assert policy.accept(asking(), DONOR, whole).accept == all(alone)
+
+
+def test_a_veto_is_weighed_by_the_score_of_the_text() -> None:
+    policy = Calibrated(CURVE, frozenset([TIER]), FixedThreshold({"embedding:vision": 0.8}))
+    image = (Score("embedding:vision", 0.9),)
+    assert policy.accept(asking(), DONOR, replace(match(0.99, "number"), others=image)).accept
+    assert not policy.accept(asking(), DONOR, replace(match(0.91, "number"), others=image)).accept
+    assert not policy.accept(asking(), DONOR, replace(match(0.99, "negation"), others=image)).accept
+
+
 def test_a_text_that_is_served_again_is_worth_a_check() -> None:
     policy = Calibrated(CURVE, frozenset([TIER]), FixedThreshold({}))
     assert policy.accept(asking("a"), DONOR, match(0.95)).check == 0.0
@@ -207,6 +232,26 @@ def test_wordings_of_one_score_are_learned_apart() -> None:
         policy.observe(unlike, correct=False, served=False)
     assert policy.accept(asking(), DONOR, like).accept
     assert not policy.accept(asking(), DONOR, unlike).accept
+
+
+def test_matches_by_text_and_image_are_learned_apart_from_those_by_one() -> None:
+    image = (Score("embedding:vision", 0.99),)
+    alone, both = match(0.98), replace(match(0.98), others=image)
+    turned = replace(match(0.99, tier="embedding:vision"), others=(Score(TIER, 0.98),))
+    policy = Bounded(0.01, CURVE, frozenset([TIER]))
+    for _ in range(2000):
+        policy.arrived()
+        policy.observe(alone, correct=True, served=False)
+    first, second = (policy.accept(asking(), DONOR, one) for one in (alone, both))
+    assert first.accept
+    assert second.risk is not None
+    assert first.risk is not None
+    assert second.risk > first.risk, "nothing is known of these yet, and the image may be wrong as well"
+    for _ in range(2000):
+        policy.arrived()
+        policy.observe(turned, correct=False, served=False)
+    assert not policy.accept(asking(), DONOR, both).accept, "which of the scores is the least is no difference"
+    assert policy.accept(asking(), DONOR, alone).accept
 
 
 def test_hits_are_checked_more_often_where_the_budget_is_a_few_wrong_answers() -> None:

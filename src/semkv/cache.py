@@ -39,7 +39,6 @@ from semkv.tiers.matching import Matching
 from semkv.tiers.plan import Planner
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.record import make_record
-from semkv.tiers.rerank import Reranker
 from semkv.tiers.stats import CacheStats, stats_of
 from semkv.tiers.underway import Joining
 from semkv.tiers.vectors import check_layers
@@ -52,7 +51,8 @@ if TYPE_CHECKING:
 class SemanticCache:
     """Tiers, stores and indexes behind two calls: `try_reuse` before the engine, `add_observation` after it.
 
-    `joining` answers requests by others whose answers are not there yet.
+    `joining` answers requests by others whose answers are not there yet. `media` holds donors' images, and a request's
+    own where a caller puts them there.
 
     Any thread may call any method. Encoders run in the calling thread. A fault inside is counted (`stats`) and the
     request goes on as a miss; only a wrong setting raises.
@@ -62,7 +62,6 @@ class SemanticCache:
         hook: fills the embedding layers; made from ``config.embedding_hook`` when not given.
         text_encoder: of the semantic text tier; made from ``config.index_encoder`` when not given.
         decider: judges approximate matches; made from ``config.policy`` when not given.
-        reranker: a second stage after the decider's first; none by default.
         same_answer: compares answers in checks; by default short ones as strings and longer ones by meaning.
 
     Raises:
@@ -77,7 +76,6 @@ class SemanticCache:
         hook: EmbeddingHook | None = None,
         text_encoder: TextEncoder | None = None,
         decider: Decider | None = None,
-        reranker: Reranker | None = None,
         same_answer: Comparator | None = None,
     ) -> None:
         self.config = config
@@ -90,15 +88,13 @@ class SemanticCache:
         self._tally = Tally()
         self._lookup_s = 0.0
         self._catalog = Catalog(config.cache_dir / "catalog.sqlite", max_entries=config.max_entries)
-        self._media = MediaStore(config.cache_dir / "media", max_bytes=config.max_media_bytes)
+        self.media = MediaStore(config.cache_dir / "media", max_bytes=config.max_media_bytes)
         self._roots = image_roots(config)
         self._decider = decider or build_policy(config, plain.fingerprint if config.calibration else "")
         floor = config.similarity_threshold if self._decider.floor is None else self._decider.floor
         guard = veto if config.guards and config.match is MatchPolicy.ALL else no_veto
         self._hits = HitLog(config.checked_share)
-        self._planner = Planner(
-            self._media, self._decider, guard, reranker, self._hits, self._tally, normalised=config.normalised
-        )
+        self._planner = Planner(self.media, self._decider, guard, self._hits, self._tally, normalised=config.normalised)
         self.joining = Joining(config, floor, self._planner, self._hits, self._tally)
         self._checking = Checking(
             self._hits,
@@ -167,7 +163,8 @@ class SemanticCache:
                     self._catalog.hit(plan.match.entry_id, time.time())
             self._tally.add(f"hit:{plan.match.tier}")
             self._tally.add("partial", 0 if plan.full else 1)
-            hit_id = self._hits.open(request, plan.match, found.check)
+            with self._boundary("hit"):
+                hit_id = self._hits.open(request, plan.match, found.check)
         return ReuseReport(request, sent, found.statuses, found.vectors, seconds, answer, proposed, hit_id, found.near)
 
     # -- recording ----------------------------------------------------------------------------------------------
@@ -205,7 +202,7 @@ class SemanticCache:
             if match is not None:
                 exact = match.exactness is Exactness.EXACT and report.plan.full
                 there = self._catalog.tag(match.entry_id, all_tags if exact else ())
-                if report.plan.full and not (exact and there and self._matching.lacks(match.entry_id)):
+                if report.plan.full and not (exact and there and self._matching.lacks(report, match.entry_id)):
                     self._tally.add("repeats")
                     return match.entry_id if there else None
             vectors, layers = self._matching.vectors_to_keep(report), self._matching.layer_keys()
@@ -221,13 +218,13 @@ class SemanticCache:
     def _keep_media(self, entry: Entry) -> None:
         """Keep the bytes of an entry's images; without them it serves only requests that bring the same image."""
         for segment in Request("", entry.namespace, entry.segments, " ").media:
-            if self._media.path(segment.media_id) is None:
+            if self.media.path(segment.media_id) is None:
                 data = read_media(segment, self._roots)
                 if data is None:
                     self._tally.add("media not found")
                     continue
                 with self._boundary("media"):
-                    self._media.put(data)
+                    self.media.put(data)
 
     # -- checking -----------------------------------------------------------------------------------------------
 
@@ -271,7 +268,7 @@ class SemanticCache:
     def _forget(self, removed: Removed) -> None:
         self._matching.remove(removed.entry_ids)
         for media_id in removed.media:
-            self._media.delete(media_id)
+            self.media.delete(media_id)
 
     def invalidate(
         self,
@@ -304,9 +301,7 @@ class SemanticCache:
         entries = 0
         with self._boundary("catalog"):
             entries = len(self._catalog)
-        return stats_of(
-            self._tally.counts(), self._lookup_s, entries, self._media.nbytes, rerank_s=self._planner.rerank_s
-        )
+        return stats_of(self._tally.counts(), self._lookup_s, entries, self.media.nbytes)
 
 
 def _hook(config: CacheConfig, given: EmbeddingHook | None, encoder: TextEncoder) -> EmbeddingHook:

@@ -151,16 +151,23 @@ def weights_digest(model: str | Path) -> str:
     root = Path(model)
     if not root.is_dir():
         return digest("hub", str(model))
-    parts, seen = [], set()
+    parts = []
+    for file in weight_files(root):
+        with file.open("rb") as f:
+            parts.append((file.relative_to(root).as_posix(), hashlib.file_digest(f, "sha256").hexdigest()))
+    return digest("weights", *(part for pair in sorted(parts) for part in pair))
+
+
+def weight_files(root: Path) -> list[Path]:
+    """The files of a local checkpoint that `weights_digest` reads, in one order; links are followed."""
+    found, seen = [], set()
     for folder, below, names in os.walk(root, followlinks=True):
         if (real := os.path.realpath(folder)) in seen:
             below.clear()  # a link back up
         seen.add(real)
-        for file in (Path(folder, name) for name in names if name[0] != "."):
-            if file.is_file() and file.suffix not in _NOT_WEIGHTS:
-                with file.open("rb") as f:
-                    parts.append((file.relative_to(root).as_posix(), hashlib.file_digest(f, "sha256").hexdigest()))
-    return digest("weights", *(part for pair in sorted(parts) for part in pair))
+        files = (Path(folder, name) for name in names if name[0] != ".")
+        found += [file for file in files if file.is_file() and file.suffix not in _NOT_WEIGHTS]
+    return sorted(found)
 
 
 def model_fingerprint(settings: Mapping[str, object]) -> str:

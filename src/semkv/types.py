@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -178,18 +178,27 @@ def _question(segments: tuple[Segment, ...]) -> str:
     return texts[-1] if texts else ""
 
 
+class Score(NamedTuple):
+    """What a tier or layer, by its status key, scored: a cosine in [-1, 1]."""
+
+    tier: str
+    cosine: float
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """Why a donor was chosen.
 
     Attributes:
-        tier: ``exact_text``, ``semantic_text`` or ``embedding:<layer>``: the status key that says ``hit``.
+        tier: ``exact_text``, ``semantic_text`` or ``embedding:<layer>``: the status key that says ``hit``; of several
+            layers the one that scored least.
         entry_id: the donor.
         score: cosine in [-1, 1] of what decided; 1.0 for an exact or normalised match.
         exactness: of the weakest substituted segment.
         veto: what a guard objected and the policy overruled; empty where none did.
         whole: whether the donor's whole prompt matched, so that its own answer would do.
         wording: how the words differ (`semkv.tiers.guards.Wording`); None where nobody asked.
+        others: what the other layers scored that this match rests on.
     """
 
     tier: str
@@ -199,6 +208,12 @@ class Match:
     veto: str = ""
     whole: bool = True
     wording: tuple[float, float, float] | None = None
+    others: tuple[Score, ...] = ()
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """What everything scored that this match rests on, the least first. A policy must be content with each."""
+        return (Score(self.tier, self.score), *self.others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class ECWorker:
     ) -> None:
         self.counters, self.host = Counters(), host
         self._settings, self._extents, self._device, self._saves = settings, extents, device, saves
-        self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes)
+        self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes, extents.counters)
         self._stream: torch.cuda.Stream | None = None
         self._landing: list[tuple[torch.cuda.Event, HeldState]] = []
 

@@ -100,8 +100,8 @@ class KVWorker:
         self._engine = engine
         self._holder = f"{engine}/{rank}/"  # engines that share a directory may count their requests alike
         self._stores: dict[str, KVStore] = {}
-        self._landings = BackgroundWriter("semkv-kv-landings", 1 << 62)
-        self._writer = BackgroundWriter("semkv-kv-writer", settings.queue_bytes)
+        self._landings = BackgroundWriter("semkv-kv-landings", 1 << 62, extents.counters)
+        self._writer = BackgroundWriter("semkv-kv-writer", settings.queue_bytes, extents.counters)
         self._readers = ThreadPoolExecutor(settings.read_threads, "semkv-kv-reader")
         self._jobs = ThreadPoolExecutor(2, "semkv-kv-jobs")
         self._fetches: dict[str, Future[None]] = {}

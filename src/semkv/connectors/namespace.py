@@ -7,11 +7,11 @@ import json
 import logging
 import os
 import platform
-import uuid
 from pathlib import Path
 from typing import Any
 
-from semkv.keys import digest, weights_digest
+from semkv.keys import digest, weight_files, weights_digest
+from semkv.stores.files import replace_text
 
 log = logging.getLogger("semkv.connectors")
 
@@ -129,7 +129,7 @@ def cached_weights_digest(model: Path, cache_dir: Path) -> str:
 
     A file that cannot be written costs time at the next start and nothing else.
     """
-    files = sorted(p for p in model.rglob("*") if p.is_file()) if model.is_dir() else [model]
+    files = weight_files(model) if model.is_dir() else [model]
     state = [[str(p), (s := p.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns] for p in files]
     note = cache_dir / (digest("path", str(model.resolve())) + ".json")
     try:
@@ -145,9 +145,7 @@ def cached_weights_digest(model: Path, cache_dir: Path) -> str:
             value = hashlib.file_digest(f, "sha256").hexdigest()
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        temporary = note.with_name(f"{note.name}.{uuid.uuid4().hex[:8]}.tmp")
-        temporary.write_text(json.dumps({"files": state, "digest": value}))
-        temporary.replace(note)
+        replace_text(note, json.dumps({"files": state, "digest": value}))
     except OSError as error:
         log.warning("semkv: cannot note the digest of %s (%s)", model, error)
     return value

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
+from semkv.config import default_cache_dir, typed
 from semkv.errors import ConfigError
 from semkv.stores.bounds import KV_MAX_BYTES, Bounds
 from semkv.stores.fusion import FUSION_MAX_BYTES
-
-CACHE_DIR_VARIABLE = "SEMKV_CACHE_DIR"
-
-
-def default_cache_dir() -> Path:
-    """``SEMKV_CACHE_DIR``, else ``~/.cache/semkv``."""
-    return Path(os.environ.get(CACHE_DIR_VARIABLE) or "~/.cache/semkv").expanduser()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +63,7 @@ class KVSettings:
         for key in ("host_bytes", "staging_bytes", "read_threads", "queue_bytes", "max_extent_blocks"):
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "a positive number")
+        _not_negative(self, "max_bytes", "max_blocks", "max_age_s")
 
     def bounds(self) -> Bounds:
         return Bounds(self.max_bytes, self.max_blocks, self.max_age_s)
@@ -102,10 +96,11 @@ class ECSettings:
     report: bool = True
 
     def __post_init__(self) -> None:
-        if self.host_bytes < 0:
-            raise ConfigError("host_bytes", self.host_bytes, "0 (none) or a positive number")
+        _not_negative(self, "max_bytes", "max_items", "max_age_s", "host_bytes")
         if self.queue_bytes < 1:
             raise ConfigError("queue_bytes", self.queue_bytes, "a positive number")
+        if self.fusion_dir:
+            typed("fusion_dir", self.fusion_dir, Path)
 
     def bounds(self) -> Bounds:
         return Bounds(self.max_bytes, self.max_items, self.max_age_s)
@@ -113,6 +108,12 @@ class ECSettings:
     @property
     def root(self) -> Path:
         return Path(self.fusion_dir).expanduser() if self.fusion_dir else self.cache_dir / "fusion"
+
+
+def _not_negative(settings: KVSettings | ECSettings, *keys: str) -> None:
+    for key in keys:
+        if not getattr(settings, key) >= 0:
+            raise ConfigError(key, getattr(settings, key), "0 (none) or a positive number")
 
 
 _S = TypeVar("_S", KVSettings, ECSettings)
@@ -124,20 +125,10 @@ def read_settings(kind: type[_S], extra: Mapping[str, Any] | None) -> _S:
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or range.
     """
-    known = {f.name: f for f in fields(kind)}
-    values: dict[str, Any] = {"cache_dir": default_cache_dir()}
+    kinds = get_type_hints(kind)
+    values: dict[str, Any] = {} if extra and "cache_dir" in extra else {"cache_dir": default_cache_dir()}
     for key, value in (extra or {}).items():
-        if key not in known:
-            raise ConfigError(f"{kind.__name__} key", key, known)
-        if key == "cache_dir":
-            if not isinstance(value, str | Path) or not str(value):
-                raise ConfigError(key, value, "a directory")
-            values[key] = Path(value).expanduser()
-            continue
-        wanted = type(known[key].default)
-        if wanted is float and type(value) is int:
-            value = float(value)
-        if type(value) is not wanted:
-            raise ConfigError(key, value, f"a value of type {wanted.__name__}")
-        values[key] = value
+        if key not in kinds:
+            raise ConfigError(f"{kind.__name__} key", key, kinds)
+        values[key] = typed(key, value, kinds[key])
     return kind(**values)

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import queue
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
+
+log = logging.getLogger("semkv.connectors")
 
 
 class BackgroundWriter:
     """Runs jobs one after the other in a daemon thread; started by the first job.
 
-    Jobs must not raise. What still waits at the interpreter's end is written then.
+    A job that raises is counted, and the next one runs. What still waits at the interpreter's end is written then.
+
+    Args:
+        name: of the thread.
+        max_bytes: bound on what waits.
+        counters: where ``errors`` are counted.
     """
 
-    def __init__(self, name: str, max_bytes: int) -> None:
-        self._name, self._max_bytes = name, max_bytes
+    def __init__(self, name: str, max_bytes: int, counters: Counter[str]) -> None:
+        self._name, self._max_bytes, self._counters = name, max_bytes, counters
         self._queue: queue.SimpleQueue[tuple[Callable[[], object], int] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending_bytes = self._pending_jobs = 0
@@ -42,6 +51,9 @@ class BackgroundWriter:
             job, nbytes = item
             try:
                 job()
+            except Exception:
+                log.exception("semkv: what %s was to write is not stored", self._name)
+                self._counters["errors"] += 1
             finally:
                 del job, item
                 with self._changed:

@@ -30,7 +30,7 @@ from semkv.stores.catalog_rows import MediaRow, VectorRow, unpack
 from semkv.stores.graphs import FOLDER, GraphFiles
 from semkv.tiers.base import Candidate, Tally
 from semkv.tiers.keying import SPELLINGS, Keyed, same_texts, with_media
-from semkv.types import EmbeddingLayer, Entry, MatchPolicy, Namespace
+from semkv.types import EmbeddingLayer, Entry, MatchPolicy, Namespace, Score
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -79,7 +79,7 @@ class EmbeddingTier:
         self._vision = next((layer for layer in layers if layer.name == VISION), None)
         # The prompt layer is searched first; the others are asked whether they agree.
         self._texts = sorted((x for x in layers if x.name != VISION), key=lambda x: x.name != "prompt")
-        self.keys = {layer.name: f"{layer.name}@{fingerprint}" for layer in layers}
+        self.keys = {layer.name: f"{layer.name}:{layer.dim}@{fingerprint}" for layer in layers}
         self._text_indexes: dict[str, VectorIndex] = {
             x.name: FaissIndex(x.dim, store=self._kept(self.keys[x.name])) for x in self._texts
         }
@@ -149,12 +149,22 @@ class EmbeddingTier:
 
     def loaded(self) -> None:
         """Say that all of the catalog has been loaded."""
-        with self._lock:
-            for index in (*self._text_indexes.values(), *self._run_indexes.values()):
-                index.loaded()
+        for index in self.indexes():
+            index.loaded()
 
     def _run_partition(self, space: str, run: str) -> str:
         return space if self._match is MatchPolicy.ANY else run
+
+    def indexes(self) -> list[VectorIndex]:
+        """Those of all layers."""
+        with self._lock:
+            return [*self._text_indexes.values(), *self._run_indexes.values()]
+
+    def entries(self) -> set[str]:
+        """The entries that are known here."""
+        found = {entry for index in self._text_indexes.values() for entry in index.items()}
+        with self._lock:
+            return found.union(self._run_of)
 
     def remove(self, entry_ids: Iterable[str]) -> None:
         """Forget entries, and the images that no entry has any more."""
@@ -176,9 +186,8 @@ class EmbeddingTier:
 
     def close(self) -> None:
         """Stop the indexes' upkeep and keep their graphs."""
-        with self._lock:
-            for index in (*self._text_indexes.values(), *self._run_indexes.values()):
-                index.close()
+        for index in self.indexes():
+            index.close()
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -249,18 +258,19 @@ class EmbeddingTier:
         if not texts or not frame:
             return
         agreed = tuple(status_of(name) for name in (*seeing, *texts))
-        for entry_id, name, score in self._similar_texts(frame, texts, vectors):
+        seen = [Score(status_of(VISION), run.score)] if run.media != _media_ids(keyed) else []
+        for entry_id, scores in self._similar_texts(frame, texts, vectors):
             donor_entry = self._entry(entry_id)
             if donor_entry is None:
                 continue
             if self._normalised or same_texts(within.segments, donor_entry.segments, within.question):
-                decided_by, least = (VISION, run.score) if seeing and run.score < score else (name, score)
-                yield Candidate(donor_entry, len(donor_entry.segments), status_of(decided_by), least, agreed)
+                least, *others = sorted([*scores, *seen], key=lambda score: score.cosine)
+                yield Candidate(donor_entry, len(donor_entry.segments), *least, agreed, tuple(others))
 
     def _similar_texts(
         self, frame: str, texts: Sequence[str], vectors: Mapping[str, Vector]
-    ) -> Iterator[tuple[str, str, float]]:
-        """Entries on which every text layer agrees: entry id, weakest layer, its cosine."""
+    ) -> Iterator[tuple[str, list[Score]]]:
+        """Entries on which every text layer agrees, with what each scored."""
         thresholds = {layer.name: layer.threshold for layer in self._texts}
         first, *others = texts
         for neighbour in self._text_indexes[first].search(frame, vectors[first], _NEIGHBOURS):
@@ -271,8 +281,7 @@ class EmbeddingTier:
                 score = self._text_indexes[name].score(neighbour.item, vectors[name])
                 scores[name] = -1.0 if score is None else score
             if all(scores[name] >= thresholds[name] for name in texts):
-                weakest = min(texts, key=lambda name: scores[name])
-                yield neighbour.item, weakest, scores[weakest]
+                yield neighbour.item, [Score(status_of(name), score) for name, score in scores.items()]
 
     def _media_only(self, namespace: Namespace, keyed: Keyed, run: _Run) -> Iterator[Candidate]:
         """An entry whose images stand in for the request's, which keeps its own text after them."""

@@ -13,7 +13,7 @@ from semkv.tiers.freshness import Freshness, Lifetime, Subject
 _COMPLETE = frozenset(("stop", "tool_calls"))
 
 
-class Keyed(Protocol):
+class Answerable(Protocol):
     """What an answer is kept by; `server.canonical.CanonicalRequest` is one."""
 
     @property
@@ -65,7 +65,7 @@ class Keeping:
     def __init__(self, freshness: Freshness, *, sampled: bool, clock: Callable[[], float], tally: Tally) -> None:
         self._freshness, self._sampled, self._clock, self._tally = freshness, sampled, clock, tally
 
-    def stored(self, request: Keyed, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
+    def stored(self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
         """What to keep, or why nothing."""
         reason = "sampled" if request.sampled and not self._sampled else refusal(payload, status)
         if reason:
@@ -87,12 +87,12 @@ class Keeping:
             prompt=request.prompt,
         )
 
-    def keeps(self, request: Keyed, tags: tuple[str, ...]) -> bool:
+    def keeps(self, request: Answerable, tags: tuple[str, ...]) -> bool:
         """Whether a complete answer to a request would be kept."""
         lifetime = self._lifetime(request, tags) if self._sampled or not request.sampled else None
         return lifetime is not None and bool(lifetime.ttl_s)
 
-    def _lifetime(self, request: Keyed, tags: tuple[str, ...]) -> Lifetime | None:
+    def _lifetime(self, request: Answerable, tags: tuple[str, ...]) -> Lifetime | None:
         try:
             return self._freshness.lifetime(Subject(request.prompt, request.model, tags))
         except Exception as error:  # a rule may be the user's own

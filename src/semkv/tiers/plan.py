@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 from semkv.stores.media import MediaStore
@@ -11,7 +10,6 @@ from semkv.tiers.checking import HitLog
 from semkv.tiers.guards import Guard, wording
 from semkv.tiers.keying import exactness_of
 from semkv.tiers.policies import Decider, Decision
-from semkv.tiers.rerank import Reranker
 from semkv.types import Entry, Exactness, Match, MediaSegment, Near, Plan, Request, Segment
 
 
@@ -37,7 +35,6 @@ class Planner:
         media: where donors' images are.
         decider: the policy.
         guard: may veto an approximate match of the whole prompt.
-        reranker: the second stage, or None.
         hits: knows the pairs that were found wrong.
         tally: counts vetoes, refusals and lost images.
         normalised: False has texts that are equal after folding alone judged as approximate matches are.
@@ -48,24 +45,21 @@ class Planner:
         media: MediaStore,
         decider: Decider,
         guard: Guard,
-        reranker: Reranker | None,
         hits: HitLog,
         tally: Tally,
         *,
         normalised: bool = True,
     ) -> None:
         self._media, self._decider, self._guard, self._tally = media, decider, guard, tally
-        self._reranker, self._hits, self._normalised = reranker, hits, normalised
-        self.rerank_s = 0.0
+        self._hits, self._normalised = hits, normalised
 
     def plan(self, request: Request, candidate: Candidate) -> Verdict:
-        """The plan; none where a guard, the policy or the second stage refuses, or a donor's image is gone (all
-        counted)."""
+        """The plan; none where a guard or the policy refuses, or a donor's image is gone (all counted)."""
         donor, run = candidate.donor, candidate.run
         whole = run == len(donor.segments)
         own = request.segments if whole else request.segments[:run]
         exactness = exactness_of(own, donor.segments[:run], normalised=self._normalised)
-        match = Match(candidate.tier, donor.entry_id, candidate.score, exactness, whole=whole)
+        match = Match(candidate.tier, donor.entry_id, candidate.score, exactness, whole=whole, others=candidate.others)
         check = 0.0
         if exactness is Exactness.APPROXIMATE:
             reason = self._veto(request, donor) if whole else None
@@ -94,16 +88,13 @@ class Planner:
         return reason
 
     def _judge(self, request: Request, donor: Entry, match: Match) -> Decision:
-        """The guard's veto, unless the policy weighs vetoes; then what checks found, the policy, the second stage."""
+        """The guard's veto, unless the policy weighs vetoes; then what checks found, and the policy."""
         if match.veto and not self._decider.weighs_vetoes:
             self._tally.add(f"veto:{match.veto}")
             return Decision(False, f"veto: {match.veto}")
         if self._hits.barred(request, donor.entry_id):
             self._tally.add("barred")
             return Decision(False, "found wrong before")
-        if match.whole and not self._reranked(request, donor):
-            self._tally.add("refused by reranker")
-            return Decision(False, "reranker")
         try:
             decision = self._decider.accept(request, donor, match)
         except Exception as error:  # a decider may be the user's own
@@ -113,18 +104,6 @@ class Planner:
         elif not decision.accept:
             self._tally.add("refused")
         return decision
-
-    def _reranked(self, request: Request, donor: Entry) -> bool:
-        if self._reranker is None:
-            return True
-        start = time.perf_counter()
-        try:
-            return self._reranker.same(request.chunk_text, donor.chunk_text)
-        except Exception as error:  # a reranker may be the user's own
-            raise PartError(f"reranker: {error!r}") from error
-        finally:
-            self._tally.add("reranked")
-            self.rerank_s += time.perf_counter() - start
 
     def _available(self, request: Request, run: tuple[Segment, ...]) -> tuple[Segment, ...] | None:
         """The run with a readable, verified file behind each media item that is not the request's own."""

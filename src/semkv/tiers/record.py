@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,18 @@ from semkv.stores.catalog_rows import Record
 from semkv.tiers.embedding import VISION
 from semkv.tiers.keying import Keyed
 from semkv.tiers.similar_context import context_rows
-from semkv.types import Entry, MediaSegment, Request, ReuseReport
+from semkv.types import Entry, MediaSegment, Request, ReuseReport, Segment, TextSegment
 
 if TYPE_CHECKING:
     from semkv.types import Vector
+
+
+def has_chunk_text(request: Request, segments: Sequence[Segment]) -> bool:
+    """Whether a request's chunk text is that of a prompt that was computed for it: it may speak of a context in whose
+    place a donor's stands."""
+    own = [segment for segment in request.segments if isinstance(segment, TextSegment)]
+    computed = [segment for segment in segments if isinstance(segment, TextSegment)]
+    return own == computed or request.chunk_text == request.question
 
 
 def entry_of(request: Request, keyed: Keyed) -> Entry:
@@ -24,13 +32,14 @@ def entry_of(request: Request, keyed: Keyed) -> Entry:
 
     Args:
         request: the request.
-        keyed: the prompt.
+        keyed: the prompt. Where the request's chunk text is not its own, the entry has the question's.
     """
+    chunk_text = request.chunk_text if has_chunk_text(request, keyed.segments) else request.question
     return Entry(
-        entry_id=digest("entry", keyed.space, keyed.exact[-1], request.chunk_text)[:32],
+        entry_id=digest("entry", keyed.space, keyed.exact[-1], chunk_text)[:32],
         namespace=request.namespace,
         segments=keyed.segments,
-        chunk_text=request.chunk_text,
+        chunk_text=chunk_text,
         response="",
     )
 

@@ -15,7 +15,7 @@ from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
 from semkv.stores.responses.memory import MemoryStore
 from semkv.tiers.base import Tally
 from semkv.tiers.freshness import Freshness
-from semkv.tiers.keeping import Keeping, Keyed
+from semkv.tiers.keeping import Answerable, Keeping
 
 _T = TypeVar("_T")
 _LATE_S = 1.0  # an answer that comes to the store so long after it was kept may have been followed by another
@@ -166,7 +166,7 @@ class ResponseCache:
         return f"{self._memory.cursor} {self._cursor}"
 
     def keep(
-        self, request: Keyed, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
+        self, request: Answerable, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
     ) -> bool:
         """Keep an answer if it is complete. Blocks. What is refused is counted under its reason.
 
@@ -186,7 +186,7 @@ class ResponseCache:
         return not reason
 
     def try_keep(
-        self, request: Keyed, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
+        self, request: Answerable, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
     ) -> bool | None:
         """The same without waiting for the store: an answer is in memory then, and in the log of what is on its way.
 
@@ -232,7 +232,7 @@ class ResponseCache:
             self._tally.fault("answer log", error)
             return None
 
-    def keeps(self, request: Keyed, tags: Sequence[str] = ()) -> bool:
+    def keeps(self, request: Answerable, tags: Sequence[str] = ()) -> bool:
         """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
         return self._keeping.keeps(request, tuple(tags))
 

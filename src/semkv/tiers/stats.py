@@ -27,7 +27,6 @@ class CacheStats:
         checked, checked_wrong: approximate hits of the random sample that were checked, and that were wrong.
         checked_beside: checks that the policy asked for beside the sample.
         reported_wrong: hits that a user reported.
-        reranked, rerank_s: calls of the second stage and the seconds they took.
         faults: things that went wrong inside the cache and became misses, by kind.
         entries, media_bytes: what is stored.
     """
@@ -49,8 +48,6 @@ class CacheStats:
     checked_wrong: int = 0
     checked_beside: int = 0
     reported_wrong: int = 0
-    reranked: int = 0
-    rerank_s: float = 0.0
 
     @property
     def wrong_rate(self) -> float | None:
@@ -67,9 +64,7 @@ class CacheStats:
         return wilson(self.checked_wrong, self.checked)
 
 
-def stats_of(
-    counts: Mapping[str, int], lookup_s: float, entries: int, media_bytes: int, *, rerank_s: float = 0.0
-) -> CacheStats:
+def stats_of(counts: Mapping[str, int], lookup_s: float, entries: int, media_bytes: int) -> CacheStats:
     """Sort a `Tally`'s counts into `CacheStats`."""
     faults = _named(counts, "fault:")
     return CacheStats(
@@ -90,8 +85,6 @@ def stats_of(
         checked_wrong=counts.get("checked wrong", 0),
         checked_beside=counts.get("checked beside the sample", 0),
         reported_wrong=counts.get("reported wrong", 0),
-        reranked=counts.get("reranked", 0),
-        rerank_s=rerank_s,
     )
 
 

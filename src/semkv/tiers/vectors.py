@@ -53,7 +53,7 @@ def clean(
         rows = np.atleast_2d(vector)
         if len(rows) != expected:
             raise PartError(f"layer {layer.name}: {len(rows)} vectors where {expected} belong")
-        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+        lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)  # float32 holds no square of 1e30
         if not np.isfinite(rows).all() or not lengths.all():
             raise PartError(f"layer {layer.name}: a vector that is zero or not finite")
         unit = (rows / lengths).astype(np.float32)

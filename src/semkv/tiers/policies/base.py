@@ -54,7 +54,9 @@ class Decider(Protocol):
         """A request came in."""
         ...
 
-    def accept(self, request: Request, donor: Entry, match: Match) -> Decision: ...
+    def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
+        """Whether the donor may be used: a match is no better than the worst of `Match.scores`."""
+        ...
 
     def observe(self, match: Match, *, correct: bool, served: bool) -> None:
         """The outcome of a comparison: of a hit that was served, or of a match that was refused and ran cold."""
@@ -125,5 +127,6 @@ class FixedThreshold(Stateless):
         return cls({"semantic_text": config.similarity_threshold, **layers})
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
-        least = self._thresholds.get(match.tier, 0.0)
-        return Decision(match.score >= least, f"{match.score:.3f} against {least:.3f}")
+        least = [(score.cosine, self._thresholds.get(score.tier, 0.0)) for score in match.scores]
+        reason = ", ".join(f"{cosine:.3f} against {threshold:.3f}" for cosine, threshold in least)
+        return Decision(all(cosine >= threshold for cosine, threshold in least), reason)

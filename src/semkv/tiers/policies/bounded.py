@@ -1,7 +1,8 @@
 """Keeps the share of requests that approximate hits answer wrongly under a bound, on traffic it was not fitted on.
 
-Every approximate match falls into a cell: its tier, the guard that objected to it if any, whether it brings the whole
-prompt, and a band of the chance of a wrong answer that the calibration, or a cautious formula, estimates. A cell knows
+Every approximate match falls into a cell: the tiers it rests on, the guard that objected to it if any, whether it
+brings the whole prompt, and a band of the chance that it is wrong, by any of its scores, which the calibration or a
+cautious formula estimates from each. A cell knows
 how often its matches turned out wrong. Two sources tell: checked hits, and refused matches, whose own answer comes from
 the engine anyway and is compared with the donor's at no cost. The estimate itself is a prior that is worth a few
 observations. So evidence is shared between entries, and the first hit needs no history of its entry.
@@ -32,7 +33,7 @@ from typing import Any
 from semkv.keys import digest
 from semkv.tiers.policies.base import Decision, ServedTexts
 from semkv.tiers.policies.calibrated import Calibration, chance
-from semkv.types import Entry, Match, Request
+from semkv.types import Entry, Match, Request, Score
 
 FLOOR = 0.6
 BANDS = 20  # of estimated risks
@@ -194,20 +195,26 @@ class Bounded:
     def _cell(self, match: Match) -> tuple[ArmKey, int]:
         """Arm and band of a match; the arm is made where it is new. Reasons are few; a guard that makes them up shares
         one arm."""
-        key = (match.tier, match.veto, match.whole)
+        tiers = "+".join(sorted(score.tier for score in match.scores))
+        key = (tiers, match.veto, match.whole)
         if key not in self._arms and len(self._arms) >= _ARMS:
-            key = (match.tier, "other", match.whole)
+            key = (tiers, "other", match.whole)
         if key not in self._arms:
             self._arms[key] = Arm()
             self._review()
-        calibration = self._fitted(key)
+        right = math.prod(1.0 - self._estimate(score, match) for score in match.scores)
+        return key, band(1.0 - right)
+
+    def _estimate(self, score: Score, match: Match) -> float:
+        """The chance of a wrong answer by one of a match's scores."""
+        calibration = self._fitted((score.tier, match.veto, match.whole))
         if calibration is None:
-            return key, band(cautious(match.score))
+            return cautious(score.cosine)
         veto = match.veto if match.veto in calibration.vetoes else ""
-        return key, band(calibration.risk(match.score, veto, match.wording))
+        return calibration.risk(score.cosine, veto, match.wording)
 
     def _fitted(self, key: ArmKey) -> Calibration | None:
-        """The calibration that estimates an arm's risks; None where `cautious` does."""
+        """The calibration that estimates an arm's risks; None where `cautious` does, for a part of a match too."""
         tier, _, whole = key
         return self._calibration if tier in self._tiers and whole else None
 

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,8 @@ class Calibration:
 class Calibrated(Stateless):
     """Accepts a match whose chance of a wrong answer is at most the calibration's limit.
 
+    Of a match that rests on several scores each is judged, by whoever judges its tier.
+
     Args:
         calibration: estimates the chance.
         tiers: status keys whose scores are cosines of the calibrated encoder.
@@ -135,11 +137,16 @@ class Calibrated(Stateless):
         self._lock = threading.Lock()
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
-        if match.tier not in self._tiers or not match.whole:
-            if match.veto:
-                return Decision(False, f"veto: {match.veto}")
-            return self._otherwise.accept(request, donor, match)
-        risk = self._calibration.risk(match.score, match.veto, match.wording)
+        own = [score.cosine for score in match.scores if match.whole and score.tier in self._tiers]
+        if match.veto and not own:
+            return Decision(False, f"veto: {match.veto}")
+        if others := [score for score in match.scores if not match.whole or score.tier not in self._tiers]:
+            first, *more = others
+            theirs = replace(match, tier=first.tier, score=first.cosine, others=tuple(more))
+            decision = self._otherwise.accept(request, donor, theirs)
+            if not own or not decision.accept:
+                return decision
+        risk = self._calibration.risk(min(own), match.veto, match.wording)
         reason = f"risk {risk:.4f} against {self._calibration.limit:.4f}"
         if risk > self._calibration.limit:
             return Decision(False, reason, risk)
