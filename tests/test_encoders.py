@@ -31,6 +31,7 @@ from semkv.errors import ConfigError
 from semkv.experiments.minigqa.generate import generate
 from semkv.experiments.minigqa.knobs import Knobs
 from semkv.keys import media_id
+from semkv.tiers.vectors import clean
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
 
 CHECKPOINT = Path(text_module.__file__).parents[1] / "assets" / "minigqa-vlm"
@@ -55,6 +56,10 @@ def png(seed: int, size: int = 64) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "png")
     return buffer.getvalue()
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.open(io.BytesIO(png(seed)))
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -331,10 +336,10 @@ def test_the_tower_is_the_checkpoints_own(llava: Path) -> None:
 
     encoder = TowerEncoder(llava)
     whole = LlavaForConditionalGeneration.from_pretrained(llava, dtype=torch.float32).eval()
-    pixels = encoder._processor(images=Image.open(io.BytesIO(png(0))), return_tensors="pt")["pixel_values"]
+    pixels = encoder._processor(images=picture(0), return_tensors="pt")["pixel_values"]
     with torch.inference_mode():
         states = whole.model.vision_tower(pixels, output_hidden_states=True).hidden_states
-    assert torch.allclose(encoder.patches(png(0)).flatten(0, 1), states[-2][0, 1:], atol=1e-4)
+    assert torch.allclose(encoder.patches(picture(0)).flatten(0, 1), states[-2][0, 1:], atol=1e-4)
 
 
 def test_the_vector_is_the_grid_of_cells_about_their_mean(llava: Path) -> None:
@@ -342,7 +347,7 @@ def test_the_vector_is_the_grid_of_cells_about_their_mean(llava: Path) -> None:
     vector = encoder.encode(png(1))
     assert vector.shape == (encoder.dim,) == (2 * 2 * 128,)
     assert np.linalg.norm(vector) == pytest.approx(1.0, abs=1e-5)
-    cells = encoder.patches(png(1)).reshape(2, 4, 2, 4, 128).mean(dim=(1, 3)).reshape(4, 128).numpy()
+    cells = encoder.patches(picture(1)).reshape(2, 4, 2, 4, 128).mean(dim=(1, 3)).reshape(4, 128).numpy()
     expected = (cells - cells.mean(axis=0)).flatten()
     assert np.allclose(vector, expected / np.linalg.norm(expected), atol=1e-4)
     assert np.allclose(vector, encoder.encode(png(1)))
@@ -541,6 +546,15 @@ def test_the_built_in_hooks_fill_what_they_say(llava: Path, tmp_path: Path, mini
         assert {layer: len(vector) for layer, vector in hook(request).items()} == dims
     long = Request("1", Namespace(), (TextSegment("word " * 300),))
     assert build_hook(CacheConfig(tmp_path, embedding_hook="prompt"), minilm)(long) == {}
+
+
+@pytest.mark.parametrize("scale", [1e30, 1e-30, 3.0])
+def test_a_vector_of_any_length_keeps_its_direction(scale: float) -> None:
+    layer = EmbeddingLayer("prompt", 3)
+    for sign in (1, -1):
+        raw = {"prompt": np.array([0.6 * sign * scale, 0, 0.8 * scale], dtype=np.float32)}
+        found = clean(Request("1", Namespace(), (TextSegment("q"),)), raw, (layer,), "own")
+        assert found["prompt"] == pytest.approx([0.6 * sign, 0, 0.8], abs=1e-6)
 
 
 class Own:

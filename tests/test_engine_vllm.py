@@ -67,7 +67,7 @@ def test_a_chat_model_with_images(llava: Path, image: MediaSegment) -> None:
         assert rendered["prompt"] == (
             f"<s>system: Be brief.\nuser: <image>\n{CONTEXT}\nWhat colour is the car?\nanswer:"
         )
-        assert rendered["multi_modal_uuids"] == {"image": [keys.media_uuid("b", image.media_id)]}
+        assert rendered["multi_modal_uuids"] == {"image": [question.uuid(image)]}
         assert rendered["cache_salt"] == question.cache_salt
         assert tokenization == {"add_special_tokens": False}
 

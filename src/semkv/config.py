@@ -5,10 +5,15 @@ A wrong value is a `ConfigError` that names the key, the value and what is allow
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import os
+import types
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from semkv.errors import ConfigError
 from semkv.types import DEFAULT_LAYER_THRESHOLD, CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
@@ -16,6 +21,15 @@ from semkv.types import DEFAULT_LAYER_THRESHOLD, CacheMode, EmbeddingLayer, Matc
 IMAGE_ROOT_VARIABLES = ("SEMANTIC_CACHE_IMAGE_ROOT", "GQA_IMAGE_ROOT", "LLAVA_IMAGE_ROOT")
 
 _E = TypeVar("_E", bound=StrEnum)
+
+
+def default_cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
+    """``SEMKV_CACHE_DIR``, else ``~/.cache/semkv``.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    return _path("SEMKV_CACHE_DIR", environment.get("SEMKV_CACHE_DIR") or "~/.cache/semkv")
 
 
 def parse_choice(key: str, value: str, kind: type[_E]) -> _E:
@@ -33,10 +47,10 @@ def check_threshold(key: str, value: float) -> float:
     return value
 
 
-def parse_embedding_layer(spec: str, key: str = "--embedding-layer") -> EmbeddingLayer:
-    """Read ``NAME:DIM[:THRESHOLD]``, for example ``prompt:384:0.8``."""
+def parse_embedding_layer(spec: str | EmbeddingLayer, key: str = "--embedding-layer") -> EmbeddingLayer:
+    """Read ``NAME:DIM[:THRESHOLD]``, for example ``prompt:384:0.8``; a layer is checked in the same way."""
     form = "NAME:DIM[:THRESHOLD] such as prompt:384:0.8"
-    parts = spec.split(":")
+    parts = [str(part) for part in astuple(spec)] if isinstance(spec, EmbeddingLayer) else spec.split(":")
     if len(parts) not in (2, 3) or not parts[0]:
         raise ConfigError(key, spec, form)
     try:
@@ -51,9 +65,63 @@ def parse_embedding_layer(spec: str, key: str = "--embedding-layer") -> Embeddin
     return EmbeddingLayer(parts[0], dim, threshold)
 
 
+def typed(key: str, value: Any, kind: Any) -> Any:
+    """A value of the type that a setting is declared with: bool, int, float (finite), str, a `StrEnum`, `Path`,
+    `EmbeddingLayer`, a tuple of these, or one of them or None.
+
+    What a flag takes as text may be text here as well: the words of an enum, a path (``~`` is the home directory), a
+    layer as ``NAME:DIM[:THRESHOLD]``. Numbers and switches may not: ``"false"`` would be true.
+
+    Raises:
+        ConfigError: it is none, and cannot be read as one.
+    """
+    if get_origin(kind) in (Union, types.UnionType):
+        (kind,) = (k for k in get_args(kind) if k is not types.NoneType)
+        return None if value is None else typed(key, value, kind)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, tuple | list):
+            raise ConfigError(key, value, "a tuple")
+        return tuple(typed(key, item, get_args(kind)[0]) for item in value)
+    if issubclass(kind, StrEnum):
+        return parse_choice(key, value, kind)
+    if kind is EmbeddingLayer and isinstance(value, str | EmbeddingLayer):
+        return parse_embedding_layer(value, key)
+    if kind is Path and isinstance(value, str | Path):
+        return _path(key, value)
+    if isinstance(value, bool):  # a number to Python
+        if kind is bool:
+            return value
+    elif kind is str and isinstance(value, str):
+        return value
+    elif kind is int and isinstance(value, Integral):
+        return int(value)
+    elif kind is float and isinstance(value, Real):
+        return _finite(key, value)
+    raise ConfigError(key, value, f"a value of type {kind.__name__}")
+
+
+def _path(key: str, value: str | Path) -> Path:
+    if not str(value).strip() or "\0" in str(value):
+        raise ConfigError(key, value, "a path")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise ConfigError(key, value, "a path below a home directory that there is") from None
+
+
+def _finite(key: str, value: Real) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(key, value, "a finite number")
+    return number
+
+
 @dataclass(frozen=True)
 class CacheConfig:
-    """Everything `SemanticCache` needs to know.
+    """Everything `SemanticCache` needs to know. Text will do where a flag takes it, as `typed` says.
 
     Attributes:
         cache_dir: where catalog, media, KV extents and fusion states live; one directory, one format version.
@@ -70,7 +138,8 @@ class CacheConfig:
         fusion: the fusion tier (L1.5).
         guards: words may veto an approximate match: a changed number, unit, date, negation, direction, name,
             code or word order (see `semkv.tiers.guards`). ``--match any`` goes without them.
-        similarity_threshold: least cosine of the semantic text tier.
+        similarity_threshold: least cosine of the semantic text tier. At 1 even an equal vector may fall short of it,
+            here and in a layer: cosines are float32, good to a millionth.
         embedding_layers: layers of the embedding tier (L2); empty turns it off.
         embedding_hook: none, prompt, vision, prompt_vision, or ``package.module:Factory``.
         index_encoder: sentence-transformers id or directory for the text tiers.
@@ -115,6 +184,8 @@ class CacheConfig:
     verify_rate: float | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, typed(name, getattr(self, name), kind))
         check_threshold("--similarity-threshold", self.similarity_threshold)
         names = [layer.name for layer in self.embedding_layers]
         for name in names:
@@ -127,7 +198,7 @@ class CacheConfig:
         if self.max_cached_blocks < 0:
             raise ConfigError("--max-cached-blocks", self.max_cached_blocks, "0 (no bound) or a positive number")
         if self.max_entries < 1:
-            raise ConfigError("max_entries", self.max_entries, "a positive number")
+            raise ConfigError("--max-entries", self.max_entries, "a positive number")
         if self.max_media_bytes < 1:
             raise ConfigError("max_media_bytes", self.max_media_bytes, "a positive number of bytes")
         if not 0.0 <= self.context_edit_share < 1.0:

@@ -225,6 +225,11 @@ class SentenceEncoder:
                 self._memory.popitem(last=False)
         return np.stack([found[text] for text in texts])
 
+    def forget(self) -> None:
+        """Drop the texts and vectors in memory."""
+        with self._memory_lock:
+            self._memory.clear()
+
     def _run(self, texts: list[str]) -> list[Vector]:
         model = self._loaded()
         with few_threads(1):

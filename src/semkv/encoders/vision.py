@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from semkv.encoders.pictures import READING, read_picture
 from semkv.encoders.text import few_threads, load_sentence_transformer, offline
 from semkv.errors import ConfigError
 from semkv.keys import digest, weights_digest
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 CLIP = "clip-ViT-B-32"
 _KEY = "--vision-encoder"
 _MOST_PIXELS = 40_000_000  # 120 MB when unpacked, however small the file
+_READ = f"{READING}, by shape"  # part of fingerprints: vectors of another reading are never compared
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))  # the engine needs the rest
 
 
@@ -38,24 +40,33 @@ class VisionEncoder(Protocol):
     def encode(self, data: bytes) -> Vector: ...
 
 
-def open_image(data: bytes) -> Any:
-    """A PIL image in RGB.
+def open_picture(data: bytes) -> tuple[Any, int]:
+    """A square PIL image in RGB, and the shape that the picture had.
+
+    As `read_picture`, and the whole of a wide picture is squeezed into a square of as many pixels: image processors
+    cut out the middle of it, and pictures that differ at the ends would be the same.
+
+    Returns:
+        The image, and the shape: 0 for a square, one more for each 2.5% that it is wider, one less where it is higher.
 
     Raises:
-        OSError: the bytes are not an image that Pillow reads, or one of too many pixels.
+        OSError: the bytes are not an image that can be read, or one of too many pixels.
     """
-    from PIL import Image
-
-    with Image.open(io.BytesIO(data)) as image:  # reads the header alone
-        if image.width * image.height > _MOST_PIXELS:
-            raise OSError(f"an image of {image.width} x {image.height} pixels, of at most {_MOST_PIXELS}")
-        return image.convert("RGB")
+    image = read_picture(data, most_pixels=_MOST_PIXELS)
+    side = math.isqrt(image.width * image.height)
+    squeezed = image if image.width == image.height else image.resize((side, side))
+    return squeezed, round(math.log(image.width / image.height, 1.025))
 
 
-def _unit(vector: Vector) -> Vector:
+def _unit(vector: Vector, shape: int) -> Vector:
+    """The vector at length 1. Every shape but the square turns signs of its own, so that no picture is similar to one
+    which is it but squeezed: a circle is no ellipse."""
     length = float(np.linalg.norm(vector))
     if not np.isfinite(length) or length == 0.0:
         raise ValueError("an image without features")
+    if shape:
+        bits = np.frombuffer(hashlib.shake_256(b"shape %d" % shape).digest(len(vector)), np.uint8) & 1
+        vector = np.where(bits, -vector, vector)
     return (vector / length).astype(np.float32)
 
 
@@ -69,7 +80,7 @@ class ClipEncoder:
     def __init__(self, model: str) -> None:
         self._model = load_sentence_transformer(_KEY, model)
         self._lock = threading.Lock()
-        self.fingerprint = digest("clip", weights_digest(model))[:16]
+        self.fingerprint = digest("clip", _READ, weights_digest(model))[:16]
         self.dim = len(self._run(np.zeros((32, 32, 3), dtype=np.uint8)))
 
     def _run(self, pixels: Any) -> Vector:
@@ -80,7 +91,8 @@ class ClipEncoder:
             return np.asarray(self._model.encode([image], show_progress_bar=False)[0], dtype=np.float32)
 
     def encode(self, data: bytes) -> Vector:
-        return _unit(self._run(open_image(data)))
+        image, shape = open_picture(data)
+        return _unit(self._run(image), shape)
 
 
 class TowerEncoder:
@@ -125,13 +137,13 @@ class TowerEncoder:
         self._lock = threading.Lock()
         self.dim = grid * grid * int(config["hidden_size"])
         settings = json.dumps([config, self._processor.to_dict(), grid, layer], sort_keys=True, default=str)
-        self.fingerprint = digest("tower", found, settings)[:16]
+        self.fingerprint = digest("tower", _READ, found, settings)[:16]
 
-    def patches(self, data: bytes) -> Any:
-        """Patch features, float32 tensor [side, side, hidden]."""
+    def patches(self, image: Any) -> Any:
+        """Patch features of a square PIL image, float32 tensor [side, side, hidden]."""
         import torch
 
-        pixels = self._processor(images=open_image(data), return_tensors="pt")["pixel_values"]
+        pixels = self._processor(images=image, return_tensors="pt")["pixel_values"]
         with self._lock, torch.inference_mode(), few_threads(_THREADS):
             states = self._model(pixel_values=pixels, output_hidden_states=True).hidden_states[self._layer]
         return states[0, 1:].reshape(self._side, self._side, -1)
@@ -139,11 +151,12 @@ class TowerEncoder:
     def encode(self, data: bytes) -> Vector:
         import torch
 
-        features = self.patches(data).permute(2, 0, 1)[None]
+        image, shape = open_picture(data)
+        features = self.patches(image).permute(2, 0, 1)[None]
         cells = torch.nn.functional.adaptive_avg_pool2d(features, self._grid)[0].flatten(1).T  # [grid**2, hidden]
         if self._grid > 1:
             cells = cells - cells.mean(dim=0, keepdim=True)
-        return _unit(cells.flatten().numpy())
+        return _unit(cells.flatten().numpy(), shape)
 
 
 def _vision_config(directory: Path) -> dict[str, Any]:

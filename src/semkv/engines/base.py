@@ -5,11 +5,11 @@ An engine answers canonical prompts. It knows nothing of tiers or donors: everyt
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from semkv import keys
+from semkv.encoders.pictures import READING, read_picture
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Namespace, Role, Segment, Status, TextSegment
 
@@ -47,8 +47,8 @@ class EnginePrompt:
         return keys.namespace_key(Namespace(self.tenant)) if self.tenant else None
 
     def uuid(self, media: MediaSegment) -> str:
-        """The name a media item of this prompt goes by inside the engine."""
-        return keys.media_uuid(self.tenant, media.media_id)
+        """The name a media item of this prompt goes by inside the engine, under which its state is kept."""
+        return keys.media_uuid(self.tenant, f"{READING} {media.media_id}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +135,15 @@ def media_bytes(media: MediaSegment) -> bytes:
 
 
 def load_image(media: MediaSegment) -> Image:
-    """The decoded RGB image of a media item.
+    """The decoded RGB image of a media item, as ``vllm serve`` would show it to the model.
 
     Raises:
         MediaError: as `media_bytes`, or the bytes are no image.
     """
-    from PIL import Image, UnidentifiedImageError
-
     data = media_bytes(media)
     try:
-        return Image.open(io.BytesIO(data)).convert("RGB")
-    except (UnidentifiedImageError, OSError) as e:
+        return read_picture(data)
+    except OSError as e:
         raise MediaError(f"{media.source}: not a readable image ({e})") from e
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from semkv import keys
+from semkv.encoders.pictures import READING
 from semkv.engines.base import EnginePrompt, EngineResult, load_image, system_text, user_parts
 from semkv.engines.checkpoint import check_model, first_line, hub_commit
 from semkv.errors import EngineError
@@ -268,6 +269,7 @@ class VllmEngine:
             "dtype": str(config.dtype),
             "quantization": config.quantization,
             "chat_template": keys.digest("template", self._chat_template or ""),
+            "pictures": READING,
             "processor": self._options.mm_processor_kwargs,
         }
 

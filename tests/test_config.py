@@ -1,0 +1,175 @@
+"""Settings of the cache from a program: of the declared types, in range, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_helpers import WrittenEncoder, WrittenHook
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
+from semkv.errors import ConfigError
+from semkv.types import (
+    CacheMode,
+    EmbeddingLayer,
+    MatchPolicy,
+    Namespace,
+    PolicyName,
+    Request,
+    Scope,
+    TextSegment,
+)
+
+PROMPT = EmbeddingLayer("prompt", 384, 0.8)
+
+
+def request(text: str) -> Request:
+    return Request("1", Namespace(), (TextSegment(text),))
+
+
+@pytest.mark.parametrize("mode", list(CacheMode))
+def test_a_mode_in_words_does_what_the_mode_does(tmp_path: Path, mode: CacheMode) -> None:
+    for number, given_mode in enumerate((mode, str(mode))):
+        config = CacheConfig(tmp_path / str(number), semantic=False, mode=given_mode)  # type: ignore[arg-type]
+        with SemanticCache(config) as cache:
+            cache.add_observation(cache.try_reuse(request("What color is the car?")), "red")
+            report = cache.try_reuse(request("what color  is the car?"))
+            assert cache.stats().entries == (mode is not CacheMode.OFF)
+        assert report.hit == (mode is not CacheMode.OFF)
+        assert report.plan.substituted == (mode is CacheMode.LIVE)
+
+
+def test_text_will_do_where_a_flag_takes_it() -> None:
+    words = CacheConfig(
+        "c",  # type: ignore[arg-type]
+        fusion_cache_dir="f",  # type: ignore[arg-type]
+        mode="dry-run",  # type: ignore[arg-type]
+        match="any",  # type: ignore[arg-type]
+        scope="any",  # type: ignore[arg-type]
+        policy="bounded",  # type: ignore[arg-type]
+        calibration="c.json",  # type: ignore[arg-type]
+        embedding_layers=["prompt:384:0.8"],  # type: ignore[arg-type]
+        embedding_hook="prompt",
+        image_roots=["~/pictures"],  # type: ignore[arg-type]
+        verify_rate=1,
+    )
+    assert words == CacheConfig(
+        Path("c"),
+        fusion_cache_dir=Path("f"),
+        mode=CacheMode.DRY_RUN,
+        match=MatchPolicy.ANY,
+        scope=Scope.ANY,
+        policy=PolicyName.BOUNDED,
+        calibration=Path("c.json"),
+        embedding_layers=(PROMPT,),
+        embedding_hook="prompt",
+        image_roots=(Path.home() / "pictures",),
+        verify_rate=1.0,
+    )
+    assert type(words.mode) is CacheMode
+    assert type(words.policy) is PolicyName
+    assert replace(words, mode="live").mode is CacheMode.LIVE  # type: ignore[arg-type]
+    assert CacheConfig(Path(), max_entries=np.int64(5), similarity_threshold=np.float32(0.5)).max_entries == 5  # type: ignore[arg-type]
+
+
+WRONG: list[dict[str, Any]] = [
+    {"cache_dir": ""},
+    {"cache_dir": " "},
+    {"cache_dir": "a\0b"},
+    {"cache_dir": None},
+    {"cache_dir": "~nobody-of-this-name"},
+    {"mode": "OFF"},
+    {"mode": None},
+    {"mode": ["off"]},
+    {"match": "some"},
+    {"scope": "tenant"},
+    {"policy": "nope"},
+    {"exact": "no"},
+    {"guards": "false"},
+    {"guards": 0},
+    {"semantic": None},
+    {"similarity_threshold": "0.9"},
+    {"similarity_threshold": True},
+    {"max_entries": math.nan},
+    {"max_entries": 1.5},
+    {"max_entries": True},
+    {"max_media_bytes": math.inf},
+    {"max_cached_blocks": "5"},
+    {"max_error_rate": math.nan},
+    {"verify_rate": "all"},
+    {"context_edit_share": math.nan},
+    {"index_encoder": None},
+    {"embedding_hook": b"prompt"},
+    {"image_roots": "/tmp"},
+    {"image_roots": [None]},
+    {"calibration": 5},
+    {"embedding_layers": "prompt:384"},
+    {"embedding_layers": [("prompt", 384)]},
+    {"embedding_layers": ["prompt"]},
+    {"embedding_layers": [replace(PROMPT, threshold=1.7)]},
+    {"embedding_layers": [replace(PROMPT, threshold=math.nan)]},
+    {"embedding_layers": [replace(PROMPT, threshold=True)]},
+    {"embedding_layers": [replace(PROMPT, dim=-3)]},
+    {"embedding_layers": [replace(PROMPT, dim=2.5)]},  # type: ignore[arg-type]
+    {"embedding_layers": [replace(PROMPT, name="")]},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_what_is_wrong_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        CacheConfig(**{"cache_dir": Path(), "embedding_hook": "prompt", **wrong})
+    assert raised.value.key.lstrip("-").replace("-", "_") == next(iter(wrong))
+
+
+anything = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers(),
+    st.sampled_from([*CacheMode, *PolicyName, PROMPT, Path("x"), 10**400, Decimal(1), Fraction(1, 3), np.float32(0.5)]),
+)  # fmt: skip
+
+
+@given(
+    name=st.sampled_from(sorted(get_type_hints(CacheConfig))),
+    value=anything | st.lists(anything, max_size=2) | st.dictionaries(st.text(), anything, max_size=1),
+)
+def test_every_value_is_taken_as_what_is_declared_or_refused(name: str, value: Any) -> None:
+    try:
+        config = CacheConfig(**{"cache_dir": Path(), "embedding_hook": "prompt", name: value})
+    except ConfigError:
+        return
+    default = CacheConfig(Path(), embedding_hook="prompt")
+    kept, plain = getattr(config, name), getattr(default, name)
+    assert kept is None or plain is None or isinstance(kept, type(plain))
+    assert not isinstance(kept, float) or math.isfinite(kept)
+    assert replace(config) == config
+
+
+def test_lone_surrogates_are_counted_misses(tmp_path: Path) -> None:
+    layers = (EmbeddingLayer("prompt", WrittenHook.dims["prompt"]),)
+    config = CacheConfig(tmp_path, embedding_layers=layers, embedding_hook="prompt")
+    with SemanticCache(config, hook=WrittenHook(), text_encoder=WrittenEncoder()) as cache:
+        whole = request("What color is the car?")
+        cache.add_observation(cache.try_reuse(whole), "red")
+        for broken in (
+            request("What color is the car?\ud800"),
+            replace(whole, namespace=Namespace("\ud800")),
+            replace(whole, segments=(TextSegment("\ud800", role=whole.segments[0].role), *whole.segments)),  # type: ignore[union-attr]
+        ):
+            before = sum(cache.stats().faults.values())
+            report = cache.try_reuse(broken)
+            cache.add_observation(report, "blue")
+            assert not report.hit
+            assert sum(cache.stats().faults.values()) > before
+        assert cache.try_reuse(replace(whole, chunk_text="\udfff")).hit, "an exact one"
+        fresh = cache.try_reuse(request("What else?"))
+        assert cache.add_observation(fresh, "\ud800") is None
+        assert cache.try_reuse(whole).donor_response == "red"

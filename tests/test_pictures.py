@@ -1,0 +1,243 @@
+"""Pictures: read as vLLM reads them, and told apart wherever it shows its model something else."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+import tiny_models
+from semkv.encoders import pictures, vision
+from semkv.encoders.pictures import read_picture
+from semkv.encoders.vision import TowerEncoder
+from semkv.engines.base import EnginePrompt, MediaError, load_image
+from semkv.keys import media_id, media_uuid
+from semkv.types import MediaSegment
+
+MOST = 1_000_000
+SIZE = (24, 16)
+
+
+def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+def noise(bands: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (*SIZE[::-1], bands), dtype=np.uint8)
+
+
+def turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def after_header(png: bytes, kind: bytes, data: bytes) -> bytes:
+    return png[:33] + chunk(kind, data) + png[33:]
+
+
+def files() -> Iterator[tuple[str, bytes]]:
+    """One file of every kind that is read in more than one way."""
+    scene, see_through = Image.fromarray(noise(3)), Image.fromarray(noise(4), "RGBA")
+    palette = scene.quantize(16)
+    deep = Image.fromarray(np.linspace(0, 65535, 24 * 16).reshape(16, 24).astype(np.uint16))
+    yield "rgb.png", saved(scene)
+    yield "rgba.png", saved(see_through)
+    yield "opaque.png", saved(scene.convert("RGBA"))
+    yield "la.png", saved(see_through.convert("LA"))
+    yield "la.tiff", saved(see_through.convert("LA"), "TIFF")
+    yield "pa.tiff", saved(see_through.convert("PA"), "TIFF")
+    yield "p.png", saved(palette)
+    yield "p-trns.png", saved(palette, transparency=3)
+    yield "p-alphas.png", saved(palette, transparency=bytes(range(0, 256, 16)))
+    yield "l.png", saved(scene.convert("L"))
+    yield "l-trns.png", saved(scene.convert("L"), transparency=int(np.asarray(scene.convert("L"))[0, 0]))
+    yield "rgb-trns.png", saved(scene, transparency=tuple(int(c) for c in noise(3)[0, 0]))
+    yield "1.png", saved(scene.convert("1"))
+    yield "1-trns.png", saved(scene.convert("1"), transparency=0)
+    yield "i16.png", saved(deep)
+    yield "i16-trns.png", after_header(saved(deep), b"tRNS", b"\0\0")
+    yield "gamma.png", after_header(saved(scene), b"gAMA", struct.pack(">I", 45455))
+    for mode in ("F", "I", "CMYK", "YCbCr", "LAB", "RGBX"):
+        yield f"{mode}.tiff", saved((scene.convert("L") if mode in "FI" else scene).convert(mode), "TIFF")
+    yield "cmyk.jpg", saved(scene.convert("CMYK"), "JPEG")
+    yield "l.jpg", saved(scene.convert("L"), "JPEG")
+    for orientation in range(10):
+        yield f"exif{orientation}.jpg", saved(scene, "JPEG", exif=turned(orientation))
+    yield "exif6.png", saved(see_through, exif=turned(6))
+    yield "exif5.webp", saved(see_through, "WEBP", exif=turned(5), lossless=True)
+    yield "exif8.tiff", saved(scene, "TIFF", exif=turned(8))
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><tiff:Orientation>6</tiff:Orientation></x:xmpmeta>'
+    yield "xmp.jpg", saved(scene, "JPEG", xmp=xmp)
+    yield "bad-exif.jpg", saved(scene, "JPEG", exif=turned(6).tobytes()[:20])
+    yield "lossy.webp", saved(see_through, "WEBP")
+    yield "trns.gif", saved(palette, "GIF", transparency=2)
+    frames = [Image.fromarray(noise(4, n), "RGBA") for n in (1, 2)]
+    for form in ("GIF", "PNG", "WEBP"):
+        yield f"frames.{form.lower()}", saved(see_through, form, save_all=True, append_images=frames)
+    yield "icon.ico", saved(see_through.resize((16, 16)), "ICO")
+    yield "rgba.tga", saved(see_through, "TGA")
+    yield "rgba.bmp", saved(see_through, "BMP")
+    yield "page.eps", saved(scene, "EPS")  # starts another program where it is read
+    yield "cut.jpg", saved(scene, "JPEG")[:-40]
+    yield "text.png", after_header(saved(scene), b"zTXt", b"k\0\0" + zlib.compress(bytes(80_000_000)))
+    yield "huge.png", b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 20000, 20000, 1, 0, 0, 0, 0))
+    yield "large.png", saved(Image.new("1", (1001, 1000)))
+    yield "none", b""
+
+
+def damaged(kinds: dict[str, bytes], count: int) -> Iterator[tuple[str, bytes]]:
+    draw = random.Random(0)
+    for number in range(count):
+        name = draw.choice(sorted(kinds))
+        data = bytearray(kinds[name])
+        for _ in range(draw.randint(1, 3)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        yield f"{number}-{name}", bytes(data[: draw.choice((len(data), len(data), draw.randrange(len(data)))) or 1])
+
+
+VLLM = """
+import hashlib, json, sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
+from vllm.multimodal.media.image import ImageMediaIO
+seen = {"": ALLOWED_IMAGE_FORMATS}
+for file in Path(sys.argv[1]).iterdir():
+    try:
+        image = ImageMediaIO().load_bytes(file.read_bytes()).media
+        seen[file.name] = [image.mode, *image.size, hashlib.sha256(image.tobytes()).hexdigest()]
+    except Exception:
+        seen[file.name] = None
+Path(sys.argv[2]).write_text(json.dumps(seen))
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_every_pixel_is_the_one_that_vllm_shows_its_model(tmp_path: Path) -> None:
+    kinds = dict(files())
+    small = {name: data for name, data in kinds.items() if 0 < len(data) < 10_000 and name != "page.eps"}
+    everything = {**kinds, **dict(damaged(small, 1500))}
+    (tmp_path / "in").mkdir()
+    for name, data in everything.items():
+        (tmp_path / "in" / name).write_bytes(data)
+    # In a process of its own: whoever imports vLLM first decides on its settings.
+    environment = {**os.environ, "VLLM_MAX_IMAGE_PIXELS": str(MOST), "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-c", VLLM, str(tmp_path / "in"), str(tmp_path / "out.json")]
+    subprocess.run(command, check=True, env=environment, capture_output=True)
+    expected = json.loads((tmp_path / "out.json").read_text())
+    assert expected.pop("") == pictures._FORMATS
+
+    found: dict[str, Any] = {}
+    for name, data in everything.items():
+        try:
+            image = read_picture(data, most_pixels=MOST)
+            found[name] = [image.mode, *image.size, hashlib.sha256(image.tobytes()).hexdigest()]
+        except OSError:
+            found[name] = None
+    assert {name: seen for name, seen in found.items() if seen != expected[name]} == {}
+    refused = {name for name in kinds if found[name] is None}
+    assert refused >= {"page.eps", "cut.jpg", "text.png", "huge.png", "large.png", "none"}
+    assert len(refused) < 10
+    assert 200 < sum(seen is None for seen in found.values()) < 1300  # both are tried
+
+
+def test_transparency_is_white_and_orientation_is_done() -> None:
+    clear = saved(Image.new("RGBA", (2, 2), (0, 0, 0, 0)))
+    assert read_picture(clear).getcolors() == [(4, (255, 255, 255))]
+    half = Image.new("RGB", (2, 1))
+    half.putpixel((0, 0), (255, 255, 255))
+    assert np.asarray(read_picture(saved(half, "TIFF", exif=turned(6))))[:, 0, 0].tolist() == [255, 0]
+
+
+@pytest.mark.parametrize("name", ["cut.jpg", "text.png", "huge.png", "none"])
+def test_what_no_engine_can_read_is_no_more_than_an_error_of_the_picture(tmp_path: Path, name: str) -> None:
+    data = dict(files())[name]
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(MediaError, match="not a readable image"):
+        load_image(MediaSegment(media_id(data), tmp_path / "x"))
+
+
+def test_state_made_by_another_reading_has_other_names() -> None:
+    prompt, media = EnginePrompt((), tenant="a"), MediaSegment("0" * 64)
+    assert prompt.uuid(media) != media_uuid("a", media.media_id)
+    assert prompt.uuid(media) != EnginePrompt((), tenant="b").uuid(media)
+
+
+# -- vectors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def tower(llava: Path) -> TowerEncoder:
+    return TowerEncoder(llava)
+
+
+def blob(size: tuple[int, int], box: tuple[int, int, int, int], mode: str = "RGB") -> Image.Image:
+    image = Image.new(mode, size, (0, 0, 0, 0) if mode == "RGBA" else "white")
+    ImageDraw.Draw(image).ellipse(box, fill="black")
+    return image
+
+
+def test_pictures_that_differ_in_what_is_transparent_or_upright_have_other_vectors(tower: TowerEncoder) -> None:
+    left, right = blob((64, 64), (4, 20, 28, 44)), blob((64, 64), (36, 20, 60, 44))
+    clear = [blob((64, 64), box, "RGBA") for box in ((4, 20, 28, 44), (36, 20, 60, 44))]
+    assert tower.encode(saved(left)) @ tower.encode(saved(right)) < 0.99
+    for plain, alpha in zip((left, right), clear, strict=True):
+        assert tower.encode(saved(plain)) @ tower.encode(saved(alpha)) == pytest.approx(1.0, abs=1e-4)
+    mirrored = saved(left, exif=turned(2))
+    assert tower.encode(mirrored) @ tower.encode(saved(left.transpose(Image.Transpose.FLIP_LEFT_RIGHT))) > 0.9999
+    assert tower.encode(mirrored) @ tower.encode(saved(left)) < 0.99
+
+
+def test_the_ends_of_a_wide_picture_are_seen_and_its_shape(tower: TowerEncoder) -> None:
+    wide = [blob((192, 64), box) for box in ((2, 20, 26, 44), (166, 20, 190, 44))]
+    vectors = [tower.encode(saved(image)) for image in wide]
+    assert vectors[0] @ vectors[1] < 0.99
+    assert vectors[0] @ tower.encode(saved(wide[0].resize((384, 128)))) > 0.95  # a copy of another size
+    side = 110  # as many pixels
+    assert abs(vectors[0] @ tower.encode(saved(wide[0].resize((side, side))))) < 0.2
+    assert abs(vectors[0] @ tower.encode(saved(wide[0].resize((150, 80))))) < 0.2
+    assert abs(vectors[0] @ tower.encode(saved(wide[0].resize((64, 192))))) < 0.2
+    for size in ((1, 1), (1, 3000), (3, 1)):
+        assert np.linalg.norm(tower.encode(saved(Image.new("RGB", size, (9, 200, 3))))) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_square_picture_has_the_vector_that_its_own_pixels_give(tower: TowerEncoder) -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (70, 70, 3), dtype=np.uint8))
+    plain = tower._processor(images=image, return_tensors="pt")["pixel_values"]
+    seen = tower._processor(images=vision.open_picture(saved(image))[0], return_tensors="pt")["pixel_values"]
+    assert plain.equal(seen)
+    assert vision.open_picture(saved(image))[1] == 0
+
+
+def test_vectors_of_another_reading_are_never_compared(
+    llava: Path, tower: TowerEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision, "_READ", "as before")
+    assert TowerEncoder(llava).fingerprint != tower.fingerprint
