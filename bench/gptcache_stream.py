@@ -92,10 +92,11 @@ def worker(folder: Path) -> None:
 
 def prepare(pairs: Path, seeds: int, folder: Path) -> None:
     """The streams and their vectors, for the worker."""
+    from quality_streams import draw_stream, halves
+
     from semkv.encoders.text import SentenceEncoder
     from semkv.experiments.quality.corpus import encode
     from semkv.experiments.quality.rows import read_pairs
-    from semkv.experiments.quality.streams import draw_stream, halves
 
     _, second = halves(read_pairs(pairs), 0)
     streams = [draw_stream(second, seed) for seed in range(seeds)]

@@ -25,11 +25,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from documents import VARIANTS, generate_documents
+
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.engines.base import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
-from semkv.experiments.minigqa.documents import VARIANTS, generate_documents
 from semkv.presets import get_preset
 from semkv.types import Namespace, Plan, Request, ReuseReport, Role, TextSegment
 

@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 from quality_curves import above, draw, draw_low_end
 from quality_labels import REACH, corrected, verdicts, wrong_hits
+from quality_streams import draw_stream, halves, minigqa_stream, pairs_of
 
 from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
 from semkv.experiments.quality.calibrate import Fit, fit
 from semkv.experiments.quality.corpus import Corpus, build_corpus
 from semkv.experiments.quality.replay import TIER, Outcome, Replay
 from semkv.experiments.quality.rows import Asked, clusters, read_pairs
-from semkv.experiments.quality.streams import draw_stream, halves, minigqa_stream, pairs_of
 from semkv.tiers.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibrated, Calibration, Decider, FixedThreshold
 from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
@@ -64,20 +64,21 @@ def row(outcome: Outcome) -> dict[str, Any]:
         "wrong": outcome.wrong,
         "checks": outcome.checks,
         "overruled": outcome.overruled,
-        "worst_at_any_time": round(outcome.worst, 5),
+        "worst_at_any_time": round(outcome.worst or 0.0, 5),
     }
 
 
-def mean(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def mean(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
     n = [o.requests for o in outcomes]
+    risks = [share for o in outcomes if (share := o.wrong_per_approximate) is not None]
     return {
         "hits": round(float(np.mean([o.hit_rate for o in outcomes])), 5),
         "wrong": round(float(np.mean([o.wrong_rate for o in outcomes])), 6),
         "wrong_worst": round(max(o.wrong_rate for o in outcomes), 6),
-        "wrong_per_approximate": round(float(np.mean([o.wrong_per_approximate for o in outcomes])), 5),
+        "wrong_per_approximate": round(float(np.mean(risks)), 5) if risks else None,
         "checks": round(float(np.mean([o.checks / k for o, k in zip(outcomes, n, strict=True)])), 5),
         "overruled": round(float(np.mean([o.overruled / k for o, k in zip(outcomes, n, strict=True)])), 5),
-        "worst_at_any_time": round(max(o.worst for o in outcomes), 6),
+        "worst_at_any_time": round(max(o.worst or 0.0 for o in outcomes), 6),
     }
 
 

@@ -1,4 +1,4 @@
-"""Curves of hits against wrong answers, from the sweeps of ``bench/quality.py``."""
+"""Curves of hits against wrong answers, from the sweeps of ``bench/quality.py``; no program of its own."""
 
 from __future__ import annotations
 
@@ -74,3 +74,7 @@ def draw(name: str, result: dict[str, Any], path: Path) -> None:
         axes.set_ylim(*HIGH[name])
         axes.set_title(name)
         axes.legend(frameon=False)
+
+
+if __name__ == "__main__":
+    print(__doc__)

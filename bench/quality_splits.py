@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import quality
 from quality_curves import above
+from quality_streams import draw_stream, halves
 
 from semkv.encoders.text import DEFAULT_MODEL
 from semkv.experiments.quality.calibrate import fit
@@ -29,7 +30,6 @@ from semkv.experiments.quality.corpus import build_corpus
 from semkv.experiments.quality.figures import figure
 from semkv.experiments.quality.replay import Replay
 from semkv.experiments.quality.rows import clusters, read_pairs
-from semkv.experiments.quality.streams import draw_stream, halves
 from semkv.tiers.guards import veto
 
 # Both as dense at the far end as the lists that they extend are at the near one.

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 from quality import BOUNDS, CHECKS, COSINES, ROOT, SETTLED, TIERS, Remembering, fixed
+from quality_streams import draw_stream, halves, minigqa_stream
 
 from semkv.encoders.text import DEFAULT_MODEL
 from semkv.experiments.quality.calibrate import fit
 from semkv.experiments.quality.corpus import Corpus, build_corpus
 from semkv.experiments.quality.replay import Replay
 from semkv.experiments.quality.rows import Asked, Pair, clusters, read_pairs
-from semkv.experiments.quality.streams import draw_stream, halves, minigqa_stream
 from semkv.tiers.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibration
 
@@ -137,7 +137,7 @@ def measure(streams: Sequence[Stream], corpus: Corpus, calibration: Calibration 
         "held": sum(o.wrong_rate <= bound for o in outcomes),
         "wrong": round(float(np.mean([o.wrong_rate for o in outcomes])), 6),
         "wrong_worst": round(max(o.wrong_rate for o in outcomes), 6),
-        "worst_at_any_time": round(max(o.worst for o in outcomes), 6),
+        "worst_at_any_time": round(max(o.worst or 0.0 for o in outcomes), 6),
         "hits": round(float(np.mean([o.hit_rate for o in outcomes])), 5),
         "exact": round(float(np.mean([o.exact / o.requests for o in outcomes])), 5),
         "static_hits": round(float(np.mean(best)), 5),

@@ -29,12 +29,12 @@ from statistics import NormalDist
 from typing import Any
 
 from quality import BOUNDS, ROOT, Remembering, mean, row
+from quality_streams import draw_stream, halves
 
 from semkv.encoders.text import DEFAULT_MODEL
 from semkv.experiments.quality.corpus import build_corpus
 from semkv.experiments.quality.replay import Replay
 from semkv.experiments.quality.rows import clusters, read_pairs
-from semkv.experiments.quality.streams import draw_stream, halves
 from semkv.tiers.guards import no_veto
 from semkv.tiers.policies import Decision
 from semkv.tiers.policies.base import Stateless

@@ -72,7 +72,7 @@ def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
     row = {"id": 7, "system": "s", "context": "c", "images": ["pictures/a.jpg"], "question": "q?", "answer": 4}
     path = write_lines(tmp_path / "prompts.jsonl", row, "", {"question": "alone"})
     first, second = load_samples("jsonl", options(tmp_path, root=path))
-    image = ImageRef("a", tmp_path / "pictures" / "a.jpg")
+    image = ImageRef("pictures/a.jpg", tmp_path / "pictures" / "a.jpg")
     assert first == Sample("7", "q?", "4", (image,), "s", "c")
     assert second == Sample("00000003", "alone")
     assert load_samples(str(path), options(tmp_path)) == [first, second]
@@ -97,6 +97,35 @@ def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None
         load_samples("jsonl", options(tmp_path, root=path))
     assert str(caught.value).startswith(str(path))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": "q", "answer": ' + "[" * 99_999, "not valid JSON"),
+        ('{"question": ' + "9" * 5_000 + "}", "not valid JSON"),
+        ('{"question": "\\ud800?"}', r"'question' must be valid Unicode, found '\ud800' alone at character 0"),
+        ('{"question": "q", "id": "a\\udfff"}', r"'id' must be valid Unicode, found '\udfff' alone at character 1"),
+        ('{"question": "q", "answer": "\\ud800"}', "'answer' must be valid Unicode"),
+        ('{"question": "q", "image": "\\ud800.png"}', "'images' must be valid Unicode"),
+    ],
+)
+def test_odd_json_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "odd.jsonl"
+    path.write_text('{"question": "fine"}\n' + text + "\n", encoding="utf-8")
+    with pytest.raises(DatasetError) as caught:
+        load_samples("jsonl", options(tmp_path, root=path))
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+    assert message in str(caught.value)
+
+
+def test_pictures_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
+    for folder in ("s1", "s2"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "frame.png").write_bytes(jpeg("blue"))
+    rows = [{"question": "q?", "image": f"{name}/frame.png"} for name in ("s1", "s2", "./s1")]
+    samples = load_samples("jsonl", options(tmp_path, root=write_lines(tmp_path / "p.jsonl", *rows)))
+    assert [s.image_name for s in samples] == ["s1/frame.png", "s2/frame.png", "s1/frame.png"]
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
@@ -179,6 +208,29 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"entailed": 5}, "'entailed' must be a list of ids, found int"),
+        ({"equivalent": {"a": 1}}, "'equivalent' must be a list of ids, found dict"),
+        ({"groups": {"global": ["x"]}}, "'global' must be text, found list"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named(
+    gqa_root: Path, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    rows = {"17": {"imageId": "1", "question": "Is it red?", **fields}}
+    (gqa_root / "val_balanced_questions.json").write_text(json.dumps(rows), encoding="utf-8")
+    with pytest.raises(DatasetError, match=rf"val_balanced_questions\.json, question 17.*: {message}"):
+        load_samples("gqa", options(tmp_path, root=gqa_root))
+
+
+def test_a_question_does_not_entail_itself(gqa_root: Path, tmp_path: Path) -> None:
+    rows = {"17": {"imageId": "1", "question": "Is it red?", "entailed": ["17", "18"]}}
+    (gqa_root / "val_balanced_questions.json").write_text(json.dumps(rows), encoding="utf-8")
+    assert load_samples("gqa", options(tmp_path, root=gqa_root))[0].entailed == ("18",)
+
+
 def test_config_and_split_fill_each_other_in(tmp_path: Path) -> None:
     assert resolve_config(options(tmp_path)) == ("val_balanced_instructions", "val")
     assert resolve_config(options(tmp_path, split="testdev")) == ("testdev_balanced_instructions", "testdev")
@@ -208,6 +260,9 @@ def test_the_hugging_face_layout(tmp_path: Path) -> None:
     assert first.groups == ("color",)
     assert second.images == (ImageRef("n2", None),)
 
+    (tmp_path / "a file").touch()
+    with pytest.raises(DatasetError, match=r"n1\.jpg: cannot be written"):
+        load_samples("gqa", DatasetOptions(data_dir=tmp_path / "a file", root=root))
     (root / "val_balanced_instructions" / "val-00000-of-00001.parquet").write_bytes(b"no parquet")
     with pytest.raises(DatasetError, match=r"val-00000-of-00001\.parquet: not a readable parquet file"):
         load_samples("gqa", options(tmp_path, root=root))

@@ -10,11 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from semkv.experiments.demo import same_answers
+from semkv.experiments.outputs import to_json
+
 SAMPLES = 24
 
-pytestmark = pytest.mark.engine
+
+def test_a_line_separator_in_a_question_ends_no_line(tmp_path: Path) -> None:
+    row = {"sample_id": "1", "question": "red or\u2028blue?", "token_ids": [1]}
+    for name in ("cold", "warm"):
+        (tmp_path / f"{name}.jsonl").write_bytes(to_json(row) * 2)
+    assert same_answers(tmp_path) == (1, 1)
 
 
+@pytest.mark.engine
 def test_the_demo_finds_on_disk_what_it_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "semkv", "demo", "--dir", str(tmp_path), "--samples", str(SAMPLES)]
     out = subprocess.run(command, capture_output=True, text=True, timeout=550, env={**os.environ, "COLUMNS": "160"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +38,15 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
+
+
+def test_several_runs_may_draw_the_cards_at_once(tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "questionId": str(i), "imageId": f"n{i}"} for i in range(60)]
+    options = DatasetOptions(data_dir=tmp_path / "data", root=write(tmp_path / "rows.jsonl", rows))
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(lambda _: load_samples("gqa-text", options), range(4))
+    assert others == [first] * 3
+    assert len(list((tmp_path / "data" / "gqa-text").iterdir())) == 60
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])

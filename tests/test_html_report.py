@@ -19,15 +19,25 @@ from semkv.cli import app
 from semkv.encoders.hooks import EmbeddingHook, build_hook
 from semkv.encoders.text import SentenceEncoder
 from semkv.engines.scripted import ScriptedEngine
-from semkv.errors import DatasetError
+from semkv.errors import ConfigError, DatasetError
 from semkv.experiments.datasets import load_samples
 from semkv.experiments.html.command import run_command
 from semkv.experiments.html.log import Experiment, read_logs
 from semkv.experiments.html.markdown import escape
 from semkv.experiments.html.page import differing, image_files
-from semkv.experiments.html.view import grids, group_names, points, thresholds, worst, wrong_hits
+from semkv.experiments.html.text import milliseconds, percent
+from semkv.experiments.html.view import (
+    count_hits,
+    facts,
+    grids,
+    group_names,
+    points,
+    thresholds,
+    worst,
+    wrong_hits,
+)
 from semkv.experiments.html.write import write_report
-from semkv.experiments.metrics import Cold, SampleRecord
+from semkv.experiments.metrics import Cold, SampleRecord, summarise
 from semkv.experiments.requests import label_answers
 from semkv.experiments.runner import Silent, run
 from semkv.experiments.settings import RunFlags, RunSettings, resolve
@@ -220,6 +230,72 @@ def test_wrong_hits_are_told_once_and_the_surest_first() -> None:
     assert sum(w.record.donor_question == "p?" for w in shown) == 2
 
 
+def summed(name: str, *records: SampleRecord, mode: str = "live") -> Experiment:
+    """An experiment as the log has it: its figures as JSON."""
+    summary = json.loads(json.dumps(summarise(records).to_json()))
+    return Experiment(name, "ok", "", "", None, {"preset": "x", "cache": {"mode": mode}}, {}, {}, summary, records)
+
+
+def headlines(*experiments: Experiment) -> dict[str, str]:
+    return {f.what: f.where for f in facts(experiments, percent, milliseconds)}
+
+
+def right(**values: Any) -> SampleRecord:
+    return wrong_record(0.9, **{"text": "red", "donor_answer": "red", "match": True, **values})
+
+
+def test_no_headline_claims_what_nothing_judges() -> None:
+    blind = {"answer": None, "match": None, "cold": None}
+    unjudged = summed("unjudged", wrong_record(0.9, **blind), wrong_record(0.9, provenance="", **blind))
+    half = summed("half", right(cold=None), wrong_record(0.9, **blind))
+    found = headlines(unjudged, half)
+    assert "most hits without a wrong one" not in found
+    assert "most hits at all, wrong hits a request: -" in headlines(unjudged)
+    assert points([unjudged]) == []
+    assert count_hits([unjudged, half]) == (3, 1)
+    assert headlines(summed("good", right()))["most hits without a wrong one"] == "good"
+
+
+def test_a_dry_run_is_judged_by_its_donors_and_saves_nothing() -> None:
+    spoilt = wrong_record(0.9, text="red", match=True, applied=False)
+    dry = summed("dry", spoilt, right(applied=False, sample_id="2"), mode="dry-run")
+    assert "most hits without a wrong one" not in headlines(dry)
+    assert points([dry])[0].accuracy.value == 0.5
+    (wrong,) = wrong_hits([dry])
+    assert (wrong.given, wrong.without) == ("blue", "red")
+    fine = summed("fine", right(applied=False, latency_s=0.01), mode="dry-run")
+    assert headlines(fine)["most hits without a wrong one"] == "fine"
+    assert "most time saved a request without a wrong hit" not in headlines(fine)
+
+
+def test_time_that_was_lost_is_no_headline() -> None:
+    what = "most time saved a request without a wrong hit"
+    slower, faster = summed("slower", right(latency_s=0.2)), summed("faster", right(latency_s=0.05))
+    assert what not in headlines(slower)
+    assert headlines(slower, faster)[what] == "faster"
+
+
+def test_no_report_takes_the_place_of_its_log(tmp_path: Path) -> None:
+    path = written(tmp_path, ROW)
+    before = path.read_bytes()
+    for out, markdown in ((path, None), (tmp_path / "p.html", path), (tmp_path / "p", tmp_path / "p")):
+        with pytest.raises(ConfigError, match=r"--(out|markdown): .* another file than that of"):
+            write_report([tmp_path / "sweep.jsonl"], out, markdown=markdown)
+    assert path.read_bytes() == before
+
+
+def test_odd_values_of_a_log_are_left_out_or_named(tmp_path: Path) -> None:
+    sample = json.loads(json.dumps(wrong_record(0.9).to_json()))
+    (tmp_path / "s.jsonl").write_text(json.dumps({**sample, "donor_question": 5}) + "\n", encoding="utf-8")
+    with pytest.raises(DatasetError, match=r"s\.jsonl, line 1: not a record of a sample \('donor_question' is 5"):
+        read_logs([written(tmp_path, {**ROW, "samples": "s.jsonl"})])
+    odd = {**ROW, "name": "a \ud800", "seconds": 10**400, "summary": {"samples": 1e308}, "samples": "x" * 5_000}
+    write_report([written(tmp_path, odd)], tmp_path / "r.html", markdown=tmp_path / "r.md")
+    assert "a ?" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    with pytest.raises(DatasetError, match="line 1: not valid JSON"):
+        read_logs([written(tmp_path, "[" * 99_999, ROW)])
+
+
 def test_what_differs_between_two_questions_is_marked() -> None:
     own, donor = differing("Is the  cat left of the dog?", "is the cat right of the dog ?")
     assert [text for text, differs in own if differs] == ["left"]
@@ -238,6 +314,7 @@ def test_what_differs_between_two_questions_is_marked() -> None:
         {"preset": None, "model": "some/model", "max_samples": 3, "shuffle_seed": 1, "trust_remote_code": True},
         {"disable_semantic_cache": True, "fusion_cache": False, "match": "any", "cache_mode": "dry-run"},
         {"trace": "zipf", "trace_seed": 3, "trace_requests": 90, "trace_exponent": 1.2, "verify_rate": 0.5},
+        {"max_entries": 7, "media_mib": 3, "max_cached_blocks": 9},
     ],
 )
 def test_the_command_of_an_experiment_gives_its_settings_again(

@@ -225,11 +225,37 @@ def test_a_hit_stands_for_the_cold_answer_and_a_dry_one_for_its_own() -> None:
     assert metrics.stands_for(hit(0.9, False, text="Blue.", cold=cold)) is True
     dry = replace(hit(0.9, True, text="red"), applied=False, donor_answer="Red")
     assert metrics.stands_for(dry) is True
-    assert not metrics.wrong_hit(dry)
+    assert metrics.wrong_hit(dry) is False
     # Without an expected answer the cold one is the yardstick, without a cold one the expected.
     unlabelled = hit(0.9, True, text="red", cold=replace(cold, match=None))
     assert metrics.wrong_hit(replace(unlabelled, match=None))
     assert metrics.wrong_hit(hit(0.9, False))
+
+
+def test_what_nothing_judges_is_neither_right_nor_wrong() -> None:
+    unlabelled = {"answer": None, "match": None}
+    blind = replace(hit(0.9, True), **unlabelled)
+    assert metrics.wrong_hit(blind) is None
+    assert metrics.wrong_hit(replace(blind, applied=False, donor_answer=None)) is None
+    assert metrics.summarise([blind, record(**unlabelled)]).wrong_hit_share == metrics.Estimate(0, None)
+    # One in two has an expected answer, hits and misses alike: the share is that of those.
+    half = [hit(0.9, False, image="a"), record(image="b"), blind, record(**unlabelled)]
+    assert metrics.wrong_hit_share(half).value == 0.5
+
+
+def test_a_dry_run_is_judged_by_what_its_hits_would_have_given() -> None:
+    def dry(own: str, donor: str | None, answer: str | None = "red") -> SampleRecord:
+        match = None if answer is None else own == answer
+        return replace(hit(0.9, True, text=own), applied=False, donor_answer=donor, answer=answer, match=match)
+
+    hits = [dry("red", "red"), dry("red", "blue"), dry("blue", "red"), dry("blue", "blue"), dry("red", None)]
+    assert [metrics.wrong_hit(r) for r in hits] == [False, True, False, False, None]
+    summary = metrics.summarise([*hits, record()])
+    assert (summary.accuracy_on_hits.n, summary.accuracy_on_hits.value) == (4, 0.5)
+    assert (summary.tiers[0].accuracy, summary.accuracy.value) == (summary.accuracy_on_hits, pytest.approx(4 / 6))
+    assert (summary.wrong_hit_share.n, summary.wrong_hit_share.value) == (5, 0.2)
+    blind = [dry("red", "blue", None), dry("red", "red", None), record(answer=None, match=None)]
+    assert metrics.wrong_hit_share(blind).value == pytest.approx(1 / 3)
 
 
 # --- savings, noise, files
@@ -268,6 +294,13 @@ def test_a_record_comes_back_from_its_line() -> None:
     line = json.loads(json.dumps(first.to_json()))
     assert SampleRecord.from_json(line) == first
     assert SampleRecord.from_json({**line, "from a later version": 1}) == first
+    for field, value in (
+        ("answer", 5), ("donor_question", None), ("donor_image", ["x"]), ("score", "0.9"), ("score", float("nan")),
+        ("latency_s", 10**400), ("latency_s", True), ("prompt_tokens", 1.5), ("token_ids", ["1"]), ("entailed", "ab"),
+        ("match", 1), ("statuses", None), ("cold", 3),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="Cold is 3" if field == "cold" else f"'{field}' is"):
+            SampleRecord.from_json({**line, field: value})
     del line["latency_s"]
     with pytest.raises(ValueError, match="no field 'latency_s'"):
         SampleRecord.from_json(line)

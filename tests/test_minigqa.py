@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+from documents import VARIANTS, generate_documents
+
 from semkv.errors import ConfigError
 from semkv.experiments.minigqa.answers import restate
-from semkv.experiments.minigqa.documents import VARIANTS, generate_documents
 from semkv.experiments.minigqa.draw import draw
 from semkv.experiments.minigqa.generate import generate
 from semkv.experiments.minigqa.knobs import Knobs, Order

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+from quality_streams import draw_stream, halves, minigqa_stream, pairs_of
 
 from cache_helpers import WrittenEncoder
 from semkv.cli import app
@@ -19,7 +23,6 @@ from semkv.experiments.quality.corpus import build_corpus
 from semkv.experiments.quality.judge import judge
 from semkv.experiments.quality.replay import TIER, Replay
 from semkv.experiments.quality.rows import Asked, Pair, clusters, read_pairs, read_stream
-from semkv.experiments.quality.streams import draw_stream, halves, minigqa_stream, pairs_of
 from semkv.tiers.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibrated, FixedThreshold
 
@@ -51,13 +54,16 @@ def test_rows_are_read_plain_and_packed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("nonsense", "line 2: no JSON"),
-        ("[1]", "line 2: an object"),
+        ("nonsense", "line 2: not valid JSON"),
+        ("[1]", "line 2: expected an object"),
         ('{"a": "x", "b": "y"}', "line 2: 'same' must be 0 or 1"),
         ('{"a": "x", "b": "y", "same": 2}', "line 2: 'same'"),
         ('{"a": "", "b": "y", "same": 1}', "line 2: 'a' must be a text"),
         ('{"a": 1, "b": "y", "same": 1}', "line 2: 'a' must be a text"),
         ('{"a": "x", "b": "y", "same": 1, "group": [1]}', "line 2: 'group'"),
+        ('{"a": "\\ud800", "b": "y", "same": 1}', "line 2: 'a' must be valid Unicode"),
+        ('{"a": "x", "b": "y", "same": 1, "group": "\\udfff"}', "line 2: 'group' must be valid Unicode"),
+        ('{"a":' * 99_999, "line 2: not valid JSON"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, line: str, said: str) -> None:
@@ -103,11 +109,20 @@ def test_a_replay_counts_what_the_cache_would_do() -> None:
     outcome = replay.play(FixedThreshold({TIER: 0.9}))
     assert (outcome.exact, outcome.approximate, outcome.wrong, outcome.checks) == (1, 2, 1, 0)
     assert outcome.wrong_per_approximate == 0.5
+    assert outcome.worst is None, "so short a stream says nothing"
     strict = replay.play(FixedThreshold({TIER: 0.97}))
-    assert (strict.hits, strict.wrong) == (1, 0)
+    assert (strict.hits, strict.wrong, strict.wrong_per_approximate) == (1, 0, None)
     grouped = [Asked("x", "1", "g"), Asked("x~0.95", "1", "h"), Asked("x", "1", "h")]
     corpus = build_corpus([(a.group, a.text) for a in grouped], ENCODER, no_veto)
     assert Replay(grouped, corpus).play(FixedThreshold({TIER: 0.9})).hits == 1, "groups are apart"
+
+
+def test_a_wrong_exact_hit_is_no_approximate_one() -> None:
+    stream = [Asked("x", "1"), *[Asked("x", "2")] * 3, Asked("x~0.95", "1")]
+    corpus = build_corpus([(a.group, a.text) for a in stream], ENCODER, no_veto)
+    outcome = Replay(stream, corpus).play(FixedThreshold({TIER: 0.9}))
+    assert (outcome.exact, outcome.approximate, outcome.wrong, outcome.wrong_exact) == (3, 1, 3, 3)
+    assert outcome.wrong_per_approximate == 0.0
 
 
 def test_a_checked_hit_is_stored() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,11 +17,12 @@ from semkv import keys
 from semkv.engines import EnginePrompt, EngineResult, MediaError
 from semkv.engines.base import load_image, system_text, user_parts
 from semkv.engines.scripted import ScriptedEngine
-from semkv.errors import DatasetError, EngineError
+from semkv.errors import ConfigError, DatasetError, EngineError
 from semkv.experiments.datasets import ImageRef, Sample
+from semkv.experiments.execute import execute
 from semkv.experiments.metrics import SampleRecord, Summary
 from semkv.experiments.report import console_listener, print_summary, sample_line, size
-from semkv.experiments.runner import NOISE_SAMPLES, Silent, run
+from semkv.experiments.runner import NOISE_SAMPLES, Silent, bytes_on_disk, run
 from semkv.experiments.settings import RunFlags, RunSettings, resolve
 from semkv.tiers.stats import CacheStats
 from semkv.types import (
@@ -323,6 +325,52 @@ def test_an_interrupt_in_the_cold_pass_keeps_its_figures(tmp_path: Path) -> None
     assert "0 samples answered so far" in console.export_text()
 
 
+# --- cold answers of an earlier run
+
+
+def cold_file(tmp_path: Path, samples: Sequence[Sample], **flags: Any) -> Path:
+    chosen = settings(tmp_path, samples_out=tmp_path / "cold.jsonl", baseline=True, **flags)
+    with console_listener(Console(quiet=True), chosen, quiet=True) as listener:
+        go(samples, chosen, listener=listener)
+    return tmp_path / "cold.jsonl"
+
+
+def test_a_baseline_of_an_earlier_run_is_taken(tmp_path: Path) -> None:
+    sample = Sample("1", "What is it?", "red", images=(ImageRef("a", picture(tmp_path / "a.png", "red")),))
+    path = cold_file(tmp_path, [sample, SKY])
+    chosen = settings(tmp_path, baseline_from=path)
+    records, summary = go([sample, SKY], chosen)
+    assert all(r.cold is not None and r.cold.text == r.text for r in records)
+    assert summary.noise_floor is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tenant": "other"}, r'cold\.jsonl\.settings\.json: tenant was "" .* is "other" now'),
+        ({"max_tokens": 3}, "max_tokens was .*, and is 3 now"),
+        ({"trace": "shuffled", "trace_requests": 2}, 'trace.kind was "in-order" .*, and is "shuffled" now'),
+        ({"engine": "labels"}, 'engine was "scripted" .*, and is "labels" now'),
+        ({"question": "Where is it?"}, "sample 1 is another question there"),
+        ({"answer": "blue"}, "sample 1 expects 'red' there, and 'blue' in the data set"),
+        ({"sample_id": "9"}, "no cold answer for sample 9"),
+        ({"context": "It is dark."}, "sample 1 was asked of another model, or with another text or picture"),
+        ({"picture": "blue"}, "sample 1 was asked of another model, or with another text or picture"),
+        ({"name": "other weights"}, "sample 1 was asked of another model, or with another text or picture"),
+    ],
+)
+def test_a_baseline_of_something_else_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    sample = Sample("1", "What is it?", "red", images=(ImageRef("a", picture(tmp_path / "a.png", "red")),))
+    path = cold_file(tmp_path, [sample])
+    if "picture" in change:
+        picture(tmp_path / "a.png", change["picture"])
+    fields = {k: v for k, v in change.items() if k in Sample.__dataclass_fields__}
+    flags = {k: v for k, v in change.items() if k in RunFlags.__dataclass_fields__}
+    engine = ScriptedEngine(store=set(), name=change.get("name", ScriptedEngine().name))
+    with pytest.raises(DatasetError, match=message):
+        go([replace(sample, **fields)], settings(tmp_path, baseline_from=path, **flags), engine)
+
+
 # --- what a run prints and writes
 
 
@@ -363,6 +411,95 @@ def test_samples_and_settings_are_written(tmp_path: Path) -> None:
     header = json.loads((tmp_path / "s.jsonl.settings.json").read_text(encoding="utf-8"))
     assert header["settings"]["model"] == "facebook/opt-125m"
     assert header["settings"]["cache"]["mode"] == "live"
+
+
+def test_an_earlier_file_stays_until_there_is_something_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_text("of an earlier run\n", encoding="utf-8")
+    chosen = settings(tmp_path, samples_out=path)
+    failing = Failing(fails=frozenset({"q"}), store=set())
+    with console_listener(Console(quiet=True), chosen, quiet=True) as listener, pytest.raises(EngineError):
+        go([Sample(str(i), "q") for i in range(9)], chosen, failing, listener=listener)
+    assert path.read_text(encoding="utf-8") == "of an earlier run\n"
+    with console_listener(Console(quiet=True), chosen, quiet=True) as listener:
+        listener.finish()
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"samples_out": "a.jsonl", "dataset": "a.jsonl"}, "--samples-out: .* another file than that of --dataset"),
+        ({"samples_out": "link.jsonl", "dataset": "a.jsonl"}, "--samples-out: .* another file than that of --dataset"),
+        ({"samples_out": "a.jsonl", "baseline_from": "a.jsonl"}, "another file than that of --baseline-from"),
+        ({"summary_out": "a.jsonl", "dataset_root": "a.jsonl"}, "--summary-out: .* than that of --dataset-root"),
+        ({"samples_out": "new", "summary_out": "./new"}, "--samples-out: .* another file than that of --summary-out"),
+        ({"samples_out": "new", "summary_out": "new.settings.json"}, "than that of the settings beside --samples-out"),
+    ],
+)
+def test_no_output_is_an_input_or_another_output(
+    tmp_path: Path, flags: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"question": "q"}\n', encoding="utf-8")
+    Path("link.jsonl").symlink_to("a.jsonl")
+    values: dict[str, Any] = {k: v if k == "dataset" else Path(v) for k, v in flags.items()}
+    with pytest.raises(ConfigError, match=message):
+        settings(tmp_path, **values)
+
+
+def test_a_file_whose_name_is_no_unicode_is_written(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, samples_out=tmp_path / "s\udcff.jsonl")
+    with console_listener(Console(quiet=True), chosen, quiet=True) as listener:
+        go([CAR], chosen, listener=listener)
+    header = json.loads((tmp_path / "s\udcff.jsonl.settings.json").read_text(encoding="utf-8"))
+    assert header["settings"]["samples_out"] == str(chosen.samples_out)
+
+
+@pytest.mark.parametrize("flag", ["samples_out", "summary_out"])
+def test_what_cannot_be_written_is_said_before_the_run(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "a file").touch()
+    (tmp_path / "d.jsonl").write_text("no data set", encoding="utf-8")
+    values: dict[str, Any] = {flag: tmp_path / "a file" / "out", "dataset": str(tmp_path / "d.jsonl")}
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}: .* a file that can be written"):
+        execute(settings(tmp_path, **values))
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").symlink_to("/dev/full")
+    chosen = settings(tmp_path, samples_out=tmp_path / "s.jsonl")
+    with (
+        pytest.raises(ConfigError, match=r"--samples-out: .*s\.jsonl.*No space left on device"),
+        console_listener(Console(quiet=True), chosen, quiet=True) as listener,
+    ):
+        go([CAR], chosen, listener=listener)
+
+
+def test_numbers_and_texts_that_nothing_can_hold_are_named(tmp_path: Path) -> None:
+    for flags, message in (
+        ({"trace_requests": 10**30}, "--trace-requests: '1000.*less than 19 digits"),
+        ({"tenant": "\ud800"}, "--tenant: .*valid Unicode"),
+        ({"embedding_layers": ("\udfff:3",)}, "--embedding-layers: .*valid Unicode"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            settings(tmp_path, **flags)
+
+
+def test_files_that_vanish_meanwhile_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = settings(tmp_path)
+    folder = chosen.cache.cache_dir
+    (folder / "below").mkdir(parents=True)
+    for name in ("a", "b", "below/c"):
+        (folder / name).write_bytes(b"1234")
+    walk = os.walk
+
+    def slow(top: Path) -> Any:
+        found = list(walk(top))
+        (folder / "a").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(os, "walk", slow)
+    assert bytes_on_disk(chosen) == 8
 
 
 def test_the_summary_says_what_was_saved_beyond_the_prefix_cache(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 import random
 import signal
 import subprocess
@@ -292,6 +294,118 @@ def test_other_settings_under_a_logged_name_are_refused(folder: Path) -> None:
     assert done.returncode == 2
     assert "experiment a" in done.stderr
     assert [row["name"] for row in rows(folder)] == ["a"]
+
+
+def hits(folder: Path, name: str = "a") -> int:
+    lines = (folder / "samples" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return sum(json.loads(line)["hit"] for line in lines)
+
+
+def test_an_experiment_never_meets_what_a_killed_try_left(folder: Path) -> None:
+    spec(folder, [{"name": "a"}, {"name": "b"}])
+    samples = folder / "samples" / "a.jsonl"
+    with subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        _until(lambda: samples.exists() and samples.read_bytes().count(b"\n") > 50)
+        run.kill()
+    time.sleep(1)
+    assert sweep(folder, "--resume").returncode == 0
+    assert [hits(folder, name) for name in "ab"] == [250, 250], "400 questions, 150 of them different"
+
+
+def test_a_cache_that_the_spec_names_is_emptied_where_the_user_says_so(folder: Path) -> None:
+    names = [{"name": "a"}, {"name": "b"}]
+    spec(folder, names, **{"cache-dir": str(folder / "mine")})
+    assert sweep(folder).returncode == 0
+    assert [hits(folder, name) for name in "ab"] == [250, 400]
+    (folder / "log.csv").unlink()
+    (folder / "log.jsonl").unlink()
+    assert sweep(folder, "--purge-cache-between-runs").returncode == 0
+    assert [hits(folder, name) for name in "ab"] == [250, 250]
+
+
+def test_only_what_was_chosen_is_tried_again(folder: Path) -> None:
+    gone = {"dataset": str(folder / "gone.jsonl")}
+    chosen = [{"name": "fine", "max-samples": 5}, {"name": "f1", **gone}, {"name": "f2", **gone}]
+    spec(folder, chosen)
+    assert sweep(folder).returncode == 1
+    before = (folder / "log.jsonl").read_bytes()
+    assert "--resume beside it" in sweep(folder, "--retry-failed").stderr
+    sweep(folder, "--resume", "--retry-failed", "--only", "fine")
+    assert (folder / "log.jsonl").read_bytes() == before
+    spec(folder, [{"name": "fine", "max-samples": 6}, *chosen[1:]])
+    assert "experiment fine" in sweep(folder, "--resume", "--retry-failed").stderr
+    assert (folder / "log.jsonl").read_bytes() == before, "nothing ran, and nothing is forgotten"
+    spec(folder, [chosen[0], {"name": "f1", "max-samples": 5}, chosen[2]])
+    assert sweep(folder, "--resume", "--retry-failed", "--only", "f1").returncode == 1  # f2 is still there
+    assert {row["name"]: row["status"] for row in rows(folder)} == {"fine": "ok", "f2": "failed", "f1": "ok"}
+
+
+def test_samples_take_no_other_files_place(folder: Path) -> None:
+    spec(folder, [{"name": "log", "max-samples": 5}])
+    for flags in ((), ("--dry-run",)):
+        done = sweep(folder, "--samples-dir", str(folder), *flags)
+        assert done.returncode == 2
+        assert "another file than that of its JSON lines" in done.stderr
+    assert not (folder / "log.jsonl").exists()
+    spec(folder, [{"name": "data"}])
+    assert "another file than that of --dataset" in sweep(folder, "--samples-dir", str(folder)).stderr
+
+
+def test_a_folder_of_samples_is_of_one_log(folder: Path) -> None:
+    spec(folder, [{"name": "a", "max-samples": 5}])
+    assert sweep(folder).returncode == 0
+    before = (folder / "samples" / "a.jsonl").read_bytes()
+    spec(folder, [{"name": "a", "max-samples": 6}])
+    done = sweep(folder, "--log-file", str(folder / "other.csv"))
+    assert done.returncode == 2
+    assert "--samples-dir" in done.stderr
+    assert "log.csv" in done.stderr
+    assert (folder / "samples" / "a.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words"),
+    [
+        ({"name": "a", "notes": "\ud800"}, ("experiment a: notes", "valid Unicode")),
+        ({"name": "a", "tenant": "\ud800"}, ("experiment a: --tenant", "valid Unicode")),
+        ({"name": "a", "similarity-threshold": 10**400}, ("experiment a", "similarity-threshold", "a number")),
+        ({"name": "a", "max-samples": 10**400}, ("experiment a", "--max-samples", "less than 19 digits")),
+    ],
+)
+def test_what_nothing_can_hold_is_named(folder: Path, experiment: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_spec(spec(folder, [experiment]))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_spec_that_is_nested_too_deep_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"a":' * 99_999, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"x\.json"):
+        read_spec(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_full_disk_names_the_log_and_leaves_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    log = SweepLog(tmp_path / "log.csv", resume=False)
+    log.append({"name": "a", "status": "ok"})
+    fsync, calls = os.fsync, 0
+
+    def full(fd: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > replaced:  # first the lines are synced, then the table
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=rf"log\.{'csv' if replaced else 'jsonl'}.*No space left on device"):
+        log.append({"name": "b", "status": "ok"})
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv", "log.jsonl"]
+    with open_log(tmp_path / "log.csv", resume=True) as mended:
+        assert [row["name"] for row in mended.rows] == [row["name"] for row in table(tmp_path)]
 
 
 @pytest.mark.engine

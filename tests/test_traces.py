@@ -50,6 +50,15 @@ def test_in_order_is_the_data_sets_own_order_round_and_round() -> None:
     assert ids(Trace(requests=3)) == ["0-0", "0-1", "0-2"]
 
 
+def test_a_repeat_takes_no_id_of_the_data_set_and_counts_with_its_original() -> None:
+    samples = [Sample("a", "one?"), Sample("a#2", "two?"), Sample("a#2#2", "three?")]
+    requests = arrange(samples, Trace(requests=9))
+    assert [r.sample_id for r in requests] == [
+        "a", "a#2", "a#2#2", "a#3", "a#2#3", "a#2#2#2", "a#4", "a#2#4", "a#2#2#3",
+    ]  # fmt: skip
+    assert [r.image_name for r in requests] == ["a", "a#2", "a#2#2"] * 3
+
+
 def test_shuffled_asks_everything_once_before_anything_twice() -> None:
     order = ids(Trace(TraceKind.SHUFFLED))
     assert order != [s.sample_id for s in SAMPLES]

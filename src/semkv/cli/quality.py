@@ -8,6 +8,28 @@ from typing import Annotated, Any
 
 import typer
 
+CALIBRATE_EXAMPLES = """\b
+Examples:
+  semkv calibrate pairs.jsonl --out c.json --plot c.png
+      from rows such as {"a": "Where is Rome?", "b": "In which country is Rome?", "same": 1}
+"""
+PAIRS_EXAMPLES = """\b
+Examples:
+  semkv eval-pairs pairs.jsonl --similarity-threshold 0.95
+      the fixed policy at another threshold
+  semkv eval-pairs pairs.jsonl --policy calibrated --calibration c.json
+      what a calibration does, on pairs that it was not made from
+"""
+STREAM_EXAMPLES = """\b
+Examples:
+  semkv eval-stream requests.jsonl --policy bounded --max-error-rate 0.005 --plot s.png
+      rows such as {"text": "Where is Rome?", "cluster": "rome"}: texts of one cluster have one answer
+"""
+
+_Pairs = Annotated[
+    Path,
+    typer.Argument(metavar="PAIRS", help="JSONL of a, b, same (0 or 1), and group where there is one; .gz too."),
+]
 _Encoder = Annotated[str, typer.Option(help="Sentence encoder: id or directory.")]
 _Policy = Annotated[str, typer.Option(help="fixed, calibrated or bounded.")]
 _Threshold = Annotated[float, typer.Option(help="Least cosine of the fixed policy.")]
@@ -23,18 +45,23 @@ _Plot = Annotated[Path | None, typer.Option(help="Draw a figure (.png, .svg, .pd
 
 
 def calibrate(
-    pairs: Annotated[Path, typer.Argument(help="JSONL of a, b, same (0 or 1), and group where there is one; .gz too.")],
+    pairs: _Pairs,
     out: Annotated[Path, typer.Option(help="The calibration, for --calibration.")],
     precision: Annotated[float, typer.Option(help="Least chance of a right answer for a match.")] = 0.95,
     index_encoder: _Encoder = "all-MiniLM-L6-v2",
     plot: _Plot = None,
 ) -> None:
-    """Fit the chance of a wrong answer by cosine, wording and veto, from labelled pairs."""
+    """Fit the chance of a wrong answer from labelled pairs.
+
+    It goes by cosine, wording and veto.
+    """
+    from semkv.experiments.outputs import keep_apart
     from semkv.experiments.quality.evaluate import calibrate_file
     from semkv.experiments.quality.figures import check_plot, plot_fit
 
     check_plot(plot)
     _check_out("--out", out)
+    keep_apart({"--out": out, "--plot": plot}, {"PAIRS": pairs})
     fitted, summary = calibrate_file(pairs, index_encoder, precision)
     fitted.calibration.save(out)
     if plot is not None:
@@ -43,7 +70,7 @@ def calibrate(
 
 
 def eval_pairs(
-    file: Annotated[Path, typer.Argument(help="JSONL of a, b, same (0 or 1), and group where there is one; .gz too.")],
+    file: _Pairs,
     policy: _Policy = "fixed",
     similarity_threshold: _Threshold = 0.92,
     max_error_rate: _Bound = 0.01,
@@ -55,13 +82,15 @@ def eval_pairs(
     out: _Out = None,
     plot: _Plot = None,
 ) -> None:
-    """Precision, recall and false positives of a policy on labelled pairs."""
+    """Precision and recall of a policy on labelled pairs."""
+    from semkv.experiments.outputs import keep_apart
     from semkv.experiments.quality.evaluate import QualityFlags
     from semkv.experiments.quality.evaluate import eval_pairs as evaluate
     from semkv.experiments.quality.figures import check_plot, plot_pairs
 
     check_plot(plot)
     _check_out("--out", out)
+    keep_apart({"--out": out, "--plot": plot}, {"FILE": file, "--calibration": calibration})
     flags = QualityFlags(
         policy=policy,
         similarity_threshold=similarity_threshold,
@@ -80,7 +109,10 @@ def eval_pairs(
 
 def eval_stream(
     file: Annotated[
-        Path, typer.Argument(help="JSONL of text and cluster in the order of requests, group where there is one.")
+        Path,
+        typer.Argument(
+            metavar="REQUESTS", help="JSONL of text and cluster in the order of requests, group where there is one."
+        ),
     ],
     policy: _Policy = "fixed",
     similarity_threshold: _Threshold = 0.92,
@@ -93,13 +125,18 @@ def eval_stream(
     out: _Out = None,
     plot: _Plot = None,
 ) -> None:
-    """Hits and wrong answers of a policy along a stream of requests, without an engine."""
+    """Hits and wrong answers of a policy along a stream.
+
+    No engine is needed: the stream says which requests have the same answer.
+    """
+    from semkv.experiments.outputs import keep_apart
     from semkv.experiments.quality.evaluate import QualityFlags
     from semkv.experiments.quality.evaluate import eval_stream as evaluate
     from semkv.experiments.quality.figures import check_plot, plot_stream
 
     check_plot(plot)
     _check_out("--out", out)
+    keep_apart({"--out": out, "--plot": plot}, {"FILE": file, "--calibration": calibration})
     flags = QualityFlags(
         policy=policy,
         similarity_threshold=similarity_threshold,

@@ -132,6 +132,11 @@ def run(
     max_cached_blocks: Annotated[
         int | None, typer.Option(help="Bound on stored KV blocks (0: by bytes alone).")
     ] = None,
+    max_entries: Annotated[
+        int | None,
+        typer.Option(help="Bound on entries in the catalog (100,000); the least recently used go first."),
+    ] = None,
+    media_mib: Annotated[int | None, typer.Option(help="Bound on stored images (4096).")] = None,
     purge: Annotated[
         bool,
         typer.Option("--purge", help="Empty the cache first; touches nothing semkv did not write."),
@@ -158,7 +163,10 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No line a sample.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="vLLM's own log, too.")] = False,
 ) -> None:
-    """Answer a data set through the cache: a line a sample, then what was saved and at what accuracy."""
+    """Answer a data set through the cache, and measure it.
+
+    Prints a line a sample, then what was saved and at what accuracy.
+    """
     from semkv.experiments.execute import execute
     from semkv.experiments.settings import RunFlags, resolve
 
@@ -200,6 +208,8 @@ def run(
         fusion_cache=enable_fusion_cache,
         fusion_cache_dir=fusion_cache_dir,
         max_cached_blocks=max_cached_blocks,
+        max_entries=max_entries,
+        media_mib=media_mib,
         purge=purge,
         data_dir=data_dir,
         trace=trace,
@@ -221,9 +231,9 @@ def demo(
     samples: Annotated[int, typer.Option(min=1, help="How many questions.")] = 256,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="vLLM's own log, too.")] = False,
 ) -> None:
-    """Answer drawn visual questions twice, in two processes on one cache, and compare.
+    """Answer drawn visual questions three times, and compare.
 
-    The first pass starts with an empty cache, the second finds on disk what the first one left.
+    With vLLM alone; with an empty cache; and in a new process, which finds on disk what the one before left.
     """
     from semkv.experiments.demo import run_demo
 

@@ -29,16 +29,20 @@ def sweep(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with this log; skip what it has.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="With --resume: run again what failed.")] = False,
     purge_cache_between_runs: Annotated[
-        bool, typer.Option("--purge-cache-between-runs", help="Each experiment starts with an empty cache.")
+        bool,
+        typer.Option("--purge-cache-between-runs", help="Empty the cache even where the spec names one."),
     ] = False,
-    only: Annotated[list[str] | None, typer.Option(help="Run this experiment alone; may be repeated.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Run this experiment alone; may be repeated.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and show what would run.")] = False,
     executor: Annotated[str, typer.Option(help="local: one after the other. ray: over a cluster.")] = "local",
     ray_address: Annotated[str | None, typer.Option(help="Of a running Ray cluster, such as auto.")] = None,
 ) -> None:
-    """Run many experiments, each in a process of its own, and log a row for each.
+    """Run many experiments, and log a row for each.
 
-    A failed experiment is a row with its error, and the sweep goes on. Ctrl-C leaves a log that --resume goes on with.
+    Each has a process of its own. A failed experiment is a row with its error, and the sweep goes on. Ctrl-C leaves a
+    log that --resume goes on with.
     """
     from semkv.experiments.report import make_console
     from semkv.experiments.sweep.command import SweepOptions, show
@@ -49,7 +53,7 @@ def sweep(
         log_file=log_file,
         samples_dir=samples_dir,
         resume=resume,
-        retry_failed=resume and retry_failed,
+        retry_failed=retry_failed,
         purge=purge_cache_between_runs,
         only=tuple(only or ()),
         executor=executor,

@@ -1,4 +1,4 @@
-"""``semkv demo``: the same questions twice, in two processes on one cache directory, and what changed."""
+"""``semkv demo``: the same questions with vLLM alone, and in two processes on one cache directory, and what changed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def same_answers(directory: Path) -> tuple[int, int]:
     """How many samples of the warm pass gave the tokens of the cold pass, and how many there were."""
     tokens: list[dict[str, list[int]]] = []
     for name in _PASSES:
-        lines = (directory / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (directory / f"{name}.jsonl").read_bytes().splitlines()  # of bytes: U+2028 ends no line
         rows = [json.loads(line) for line in lines]
         tokens.append({row["sample_id"]: row["token_ids"] for row in rows})
     cold, warm = tokens

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from semkv.engines.base import Engine
 from semkv.experiments.datasets import Sample, load_samples
 from semkv.experiments.metrics import Summary
-from semkv.experiments.report import console_listener, make_console, print_summary, write_summary
+from semkv.experiments.outputs import try_to_write
+from semkv.experiments.report import (
+    SAMPLES_OUT,
+    SUMMARY_OUT,
+    console_listener,
+    make_console,
+    print_summary,
+    write_summary,
+)
 from semkv.experiments.runner import EngineFactory, run
 from semkv.experiments.settings import RunSettings
 from semkv.experiments.traces import arrange
@@ -28,15 +36,22 @@ def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False
     if not verbose:
         os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; ours stays
     if settings.engine == "vllm":
+        from semkv.engines.checkpoint import check_model
         from semkv.engines.vllm import set_environment
 
+        check_model(settings.model, settings.revision)  # before a data set is loaded, which may be a download
         set_environment(verbose=verbose)  # before the cache's encoders import torch
+    for key, path in ((SAMPLES_OUT, settings.samples_out), (SUMMARY_OUT, settings.summary_out)):
+        if path is not None:
+            try_to_write(key, path)
     samples = arrange(load_samples(settings.dataset, settings.data), settings.trace)
     if settings.cache.mode is not CacheMode.OFF:
         prepare(settings.cache, purge=settings.purge)
     console = make_console()
     with console_listener(console, settings, quiet=quiet) as listener:
         _, summary = run(settings, samples, engine_factory(samples, verbose), make_cache, listener)
+        if not summary.interrupted:
+            listener.finish()
     print_summary(console, summary, settings)
     if settings.summary_out is not None:
         write_summary(settings.summary_out, settings, summary)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from semkv import __version__
-from semkv.errors import ConfigError
 from semkv.experiments.metrics import Cold, Estimate, SampleRecord, Saved, Summary, Times
+from semkv.experiments.outputs import SETTINGS, to_json, writing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from semkv.experiments.datasets import Sample
     from semkv.experiments.settings import RunSettings
 
+SAMPLES_OUT, SUMMARY_OUT = "--samples-out", "--summary-out"
 _STAGES = {"start": "starting the engine", "cold": "without semkv", "cached": "with semkv"}
 
 
@@ -41,6 +41,40 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=max(console.width, 120))
 
 
+class SamplesFile:
+    """``--samples-out FILE``: one JSON object a line; the settings go beside it, to ``FILE.settings.json``.
+
+    What an earlier run left there stays until there is a record to put in its place. Every method raises `ConfigError`
+    where the file cannot be written.
+    """
+
+    def __init__(self, path: Path, settings: RunSettings) -> None:
+        self._path, self._settings = path, settings
+        self._file: BinaryIO | None = None
+
+    def write(self, record: SampleRecord) -> None:
+        with writing(SAMPLES_OUT, self._path):
+            file = self._begun()
+            file.write(to_json(record.to_json()))
+            file.flush()
+
+    def finish(self) -> None:
+        """The run has come to its end, maybe without a record."""
+        with writing(SAMPLES_OUT, self._path):
+            self._begun()
+
+    def close(self) -> None:
+        with writing(SAMPLES_OUT, self._path):
+            if self._file is not None:
+                self._file.close()
+
+    def _begun(self) -> BinaryIO:
+        if self._file is None:
+            write_json(self._path.with_name(self._path.name + SETTINGS), run_header(self._settings))
+            self._file = self._path.open("wb")
+        return self._file
+
+
 class ConsoleListener:
     """Draws progress on a console and writes records to a file as they come.
 
@@ -48,10 +82,10 @@ class ConsoleListener:
         console: where to draw; a console that is no terminal gets lines without a bar.
         progress: the bar.
         quiet: no line a sample.
-        samples: an open file for one JSON object a line, or None.
+        samples: the file, or None.
     """
 
-    def __init__(self, console: Console, progress: Progress, *, quiet: bool, samples: IO[str] | None) -> None:
+    def __init__(self, console: Console, progress: Progress, *, quiet: bool, samples: SamplesFile | None) -> None:
         self._console, self._progress, self._quiet, self._samples = console, progress, quiet, samples
         self._task: TaskID | None = None
 
@@ -65,8 +99,7 @@ class ConsoleListener:
 
     def record(self, record: SampleRecord) -> None:
         if self._samples is not None:
-            self._samples.write(json.dumps(record.to_json(), ensure_ascii=False) + "\n")
-            self._samples.flush()
+            self._samples.write(record)
         if not self._quiet:
             self._print(sample_line(record))
         self._advance()
@@ -74,6 +107,11 @@ class ConsoleListener:
     def failed(self, sample: Sample, error: Exception) -> None:
         self._print(f"[{sample.sample_id}] failed | {error}")
         self._advance()
+
+    def finish(self) -> None:
+        """The run has come to its end."""
+        if self._samples is not None:
+            self._samples.finish()
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -85,13 +123,7 @@ class ConsoleListener:
 
 @contextmanager
 def console_listener(console: Console, settings: RunSettings, *, quiet: bool) -> Iterator[ConsoleListener]:
-    """A listener with its bar drawn and its files open.
-
-    ``--samples-out FILE`` gets one JSON object a line; the settings go beside it, to ``FILE.settings.json``.
-
-    Raises:
-        ConfigError: the samples file cannot be written.
-    """
+    """A listener with its bar drawn and its `SamplesFile`."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -111,24 +143,13 @@ def console_listener(console: Console, settings: RunSettings, *, quiet: bool) ->
     progress = Progress(
         *columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal
     )
-    samples = _open(settings) if settings.samples_out is not None else None
+    samples = SamplesFile(settings.samples_out, settings) if settings.samples_out is not None else None
     try:
         with progress:
             yield ConsoleListener(console, progress, quiet=quiet, samples=samples)
     finally:
         if samples is not None:
             samples.close()
-
-
-def _open(settings: RunSettings) -> IO[str]:
-    path = settings.samples_out
-    assert path is not None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path.with_name(path.name + ".settings.json"), run_header(settings))
-        return path.open("w", encoding="utf-8")
-    except OSError as e:
-        raise ConfigError("--samples-out", str(path), f"a file that can be written ({e.strerror or e})") from e
 
 
 def run_header(settings: RunSettings) -> dict[str, object]:
@@ -139,7 +160,7 @@ def run_header(settings: RunSettings) -> dict[str, object]:
 def write_json(path: Path, value: object) -> None:
     """Write indented JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_bytes(to_json(value, indent=2))
 
 
 def write_summary(path: Path, settings: RunSettings, summary: Summary) -> None:
@@ -148,10 +169,8 @@ def write_summary(path: Path, settings: RunSettings, summary: Summary) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
+    with writing(SUMMARY_OUT, path):
         write_json(path, {**run_header(settings), "summary": summary.to_json()})
-    except OSError as e:
-        raise ConfigError("--summary-out", str(path), f"a file that can be written ({e.strerror or e})") from e
 
 
 def print_summary(console: Console, summary: Summary, settings: RunSettings) -> None:

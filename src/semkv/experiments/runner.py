@@ -11,6 +11,7 @@ the cached pass starts. The cached pass asks the tiers, sends the canonical prom
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -23,11 +24,12 @@ from typing import Any, Protocol
 
 from semkv.engines.base import Engine, EnginePrompt, EngineResult, MediaError
 from semkv.errors import DatasetError, EngineError
-from semkv.experiments.baseline import read_cold
+from semkv.experiments.baseline import asked, check_asked, read_cold
 from semkv.experiments.datasets import Sample
 from semkv.experiments.metrics import Cold, SampleRecord, Summary, answers_match, summarise
 from semkv.experiments.requests import RequestBuilder
 from semkv.experiments.settings import RunSettings
+from semkv.stores.files import described
 from semkv.tiers.stats import CacheStats
 from semkv.types import CacheMode, MediaSegment, Namespace, Plan, Request, ReuseReport, Role, Status, TextSegment
 
@@ -169,7 +171,8 @@ def run_cold(
     twice = {s.sample_id for s in samples[::spacing][:NOISE_SAMPLES]}
 
     def answer(sample: Sample) -> None:
-        prompt = _prompt(builder.build(sample).segments, settings)
+        request = builder.build(sample)
+        prompt = _prompt(request.segments, settings)
         result = engine.generate(prompt)
         again = None
         if sample.sample_id in twice:
@@ -185,6 +188,7 @@ def run_cold(
             token_ids=result.token_ids,
             again_text=again.text if again else None,
             again_token_ids=again.token_ids if again else None,
+            asked=asked(request),
         )
         progress.cold[sample.sample_id] = cold
         listener.cold(sample, cold)
@@ -231,7 +235,7 @@ def _answer(
         result = engine.generate(_prompt(request.segments, settings))
     start = time.perf_counter()
     if cache is not None:
-        cache.add_observation(report, result.text, metadata={"finish_reason": result.finish_reason})
+        cache.add_observation(report, result.text, metadata=_metadata(result, settings))
         if report.plan.substituted and cache.should_check(report):
             _check(report, result.text, engine, cache, settings)
     after_s = time.perf_counter() - start
@@ -244,7 +248,12 @@ def _check(report: ReuseReport, answer: str, engine: Engine, cache: Cache, setti
     own = report.unchanged()
     result = engine.generate(_prompt(own.plan.segments, settings))
     cache.checked(report.hit_id, cache.same_answer(result.text, answer))
-    cache.add_observation(own, result.text, metadata={"finish_reason": result.finish_reason})
+    cache.add_observation(own, result.text, metadata=_metadata(result, settings))
+
+
+def _metadata(result: EngineResult, settings: RunSettings) -> dict[str, str]:
+    model = Path(settings.model)
+    return {"finish_reason": result.finish_reason, "model": model.name if model.is_dir() else settings.model}
 
 
 def _as_misses(report: ReuseReport) -> dict[str, Status]:
@@ -354,7 +363,7 @@ def run(
     cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
     try:
         if settings.baseline_from is not None:
-            progress.cold.update(read_cold(settings.baseline_from, samples))
+            progress.cold.update(read_cold(settings.baseline_from, samples, settings))
         elif settings.baseline:
             listener.stage("start", 0)
             engine = make_engine(settings, False)
@@ -367,6 +376,8 @@ def run(
         engine = make_engine(settings, cache is not None)
         try:
             builder = make_builder(samples, engine, settings)
+            if settings.baseline_from is not None:
+                check_asked(settings.baseline_from, progress.cold, [builder.build(sample) for sample in samples])
             run_cached(samples, engine, cache, builder, settings, listener, progress)
         finally:
             engine.close()
@@ -388,11 +399,7 @@ def run(
 
 
 def bytes_on_disk(settings: RunSettings) -> int:
-    """Bytes of all files below the cache folders."""
-    folders = {settings.cache.cache_dir, settings.cache.fusion_cache_dir} - {None}
-    files = {f.resolve() for folder in folders if folder is not None for f in _files(folder)}
-    return sum(f.stat().st_size for f in files if f.is_file())
-
-
-def _files(folder: Path) -> list[Path]:
-    return [f for f in folder.rglob("*") if f.is_file()] if folder.is_dir() else []
+    """Bytes of all files below the cache folders, but for those that other processes take away meanwhile."""
+    folders = [f for f in (settings.cache.cache_dir, settings.cache.fusion_cache_dir) if f is not None]
+    files = {Path(place, name).resolve() for folder in folders for place, _, names in os.walk(folder) for name in names}
+    return sum(status.st_size for _, status in described(files))

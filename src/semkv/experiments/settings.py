@@ -11,18 +11,20 @@ from semkv.config import (
     IMAGE_ROOT_VARIABLES,
     CacheConfig,
     check_threshold,
+    default_cache_dir,
     parse_choice,
     parse_embedding_layer,
 )
-from semkv.connectors.settings import default_cache_dir
 from semkv.errors import ConfigError
 from semkv.experiments.datasets import DATASETS, DatasetOptions
 from semkv.experiments.datasets.base import GQA_REPO
+from semkv.experiments.outputs import SETTINGS, keep_apart
 from semkv.experiments.requests import ChunkSource
 from semkv.experiments.traces import ZIPF_EXPONENT, Trace, TraceKind
 from semkv.presets import DEFAULT_PRESET, Preset, get_preset
 from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
 
+_LARGEST = 10**18
 ENGINES = ("vllm", "scripted", "labels")
 
 _T = TypeVar("_T")
@@ -63,6 +65,8 @@ class RunFlags:
     disable_normalised_hits: bool = False
     fusion_cache: bool | None = None
     max_cached_blocks: int | None = None
+    max_entries: int | None = None
+    media_mib: int | None = None
     cache_dir: Path | None = None
     fusion_cache_dir: Path | None = None
     data_dir: Path | None = None
@@ -149,11 +153,12 @@ def resolve(flags: RunFlags) -> RunSettings:
     Raises:
         ConfigError: a value is not allowed; the message names the flag, the value and what is allowed.
     """
+    _check_values(flags)
     preset_name = flags.preset or ("" if flags.model else DEFAULT_PRESET)
     preset = get_preset(preset_name) if preset_name else Preset(model=str(flags.model))
     dataset = _dataset(flags, preset)
     layers, hook = _layers(flags, preset)
-    return RunSettings(
+    settings = RunSettings(
         preset=preset_name,
         model=flags.model or preset.model,
         revision=flags.revision,
@@ -182,6 +187,50 @@ def resolve(flags: RunFlags) -> RunSettings:
         purge=flags.purge,
         samples_out=_writable("--samples-out", flags.samples_out),
         summary_out=_writable("--summary-out", flags.summary_out),
+    )
+    check_files(settings)
+    return settings
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_values(flags: RunFlags) -> None:
+    for field, value in vars(flags).items():
+        key = "--" + field.replace("_", "-")
+        if isinstance(value, int) and abs(value) >= _LARGEST:
+            raise ConfigError(key, f"{str(value)[:20]}...", "a whole number of less than 19 digits")
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and not is_unicode(text):
+                raise ConfigError(key, text, "a text in valid Unicode")
+
+
+def check_files(settings: RunSettings) -> None:
+    """Refuse settings that write over what they read.
+
+    Raises:
+        ConfigError: names the two settings.
+    """
+    dataset = Path(settings.dataset) if settings.dataset.endswith(".jsonl") else None
+    samples = settings.samples_out
+    keep_apart(
+        {
+            "--samples-out": samples,
+            "--summary-out": settings.summary_out,
+            "the settings beside --samples-out": samples and samples.with_name(samples.name + SETTINGS),
+        },
+        {
+            "--dataset": dataset,
+            "--dataset-root": settings.data.root,
+            "--baseline-from": settings.baseline_from,
+            "--calibration": settings.cache.calibration,
+        },
     )
 
 
@@ -218,6 +267,8 @@ def _cache(flags: RunFlags, preset: Preset, layers: tuple[EmbeddingLayer, ...], 
         vision_encoder=_or(flags.vision_encoder, preset.vision_encoder),
         image_roots=_image_roots(flags),
         max_cached_blocks=flags.max_cached_blocks or 0,
+        max_entries=_or(flags.max_entries, CacheConfig.max_entries),
+        max_media_bytes=_or(_positive("--media-mib", flags.media_mib), CacheConfig.max_media_bytes >> 20) << 20,
     )
     return replace(config, index_encoder=flags.index_encoder) if flags.index_encoder else config
 

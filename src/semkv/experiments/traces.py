@@ -6,11 +6,10 @@ Pure functions of samples and `Trace`; the same seed gives the same requests.
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import accumulate, cycle, islice
+from itertools import accumulate, count, cycle, islice
 
 from semkv.errors import ConfigError
 from semkv.experiments.datasets import Sample
@@ -61,7 +60,10 @@ class Trace:
 
 
 def arrange(samples: Sequence[Sample], trace: Trace) -> list[Sample]:
-    """The requests of a trace; a sample that comes again gets an id of its own, ``<id>#2``, ``<id>#3`` ..."""
+    """The requests of a trace.
+
+    A sample that comes again gets an id of its own, ``<id>#2``, ``<id>#3`` ..., those left out that the data set uses.
+    """
     if not samples:
         return []
     draw = {
@@ -71,7 +73,7 @@ def arrange(samples: Sequence[Sample], trace: Trace) -> list[Sample]:
         TraceKind.SESSIONS: _sessions,
     }[trace.kind]
     requests = len(samples) if trace.requests is None else trace.requests
-    return _with_own_ids(islice(draw(samples, trace), requests))
+    return _with_own_ids(islice(draw(samples, trace), requests), {sample.sample_id for sample in samples})
 
 
 def _shuffled(samples: Sequence[Sample], trace: Trace) -> Iterator[Sample]:
@@ -114,11 +116,15 @@ def _by_image(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     return found
 
 
-def _with_own_ids(requests: Iterator[Sample]) -> list[Sample]:
-    seen: Counter[str] = Counter()
+def _with_own_ids(requests: Iterator[Sample], taken: Collection[str]) -> list[Sample]:
+    times: dict[str, Iterator[int]] = {}
     named = []
     for sample in requests:
-        seen[sample.sample_id] += 1
-        times = seen[sample.sample_id]
-        named.append(sample if times == 1 else replace(sample, sample_id=f"{sample.sample_id}#{times}"))
+        name = sample.sample_id
+        if name in times:
+            own = next(own for n in times[name] if (own := f"{name}#{n}") not in taken)
+            named.append(replace(sample, sample_id=own, repeats=name))
+        else:
+            times[name] = count(2)
+            named.append(sample)
     return named

@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeVar
 from semkv.errors import ConfigError, DatasetError
 
 GQA_REPO = "lmms-lab/GQA"
+NO_JSON = (ValueError, RecursionError)
+"""What `json.loads` raises: the second where values are nested too deep, the first for numbers of 5,000 digits, too."""
 
 _T = TypeVar("_T")
 
@@ -41,6 +43,7 @@ class Sample:
         groups: GQA's group names, global and local.
         equivalent: ids of questions that ask the same.
         entailed: ids of questions whose answer follows from this one's.
+        repeats: the id of the sample that a trace asks again under this one's; empty for the first time.
         variant: how MiniGQA made this question from another (``repeat``, ``paraphrase`` ...); empty for an original.
     """
 
@@ -55,11 +58,12 @@ class Sample:
     equivalent: tuple[str, ...] = ()
     entailed: tuple[str, ...] = ()
     variant: str = ""
+    repeats: str = ""
 
     @property
     def image_name(self) -> str:
-        """The first image's name, or the sample's id: what results are clustered by."""
-        return self.images[0].name if self.images else self.sample_id
+        """The first image's name, or the sample's id, the same for its repeats: what results are clustered by."""
+        return self.images[0].name if self.images else self.repeats or self.sample_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as e:
         raise DatasetError(f"{path}, line {e.lineno}: {e.msg}") from e
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, *NO_JSON) as e:
         raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
 
 
@@ -124,7 +128,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield (line number, object) for every non-empty line; a file that ends in ``.gz`` is unpacked on the way.
 
     Raises:
-        DatasetError: a line is not a JSON object; the message names file and line.
+        DatasetError: the file cannot be read, or a line is not a JSON object; the message names file and line.
     """
     try:
         opener = gzip.open if path.suffix == ".gz" else open
@@ -134,8 +138,9 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                     continue
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as e:
-                    raise DatasetError(f"{path}, line {number}: not valid JSON ({e.msg})") from e
+                except NO_JSON as e:
+                    reason = e.msg if isinstance(e, json.JSONDecodeError) else str(e)
+                    raise DatasetError(f"{path}, line {number}: not valid JSON ({reason})") from e
                 if not isinstance(row, dict):
                     raise DatasetError(f"{path}, line {number}: expected an object, found {type(row).__name__}")
                 yield number, row
@@ -151,7 +156,7 @@ def text_field(row: Mapping[str, Any], key: str, where: str, *, required: bool =
     """A string field, numbers taken as text; empty where it is absent.
 
     Raises:
-        DatasetError: it is required and absent or empty, or it is neither text nor a number.
+        DatasetError: it is required and absent or empty, or it is neither text nor a number, or no valid Unicode.
     """
     value = row.get(key)
     if value is None or value == "":
@@ -160,4 +165,19 @@ def text_field(row: Mapping[str, Any], key: str, where: str, *, required: bool =
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DatasetError(f"{where}: {key!r} must be text, found {type(value).__name__}")
-    return str(value)
+    return check_unicode(str(value), key, where)
+
+
+def check_unicode(text: str, key: str, where: str) -> str:
+    """The text.
+
+    Raises:
+        DatasetError: it has half of a surrogate pair, which no UTF-8 and so no digest and no file can hold.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise DatasetError(
+            f"{where}: {key!r} must be valid Unicode, found {text[e.start]!a} alone at character {e.start}"
+        ) from e
+    return text

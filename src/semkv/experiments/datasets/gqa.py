@@ -20,7 +20,16 @@ from typing import Any
 
 from semkv.config import IMAGE_ROOT_VARIABLES
 from semkv.errors import ConfigError, DatasetError
-from semkv.experiments.datasets.base import DatasetOptions, ImageRef, Sample, read_json, select, text_field
+from semkv.experiments.datasets.base import (
+    DatasetOptions,
+    ImageRef,
+    Sample,
+    check_unicode,
+    read_json,
+    select,
+    text_field,
+)
+from semkv.stores.files import replacing
 
 ROOT_VARIABLE = "GQA_ROOT"
 _KIND = "_instructions"
@@ -88,14 +97,14 @@ def to_sample(key: str, row: Any, where: str, find: Any) -> Sample:
     if not isinstance(groups, Mapping):
         raise DatasetError(f"{where}: 'groups' must be an object")
     return Sample(
-        sample_id=key,
+        sample_id=check_unicode(key, "id", where),
         question=text_field(row, "question", where, required=True),
         answer=text_field(row, "answer", where) or None,
         images=(ImageRef(image, find(image)),) if image else (),
         semantic_str=text_field(row, "semanticStr", where),
-        groups=tuple(str(groups[k]) for k in ("global", "local") if groups.get(k)),
-        equivalent=_ids(row.get("equivalent")),
-        entailed=_ids(row.get("entailed")),
+        groups=tuple(text for k in ("global", "local") if (text := text_field(groups, k, f"{where}, groups"))),
+        equivalent=_ids(row, "equivalent", where),
+        entailed=tuple(name for name in _ids(row, "entailed", where) if name != key),
         variant=text_field(row, "variant", where),
     )
 
@@ -133,11 +142,12 @@ def _image_roots() -> list[Path]:
     return [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
 
 
-def _ids(value: Any) -> tuple[str, ...]:
+def _ids(row: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
     """Ids as a list, or as the Hugging Face layout writes a list: one string."""
-    if not value:
-        return ()
-    return tuple(re.findall(r"[\w-]+", value)) if isinstance(value, str) else tuple(str(v) for v in value)
+    value = row.get(key)
+    if value is not None and not isinstance(value, str | list):
+        raise DatasetError(f"{where}: {key!r} must be a list of ids, found {type(value).__name__}")
+    return tuple(re.findall(r"[\w-]+", value)) if isinstance(value, str) else tuple(str(v) for v in value or ())
 
 
 def _load_parquet(root: Path, options: DatasetOptions, config: str, split: str) -> list[Sample]:
@@ -167,7 +177,8 @@ def _load_hub(options: DatasetOptions, config: str, split: str) -> list[Sample]:
     except (OSError, ValueError, RuntimeError) as e:
         raise DatasetError(
             f"{options.repo} ({config}, {split}) cannot be read from the hub: {str(e).splitlines()[0][:200]}; where "
-            f"there is no network give a folder with --dataset-root or {ROOT_VARIABLE}"
+            f"there is no network give a folder with --dataset-root or {ROOT_VARIABLE}, or take --dataset minigqa, "
+            "which needs no download"
         ) from e
     found = _unpack_images((dict(row) for row in pictures), wanted, options.data_dir / "gqa" / images)
     return _from_rows(chosen, found, options.repo)
@@ -210,10 +221,12 @@ def _unpack_images(rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: 
             continue
         file = folder / (name + (".png" if data.startswith(b"\x89PNG") else ".jpg"))
         if not file.is_file() or file.stat().st_size != len(data):
-            folder.mkdir(parents=True, exist_ok=True)
-            part = file.with_suffix(".part")
-            part.write_bytes(data)
-            part.replace(file)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with replacing(file) as part:
+                    part.write(data)
+            except OSError as e:
+                raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e
         found[name] = file
         if len(found) == len(wanted):
             break

@@ -15,6 +15,7 @@ from typing import Any
 from semkv.errors import ConfigError, DatasetError
 from semkv.experiments.datasets.base import DatasetOptions, ImageRef, Sample, read_jsonl, select, text_field
 from semkv.experiments.datasets.gqa import is_safe_name
+from semkv.stores.files import replacing
 
 _FIELDS = ("questionId", "imageId", "question")
 _CARD = (160, 120)
@@ -63,11 +64,10 @@ def _card(folder: Path, name: str) -> Path:
 
     card = Image.new("RGB", _CARD, (226, 226, 222))
     ImageDraw.Draw(card).text((_CARD[0] / 2, _CARD[1] / 2), name, fill=(70, 70, 70), anchor="mm")
-    part = file.with_suffix(".part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        card.save(part, "PNG")
-        part.replace(file)
+        with replacing(file) as part:
+            card.save(part, "PNG")
     except OSError as e:
         raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e
     return file

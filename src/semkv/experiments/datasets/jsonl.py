@@ -6,12 +6,21 @@ Only ``question`` is required. ``images`` is a path or a list of paths, relative
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from semkv.errors import ConfigError, DatasetError
-from semkv.experiments.datasets.base import DatasetOptions, ImageRef, Sample, read_jsonl, select, text_field
+from semkv.experiments.datasets.base import (
+    DatasetOptions,
+    ImageRef,
+    Sample,
+    check_unicode,
+    read_jsonl,
+    select,
+    text_field,
+)
 
 _KNOWN = frozenset({"id", "system", "context", "images", "image", "question", "answer", "semantic", "group", "variant"})
 
@@ -62,12 +71,12 @@ def _images(row: Mapping[str, Any], path: Path, where: str) -> tuple[ImageRef, .
     if value is None:
         return ()
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(n, str) and n for n in names):
+    if not isinstance(names, list) or not all(isinstance(n, str) and n and "\0" not in n for n in names):
         raise DatasetError(f"{where}: 'images' must be a path or a list of paths")
     images = []
     for name in names:
-        file = path.parent / name
+        file = path.parent / check_unicode(name, "images", where)
         if not file.is_file():
             raise DatasetError(f"{where}: no image {file}")
-        images.append(ImageRef(Path(name).stem, file))
+        images.append(ImageRef(os.path.normpath(name), file))  # not its last part: s1/frame.png is not s2/frame.png
     return tuple(images)

@@ -20,8 +20,9 @@ _VALUES = {
     "--index-encoder": ("cache", "index_encoder"), "--match": ("cache", "match"), "--scope": ("cache", "scope"),
     "--cache-mode": ("cache", "mode"), "--policy": ("cache", "policy"),
     "--max-error-rate": ("cache", "max_error_rate"), "--calibration": ("cache", "calibration"),
-    "--verify-rate": ("cache", "verify_rate"), "--trace": ("trace", "kind"), "--trace-seed": ("trace", "seed"),
-    "--trace-requests": ("trace", "requests"), "--trace-exponent": ("trace", "exponent"),
+    "--verify-rate": ("cache", "verify_rate"), "--max-entries": ("cache", "max_entries"),
+    "--trace": ("trace", "kind"), "--trace-seed": ("trace", "seed"), "--trace-requests": ("trace", "requests"),
+    "--trace-exponent": ("trace", "exponent"),
 }  # fmt: skip
 _SWITCHES = {
     "--disable-semantic-cache": "semantic", "--disable-exact-cache": "exact", "--disable-normalised-hits": "normalised",
@@ -30,8 +31,10 @@ _SWITCHES = {
 _DEFAULTS: Mapping[str, Any] = {
     "--engine": "vllm", "--dataset-repo": "lmms-lab/GQA", "--chunk-source": "question", "--chunk-window": 0,
     "--index-encoder": "all-MiniLM-L6-v2", "--match": "all", "--scope": "media", "--cache-mode": "live",
-    "--policy": "fixed", "--max-error-rate": 0.01, "--trace": "in-order", "--trace-seed": 0, "--trace-exponent": 0.99,
+    "--policy": "fixed", "--max-error-rate": 0.01, "--max-entries": 100_000,
+    "--trace": "in-order", "--trace-seed": 0, "--trace-exponent": 0.99,
 }  # fmt: skip
+_MEDIA_BYTES = 4 << 30  # by default
 
 
 def run_command(settings: Mapping[str, Any]) -> str:
@@ -58,6 +61,9 @@ def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
         yield "--enable-fusion-cache" if cache["fusion"] else "--disable-fusion-cache"
     if cache.get("max_cached_blocks"):
         yield from ("--max-cached-blocks", str(cache["max_cached_blocks"]))
+    media = cache.get("max_media_bytes")
+    if isinstance(media, int) and media != _MEDIA_BYTES:
+        yield from ("--media-mib", str(media >> 20))
     if settings.get("trust_remote_code") and not preset:
         yield "--trust-remote-code"
     if settings.get("baseline"):

@@ -90,8 +90,8 @@ def _tradeoff(plane: Sequence[Point], colors: dict[str, str]) -> Drawing:
     return render(
         "tradeoff",
         "Accuracy on hits against hit rate",
-        "One mark an experiment. The line is the Pareto front: no other experiment has both more hits and more of them "
-        f"right; its numbers are in the table below. Bars are {_INTERVAL}.",
+        "One mark an experiment whose hits can be judged. The line is the Pareto front: no other one has more hits and "
+        f"more of them right; its numbers are in the table below. Bars are {_INTERVAL}.",
         draw,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from semkv.errors import DatasetError
-from semkv.experiments.metrics import Estimate, SampleRecord
+from semkv.experiments.datasets.base import NO_JSON
+from semkv.experiments.metrics import HUGE, Estimate, SampleRecord
 
 STATUSES = ("ok", "failed", "interrupted")
 _OBJECTS = ("settings", "environment", "trace")
@@ -113,7 +113,9 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as e:
+            if b"\\ud" in line.lower():  # halves of surrogate pairs, as in the name of a file, become question marks
+                row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+        except NO_JSON as e:
             if number == len(lines):
                 return
             reason = e.msg if isinstance(e, json.JSONDecodeError) else str(e)
@@ -134,7 +136,7 @@ def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
         if row.get(key) is not None and not isinstance(row[key], Mapping):
             raise DatasetError(f"{where}: {key!r} must be an object, found {type(row[key]).__name__}")
     samples = path.parent / str(row["samples"]) if row.get("samples") else None
-    there = samples is not None and samples.is_file()
+    there = samples is not None and _is_file(samples)
     return Experiment(
         name=name,
         status=status,
@@ -150,14 +152,21 @@ def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
     )
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no name of a file at all
+        return False
+
+
 def listed(value: Any) -> list[Any]:
     """The value where it is a list, else an empty one."""
     return value if isinstance(value, list) else []
 
 
 def number(value: Any) -> float | None:
-    """The value where it is a finite number, else None."""
-    there = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """The value where it is a number that can be drawn, else None."""
+    there = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < HUGE
     return float(value) if there else None
 
 

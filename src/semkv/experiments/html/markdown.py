@@ -9,7 +9,7 @@ from urllib.parse import quote
 from semkv.experiments.html import text
 from semkv.experiments.html.canvas import Drawing
 from semkv.experiments.html.log import Experiment
-from semkv.experiments.html.view import Wrong, facts, group_names, points, worst, wrong_hits
+from semkv.experiments.html.view import Wrong, count_hits, facts, group_names, points, worst, wrong_hits
 
 _SPECIAL = re.compile(r"([\\`*_<>|#~&$]|\](?=[(\[:]))")  # a bracket alone is text, a link needs more
 # Of the wide table of experiments; the other columns are on the page and in the log.
@@ -31,8 +31,8 @@ def render_markdown(
     parts = [
         f"# {escape(title)}",
         f"Made from {escape(', '.join(logs))} by `semkv report`; to change it, run that again. Brackets hold 95% "
-        "intervals by bootstrap over images; where nothing varied they have no width. Saved is measured against vLLM "
-        "with its own prefix cache and encoder cache, the lookup paid for.",
+        "intervals by bootstrap over images, of a share of 0% or 100% Wilson's with as many trials as images. Saved is "
+        "measured against vLLM with its own prefix cache and encoder cache, the lookup paid for.",
         "\n".join(
             f"- {escape(f.what)}: **{escape(f.figure)}** ({escape(f.where)})"
             for f in facts(experiments, text.percent, text.milliseconds)
@@ -87,14 +87,14 @@ def _experiments(experiments: list[Experiment]) -> Iterable[str]:
 
 def _wrong(experiments: list[Experiment]) -> str:
     sampled = [e for e in experiments if e.records]
-    hits = sum(r.hit for e in sampled for r in e.records)
+    hits = text.judged(*count_hits(sampled))
     every = wrong_hits(experiments)
     if not sampled:
         return "The log names no samples that are there."
     if not every:
-        return f"No wrong hit among {hits:,} hits."
+        return f"No wrong hit among {hits}."
     header = ("asked", "answered as if asked", "picture", "given", "right", "matched by", "score", "experiments")
-    return f"{len(every):,} different ones among {hits:,} hits; the page shows their pictures.\n\n" + table(
+    return f"{len(every):,} different ones among {hits}; the page shows their pictures.\n\n" + table(
         header, (_wrong_row(w) for w in worst(every))
     )
 
@@ -102,13 +102,13 @@ def _wrong(experiments: list[Experiment]) -> str:
 def _wrong_row(wrong: Wrong) -> tuple[str, ...]:
     r = wrong.record
     other = r.donor_image not in ("", r.image)
-    right = r.answer if r.answer is not None else r.cold.text if r.cold is not None else "-"
+    right = wrong.without if r.answer is None else r.answer
     return (
         r.question,
         r.donor_question or "its own question",
         f"{r.donor_image} for {r.image}" if other else "same",
-        r.text,
-        right,
+        wrong.given,
+        "-" if right is None else right,
         r.provenance,
         f"{wrong.score:.4f}",
         str(len(wrong.experiments)),

@@ -18,7 +18,7 @@ from semkv.experiments.html import text
 from semkv.experiments.html.canvas import Drawing
 from semkv.experiments.html.command import run_command
 from semkv.experiments.html.log import Experiment
-from semkv.experiments.html.view import Wrong, facts, group_names, points, thresholds, worst, wrong_hits
+from semkv.experiments.html.view import Wrong, count_hits, facts, group_names, points, thresholds, worst, wrong_hits
 
 _FOLDER = Path(__file__).parent
 _THUMBNAIL = (240, 240)
@@ -80,7 +80,7 @@ def render_page(experiments: list[Experiment], drawings: Sequence[Drawing], titl
         wrong=wrong,
         cards=[_card(w) for w in worst(wrong)],
         sampled=sum(bool(e.records) for e in experiments),
-        hits=sum(r.hit for e in experiments for r in e.records),
+        hits=text.judged(*count_hits(experiments)),
         environments=text.environments(experiments),
         traces=text.traces(experiments),
         commands=[(e.name, run_command(e.settings)) for e in experiments if e.settings],

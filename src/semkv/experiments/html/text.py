@@ -41,8 +41,8 @@ COLUMNS: Mapping[str, str] = {
     "experiment": "its name",
     "status": "ok, failed or interrupted",
     "hit rate": "% of requests [95% interval]",
-    "accuracy on hits": "% of hits that are right [95% interval]",
-    "wrong hits": "hits that spoiled a right answer, % of requests [95% interval]",
+    "accuracy on hits": "% of hits that are right; of a dry run what the donor answered [95% interval]",
+    "wrong hits": "hits that spoiled a right answer, % of the requests that can be judged [95% interval]",
     "same as cold": "% of hits with the answer that vLLM alone gave [95% interval]",
     "accuracy": "% of all answers that are right [95% interval]",
     "consistency": "GQA's: of right answers, the share of entailed questions right too, % [95% interval]",
@@ -87,6 +87,11 @@ def cells(experiment: Experiment, group: str) -> dict[str, Cell]:
         "note": Cell(note or "-"),
     }
     return {name: found[name] for name in COLUMNS}
+
+
+def judged(hits: int, of_them: int) -> str:
+    """``12 hits``, or how many of them there is anything to judge by."""
+    return f"{hits:,} hits" if of_them == hits else f"{of_them:,} of {hits:,} hits that anything judges"
 
 
 def _share(value: Estimate) -> Cell:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from semkv.experiments.html.log import Experiment, listed, number
-from semkv.experiments.metrics import Estimate, SampleRecord, wrong_hit
+from semkv.experiments.metrics import Estimate, SampleRecord, given, wrong_hit
 
 # What differs between the experiments of one group: thresholds, tiers, places. All other settings make groups.
 _INSIDE = (
@@ -110,9 +110,10 @@ class Point:
 
 
 def accuracy_on_hits(experiment: Experiment) -> Estimate:
-    """Accuracy on hits; where nothing was expected, agreement with the cold answer."""
+    """Accuracy on hits; where nothing was expected, agreement with the cold answer, in dry-run mode the donor's."""
     found = experiment.estimate("accuracy_on_hits")
-    return found if found.value is not None else experiment.estimate("against_cold", "agreement")
+    other = ("donor_agreement",) if _dry(experiment) else ("against_cold", "agreement")
+    return found if found.value is not None else experiment.estimate(*other)
 
 
 def points(experiments: Sequence[Experiment]) -> list[Point]:
@@ -203,6 +204,16 @@ class Wrong:
     def score(self) -> float:
         return 1.0 if self.record.score is None else self.record.score
 
+    @property
+    def given(self) -> str:
+        return given(self.record) or ""
+
+    @property
+    def without(self) -> str | None:
+        """The answer without the hit, where it is known."""
+        r = self.record
+        return r.text if not r.applied else r.cold.text if r.cold is not None else None
+
 
 def wrong_hits(experiments: Sequence[Experiment]) -> list[Wrong]:
     """Wrong hits, the most certain first: by the highest score, then by how many experiments made them.
@@ -219,6 +230,12 @@ def wrong_hits(experiments: Sequence[Experiment]) -> list[Wrong]:
     return sorted(every, key=lambda w: (-w.score, -len(w.experiments), w.record.sample_id))
 
 
+def count_hits(experiments: Sequence[Experiment]) -> tuple[int, int]:
+    """How many hits the samples have, and how many of them something judges."""
+    judged = [wrong_hit(r) is not None for e in experiments for r in e.records if r.hit]
+    return len(judged), sum(judged)
+
+
 def worst(every: Sequence[Wrong]) -> list[Wrong]:
     """Those that are shown: the highest scores of each kind in turn, at most two with one donor question.
 
@@ -233,6 +250,18 @@ def worst(every: Sequence[Wrong]) -> list[Wrong]:
             kinds.setdefault((r.provenance, r.donor_image in ("", r.image)), []).append(wrong)
     turns = zip_longest(*kinds.values())
     return [wrong for turn in turns for wrong in turn if wrong is not None][:_WORST]
+
+
+def _clean(experiment: Experiment) -> bool:
+    """Whether it had hits, each of them was judged, and none was wrong."""
+    wrong, hits = experiment.estimate("wrong_hit_share"), experiment.estimate("hit_share")
+    return (
+        bool(hits.value) and wrong.value == 0 and wrong.n == hits.n and accuracy_on_hits(experiment).value is not None
+    )
+
+
+def _dry(experiment: Experiment) -> bool:
+    return str(experiment.setting("cache", "mode")) == "dry-run"
 
 
 @dataclass(frozen=True)
@@ -258,7 +287,7 @@ def facts(
             f"{sum(int(number(e.value('samples')) or 0) for e in done):,} requests in all",
         )
     ]
-    clean = [e for e in done if e.estimate("wrong_hit_share").value == 0 and e.estimate("hit_share").value]
+    clean = [e for e in done if _clean(e)]
     if clean:
         best = max(clean, key=lambda e: e.estimate("hit_share").value or 0)
         found.append(Fact(percent(best.estimate("hit_share")), "most hits without a wrong one", best.name))
@@ -269,7 +298,8 @@ def facts(
         found.append(
             Fact(percent(top.estimate("hit_share")), f"most hits at all, wrong hits a request: {wrong}", top.name)
         )
-    timed = [e for e in clean if e.estimate("saved", "latency_s").value is not None]
+    # A dry run sends every request unchanged: what it saves is not its hits'.
+    timed = [e for e in clean if (e.estimate("saved", "latency_s").value or 0) > 0 and not _dry(e)]
     if timed:
         fastest = max(timed, key=lambda e: e.estimate("saved", "latency_s").value or 0)
         saved = ms(fastest.estimate("saved", "latency_s"))

@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from semkv.errors import ConfigError
 from semkv.experiments.html.figures import draw_all
 from semkv.experiments.html.log import read_logs
 from semkv.experiments.html.markdown import render_markdown
 from semkv.experiments.html.page import render_page
+from semkv.experiments.outputs import keep_apart, writing
 
 
 def write_report(
@@ -30,8 +30,12 @@ def write_report(
 
     Raises:
         DatasetError: a log cannot be read; names file and line.
-        ConfigError: a file cannot be written, or the extra ``report`` is not installed.
+        ConfigError: a file cannot be written, or is one that is read, or the extra ``report`` is not installed.
     """
+    read = {f"LOG {log.name}": log for log in logs} | {
+        f"the JSON lines of {log.name}": log.with_suffix(".jsonl") for log in logs
+    }
+    keep_apart({"--out": out, "--markdown": markdown}, read)
     experiments = read_logs(logs)
     title = title or "What each tier is worth"
     names = [log.name for log in logs]
@@ -43,9 +47,7 @@ def write_report(
         place = Path(os.path.relpath(folder, markdown.parent)).as_posix()
         files[markdown] = render_markdown(experiments, drawings, title, names, place).encode()
     for path, data in files.items():
-        try:
+        with writing("semkv report", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-        except OSError as e:
-            raise ConfigError("semkv report", str(path), f"a file that can be written ({e.strerror or e})") from e
     return list(files)

@@ -17,17 +17,21 @@ from semkv.experiments.metrics.intervals import Estimate, Times, mean, median, s
 from semkv.experiments.metrics.quality import (
     ChrArea,
     accuracy,
+    accuracy_on_hits,
     chr_area,
     chr_curve,
     cold_accuracy,
     consistency,
+    given,
     stands_for,
     wrong_hit,
+    wrong_hit_share,
 )
-from semkv.experiments.metrics.records import Cold, SampleRecord, answers_match, normalise_answer
+from semkv.experiments.metrics.records import HUGE, Cold, SampleRecord, answers_match, normalise_answer
 from semkv.experiments.metrics.summary import Summary, TierRow, count_statuses, summarise
 
 __all__ = [
+    "HUGE",
     "AgainstCold",
     "ChrArea",
     "Cold",
@@ -40,6 +44,7 @@ __all__ = [
     "Times",
     "Tokens",
     "accuracy",
+    "accuracy_on_hits",
     "against_cold",
     "answers_match",
     "chr_area",
@@ -47,6 +52,7 @@ __all__ = [
     "cold_accuracy",
     "consistency",
     "count_statuses",
+    "given",
     "mean",
     "median",
     "noise_floor",
@@ -58,4 +64,5 @@ __all__ = [
     "times",
     "tokens",
     "wrong_hit",
+    "wrong_hit_share",
 ]

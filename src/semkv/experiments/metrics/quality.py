@@ -31,6 +31,17 @@ def accuracy(records: Iterable[SampleRecord]) -> Estimate:
     return share([(r.image, r.match) for r in records if r.match is not None])
 
 
+def given(record: SampleRecord) -> str | None:
+    """What a hit gave; in dry-run mode what it would have given, None where only a part of the donor stood in."""
+    return record.text if record.applied else record.donor_answer
+
+
+def accuracy_on_hits(records: Iterable[SampleRecord]) -> Estimate:
+    """Accuracy of what hits gave (`given`), over those of which it is known and that have an expected answer."""
+    hits = [(r, text) for r in records if r.hit and (text := given(r)) is not None]
+    return share([(r.image, answers_match(text, r.answer)) for r, text in hits if r.answer is not None])
+
+
 def cold_accuracy(cold: Iterable[Cold]) -> Estimate:
     """Accuracy over the cold answers that have an expected answer."""
     return share([(c.image, c.match) for c in cold if c.match is not None])
@@ -54,8 +65,8 @@ def consistency(records: Sequence[SampleRecord], *, cold: bool = False) -> Estim
     outcome = {r.sample_id: right(r) for r in records}
     scores = []
     for record in records:
-        own = record.sample_id.partition("#")[0]  # a trace names repeats <id>#2
-        asked = [outcome.get(name) for name in record.entailed if name != own]
+        # The loader leaves a question's own id out: that of a repeat in a trace is another.
+        asked = [outcome.get(name) for name in record.entailed if name != record.sample_id]
         judged = [o for o in asked if o is not None]
         if right(record) and judged:
             scores.append((record.image, sum(judged) / len(judged)))
@@ -75,19 +86,42 @@ def stands_for(record: SampleRecord) -> bool | None:
     return answers_match(record.text, record.cold.text) if record.cold is not None else record.match
 
 
-def wrong_hit(record: SampleRecord) -> bool:
-    """Whether the cache spoiled this answer: a hit that is wrong where the cold answer was right.
+def wrong_hit(record: SampleRecord) -> bool | None:
+    """Whether the cache spoiled this answer: a hit that is wrong where the cold answer was right. False for a miss,
+    None for a hit that nothing judges.
 
     Without an expected answer a hit that differs from the cold one is wrong; without a cold answer, one that differs
-    from the expected answer, so that the model's own mistakes count too.
+    from the expected answer, so that the model's own mistakes count too. In dry-run mode the donor's answer is judged,
+    and the request's own answer is the cold one.
     """
-    if not record.hit or not record.applied:
+    if not record.hit:
         return False
+    if not record.applied:
+        if record.donor_answer is None:
+            return None
+        if record.answer is None:
+            return not answers_match(record.donor_answer, record.text)
+        return bool(record.match) and not answers_match(record.donor_answer, record.answer)
     if record.cold is None:
-        return record.match is False
+        return None if record.match is None else not record.match
     if record.match is None or record.cold.match is None:
         return not answers_match(record.text, record.cold.text)
     return not record.match and record.cold.match
+
+
+def wrong_hit_share(records: Sequence[SampleRecord]) -> Estimate:
+    """Wrong hits a request, over the requests that can be judged.
+
+    A miss counts where a hit would have been judged: all the same a data set with few expected answers has as many
+    hits among those counted as among all.
+    """
+    dry = any(r.hit and not r.applied for r in records)
+    judged = [
+        (r.image, wrong)
+        for r in records
+        if (wrong := wrong_hit(r)) is not None and (r.hit or dry or r.match is not None or r.cold is not None)
+    ]
+    return share(judged)
 
 
 def chr_curve(records: Sequence[SampleRecord]) -> tuple[Floats, Floats]:

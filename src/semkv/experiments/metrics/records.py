@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from semkv.types import Status
 
-_TEXTS = ("sample_id", "image", "question", "text", "provenance")
-_NUMBERS = ("latency_s", "lookup_s", "prompt_tokens", "cached_tokens")
+HUGE = 1e18
+"""No time, count or score of a run is as large; what is, infinity too, cannot be drawn or added up."""
 _PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}](?!\d)")
 
 _T = TypeVar("_T")
@@ -35,6 +35,7 @@ class Cold:
     """The same sample on an engine with vLLM's prefix cache alone.
 
     Attributes:
+        asked: digest of what was asked (`baseline.asked`); empty in files of earlier versions.
         again_text, again_token_ids: the answer to the same prompt asked a second time, computed from nothing; on a few
             samples only (`runner.NOISE_SAMPLES`), None on the others.
     """
@@ -49,6 +50,7 @@ class Cold:
     token_ids: tuple[int, ...] = ()
     again_text: str | None = None
     again_token_ids: tuple[int, ...] | None = None
+    asked: str = ""
 
     @property
     def computed_tokens(self) -> int:
@@ -57,7 +59,7 @@ class Cold:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Cold:
         """A line's ``cold`` as it was written; see `SampleRecord.from_json`."""
-        return _make(cls, row, tuples=("token_ids", "again_token_ids"))
+        return _make(cls, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,30 +130,43 @@ class SampleRecord:
         """The record of a line that `to_json` wrote; fields that this version does not know are left out.
 
         Raises:
-            ValueError: a field is missing or no text or number where it must be one, or a status is none; the message
-                names it.
+            ValueError: a field is missing or not of its type; the message names it.
         """
+        statuses, cold = row.get("statuses"), row.get("cold")
+        if not isinstance(statuses, dict):
+            raise ValueError(f"'statuses' is {statuses!r}")
         return _make(
             cls,
             {
                 **row,
-                "statuses": {tier: Status(s) for tier, s in (row.get("statuses") or {}).items()},
-                "cold": None if row.get("cold") is None else Cold.from_json(row["cold"]),
+                "statuses": {tier: Status(status) for tier, status in statuses.items()},
+                "cold": None if cold is None else Cold.from_json(cold),
             },
-            tuples=("token_ids", "entailed"),
         )
 
 
-def _make(kind: type[_T], row: Mapping[str, Any], *, tuples: tuple[str, ...]) -> _T:
+def _make(kind: type[_T], row: Mapping[str, Any]) -> _T:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{kind.__name__} is {row!r}")
     known = fields(kind)  # type: ignore[arg-type]
+    values = {}
     for f in known:
-        if f.name not in row and f.default is MISSING:
+        if f.name in row:
+            if not _is_a(row[f.name], str(f.type)):
+                raise ValueError(f"{f.name!r} is {repr(row[f.name])[:80]}; expected {f.type}")
+            values[f.name] = tuple(row[f.name]) if isinstance(row[f.name], list) else row[f.name]
+        elif f.default is MISSING:
             raise ValueError(f"no field {f.name!r}")
-    values = {f.name: row[f.name] for f in known if f.name in row}
-    for name in (*_TEXTS, *_NUMBERS):
-        if name in values and not isinstance(values[name], str if name in _TEXTS else int | float):
-            raise ValueError(f"{name!r} is {values[name]!r}")
-    for name in tuples:
-        if values.get(name) is not None:
-            values[name] = tuple(values[name])
     return kind(**values)
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    """Whether a JSON value is of the type of a field, as the dataclasses above write it."""
+    if kind.endswith(" | None"):
+        return value is None or _is_a(value, kind.removesuffix(" | None"))
+    if kind.startswith("tuple["):
+        return isinstance(value, list) and all(_is_a(v, kind[len("tuple[") : -len(", ...]")]) for v in value)
+    if kind in ("int", "float"):
+        there = isinstance(value, int if kind == "int" else int | float) and not isinstance(value, bool)
+        return there and abs(value) < HUGE
+    return isinstance(value, {"str": str, "bool": bool}.get(kind, object))

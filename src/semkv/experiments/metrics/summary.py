@@ -17,9 +17,19 @@ from semkv.experiments.metrics.compare import (
     tokens,
 )
 from semkv.experiments.metrics.intervals import Estimate, Times, share, times
-from semkv.experiments.metrics.quality import ChrArea, accuracy, chr_area, cold_accuracy, consistency, wrong_hit
+from semkv.experiments.metrics.quality import (
+    ChrArea,
+    accuracy,
+    accuracy_on_hits,
+    chr_area,
+    cold_accuracy,
+    consistency,
+    wrong_hit_share,
+)
 from semkv.experiments.metrics.records import Cold, SampleRecord, answers_match
 from semkv.types import Status
+
+_MISS, _ALL = "miss", "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,8 @@ class Summary:
 
     Attributes:
         hit_share: ``hit_rate`` with its interval.
-        wrong_hit_share: wrong hits (`wrong_hit`) a request.
+        accuracy_on_hits: of what hits gave; in dry-run mode of what they would have given.
+        wrong_hit_share: wrong hits (`wrong_hit`) a request, over the requests that can be judged.
         consistency: GQA's, over ``entailed``.
         chr_area: P-CHR AUC.
         donor_agreement: share of full hits whose answer equals the donor's stored one. In dry-run mode, where each
@@ -93,7 +104,7 @@ def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[Sampl
         share=share([(r.image, id(r) in members) for r in records]),
         latency=times((r.image, r.latency_s) for r in chosen),
         ttft=times((r.image, r.ttft_s) for r in chosen),
-        accuracy=accuracy(chosen),
+        accuracy=accuracy(chosen) if tier in (_MISS, _ALL) else accuracy_on_hits(chosen),
         saved=saved(chosen),
     )
 
@@ -130,7 +141,7 @@ def summarise(
     hits, misses = [r for r in records if r.hit], [r for r in records if not r.hit]
     names = sorted({r.provenance for r in hits})
     rows = [_tier_row(name, [r for r in hits if r.provenance == name], records) for name in names]
-    rows += [_tier_row("miss", misses, records), _tier_row("all", records, records)]
+    rows += [_tier_row(_MISS, misses, records), _tier_row(_ALL, records, records)]
     donors = [(r.image, answers_match(r.text, r.donor_answer)) for r in hits if r.donor_answer is not None]
     return Summary(
         samples=len(records),
@@ -142,9 +153,9 @@ def summarise(
         after=times((r.image, r.after_s) for r in records),
         tokens=tokens(records),
         accuracy=accuracy(records),
-        accuracy_on_hits=accuracy(hits),
+        accuracy_on_hits=accuracy_on_hits(hits),
         accuracy_on_misses=accuracy(misses),
-        wrong_hit_share=share([(r.image, wrong_hit(r)) for r in records]),
+        wrong_hit_share=wrong_hit_share(records),
         consistency=consistency(records),
         chr_area=chr_area(records),
         statuses=count_statuses(records),

@@ -170,6 +170,7 @@ def eval_stream(path: Path, flags: QualityFlags) -> tuple[Outcome, dict[str, Any
         "overruled_vetoes": outcome.overruled,
         "checks": outcome.checks,
         "wrong": outcome.wrong,
+        "wrong_exact_hits": outcome.wrong_exact,
         "hit_rate": _short(outcome.hit_rate),
         "wrong_per_request": _short(outcome.wrong_rate),
         "wrong_per_request_95": [_short(low), _short(high)],

@@ -26,9 +26,10 @@ class Outcome:
     """What became of a stream.
 
     Attributes:
-        requests, exact, approximate, wrong, checks: counts; ``wrong`` are approximate hits.
+        requests, exact, approximate, wrong, checks: counts; ``wrong`` are hits of both kinds.
+        wrong_exact: of them the exact ones: the same text, with another answer in this place of the stream.
         overruled: approximate hits to which a guard objected.
-        worst: highest share of wrong answers at any time after the first 500 requests.
+        worst: highest share of wrong answers at any time after the first 500 requests; None for a shorter stream.
         curve: (requests, hits, wrong) along the stream.
     """
 
@@ -36,9 +37,10 @@ class Outcome:
     exact: int
     approximate: int
     wrong: int
+    wrong_exact: int
     checks: int
     overruled: int
-    worst: float
+    worst: float | None
     curve: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
 
     @property
@@ -55,8 +57,9 @@ class Outcome:
         return self.wrong / self.requests
 
     @property
-    def wrong_per_approximate(self) -> float:
-        return self.wrong / self.approximate if self.approximate else 0.0
+    def wrong_per_approximate(self) -> float | None:
+        """The share of approximate hits that are wrong; None without any."""
+        return (self.wrong - self.wrong_exact) / self.approximate if self.approximate else None
 
 
 class Replay:
@@ -87,8 +90,8 @@ class Replay:
         random = Random(seed)  # noqa: S311
         requests = _Requests(self._corpus)
         stored: dict[int, str] = {}
-        exact = approximate = wrong = checks = overruled = 0
-        worst = 0.0
+        exact = approximate = wrong = wrong_exact = checks = overruled = 0
+        worst: float | None = None
         curve: list[tuple[int, int, int]] = []
         every = max(1, len(self._numbers) // _POINTS)
         for count, (number, answer) in enumerate(zip(self._numbers, self._answers, strict=True), 1):
@@ -96,6 +99,7 @@ class Replay:
             if number in stored:
                 exact += 1
                 wrong += stored[number] != answer
+                wrong_exact += stored[number] != answer
             else:
                 judged = self._judge(policy, requests, number, stored)
                 if judged.accepted is None:
@@ -113,11 +117,21 @@ class Replay:
                         policy.observe(judged.accepted, correct=correct, served=True)
                         stored[number] = answer
             if count >= _SETTLED:
-                worst = max(worst, wrong / count)
+                worst = max(worst or 0.0, wrong / count)
             if count % every == 0:
                 curve.append((count, exact + approximate, wrong))
             tick(1)
-        return Outcome(len(self._numbers), exact, approximate, wrong, checks, overruled, worst, tuple(curve))
+        return Outcome(
+            requests=len(self._numbers),
+            exact=exact,
+            approximate=approximate,
+            wrong=wrong,
+            wrong_exact=wrong_exact,
+            checks=checks,
+            overruled=overruled,
+            worst=worst,
+            curve=tuple(curve),
+        )
 
     def _judge(self, policy: Decider, requests: _Requests, number: int, stored: dict[int, str]) -> _Judged:
         near: Match | None = None

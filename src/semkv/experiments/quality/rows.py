@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from semkv.errors import DatasetError
+from semkv.experiments.datasets.base import check_unicode, read_jsonl
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +82,9 @@ def clusters(pairs: Sequence[Pair]) -> dict[tuple[str, str], int]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    opener: Any = gzip.open if path.suffix == ".gz" else open
     count = 0
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise DatasetError(f"{path}, line {number}: no JSON ({error})") from error
-                if not isinstance(row, dict):
-                    raise DatasetError(f"{path}, line {number}: an object was expected, not {type(row).__name__}")
-                count += 1
-                yield number, row
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{path}: cannot be read ({error})") from error
+    for count, numbered in enumerate(read_jsonl(path), 1):  # noqa: B007
+        yield numbered
     if not count:
         raise DatasetError(f"{path}: no rows")
 
@@ -108,11 +93,11 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value.strip():
         raise DatasetError(f"{where}: {name!r} must be a text, not {value!r}")
-    return value
+    return check_unicode(value, name, where)
 
 
 def _label(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row.get(name, "")
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise DatasetError(f"{where}: {name!r} must be a text or a whole number, not {value!r}")
-    return str(value)
+    return check_unicode(str(value), name, where)

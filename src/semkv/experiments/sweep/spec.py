@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from semkv.errors import ConfigError
-from semkv.experiments.settings import RunFlags, RunSettings, resolve
+from semkv.experiments.settings import RunFlags, RunSettings, is_unicode, resolve
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
 _ALIASES = {"embedding_layer": "embedding_layers", "enable_fusion_cache": "fusion_cache"}
@@ -69,7 +69,7 @@ def _parse(path: Path) -> dict[str, Any]:
         document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise ConfigError("--specs", str(path), f"a file that can be read ({error.strerror or error})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("--specs", str(path), f"valid JSON, or TOML in a file named .toml ({error})") from error
     if not isinstance(document, dict):
         raise ConfigError("--specs", str(path), "an object with defaults and experiments")
@@ -79,8 +79,8 @@ def _parse(path: Path) -> dict[str, Any]:
 def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
     given = {key: value for key, value in row.items() if key not in ("name", "notes")}
     notes = row.get("notes", "")
-    if not isinstance(notes, str):
-        raise ConfigError(f"experiment {name}: notes", notes, "a text")
+    if not isinstance(notes, str) or not is_unicode(notes):
+        raise ConfigError(f"experiment {name}: notes", notes, "a text in valid Unicode")
     hints = get_type_hints(RunFlags)
     flags = RunFlags()
     for key, value in given.items():
@@ -114,7 +114,10 @@ def _value(key: str, value: Any, hint: Any) -> Any:
     accepted = {float: (int, float), Path: (str,)}.get(kind, (kind,))
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(key, value, _WORDS[kind])
-    return kind(value)
+    try:
+        return kind(value)
+    except OverflowError:
+        raise ConfigError(key, f"{str(value)[:20]}...", _WORDS[kind]) from None
 
 
 def _members(hint: Any) -> set[Any]:
