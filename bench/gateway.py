@@ -214,7 +214,7 @@ def measure(
                 serve = gateway(Path(folder) / name, port, upstream, *KINDS[name])
                 gateways.enter_context(process(serve, f"{urls[name]}/healthz"))
                 wrk(urls[name], 8, 2)
-                wrk(urls[name], 1, 3, share=1, run="warm")  # until lookups are known to find little
+                wrk(urls[name], 1, 5, share=1, run="warm")  # until lookups are known to find little
             for number in range(rounds):
                 if not misses_only:
                     found["bare_64"].append(wrk(upstream, 64, seconds))

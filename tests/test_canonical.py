@@ -532,6 +532,7 @@ def test_salts_and_uuids_are_a_tenants_own_and_cannot_be_guessed() -> None:
         assert other[1] != base[1]
     assert seen(chat(*TURNS, cache_salt="mine"))[0] not in ("mine", base[0])
     assert seen(chat(*TURNS, media_io_kwargs={"image": {"mode": "L"}}))[1] == ""
+    assert canonical(chat(*TURNS, media_io_kwargs={"image": {"mode": "L"}})).request is None, "seen in another way"
     liar = copy.deepcopy(TURNS)
     liar[3]["content"][0]["uuid"] = "another image's"  # type: ignore[index]
     assert seen(chat(*liar)) == base

@@ -10,6 +10,11 @@ import httpx
 import pytest
 
 from gateway_helpers import ADMIN, Pair, wait_until
+from semkv.server.journal import Journal
+from semkv.server.metrics import Metrics
+from semkv.stores.responses.base import StoredResponse
+from semkv.tiers.response import Found
+from semkv.types import Exactness, Match, Namespace, Plan, Request, ReuseReport, Role, TextSegment
 
 CHROMIUM = Path("/usr/bin/chromium")
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -20,6 +25,24 @@ SHOTS = os.environ.get("SEMKV_SHOTS", "")  # a folder to leave screenshots in
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with Pair(tmp_path_factory.mktemp("dashboard"), semantic=True) as running:
         yield running
+
+
+@pytest.mark.parametrize(("turns", "length", "shown"), [(900, 990, 7), (900, 3, 76), (3, 100_000, 1), (3, 1000, 3)])
+def test_a_long_conversation_is_held_from_its_end(turns: int, length: int, shown: int) -> None:
+    texts = [f"{turn} ".ljust(length, "x") for turn in range(turns)]
+    asked = Request("", Namespace(), tuple(TextSegment(text, Role.CONTEXT) for text in texts))
+    match = Match("semantic_text", "donor", 0.95, Exactness.APPROXIMATE)
+    report = ReuseReport(asked, Plan(asked.segments, turns, match), {})
+    journal = Journal(Metrics(tenants=False))
+    found = Found(StoredResponse("key", "tenant", "model", b"{}", 0.0), 0.0, False)
+    journal.hit(tier="text:semantic", score=0.95, seconds=0.1, tenant="t", found=found, asked=asked, report=report)
+    (hit,) = journal.recent(1)
+    assert hit.asked == hit.donor
+    parts = [part["text"] for part in hit.asked or []]
+    assert sum(map(len, parts)) < 9000
+    if shown < turns:
+        assert parts.pop(0) == f"({turns - shown} more)"
+    assert parts == [text[:4000] for text in texts[-shown:]]
 
 
 class TestAdminRoutes:

@@ -61,7 +61,7 @@ def test_the_end_waits_until_the_answer_was_kept(kind: bytes, pieces: list[bytes
             await stored.wait()
 
         desk = Desk(Scripted(kind, pieces), Bounds())
-        seat = desk.start("key", Call({}, b""), landed, chat=True)
+        seat = desk.start("key", Call({}, b""), lambda _: None, landed, chat=True)
         await asyncio.wait_for(asked.wait(), 10)
         for _ in range(50):  # whatever else could run has run
             await asyncio.sleep(0)
@@ -85,7 +85,7 @@ def test_a_flight_that_is_cancelled_at_once_has_an_end() -> None:
             raise AssertionError("nothing came")
 
         desk = Desk(Scripted(b"application/json", []), Bounds())
-        seat = desk.start("key", Call({}, b""), landed, chat=True)
+        seat = desk.start("key", Call({}, b""), lambda _: None, landed, chat=True)
         await desk.aclose()
         await asyncio.wait_for(seat.settled(), 10)
         await asyncio.wait_for(seat.flight.over(), 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import threading
 import time
@@ -199,14 +200,15 @@ class TestTenants:
         tenants = Tenants(b"secret", trusted=(ip_network("10.0.0.0/8"),))
         scope = {"client": client, "headers": [(b"x-semkv-tenant", b"a"), (b"authorization", b"k")]}
         other = {"client": client, "headers": [(b"x-semkv-tenant", b"a"), (b"authorization", b"other")]}
-        assert tenants.believed(scope) is believed
-        assert (tenants.of(scope) == tenants.of(other)) is believed
-        assert tenants.of(scope) != tenants.of({**scope, "headers": scope["headers"][1:]})
+        asks = tenants.client(scope)
+        assert asks.believed is believed
+        assert (asks.tenant == tenants.client(other).tenant) is believed
+        assert asks.tenant != tenants.client({**scope, "headers": scope["headers"][1:]}).tenant
 
     def test_every_kind_of_credential_makes_a_tenant(self) -> None:
         tenants = Tenants(b"secret")
         names = (b"authorization", b"x-api-key", b"cookie", b"x-goog-api-key")
-        assert len({tenants.of({"client": None, "headers": [(name, b"v")]}) for name in names}) == len(names)
+        assert len({tenants.client({"client": None, "headers": [(name, b"v")]}).tenant for name in names}) == len(names)
 
     def test_a_key_that_is_refused_reads_no_more(self, pair: Pair) -> None:
         revoked = {"Authorization": "Bearer revoked"}
@@ -346,6 +348,20 @@ class TestFaults:
                     assert answer.text.count("x") >= 3_000_000
                     assert answer.headers["x-semkv"] == "miss"
             wait_until(lambda: pair.app.gateway.desk.held == 0)
+
+    def test_images_of_failed_requests_are_held_under_the_bound(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, semantic=True, media_mib=1, store_timeout=60.0) as pair:
+            for i in range(5):
+                url = "data:image/png;base64," + base64.b64encode(bytes([i]) * 300_000).decode()
+                image = {"type": "image_url", "image_url": {"url": url}}
+                content = [image, {"type": "text", "text": "What? [status=503]"}]
+                body = chat("", messages=[{"role": "user", "content": content}])
+                answer = httpx.post(f"{pair.url}/v1/chat/completions", json=body, timeout=20)
+                assert answer.status_code == 503
+            held = sum(file.stat().st_size for file in (tmp_path / "media").rglob("*") if file.is_file())
+            gauges = pair.admin("stats").json()["gauges"]
+            assert 300_000 <= held == gauges["media_bytes"] <= gauges["media_limit_bytes"] == 1 << 20
+            assert pair.metric("semkv_faults_total") == 0
 
     def test_1000_open_streams(self, pair: Pair) -> None:
         said = [f"open {i} [together=1000][events=1]" for i in range(1000)]

@@ -17,9 +17,14 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from typer.testing import CliRunner
 
 from gateway_helpers import ADMIN, SECRET, Pair, Served, chat, wait_until
 from scripted_upstream import Scripted
+from semkv.cli import app
+from semkv.config import CacheConfig
+from semkv.connectors.settings import KVSettings, read_settings
+from semkv.experiments.settings import RunFlags, resolve
 from semkv.server.settings import ServerSettings, from_environment, secret_of
 
 
@@ -177,6 +182,16 @@ def test_checked_hits_count_wrong_ones_and_keep_the_own_answer(tmp_path: Path, m
         wait_until(lambda: pair.post(third, seed=5).headers["x-semkv"].startswith("hit tier=exact"))
 
 
+def test_a_key_that_is_refused_in_a_check_reads_no_more(tmp_path: Path) -> None:
+    one, other = TestTenantsWithNeighbours.QUESTIONS
+    with Pair(tmp_path, semantic=True, similarity_threshold=0.8, verify_rate=1.0) as pair:
+        pair.post(one)
+        wait_until(lambda: pair.metric("semkv_semantic_entries") == 1)
+        pair.upstream.script = {other: {"status": "403"}}
+        assert pair.post(other).headers["x-semkv"].startswith("hit tier=text:semantic")
+        wait_until(lambda: pair.post(one).headers["x-semkv"] == "miss")
+
+
 def test_a_stale_answer_is_served_while_a_fresh_one_is_fetched(tmp_path: Path) -> None:
     with Pair(tmp_path, ttl=1.0, stale=60.0) as pair:
         first = pair.post("news")
@@ -237,10 +252,47 @@ class TestFuzz:
             assert answer.status_code in (200, 400)
 
 
+def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
+    """The settings that ``semkv serve`` makes of its flags."""
+    found: list[ServerSettings] = []
+    monkeypatch.setattr("semkv.server.run.run_server", lambda settings, *_, **more: found.append(settings))
+    assert CliRunner().invoke(app, ["serve", *flags], catch_exceptions=False).exit_code == 0
+    return found[0]
+
+
 class TestSettings:
     def test_from_the_environment(self) -> None:
         found = from_environment({"SEMKV_TTL": "60", "SEMKV_SEMANTIC": "0", "SEMKV_TRUSTED_PROXIES": "10.0.0.0/8, ::1"})
         assert (found.ttl, found.semantic, len(found.networks)) == (60.0, False, 2)
+
+    @pytest.mark.parametrize("value", [None, "", "~/answers", "answers"])
+    def test_every_part_means_the_same_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv("SEMKV_CACHE_DIR", raising=False)
+        if value is not None:
+            monkeypatch.setenv("SEMKV_CACHE_DIR", value)
+        folders = {
+            served(monkeypatch).cache_dir,
+            ServerSettings().cache_dir,
+            from_environment(os.environ).cache_dir,
+            read_settings(KVSettings, None).cache_dir,
+            resolve(RunFlags()).cache.cache_dir,
+        }
+        default = tmp_path / ".cache" / "semkv"
+        assert folders == {default if not value else Path(value).expanduser()}
+
+    def test_the_bounds_of_donors_are_the_caches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        configs = [
+            served(monkeypatch).cache_config(),
+            served(monkeypatch, "--max-entries=7", "--media-mib=3").cache_config(),
+        ]
+        configs.append(from_environment({"SEMKV_MAX_ENTRIES": "7", "SEMKV_MEDIA_MIB": "3"}).cache_config())
+        configs.append(resolve(RunFlags(max_entries=7, media_mib=3)).cache)
+        default = CacheConfig(Path())
+        bounds = [(config.max_entries, config.max_media_bytes) for config in configs if config is not None]
+        assert bounds == [(default.max_entries, default.max_media_bytes), *[(7, 3 << 20)] * 3]
 
     @pytest.mark.parametrize("value", ["0", "1"])
     def test_normalised_hits_are_the_caches(self, value: str) -> None:
@@ -258,6 +310,7 @@ class TestSettings:
             ("SEMKV_MODE", "fast"),
             ("SEMKV_UPSTREAM", "localhost:8000"),
             ("SEMKV_MEMORY_MIB", "0"),
+            ("SEMKV_MEDIA_MIB", "0"),
         ],
     )
     def test_a_wrong_value_is_named(self, variable: str, value: str) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +199,62 @@ class TestOddAnswers:
         first, again = odd.ask(False, False)
         assert first.headers["x-request-id"] == "7"
         assert not {"set-cookie", "x-request-id"} & set(again.headers)
+
+
+@contextmanager
+def closing_once() -> Iterator[tuple[str, list[str]]]:
+    """A server that takes its first request and closes the connection, then answers; its URL and what it was asked."""
+    asked: list[str] = []
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection, connection.makefile("rb") as file:
+                asked.append(file.readline().decode().split(" HTTP")[0])
+                head = dict(line.lower().split(b": ", 1) for line in iter(file.readline, b"\r\n"))
+                file.read(int(head.get(b"content-length", 0)))
+                if len(asked) > 1:
+                    body = json.dumps(WHOLE).encode()
+                    kind = b"content-type: application/json\r\nconnection: close\r\n"
+                    connection.sendall(b"HTTP/1.1 200 OK\r\n%scontent-length: %d\r\n\r\n%s" % (kind, len(body), body))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", asked
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "again"),
+    [
+        ("POST", "/v1/chat/completions", True),
+        ("GET", "/v1/models", True),
+        ("POST", "/v1/files", False),
+        ("POST", "/v1/chat/completions?a=b", False),
+    ],
+)
+def test_what_may_have_had_an_effect_is_sent_once(tmp_path: Path, method: str, path: str, again: bool) -> None:
+    with closing_once() as (url, asked):
+        settings = ServerSettings(upstream=url, semantic=False, cache_dir=tmp_path)
+        with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
+            body = chat("once") if method == "POST" else None
+            answer = httpx.request(method, f"{front.url}{path}", json=body, timeout=30)
+        assert answer.status_code == (200 if again else 502)
+        assert asked == [f"{method} {path}"] * (2 if again else 1)
+
+
+def test_what_a_semkv_behind_says_of_its_cache_goes_no_further(odd: Odd) -> None:
+    whole = {"index": 0, "message": {"role": "assistant", "content": "a"}, "finish_reason": "stop"}
+    body = {"id": "a", "object": "chat.completion", "created": 1, "model": "m", "choices": [whole]}
+    odd.says(json.dumps(body).encode(), kind=b"application/json", x_semkv=b"hit tier=exact age=1")
+    said = [reply.headers.get_list("x-semkv") for reply in odd.ask(False, False)]
+    assert said == [["miss"], ["hit tier=exact age=0"]]
+    assert httpx.get(f"{odd.front.url}/v1/models", timeout=30).headers.get_list("x-semkv") == ["pass"]

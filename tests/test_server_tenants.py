@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_helpers import Pair, chat
+from gateway_helpers import Pair, chat, wait_until
 from semkv.errors import ConfigError
 from semkv.server.assemble import app_of
 from semkv.server.salt import NoPlace, salted
@@ -269,6 +270,46 @@ class TestNamedTenants:
             victim = ask("victim")
             assert victim == ask("victim")
             assert victim not in (ask("victim", "me"), ask("me", "victim"))
+
+
+class Clock:
+    """Stands in for `time` in `semkv.server.admission`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_whose_key_the_upstream_saw_is_let_in_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("semkv.server.admission.time", clock)
+    joins, asks = ({"Authorization": f"Bearer {key}"} for key in ("joins", "asks"))
+    with Pair(tmp_path, single_tenant=True) as pair:
+        pair.post("common", headers=asks)
+        pair.post("Let me in.", headers=joins)
+        clock.now += 290
+        with beside(pair, "both", headers=asks):
+            second = later(pair, "both", waits=True, headers=joins, stream=stream)
+        assert second.headers["x-semkv"] == "joined"
+        clock.now += 20
+        assert pair.post("common", headers=asks).headers["x-semkv"].startswith("hit")
+        assert pair.post("common", headers=joins).headers["x-semkv"] == "miss"
+
+
+def test_a_key_that_is_refused_behind_a_stale_answer_reads_no_more(tmp_path: Path) -> None:
+    with Pair(tmp_path, ttl_rules=("prompt:news=1s,stale=60",)) as pair:
+        for text in ("common", "news"):
+            pair.post(text)
+        pair.upstream.script = {"news": {"status": "401"}}
+        time.sleep(1.2)
+        assert pair.post("news").headers["x-semkv"].endswith("stale")
+        wait_until(lambda: pair.post("news").status_code == 401)
+        assert pair.post("common").headers["x-semkv"] == "miss"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,11 +10,18 @@ from typing import Annotated, NoReturn
 import typer
 
 from semkv import __version__
-from semkv.cli.quality import calibrate, eval_pairs, eval_stream
-from semkv.cli.report import report
+from semkv.cli.quality import (
+    CALIBRATE_EXAMPLES,
+    PAIRS_EXAMPLES,
+    STREAM_EXAMPLES,
+    calibrate,
+    eval_pairs,
+    eval_stream,
+)
+from semkv.cli.report import REPORT_EXAMPLES, report
 from semkv.cli.run import EXIT_INTERRUPTED, RUN_EXAMPLES, demo, run
 from semkv.cli.serve import SERVE_EXAMPLES, serve, warm
-from semkv.cli.store import PURGE_EXAMPLES, STATS_EXAMPLES, VERIFY_EXAMPLES, gc, purge, stats, verify
+from semkv.cli.store import GC_EXAMPLES, PURGE_EXAMPLES, STATS_EXAMPLES, VERIFY_EXAMPLES, gc, purge, stats, verify
 from semkv.cli.sweep import SWEEP_EXAMPLES, sweep
 from semkv.errors import SemkvError
 
@@ -46,15 +53,15 @@ def _root(
 
 app.command(epilog=RUN_EXAMPLES)(run)
 app.command()(demo)
-app.command()(calibrate)
-app.command("eval-pairs")(eval_pairs)
-app.command("eval-stream")(eval_stream)
+app.command(epilog=CALIBRATE_EXAMPLES)(calibrate)
+app.command("eval-pairs", epilog=PAIRS_EXAMPLES)(eval_pairs)
+app.command("eval-stream", epilog=STREAM_EXAMPLES)(eval_stream)
 app.command(epilog=SWEEP_EXAMPLES)(sweep)
 app.command(epilog=STATS_EXAMPLES)(stats)
 app.command(epilog=VERIFY_EXAMPLES)(verify)
-app.command()(gc)
+app.command(epilog=GC_EXAMPLES)(gc)
 app.command(epilog=PURGE_EXAMPLES)(purge)
-app.command()(report)
+app.command(epilog=REPORT_EXAMPLES)(report)
 app.command(epilog=SERVE_EXAMPLES)(serve)
 app.command()(warm)
 

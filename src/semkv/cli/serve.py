@@ -23,7 +23,7 @@ Examples:
 def serve(
     upstream: Annotated[str, typer.Option(help="The OpenAI-compatible server behind.")] = "http://127.0.0.1:8000",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on (0: any free one).")] = 8080,
     cache_dir: Annotated[
         Path | None, typer.Option(help="Where the cache lives (SEMKV_CACHE_DIR or ~/.cache/semkv).")
     ] = None,
@@ -48,6 +48,10 @@ def serve(
     jitter: Annotated[float, typer.Option(help="Share of --ttl that is taken off at random.")] = 0.0,
     memory_mib: Annotated[int, typer.Option(help="Answers held in memory.")] = 256,
     store_mib: Annotated[int, typer.Option(help="Answers held in the store.")] = 4096,
+    max_entries: Annotated[
+        int, typer.Option(help="Donors held in the catalog; the least recently used go first.")
+    ] = 100_000,
+    media_mib: Annotated[int, typer.Option(help="Donors' images held.")] = 4096,
     data_version: Annotated[str, typer.Option(help="A change makes every stored answer unreachable.")] = "",
     sampled: Annotated[
         bool, typer.Option("--sampled", help="Also keep answers that were drawn at random (no temperature 0, no seed).")
@@ -112,18 +116,21 @@ def serve(
     store_timeout: Annotated[float, typer.Option(help="Seconds a request waits for the store.")] = 0.25,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Answer repeated and near-repeated requests from a cache in front of any OpenAI-compatible server.
+    """Answer repeated requests in front of a server.
+
+    Any OpenAI-compatible server will do; near-repeats are answered too, unless --no-semantic is given.
 
     Secrets come from the environment: SEMKV_SECRET (keys of stored answers), SEMKV_ADMIN_KEY (dashboard, admin routes).
     """
     import os
 
+    from semkv.config import default_cache_dir
     from semkv.server.run import run_server
-    from semkv.server.settings import ServerSettings, default_cache_dir
+    from semkv.server.settings import ServerSettings
 
     settings = ServerSettings(
         upstream=upstream,
-        cache_dir=cache_dir or Path(os.environ.get("SEMKV_CACHE_DIR") or default_cache_dir()),
+        cache_dir=cache_dir or default_cache_dir(),
         store=store,
         ttl=ttl,
         ttl_rules=tuple(ttl_rule or ()),
@@ -133,6 +140,8 @@ def serve(
         jitter=jitter,
         memory_mib=memory_mib,
         store_mib=store_mib,
+        max_entries=max_entries,
+        media_mib=media_mib,
         data_version=data_version,
         sampled=sampled,
         remote_media=remote_media,
@@ -165,13 +174,18 @@ def serve(
 
 
 def warm(
-    file: Annotated[Path, typer.Argument(help="JSON lines: a prompt as a string, or a whole request body.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="PROMPTS", help="JSON lines: a prompt as a string, or a whole request body.")
+    ],
     url: Annotated[str, typer.Option(help="The gateway.")] = "http://127.0.0.1:8080",
     model: Annotated[str, typer.Option(help="For lines that name none.")] = "",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="For lines that are prompts.")] = 512,
 ) -> None:
-    """Fill the cache: send the prompts of a file through the gateway. The API key is taken from OPENAI_API_KEY."""
+    """Send the prompts of a file through a gateway.
+
+    So that its cache has them. The API key is taken from OPENAI_API_KEY.
+    """
     import os
 
     from semkv.server.warm import warm_up

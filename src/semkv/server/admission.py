@@ -69,6 +69,21 @@ def credentials(scope: Scope) -> str:
     return b"\n".join(found).decode("latin-1")
 
 
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who asks.
+
+    Attributes:
+        tenant: its digest; empty in a single-tenant deployment.
+        believed: the tenant is not merely claimed.
+        name: digest of the credentials.
+    """
+
+    tenant: str
+    believed: bool
+    name: bytes
+
+
 class Tenants:
     """Tells tenants apart.
 
@@ -87,21 +102,15 @@ class Tenants:
         self._accepted: OrderedDict[bytes, float] = OrderedDict()
         self._refused: OrderedDict[bytes, None] = OrderedDict()
 
-    def of(self, scope: Scope) -> str:
-        """The tenant's digest; one for everybody in a single-tenant deployment.
-
-        A tenant's name that is not believed makes a tenant of its own of these credentials.
-        """
-        named = header(scope, b"x-semkv-tenant")
-        if named and self._from_proxy(scope):
-            return named_tenant(self._secret, named)
-        if named:
-            return _digest(self._secret, "claimed:", named + "\n" + credentials(scope))
-        return "" if self._single else _digest(self._secret, "key:", credentials(scope))
-
-    def believed(self, scope: Scope) -> bool:
-        """Whether the tenant is not merely claimed."""
-        return not header(scope, b"x-semkv-tenant") or self._from_proxy(scope)
+    def client(self, scope: Scope) -> Client:
+        """Who sent a request. A tenant's name that is not believed makes a tenant of its own of these credentials."""
+        held, named = credentials(scope), header(scope, b"x-semkv-tenant")
+        name = _digest(self._secret, "key:", held)
+        if not named:
+            return Client("" if self._single else _tenant(name), True, name)
+        if self._from_proxy(scope):
+            return Client(named_tenant(self._secret, named), True, name)
+        return Client(_tenant(_digest(self._secret, "claimed:", named + "\n" + held)), False, name)
 
     def tags_of(self, scope: Scope) -> tuple[str, ...]:
         """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from anybody else.
@@ -125,44 +134,43 @@ class Tenants:
         plain = getattr(address, "ipv4_mapped", None) or address
         return any(plain in network for network in self._trusted)
 
-    def may_read(self, scope: Scope) -> bool:
+    def may_read(self, client: Client) -> bool:
         """Whether cached answers may be given before the upstream has seen these credentials.
 
         Where tenants are told apart by their credentials, whoever finds an answer has been let in before, and may read
         until the upstream refuses a request of theirs. Where all are one tenant, credentials count once the upstream
         has accepted them, and for five minutes.
         """
-        name = self._fingerprint(scope)
         if not self._single:
-            return name not in self._refused
-        until = self._accepted.get(name)
+            return client.name not in self._refused
+        until = self._accepted.get(client.name)
         return until is not None and until > time.monotonic()
 
-    def answered(self, scope: Scope, status: int) -> None:
+    def answered(self, client: Client, status: int) -> None:
         """The upstream has answered a request with these credentials.
 
         A success lets them in, 401 and 403 shut them out; anything else may have been said before they were looked at.
         """
-        name = self._fingerprint(scope)
         if status in REFUSED:
-            self._accepted.pop(name, None)
-            _remember(self._refused, name, None)
+            self._accepted.pop(client.name, None)
+            _remember(self._refused, client.name, None)
         elif 200 <= status < 300:
-            self._refused.pop(name, None)
+            self._refused.pop(client.name, None)
             if self._single:
-                _remember(self._accepted, name, time.monotonic() + _ACCEPTED_S)
-
-    def _fingerprint(self, scope: Scope) -> bytes:
-        return hmac.digest(self._secret, credentials(scope).encode("latin-1"), "sha256")
+                _remember(self._accepted, client.name, time.monotonic() + _ACCEPTED_S)
 
 
 def named_tenant(secret: bytes, name: str) -> str:
     """The digest of the tenant that a trusted proxy calls so; ``name`` as `header` reads it."""
-    return _digest(secret, "named:", name)
+    return _tenant(_digest(secret, "named:", name))
 
 
-def _digest(secret: bytes, kind: str, name: str) -> str:
-    return hmac.digest(secret, (kind + name).encode("utf-8", "surrogateescape"), "sha256").hex()[:32]
+def _tenant(found: bytes) -> str:
+    return found[:16].hex()
+
+
+def _digest(secret: bytes, kind: str, name: str) -> bytes:
+    return hmac.digest(secret, (kind + name).encode("utf-8", "surrogateescape"), "sha256")
 
 
 def _remember(names: OrderedDict[bytes, _Value], name: bytes, value: _Value) -> None:

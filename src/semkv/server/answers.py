@@ -71,7 +71,7 @@ class Answers:
         if found.stale and asked.controls.write:
             self._dispatch.refresh(asked, resolution.canonical)
         seconds = time.perf_counter() - asked.start
-        self._metrics.request(JOINED if joined else resolution.tier, 200, seconds, asked.tenant)
+        self._metrics.request(JOINED if joined else resolution.tier, 200, seconds, asked.client.tenant)
         if joined:
             self._metrics.joins.labels(SIMILAR).inc()
         self.note(asked, resolution, found, seconds)
@@ -86,7 +86,7 @@ class Answers:
             tier=resolution.tier,
             score=resolution.score,
             seconds=seconds,
-            tenant=asked.tenant,
+            tenant=asked.client.tenant,
             found=found,
             asked=None if exact else asked.canonical.request,
             report=resolution.report,

@@ -95,11 +95,11 @@ async def _body(receive: Receive, limit: int, timer: asyncio.Timeout) -> bytes:
         size += len(pieces[-1])
         if size > limit:
             raise TooLarge
+        if not message.get("more_body", False):
+            return b"".join(pieces)
         until = timer.when()
         if until is not None:
             timer.reschedule(until + len(pieces[-1]) / _LEAST_RATE)
-        if not message.get("more_body", False):
-            return b"".join(pieces)
 
 
 async def until_gone(receive: Receive) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from semkv.server.admission import Controls
+from semkv.server.admission import Client, Controls
 from semkv.server.canonical import CanonicalRequest
 from semkv.server.upstream import Call
 from semkv.tiers.response import Found
@@ -20,7 +20,7 @@ class Asked:
         call: as it came.
         canonical: its canonical form.
         controls: what the client asked of the cache.
-        tenant: digest.
+        client: who asks.
         may_read: the upstream has let this client in before, and the answer is not to be drawn at random.
         start: when it was there, by `time.perf_counter`.
     """
@@ -28,7 +28,7 @@ class Asked:
     call: Call
     canonical: CanonicalRequest
     controls: Controls
-    tenant: str
+    client: Client
     may_read: bool
     start: float
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from semkv.cache import SemanticCache
@@ -19,7 +20,6 @@ from semkv.server.canonical import CanonicalRequest
 from semkv.server.metrics import Metrics
 from semkv.server.tags import TagRule, tags_by
 from semkv.server.workers import Late, Workers
-from semkv.stores.media import MediaStore
 from semkv.stores.responses.base import Selector
 from semkv.tiers.base import Candidate
 from semkv.tiers.response import Found, ResponseCache
@@ -40,6 +40,7 @@ _LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on withou
 _ASIDE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
 _QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs nobody any time
 _SMALL = 64 * 1024  # bytes of an answer that the event loop itself looks into and writes
+_NAME = 200  # characters of a model's name that are noted
 _ADMIN_S = 30.0
 _INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
 _SIZES = {
@@ -120,7 +121,6 @@ class Caches:
     ) -> None:
         self.responses, self.semantic, self._metrics = responses, semantic, metrics
         self._store_s, self._sampled, self._tag_rules = store_s, sampled, tag_rules
-        self._media = None if semantic is None else MediaStore(semantic.config.cache_dir / "media")
         self._store = Workers("semkv-store", threads=4, queued=_QUEUED, drops=True)
         self._keepers = Workers("semkv-keeper", threads=4, queued=_QUEUED)
         self._encoders = Workers("semkv-encoder", threads=2, queued=_LOOKUPS, drops=True, nice=_ASIDE)
@@ -130,18 +130,19 @@ class Caches:
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
-    async def find(self, canonical: CanonicalRequest, *, keep: bool = True) -> Resolution:
+    async def find(self, canonical: CanonicalRequest, since: float, *, keep: bool = True) -> Resolution:
         """What the caches have; looked up once for all who ask for the same at the same time.
 
         Args:
             canonical: the request.
+            since: when it came, by `time.perf_counter`.
             keep: False where nothing of it may be kept. A look for similar pictures writes the request's own.
         """
         if not keep and self.semantic is not None and canonical.request is not None and canonical.request.media:
             return Resolution(canonical, await self.stored(canonical))
         task = self._finding.get(canonical.key)
         if task is None:
-            task = asyncio.ensure_future(self._find(canonical))
+            task = asyncio.ensure_future(self._find(canonical, since))
             self._finding[canonical.key] = task
             task.add_done_callback(lambda _: self._finding.pop(canonical.key, None))
             return await asyncio.shield(task)
@@ -161,13 +162,12 @@ class Caches:
             return ""
         return self.semantic.joining.partition(canonical.request)
 
-    async def _find(self, canonical: CanonicalRequest) -> Resolution:
+    async def _find(self, canonical: CanonicalRequest, since: float) -> Resolution:
         if canonical.sampled and not self._sampled:
             return Resolution(canonical)
-        start = time.perf_counter()
         own = Resolution(canonical, await self.stored(canonical))
         # What is younger than the question may be the answer to this very request, which is asked meanwhile.
-        there = own.found is not None and own.found.age_s > time.perf_counter() - start
+        there = own.found is not None and own.found.age_s > time.perf_counter() - since
         if there or self.semantic is None or canonical.request is None:
             self.odds.add(found=there)
             return own
@@ -189,7 +189,7 @@ class Caches:
 
     def _try_reuse(self, canonical: CanonicalRequest) -> Resolution:
         assert self.semantic is not None
-        request = canonical.request if self._media is None else canonical.with_media(self._media)
+        request = canonical.with_media(self.semantic.media)
         if request is None:
             return Resolution(canonical)
         report = self.semantic.try_reuse(request)
@@ -278,10 +278,10 @@ class Caches:
     def _tags(self, canonical: CanonicalRequest) -> list[str]:
         return sorted({*canonical.tags, *tags_by(self._tag_rules, canonical.prompt, canonical.model)})
 
-    async def observe(self, report: ReuseReport, payload: bytes) -> None:
-        """Tell the semantic cache what was computed."""
+    async def observe(self, report: ReuseReport, payload: bytes, model: str) -> None:
+        """Tell the semantic cache what was computed, and by which model as the request names it."""
         if self.semantic is not None:
-            observe = self.semantic.add_observation
+            observe = partial(self.semantic.add_observation, metadata={"model": model[:_NAME]})
             await self._guarded("semantic", self._encoders, None, observe, report, text_of(payload))
 
     # -- checking and removing ----------------------------------------------------------------------------------

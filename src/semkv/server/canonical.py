@@ -9,7 +9,7 @@ import hmac
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from semkv.keys import digest, media_uuid
@@ -119,6 +119,8 @@ class CanonicalRequest:
             return None
         if sum(len(segment.text) for segment in segments if isinstance(segment, TextSegment)) > _MOST_TEXT:
             return None
+        if self._content.media and self._body.get("media_io_kwargs"):
+            return None  # the model sees other pictures than the vision layer does
         rest = {k: v for k, v in self._body.items() if k not in _SAMPLING and k not in _NOT_IN_KEY}
         rest[self._content.name] = self._content.frame()
         deployment = self._deployment
@@ -167,10 +169,9 @@ class CanonicalRequest:
         """
         if not self._deployment.salts:
             return {**self._body, self._content.name: self._content.with_uuids(None)}
-        salt = self._deployment.salt(self._body.get("cache_salt"))
-        tenant = "" if self._body.get("media_io_kwargs") else self._deployment.salt(None)
-        value = self._content.with_uuids((lambda media: media_uuid(tenant, media)) if tenant else None)
-        return {**self._body, self._content.name: value, "cache_salt": salt}
+        salt, named = self._deployment.salt, bool(self._content.media) and not self._body.get("media_io_kwargs")
+        value = self._content.with_uuids(partial(media_uuid, salt(None)) if named else None)
+        return {**self._body, self._content.name: value, "cache_salt": salt(self._body.get("cache_salt"))}
 
 
 def canonicalise(

@@ -7,8 +7,10 @@ import json
 import logging
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
+from semkv.server.admission import Tenants
 from semkv.server.asked import Asked
 from semkv.server.caches import Caches, Resolution
 from semkv.server.canonical import CanonicalRequest
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 LARGE = 64 * 1024  # bytes of a body that is parsed and written in a thread
 _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _STAND_BACK_S = 0.005  # before a record: it shares the interpreter with the answer that goes out and what comes next
 
 
@@ -33,12 +36,13 @@ class Dispatch:
     Args:
         desk: the flights.
         caches: keep and record answers.
+        tenants: are told whom the upstream lets in: whoever asked it, and nobody who joined.
         journal, metrics: where everything is noted.
     """
 
-    def __init__(self, desk: Desk, caches: Caches, journal: Journal, metrics: Metrics) -> None:
+    def __init__(self, desk: Desk, caches: Caches, tenants: Tenants, journal: Journal, metrics: Metrics) -> None:
         self.desk, self.paraphrases = desk, Paraphrases(caches)
-        self._caches, self._journal, self._metrics = caches, journal, metrics
+        self._caches, self._tenants, self._journal, self._metrics = caches, tenants, journal, metrics
         self._background: set[asyncio.Task[None]] = set()
         self._checks = 0
 
@@ -90,8 +94,8 @@ class Dispatch:
             if asked.controls.write:
                 flight.kept = await self._caches.keep(canonical, flight.payload, since)
 
-        call = asked.call.with_body(raw)
-        seat = self.desk.start(self._key(canonical), call, landed, chat=asked.chat, shared=shared)
+        call, begun = asked.call.with_body(raw), partial(self._tenants.answered, asked.client)
+        seat = self.desk.start(self._key(canonical), call, begun, landed, chat=asked.chat, shared=shared)
         if resolution.report is not None:
             self.spawn(self._record(asked, resolution, seat.flight, self._announced(resolution, seat.flight)))
         return seat
@@ -139,7 +143,7 @@ class Dispatch:
             await asyncio.sleep(_STAND_BACK_S)
             whole = flight.payload if flight.status == 200 and asked.controls.write else None
             if report is not None and whole is not None and (flight.kept or canonical.sampled):
-                await self._caches.observe(report, whole)
+                await self._caches.observe(report, whole, canonical.model)
         finally:
             if underway is not None:
                 self.paraphrases.remove(canonical.key, underway)
@@ -210,4 +214,4 @@ class Dispatch:
 
 
 def _dump(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":")).encode()
+    return _encode(body).encode()

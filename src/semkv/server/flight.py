@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from semkv.server.sse import Assembler, NotKeepable, Splitter, data_of, is_usage_only
 from semkv.server.upstream import Call, Headers, Reply, Upstream, UpstreamError
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 _WINDOW = 256 * 1024  # bytes held for the slowest reader once a flight is no longer shared
 
 
+Begun = Callable[[int], None]
 Landed = Callable[["Flight"], Awaitable[None]]
 
 
@@ -71,17 +73,20 @@ class Desk:
             return None
         return flight.subscribe()
 
-    def start(self, key: str, call: Call, landed: Landed, *, chat: bool, shared: bool = True) -> Subscription:
+    def start(
+        self, key: str, call: Call, begun: Begun, landed: Landed, *, chat: bool, shared: bool = True
+    ) -> Subscription:
         """Send a request upstream.
 
         Args:
             key: what others may join it by.
             call: the request.
+            begun: called with the answer's status, before its readers see it. It must not raise.
             landed: called once the answer is whole, before its readers get the end of it. It must not raise.
             chat: its stream has chat chunks.
             shared: others may join.
         """
-        flight = Flight(self, key, call, landed, chat=chat)
+        flight = Flight(self, key, call, begun, landed, chat=chat)
         self._running.add(flight)
         if shared:
             self._flights[key] = flight
@@ -115,7 +120,7 @@ class Flight:
         why_not: why a stream could not be put together.
     """
 
-    def __init__(self, desk: Desk, key: str, call: Call, landed: Landed, *, chat: bool) -> None:
+    def __init__(self, desk: Desk, key: str, call: Call, begun: Begun, landed: Landed, *, chat: bool) -> None:
         self.key, self.status = key, 0
         self.headers: Headers = []
         self.streamed = self.done = self.kept = False
@@ -123,7 +128,7 @@ class Flight:
         self.payload: bytes | None = None
         self.error: UpstreamError | None = None
         self.why_not = ""
-        self._desk, self._call, self._landed = desk, call, landed
+        self._desk, self._call, self._begun, self._landed = desk, call, begun, landed
         self._assembler: Assembler | None = Assembler(chat=chat)
         self._pieces: list[Piece] = []
         self._first = 0  # number of the first piece that is still held
@@ -147,12 +152,17 @@ class Flight:
             else:
                 self.cancel()
         else:
-            self._wake()
+            self.wake()
 
     @property
     def keepable(self) -> bool:
         """Nothing has come in so far that forbids to keep the answer."""
         return self.shared and self.status in (0, 200) and self._assembler is not None
+
+    @property
+    def whole(self) -> bool:
+        """It has ended with a complete answer."""
+        return self.done and self.status == 200 and self.payload is not None
 
     async def over(self) -> None:
         """Wait until it has ended, in whatever way; keeps nothing alive."""
@@ -172,7 +182,8 @@ class Flight:
         self._waiters.append(waiter)
         return waiter
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let all who wait look again."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -181,7 +192,7 @@ class Flight:
     def wake_writer(self) -> None:
         """A reader has moved on."""
         if not self.shared:
-            self._wake()
+            self.wake()
 
     # -- the flight ---------------------------------------------------------------------------------------------
 
@@ -192,10 +203,11 @@ class Flight:
             # Whoever joins gets the same headers, and a cookie is one client's alone.
             self.headers = [(k, v) for k, v in reply.headers if k != b"set-cookie"]
             self.status = reply.status
+            self._begun(self.status)
             said = dict(reply.headers)
             events = said.get(b"content-type", b"").lower().startswith(b"text/event-stream")
             self.streamed = events and b"content-encoding" not in said  # what is compressed passes as it is
-            self._wake()
+            self.wake()
             await (self._read_stream(reply) if self.streamed else self._read_body(reply))
         except UpstreamError as error:
             self.error = error
@@ -207,7 +219,7 @@ class Flight:
         finally:
             self.done = True
             self._desk.ended(self)
-            self._wake()
+            self.wake()
             if not self._readers:
                 self._forget()
             if reply is not None:
@@ -252,7 +264,7 @@ class Flight:
         self._pieces.append(piece)
         self._held += len(piece.data)
         self._desk.held += len(piece.data)
-        self._wake()
+        self.wake()
         bounds = self._desk.bounds
         if self.shared and (self._held > bounds.answer or self._desk.held > bounds.total):
             self.shared, self._assembler = False, None
@@ -334,6 +346,14 @@ class Subscription:
         """Wait until the answer is whole, or known to be too large to be held."""
         while not self.flight.done and self.flight.shared:
             await self.flight.changed()
+
+    async def whole_before(self, other: asyncio.Future[Any]) -> bool:
+        """Wait until the answer is whole or ``other`` is done, which goes on either way; whether it was the answer."""
+        flight = self.flight
+        other.add_done_callback(lambda _: flight.wake())
+        while not other.done() and not flight.whole:
+            await flight.changed()
+        return not other.done()
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """What has come in and what comes.

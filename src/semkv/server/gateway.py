@@ -51,9 +51,9 @@ class Gateway:
         self.journal = Journal(metrics)
         self.desk = Desk(upstream, Bounds(answer=settings.bounds[1]))
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
-        self._dispatch = Dispatch(self.desk, caches, self.journal, metrics)
+        self._dispatch = Dispatch(self.desk, caches, self._tenants, self.journal, metrics)
         self._answers = Answers(caches, self._dispatch, self.journal, metrics, tell=settings.tell)
-        self._misses = Misses(caches, self._dispatch, self._answers, self._tenants, metrics, overlap=settings.overlap)
+        self._misses = Misses(caches, self._dispatch, self._answers, metrics, overlap=settings.overlap)
         self._secret = secret
 
     # -- the request --------------------------------------------------------------------------------------------
@@ -68,19 +68,19 @@ class Gateway:
         controls = controls_of(call.scope)
         if not (controls.read or controls.write):
             return await self.forward(call, receive, "bypass")
-        tenant = self._tenants.of(call.scope)
-        if not self._tenants.believed(call.scope):
+        client = self._tenants.client(call.scope)
+        if not client.believed:
             self.metrics.uncacheable("tenant")
             return await self.forward(call, receive, "tenant")
         if len(call.body) > LARGE:
-            canonical = await self.caches.parse(self._canonicalise, call, tenant)
+            canonical = await self.caches.parse(self._canonicalise, call, client.tenant)
         else:
-            canonical = self._canonicalise(call, tenant)
+            canonical = self._canonicalise(call, client.tenant)
         if isinstance(canonical, Uncacheable):
             self.metrics.uncacheable(canonical.reason)
             return await self.forward(call, receive, canonical.reason)
-        may_read = self._tenants.may_read(call.scope) and (self.settings.sampled or not canonical.sampled)
-        asked = Asked(call, canonical, controls, tenant, may_read, start)
+        may_read = self._tenants.may_read(client) and (self.settings.sampled or not canonical.sampled)
+        asked = Asked(call, canonical, controls, client, may_read, start)
         if (answer := self._answers.peek(asked, Resolution(canonical))) is not None:
             return answer
         return await unless_gone(self._misses.answer(asked), receive)
@@ -117,24 +117,23 @@ class Gateway:
 
     async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
         """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
-        start = time.perf_counter()
+        start, client = time.perf_counter(), self._tenants.client(call.scope)
         told = f"pass reason={reason.replace(' ', '_')}" if reason else "pass"
         try:
-            reply = await unless_gone(self._send_on(call), receive)
+            reply = await unless_gone(self._send_on(call, client.tenant), receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start, "")
             return error_answer(400, str(error), "invalid_request_error", self._answers.told(told))
         except UpstreamError as error:
             return self._answers.unreachable(error, PASSED, start)
-        self._tenants.answered(call.scope, reply.status)
+        self._tenants.answered(client, reply.status)
         self.metrics.request(PASSED, reply.status, time.perf_counter() - start, "")
         headers = [*reply.headers, *self._answers.told(told)]
         return Answer(reply.status, headers, stream=_through(reply), close=reply.aclose)
 
-    async def _send_on(self, call: Call) -> Reply:
+    async def _send_on(self, call: Call, tenant: str) -> Reply:
         scope = call.scope
         if self.settings.salt and scope["method"] == "POST" and scope["path"] in SALTED:
-            tenant = self._tenants.of(scope)
             body = await self.caches.parse(salted, call.body, tenant, self._secret)
             call = replace(call, body=body)
         return await self.upstream.send(call)

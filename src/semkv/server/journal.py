@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from semkv.types import MediaSegment, Request, ReuseReport, Segment
 _SHOWN = 200
 _KNOWN = 4_096
 _TEXT = 4_000  # characters of one text that are shown
+_TEXTS = 8_000  # of all texts of a prompt, each counted with the fields around it
+_FIELDS = 100
 _PAYLOAD = 64 * 1024  # bytes of an answer that is shown
 
 
@@ -35,8 +38,8 @@ class Shown:
         model: as the client named it.
         prompt: the last user turn that the answer was computed from.
         payload: the answer; empty where it is large.
-        asked: segments of the request that came; None for an exact hit.
-        donor: segments of what the answer was computed from; None for an exact hit.
+        asked: the newest segments of the request that came; None for an exact hit.
+        donor: the same of what the answer was computed from; None for an exact hit.
         hit_id: the semantic cache's name for the hit.
     """
 
@@ -112,8 +115,8 @@ class Journal:
             model=response.model,
             prompt=response.prompt[:_TEXT],
             payload=response.payload if small else b"",
-            asked=None if exact or asked is None else [_part(segment) for segment in asked.segments],
-            donor=None if exact or report is None else [_part(segment) for segment in report.plan.segments],
+            asked=None if exact or asked is None else _parts(asked.segments),
+            donor=None if exact or report is None else _parts(report.plan.segments),
             hit_id=report.hit_id if report is not None else "",
         )
         self._hits[exact].append(shown)
@@ -147,6 +150,20 @@ def tokens_of(payload: bytes) -> int:
     except (ValueError, LookupError, TypeError):
         return 0
     return tokens if isinstance(tokens, int) and tokens > 0 else 0
+
+
+def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:
+    """The segments as they are shown: a long conversation from its end, as far as there is room."""
+    parts: list[dict[str, str]] = []
+    room = _TEXTS
+    for place in reversed(range(len(segments))):
+        part = _part(segments[place])
+        room -= len(part["text"]) + _FIELDS
+        if room < 0:
+            parts.append({"role": "earlier", "text": f"({place + 1} more)"})
+            break
+        parts.append(part)
+    return parts[::-1]
 
 
 def _part(segment: Segment) -> dict[str, str]:

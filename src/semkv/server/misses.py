@@ -3,7 +3,8 @@
     store (thread) -> SemanticCache (thread) -> memory and store under the canonical request' of its plan
     -> single-flight -> upstream -> store
 
-Where lookups rarely find anything the upstream is asked meanwhile. The lookup has the last word all the same.
+Where lookups rarely find anything the upstream is asked meanwhile. What is found before the answer is whole is used all
+the same; after that there is nothing left to save.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from semkv.server.admission import REFUSED, Tenants
+from semkv.server.admission import REFUSED
 from semkv.server.answers import Answers
 from semkv.server.asgi import JSON, Answer
 from semkv.server.asked import Asked
@@ -32,23 +33,15 @@ class Misses:
         caches: looks requests up.
         dispatch: starts flights, and works on in the background.
         answers: of what was found.
-        tenants: are told whom the upstream lets in.
         metrics: where everything is counted.
         overlap: ask the upstream during the lookup, where lookups rarely find anything.
     """
 
     def __init__(
-        self,
-        caches: Caches,
-        dispatch: Dispatch,
-        answers: Answers,
-        tenants: Tenants,
-        metrics: Metrics,
-        *,
-        overlap: bool,
+        self, caches: Caches, dispatch: Dispatch, answers: Answers, metrics: Metrics, *, overlap: bool
     ) -> None:
         self._caches, self._dispatch, self._answers = caches, dispatch, answers
-        self._tenants, self._metrics, self._overlap = tenants, metrics, overlap
+        self._metrics, self._overlap = metrics, overlap
 
     async def answer(self, asked: Asked) -> Answer:
         """The answer of the caches, of a request on its way, or of the upstream."""
@@ -63,7 +56,7 @@ class Misses:
         """What the lookup found, or else the upstream's answer."""
         if not asked.controls.read:
             return await self._ask(asked, Resolution(asked.canonical))
-        looked = await self._caches.find(asked.canonical, keep=asked.controls.write)
+        looked = await self._caches.find(asked.canonical, asked.start, keep=asked.controls.write)
         return self._found(asked, looked) or await self._ask(asked, looked)
 
     def _found(self, asked: Asked, looked: Resolution) -> Answer | None:
@@ -75,8 +68,8 @@ class Misses:
     async def _overlapped(self, asked: Asked) -> Answer:
         """Ask the upstream while the lookup runs, unless a request is on its way whose answer this one may be given.
 
-        The lookup has the last word, however soon the upstream answers: what it finds is served, or asked for, in place
-        of the request, which is then cut off unless others wait for it.
+        What the lookup finds is served, or asked for, in place of the request, which is then cut off unless others wait
+        for it. An answer that is whole before that is served: it is the request's own. Failures wait for the lookup.
         """
         own = Resolution(asked.canonical)
         raw = await self._dispatch.raw(asked, asked.canonical, stream=asked.canonical.stream)
@@ -88,11 +81,13 @@ class Misses:
             if self._dispatch.paraphrases.busy(newcomer):
                 return await self._after_lookup(asked)
             tier, seat = MISS, self._dispatch.start(asked, own, raw)
-        looking = asyncio.ensure_future(self._caches.find(asked.canonical))
+        looking = asyncio.ensure_future(self._caches.find(asked.canonical, asked.start))
         if tier is MISS:
             self._dispatch.record_looked(asked, newcomer, looking, seat.flight)
         try:
-            looked = await asyncio.shield(looking)
+            if await seat.whole_before(looking):
+                return await self._answer(asked, own, seat, tier)
+            looked = await looking
             if seat.flight.status in REFUSED:  # who is not let in gets nothing of what others computed
                 return await self._answer(asked, own, seat, tier)
             another = looked.canonical.key != asked.canonical.key
@@ -173,7 +168,7 @@ class Misses:
     def _joined(self, asked: Asked, near: Resolution, seat: Subscription) -> Answer:
         """A stream that runs for a similar request."""
         seconds = time.perf_counter() - asked.start
-        self._metrics.request(JOINED, 200, seconds, asked.tenant)
+        self._metrics.request(JOINED, 200, seconds, asked.client.tenant)
         self._metrics.joins.labels(SIMILAR).inc()
         self._dispatch.spawn(self._landed_near(asked, near, seat.flight, seconds))
         headers = [*seat.flight.headers, *self._answers.told_hit(near, 0.0, " joined")]
@@ -208,10 +203,9 @@ class Misses:
             except BaseException:
                 alone.leave()
                 raise
-        self._tenants.answered(asked.call.scope, flight.status)
         if tier is JOINED:
             self._metrics.joins.labels(EQUAL).inc()
-        self._metrics.request(tier, flight.status, time.perf_counter() - asked.start, asked.tenant)
+        self._metrics.request(tier, flight.status, time.perf_counter() - asked.start, asked.client.tenant)
         reuse = "" if resolution.score is None else f" reuse={resolution.tier} score={resolution.score:.3f}"
         answer.headers.extend(self._answers.told(f"{tier}{reuse}"))
         return answer

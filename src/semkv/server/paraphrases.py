@@ -62,12 +62,13 @@ class Paraphrases:
         return Newcomer(partial(self._caches.partition, canonical))
 
     def busy(self, newcomer: Newcomer) -> bool:
-        """Whether a request that this one may join waits for its answer or for its lookup."""
-        flights = (flight for same in self._underway.values() for _, flight in same.values())
-        if not self._expected and all(flight.done for flight in flights):
+        """Whether a request that this one may join waits for its answer."""
+        known = (flight for same in self._underway.values() for _, flight in same.values())
+        if all(flight.done for flight in (*self._expected, *known)):
             return False  # the upstream need not wait for the partition to be worked out
-        underway = self._underway.get(newcomer.partition, {}).values()
-        return bool(self._awaited(newcomer.partition)) or any(not flight.done for _, flight in underway)
+        expected = (flight for flight, other in self._expected.items() if other.partition == newcomer.partition)
+        underway = (flight for _, flight in self._underway.get(newcomer.partition, {}).values())
+        return bool(newcomer.partition) and any(not flight.done for flight in (*expected, *underway))
 
     def expect(self, newcomer: Newcomer, flight: Flight) -> None:
         """A request went upstream before its lookup; until `decided`, `find` waits."""

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import gc
 import json
 import logging
+import re
+import socket
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from importlib import import_module
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from semkv.errors import ConfigError
+from semkv import __version__
+from semkv.errors import ConfigError, SemkvError
 from semkv.server.assemble import app_of
-from semkv.server.settings import ServerSettings
+from semkv.server.settings import ServerSettings, admin_key
+from semkv.types import CacheMode, PolicyName
+
+log = logging.getLogger(__name__)
 
 _DRAIN_S = 20  # how long open requests may go on after a signal to stop
 _HEAD = 64 * 1024  # bytes of a request's line and headers, beside the first piece that comes in
@@ -102,6 +112,77 @@ def set_up_logs(level: str) -> None:
     root.setLevel(level.upper())
     for noisy in ("httpx", "sentence_transformers", "faiss"):
         logging.getLogger(noisy).setLevel("WARNING")
+    with contextlib.suppress(ImportError):  # it prints for itself what goes on to the root as well
+        import_module("huggingface_hub.utils.logging")
+        logging.getLogger("huggingface_hub").handlers.clear()
+
+
+def listening(host: str, port: int) -> list[socket.socket]:
+    """Sockets for every address of a host that this machine has, none of which takes connections yet.
+
+    Raises:
+        SemkvError: the port is in use or not allowed, or the host is none of this machine's.
+    """
+    found: list[socket.socket] = []
+    missing: OSError | None = None
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            try:
+                found.append(_bound(family, kind, protocol, (address[0], port, *address[2:])))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = error  # such as localhost's in IPv6, where there is none
+            else:
+                port = port or found[0].getsockname()[1]
+        if not found and missing is not None:
+            raise missing
+    except (OSError, UnicodeError) as error:
+        for sock in found:
+            sock.close()
+        raise _not_listening(host, port, error) from error
+    return found
+
+
+def _bound(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _not_listening(host: str, port: int, error: OSError | UnicodeError) -> SemkvError:
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE:
+        return SemkvError(f"--port: {port} is in use; name another")
+    key, value = ("--port", str(port)) if number == errno.EACCES else ("--host", host)
+    return SemkvError(f"{key}: {value} cannot be listened on ({getattr(error, 'strerror', '') or error})")
+
+
+def described(settings: ServerSettings, environment: Mapping[str, str], address: str) -> str:
+    """One line of what was started."""
+    numbers: dict[str, float] = {
+        PolicyName.FIXED: settings.similarity_threshold,
+        PolicyName.BOUNDED: settings.max_error_rate,
+    }
+    number = f" {numbers[settings.policy]:g}" if settings.policy in numbers else ""
+    near = f"{'counted' if settings.mode == CacheMode.DRY_RUN else 'on'} ({settings.policy}{number})"
+    if settings.cache_config() is None:
+        near = "off"
+    upstream = re.sub("//[^/]*@", "//", settings.upstream)  # names and passwords stay out of logs
+    dashboard = "at /semkv" if admin_key(environment) else "off: set SEMKV_ADMIN_KEY"
+    return (
+        f"semkv {__version__} on http://{address}: upstream {upstream}, cache in {settings.cache_dir}, "
+        f"near-repeats {near}, dashboard {dashboard}"
+    )
 
 
 def run_server(
@@ -112,22 +193,38 @@ def run_server(
     Raises:
         ConfigError: a setting does not fit.
         StoreError: a store cannot be opened.
+        SemkvError: the address cannot be listened on.
     """
     set_up_logs(log_level)
+    sockets = listening(host, port)  # before the encoder is loaded, which takes seconds
+    # transformers imports torch's compiler, which imports triton, which lists what it leaks when the process ends.
+    # Nothing is compiled here.
+    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     app = app_of(settings, environment)
     gc.collect()
     gc.freeze()  # what was loaded stays: with torch half a million objects, at which a collection looks half a second
-    uvicorn.run(
-        app,
-        host=host,
-        port=port,
-        loop="uvloop",
-        http=Protocol,
-        access_log=False,
-        log_config=None,
-        proxy_headers=False,  # the client's address decides whose tenant header is believed
-        server_header=False,
-        date_header=False,
-        backlog=4096,
-        timeout_graceful_shutdown=_DRAIN_S,
+    name, bound = sockets[0].getsockname()[:2]
+    log.info(described(settings, environment, f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            loop="uvloop",
+            http=Protocol,
+            access_log=False,
+            log_config=None,
+            proxy_headers=False,  # the client's address decides whose tenant header is believed
+            server_header=False,
+            date_header=False,
+            backlog=4096,
+            timeout_graceful_shutdown=_DRAIN_S,
+        )
     )
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets)
+    except OSError as error:
+        if server.started:
+            raise
+        raise _not_listening(host, port, error) from error  # another process was faster

@@ -17,18 +17,14 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from semkv.config import CacheConfig, parse_choice, parse_embedding_layer
+from semkv.config import CacheConfig, default_cache_dir, parse_choice, parse_embedding_layer
 from semkv.errors import ConfigError, StoreError
 from semkv.server.admission import Network
+from semkv.stores.cachedir import make_folder
 from semkv.types import CacheMode, PolicyName
 
 _KEY_LENGTH = 16
 _MIB = 1 << 20
-
-
-def default_cache_dir() -> Path:
-    """``~/.cache/semkv``."""
-    return Path.home() / ".cache" / "semkv"
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,8 @@ class ServerSettings:
         jitter: share of ``ttl`` that is taken off at random, so that what came together does not go together.
         memory_mib: answers held in memory, in MiB.
         store_mib: answers held in the store, in MiB.
+        max_entries: donors held in the catalog.
+        media_mib: donors' images held, in MiB.
         data_version: part of every key; a change makes every stored answer unreachable.
         sampled: also keep answers of requests that draw at random (no temperature 0, no seed).
         remote_media: also keep answers to requests with http(s) images, keyed by their address.
@@ -88,6 +86,8 @@ class ServerSettings:
     jitter: float = 0.0
     memory_mib: int = 256
     store_mib: int = 4096
+    max_entries: int = 100_000
+    media_mib: int = 4096
     data_version: str = ""
     sampled: bool = False
     remote_media: bool = False
@@ -119,7 +119,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.upstream.startswith(("http://", "https://")):
             raise ConfigError("--upstream", self.upstream, "a URL such as http://127.0.0.1:8000")
-        for name in ("memory_mib", "store_mib", "max_body_mib", "max_answer_mib"):
+        for name in ("memory_mib", "store_mib", "media_mib", "max_body_mib", "max_answer_mib"):
             if getattr(self, name) < 1:
                 raise ConfigError(flag(name), getattr(self, name), "a positive number of MiB")
         for name in ("ttl", "stale"):
@@ -142,7 +142,7 @@ class ServerSettings:
             try:
                 found.append(ip_network(text.strip(), strict=False))
             except ValueError:
-                raise ConfigError("--trusted-proxies", text, "networks such as 10.0.0.0/8, 127.0.0.1") from None
+                raise ConfigError("--trusted-proxy", text, "networks such as 10.0.0.0/8, 127.0.0.1") from None
         return tuple(found)
 
     @property
@@ -163,6 +163,8 @@ class ServerSettings:
             embedding_hook=self.embedding_hook,
             index_encoder=self.index_encoder,
             vision_encoder=self.vision_encoder,
+            max_entries=self.max_entries,
+            max_media_bytes=self.media_mib * _MIB,
             policy=parse_choice("--policy", self.policy, PolicyName),
             max_error_rate=self.max_error_rate,
             calibration=Path(self.calibration) if self.calibration else None,
@@ -197,10 +199,10 @@ def from_environment(environment: Mapping[str, str]) -> ServerSettings:
         ConfigError: a value does not fit.
     """
     kinds = get_type_hints(ServerSettings)
-    given = {}
+    given: dict[str, Any] = {"cache_dir": default_cache_dir(environment)}
     for item in fields(ServerSettings):
         variable = f"SEMKV_{item.name.upper()}"
-        if variable in environment:
+        if variable in environment and item.name not in given:
             given[item.name] = _parse(variable, kinds[item.name], environment[variable])
     return ServerSettings(**given)
 
@@ -210,7 +212,7 @@ def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes
 
     Raises:
         ConfigError: it is too short, or a shared store is used without it.
-        StoreError: the file cannot be read or written.
+        StoreError: the directory cannot be made, or the file not read or written.
     """
     given = environment.get("SEMKV_SECRET", "")
     if given:
@@ -220,8 +222,8 @@ def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes
     if settings.store.startswith(("redis:", "rediss:", "unix:")):
         raise ConfigError("SEMKV_SECRET", "", "a secret that is the same for every gateway on this store")
     file = settings.cache_dir / "secret"
+    make_folder(settings.cache_dir)
     try:
-        settings.cache_dir.mkdir(parents=True, exist_ok=True)
         if not file.exists():
             _make_secret(file)
         found = file.read_bytes()

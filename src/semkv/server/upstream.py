@@ -28,6 +28,7 @@ _HOP_BY_HOP = frozenset(
 )
 # `expect` was between the client and the gateway, which has the whole body already.
 _OURS = frozenset((b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass"))
+_NOT_KEPT = frozenset((b"content-length", b"x-semkv"))
 _IDLE_S = 3.0  # uvicorn closes idle connections after 5
 _RETRY_S = 0.5
 _QUEUED = 16  # pieces between the wrapped application and its reader
@@ -100,8 +101,9 @@ class Upstream(Protocol):
 
 
 def kept_headers(headers: Headers) -> Headers:
-    """An answer's headers without hop-by-hop fields and the length, which the server in front sets."""
-    return [(k, v) for k, v in headers if (low := k.lower()) not in _HOP_BY_HOP and low != b"content-length"]
+    """An answer's headers without hop-by-hop fields, the length, which the server in front sets, and what another semkv
+    says of its cache."""
+    return [(k, v) for k, v in headers if (low := k.lower()) not in _HOP_BY_HOP and low not in _NOT_KEPT]
 
 
 def _text(value: bytes) -> str:
@@ -172,9 +174,10 @@ class HttpUpstream:
             try:
                 response = await self._client().request(method, url, data=data, headers=headers, allow_redirects=False)
             except aiohttp.ServerDisconnectedError:
-                if time.monotonic() - start > _RETRY_S:
+                # Perhaps it closed an idle connection just as we took it. What it has done by then cannot be known, and
+                # aiohttp repeats what HTTP calls idempotent alone; a completion may be asked for again all the same.
+                if not call.canonical or time.monotonic() - start > _RETRY_S:
                     raise
-                # It closed an idle connection just as we took it: ask once more.
                 response = await self._client().request(method, url, data=data, headers=headers, allow_redirects=False)
         except TimeoutError:
             raise UpstreamError("the upstream did not answer in time", 504) from None

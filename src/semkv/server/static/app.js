@@ -173,7 +173,7 @@ function side(title, parts, others) {
   const box = element("div");
   box.append(element("h3", "", title));
   parts.forEach((part, i) => {
-    const same = others[i] && others[i].text === part.text;
+    const same = others.at(i - parts.length)?.text === part.text; // from the end: of long ones the rest is left out
     const role = part.role === "image" ? "text image" : "text";
     const label = part.role === "question" ? "" : `${part.role}: `;
     box.append(element("p", same ? role : `${role} differs`, label + part.text));

@@ -1,0 +1,161 @@
+"""``semkv serve`` as an operator meets it: what it says when it starts, when it cannot, and when it stops."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway_helpers import wait_until
+from semkv.errors import SemkvError
+from semkv.server.run import described, listening
+from semkv.server.settings import ServerSettings
+
+KEY = {"SEMKV_ADMIN_KEY": "an admin key of sufficient length"}
+
+
+def semkv(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "semkv", *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "", "::1"])
+def test_every_address_of_a_host_gets_the_port(host: str) -> None:
+    if host == "::1" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    found = listening(host, 0)
+    names = {sock.getsockname()[:2] for sock in found}
+    assert len({port for _, port in names}) == 1
+    assert 0 not in {port for _, port in names}
+    assert len(names) == len(found)
+    for sock in found:
+        sock.close()
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def test_an_address_that_cannot_be_had_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SemkvError, match=f"^--port: {port} is in use; name another$"):
+            listening("127.0.0.1", port)
+    with pytest.raises(SemkvError, match=r"^--host: 203\.0\.113\.1 cannot be listened on"):
+        listening("203.0.113.1", 0)
+
+
+def test_of_several_addresses_those_that_the_machine_has_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobodys = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.1", 0))
+    ours = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [nobodys, ours])
+    (sock,) = listening("both", 0)
+    assert sock.getsockname()[0] == "127.0.0.1"
+    sock.close()
+
+
+@pytest.mark.parametrize("host", ["nobody.invalid", "a" * 70, "\udc80"])
+def test_a_name_of_no_address_is_told(host: str) -> None:
+    with pytest.raises(SemkvError, match=r"^--host: .* cannot be listened on \("):
+        listening(host, 0)
+
+
+def test_a_port_without_permission_is_the_ports_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(SemkvError, match=r"^--port: 80 cannot be listened on"):
+        listening("127.0.0.1", 80)
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "said"),
+    [
+        ({}, {}, "near-repeats on (fixed 0.92), dashboard off: set SEMKV_ADMIN_KEY"),
+        ({"policy": "bounded", "max_error_rate": 0.005}, KEY, "near-repeats on (bounded 0.005), dashboard at /semkv"),
+        (
+            {"policy": "calibrated", "calibration": "c.json", "mode": "dry-run"},
+            KEY,
+            "near-repeats counted (calibrated), dashboard at /semkv",
+        ),
+        ({"semantic": False}, KEY, "near-repeats off, dashboard at /semkv"),
+        ({"mode": "off"}, KEY, "near-repeats off, dashboard at /semkv"),
+    ],
+)
+def test_one_line_says_what_was_started(given: dict[str, object], environment: dict[str, str], said: str) -> None:
+    settings = ServerSettings(upstream="http://me:w@rd@10.0.0.1:8000", cache_dir=Path("/tmp/c"), **given)  # type: ignore[arg-type]
+    line = described(settings, environment, "127.0.0.1:8080")
+    assert line.endswith(f"on http://127.0.0.1:8080: upstream http://10.0.0.1:8000, cache in /tmp/c, {said}")
+
+
+@pytest.mark.parametrize("semantic", [True, False])
+def test_from_the_start_to_the_stop_it_says_json_lines_alone(tmp_path: Path, semantic: bool) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "semkv", "serve", "--port", "0", "--cache-dir", str(tmp_path / "cache")]
+            + ["--no-semantic"] * (not semantic),
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "SEMKV_ADMIN_KEY": ""},
+        )
+    try:
+        wait_until(lambda: "startup complete" in log.read_text() or running.poll() is not None, 300)
+        said = [json.loads(line)["message"] for line in log.read_text().splitlines()]
+        (url,) = (line.split(" on ")[1].split(": ")[0] for line in said if line.startswith("semkv "))
+        wait_until(lambda: answers(url), 30)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == 0
+    finally:
+        running.kill()
+        running.wait()
+    assert [line for line in log.read_text().splitlines() if not line.startswith('{"time": ')] == []
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_what_it_cannot_start_with_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    folder = tmp_path / "file" / "cache"
+    for command in (["serve", "--port", 0], ["run", "--engine", "scripted", "--max-samples", 1]):
+        out = semkv(*command, "--cache-dir", folder)
+        assert out.returncode == 2
+        assert out.stderr == f"semkv: {folder} cannot be written (Not a directory); choose another --cache-dir\n"
+    assert semkv("serve", "--trusted-proxy", "foo").stderr.startswith("semkv: --trusted-proxy: 'foo' is not allowed")
+    out = semkv("serve", "--port", 99999)
+    assert out.returncode == 2
+    assert "--port" in out.stderr
+    assert "Traceback" not in out.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert semkv("serve", "--port", port).stderr == f"semkv: --port: {port} is in use; name another\n"
+
+
+def test_a_library_that_prints_for_itself_is_logged_once() -> None:
+    program = (
+        "from semkv.server.run import set_up_logs; set_up_logs('info')\n"
+        "from huggingface_hub.utils import logging; logging.get_logger('huggingface_hub.x').warning('retrying')\n"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    (line,) = out.stderr.splitlines()
+    assert json.loads(line)["message"] == "retrying"
