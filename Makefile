@@ -1,4 +1,4 @@
-# make demo    answer a few hundred picture questions twice, the second time from the cache
+# make demo    answer a few hundred picture questions three times: vLLM alone, an empty cache, a filled one
 # make test    run the tests
 # make check   lint and type-check
 # make bench   identity and long-context benchmarks on this machine

@@ -23,7 +23,8 @@ FLAGS = (
     "--chunk-window --similarity-threshold --embedding-layer --embedding-hook --vision-encoder --index-encoder "
     "--disable-semantic-cache --disable-exact-cache --disable-normalised-hits --enable-fusion-cache "
     "--disable-fusion-cache --max-cached-blocks --cache-dir --fusion-cache-dir --cache-mode --match --scope --tenant "
-    "--max-tokens --baseline --purge --samples-out --summary-out --trust-remote-code --quiet --verbose"
+    "--max-entries --media-mib --max-tokens --baseline --purge --samples-out --summary-out --trust-remote-code --quiet "
+    "--verbose"
 )
 
 
@@ -58,6 +59,8 @@ def test_help_lists_every_flag() -> None:
     text = CliRunner().invoke(app, ["run", "--help"], terminal_width=200).output
     assert [flag for flag in FLAGS.split() if flag not in text] == []
     assert "Examples:" in text
+    summaries = CliRunner().invoke(app, ["--help"], terminal_width=80).output
+    assert "..." not in summaries.split("Commands:")[1]
     assert semkv("--version").stdout == f"semkv {__version__}\n"
 
 
@@ -156,8 +159,9 @@ def test_a_foreign_directory_is_neither_used_nor_purged(tmp_path: Path, prompts:
         ("nobody/no-such-model", "copy the cache here (HF_HOME), or give its directory with --model"),
     ],
 )
-def test_a_model_that_is_not_there(tmp_path: Path, prompts: Path, model: str, expected: str) -> None:
-    arguments = ["run", "--model", model, "--dataset", prompts, "--cache-dir", tmp_path / "cache"]
+def test_a_model_that_is_not_there(tmp_path: Path, model: str, expected: str) -> None:
+    # No data set is looked for before the model is there: this one would be a download.
+    arguments = ["run", "--model", model, "--dataset", "gqa", "--cache-dir", tmp_path / "cache"]
     out = semkv(*arguments, "--disable-semantic-cache", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"))
     assert out.returncode == 2
     assert model in out.stderr

@@ -162,10 +162,13 @@ def test_flags_and_variables_on_the_page_exist() -> None:
         for option in (*parameter.opts, *parameter.secondary_opts)
     }
     vllms = {"--served-model-name", "--max-model-len", "--middleware", "--model", "--api-key", "--api-server-count"}
+    vllms |= {"--gpu-memory-utilization"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", SERVING)) - known - vllms == set()
     assert set(re.findall(r"\bSEMKV_[A-Z_]+", SERVING)) - _VARIABLES == set()
-    (vllm,) = (command for command, _ in typed() if command.startswith("vllm"))
-    assert shlex.split(vllm)[-1] == f"{Middleware.__module__.rpartition('.')[0]}.{Middleware.__name__}"
+    commands = (command.replace("\\\n", " ") for command, _ in typed())
+    alone, inside = (shlex.split(command) for command in commands if command.startswith("vllm"))
+    middleware = f"{Middleware.__module__.rpartition('.')[0]}.{Middleware.__name__}"
+    assert inside == [*alone, "--middleware", middleware]
 
 
 class Newcomer:

@@ -99,6 +99,8 @@ def test_words_become_values() -> None:
         (RunFlags(max_model_len=-1), "--max-model-len", "positive"),
         (RunFlags(chunk_window=-1), "--chunk-window", "positive"),
         (RunFlags(max_cached_blocks=-1), "--max-cached-blocks", "positive"),
+        (RunFlags(max_entries=0), "--max-entries", "positive"),
+        (RunFlags(media_mib=0), "--media-mib", "positive"),
         (RunFlags(dataset_root=Path("/no/such/place")), "--dataset-root", "exists"),
         (RunFlags(samples_out=Path("/")), "--samples-out", "a file"),
     ],
