@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -105,6 +106,27 @@ def test_a_disk_that_cannot_be_read_costs_one_look(
     left_behind(tmp_path, answer("left"))
     wait_until(lambda: gate.brought == ["left"])
     assert failed
+
+
+def test_a_folder_that_cannot_be_listed_costs_one_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Opened
+) -> None:
+    """As while the process has no file descriptor left."""
+    gate, real, failed = Gate(), ahead._logs, []
+    log = opened(gate)
+
+    def listed(folder: Path) -> list[Path]:
+        if not failed:
+            failed.append(folder)
+            raise OSError(errno.EMFILE, "scripted")
+        return real(folder)
+
+    monkeypatch.setattr(ahead, "_logs", listed)
+    wait_until(lambda: failed)
+    left_behind(tmp_path, answer("left"))
+    wait_until(lambda: gate.brought == ["left"])
+    assert log.append(answer("own"), "1")
+    wait_until(lambda: gate.brought == ["left", "own"])
 
 
 KILLED = """

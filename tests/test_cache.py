@@ -529,6 +529,23 @@ def test_another_process_finds_what_this_one_recorded(bench: Bench) -> None:
     assert not other.try_reuse(bench.request("color~0.9", "car")).hit
 
 
+@pytest.mark.parametrize("tier", ["embedding:prompt", "text:semantic"])
+def test_what_is_recorded_again_after_it_was_not_found_stays(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    bench = make(semantic=False) if tier == "embedding:prompt" else make(embedding_layers=())
+    bench.ask("color", chunk="color")
+    catalog = bench.cache._catalog
+
+    def get(entry_id: str) -> None:
+        """Another process deleted it; just after, one records it again, as if this was that one's answer."""
+        monkeypatch.undo()
+
+    monkeypatch.setattr(catalog, "get", get)
+    assert not bench.look("color~0.99", chunk="color~0.99").hit
+    assert bench.look("color~0.99", chunk="color~0.99").provenance == tier
+
+
 @pytest.mark.parametrize("change", ["reworded", "white space"])
 def test_a_chunk_text_with_a_context_that_was_substituted_is_not_the_entrys(bench: Bench, change: str) -> None:
     document = DOCUMENT + " the last one."

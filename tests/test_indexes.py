@@ -297,6 +297,40 @@ def test_a_fault_of_the_upkeep_costs_no_answer(monkeypatch: pytest.MonkeyPatch) 
     assert index.sizes().graph > 0
 
 
+def test_a_purge_of_whole_clusters_hides_nothing_of_those_that_stay() -> None:
+    """Most links of a dense cluster's rows lead to each other: what goes with it has no living row beside it."""
+    random = np.random.default_rng(1)
+    centres = random.normal(size=(20, 64))
+    label = random.integers(20, size=8000)
+    label[0] = stays = 15
+
+    def about(labels: np.ndarray) -> np.ndarray:
+        points = (centres[labels] + 0.25 * random.normal(size=(len(labels), 64))).astype(np.float32)
+        return points / np.linalg.norm(points, axis=1, keepdims=True)
+
+    vectors = about(label)
+    index = FaissIndex(64)
+    index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
+    assert index.settle(60)
+    index.remove([str(i) for i in np.flatnonzero(label < 4)[:1500]])
+    index.heed("")
+    assert index.settle(60)
+    (graph,) = index._partitions["p"].graphs
+    assert graph.blank == graph.dead > 1000
+
+    def found(items: list[str], rows: np.ndarray) -> float:
+        return float(np.mean([[n.item for n in index.search("p", v)] == [i] for i, v in zip(items, rows, strict=True)]))
+
+    first = np.flatnonzero(label == stays)  # of the first living row
+    assert found([str(i) for i in first], vectors[first]) >= 0.97
+    new = about(np.full(1100, stays))
+    index.extend(Row(f"new {i}", "p", v) for i, v in enumerate(new))
+    assert index.settle(60)
+    assert index.sizes().flat < 1024
+    assert found([f"new {i}" for i in range(1100)], new) >= 0.97
+    index.close()
+
+
 class AgainstBruteForce(RuleBasedStateMachine):
     """Any order of writes across the border between plain rows and graphs, compared with a table."""
 

@@ -25,7 +25,7 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.indexes.base import Row
 from semkv.indexes.faiss import FaissIndex, IndexSizes
-from semkv.indexes.kept import pour_graph
+from semkv.indexes.kept import pour_graph, read_graph
 from semkv.indexes.parts import Graph
 from semkv.keys import digest, namespace_key
 from semkv.maintenance import inspect, verify
@@ -251,6 +251,96 @@ def test_a_graph_waits_for_all_of_the_catalog(disk: Disk) -> None:
     index.extend(rows)
     index.loaded()
     assert index.sizes().graph > 2000
+    index.close()
+
+
+@pytest.mark.parametrize("purged", [False, True])
+def test_a_row_that_nobody_has_taken_up_yet_keeps_its_vector(disk: Disk, purged: bool) -> None:
+    """The upkeep goes on while the catalog is read: those rows are no removed ones."""
+    vectors = clustered(COUNT + 2500)
+
+    def opened() -> FaissIndex:
+        return FaissIndex(DIM, flat=512, graph=1 << 14, store=disk.files())
+
+    def rows(first: int, end: int) -> list[Row]:
+        return [Row(str(i), "p", vectors[i], "ns") for i in range(first, end)]
+
+    index = opened()
+    index.extend(rows(0, COUNT))
+    assert index.settle(60)
+    index.close()
+
+    def kept() -> Graph:
+        ((_, body),) = disk.files().read("p")
+        return read_graph(body, DIM, 1 << 14)
+
+    before = kept().count
+
+    index = opened()
+    index.extend(rows(0, 500))
+    index.extend(rows(COUNT, COUNT + 2500))  # enough to be moved into the graph, and to have it written
+    if purged:
+        index.remove(["7"])
+        index.heed("")
+    assert index.settle(60), "it waits for the rest of the catalog"
+    index.extend(rows(500, COUNT))
+    assert index.sizes().dead == purged
+    index.loaded()
+    assert index.settle(60)
+    there = [i for i in range(COUNT + 2500) if not purged or i != 7]
+    assert index.sizes().dead == len(index._partitions["p"].graphs[0].gone()) == purged
+    assert all(index.score(str(i), vectors[i]) == pytest.approx(1.0, abs=HALF) for i in there)
+    index.close()
+    in_file = kept().vectors(np.arange(kept().count))
+    assert bool(np.abs(in_file - vectors[7]).max(axis=1).min() < HALF) is not purged
+    again = opened()
+    again.extend(rows(0, COUNT + 2500))
+    again.loaded()
+    assert again.sizes().graph >= before + 2500 - 512 - purged
+    assert again.sizes().dead == purged
+    again.close()
+    assert disk.faults == []
+
+
+def test_what_a_purge_took_out_of_a_graph_costs_no_build_at_the_next_start(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors = clustered(COUNT)
+    disk.filled(vectors)
+    index = disk.opened(vectors)
+    index.remove(["5"])
+    index.heed("")
+    assert index.settle(60)
+    assert len(graph_files(disk.folder)) == 2, "before anybody closes"
+    monkeypatch.setattr(Graph, "grown", lambda *_: pytest.fail("a graph was built"))
+    again = disk.opened(np.delete(vectors, 5, axis=0), [str(i) for i in range(COUNT) if i != 5])
+    assert again.sizes().flat < 512
+    again.close()
+    index.close()
+    assert disk.faults == []
+
+
+def test_a_store_that_refuses_is_asked_once_a_purge(disk: Disk) -> None:
+    class Refuses(GraphFiles):
+        asked = 0
+
+        def save(self, *_: Any) -> bool:
+            self.asked += 1
+            return False
+
+    vectors = clustered(COUNT)
+    disk.filled(vectors)
+    store = Refuses(disk.folder, "layer", disk.faults.append)
+    index = FaissIndex(DIM, flat=512, graph=4096, store=store)
+    index.extend(Row(str(i), "p", v, "ns") for i, v in enumerate(vectors))
+    index.loaded()
+    for purge in range(3):
+        asked = store.asked
+        index.remove([str(purge)])
+        index.heed("")
+        assert index.settle(20)
+        assert store.asked - asked <= len(index._partitions["p"].graphs)
+    assert store.asked >= 3
     index.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from gateway_helpers import wait_until
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
-from semkv.errors import StoreError
+from semkv.errors import ConfigError, StoreError
 from semkv.indexes.faiss import FaissIndex
 from semkv.indexes.kept import read_graph
 from semkv.indexes.parts import Graph, _codes
@@ -379,5 +380,70 @@ def test_what_is_recorded_again_during_a_purge_is_found(tmp_path: Path, monkeypa
     wait_until(lambda: again)
     again[0].join(30)
     wait_until(lambda: matching._purge == matching._catalog.purge())
+    assert [len(index) for index in indexes(cache)] == [30, 30] == [len(cache._catalog)] * 2
+    cache.close()
+
+
+def test_an_encoder_that_cannot_forget_is_counted_and_asked_again(tmp_path: Path) -> None:
+    class Stubborn(Seeded):
+        error: Exception | None = ConfigError("forget", "now", "later")
+
+        def forget(self) -> None:
+            if self.error:
+                raise self.error
+
+    encoder = Stubborn()
+    cache = SemanticCache(CacheConfig(tmp_path), text_encoder=encoder)
+    matching = cache._matching
+    record(cache, "bob", 30)
+    assert cache.invalidate(tag="secret") == 2
+    wait_until(lambda: cache.stats().faults.get("purge"))
+    encoder.error = RuntimeError("nor now")
+    faults = cache.stats().faults["purge"]
+    wait_until(lambda: cache.stats().faults["purge"] > faults + 1)
+    encoder.error = None
+    wait_until(lambda: matching._purge == matching._catalog.purge())
+    encoder.error = RuntimeError("at the end")
+    assert cache.invalidate(entry_id=next(iter(matching._entries()))) == 1
+    cache.close()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        len(cache._catalog)
+
+
+def test_what_another_process_wrote_is_indexed_though_the_first_try_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, other = opened(tmp_path), opened(tmp_path)
+    catalog, failed = cache._matching._catalog, []
+    real = catalog.vectors
+
+    def vectors(*arguments: Any) -> Any:
+        if not failed:
+            failed.append(arguments)
+            raise sqlite3.OperationalError("scripted")
+        return real(*arguments)
+
+    monkeypatch.setattr(catalog, "vectors", vectors)
+    record(other, "bob", 1)
+    wait_until(lambda: [len(index) for index in indexes(cache)] == [1, 1])
+    assert failed
+    cache.close(), other.close()
+
+
+def test_what_is_recorded_again_during_an_invalidation_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened(tmp_path)
+    record(cache, "bob", 30)
+    real = cache._catalog.invalidate
+
+    def invalidate(**criteria: Any) -> Any:
+        """Just after it, another thread records the same."""
+        removed = real(**criteria)
+        record(cache, "bob", 30)
+        return removed
+
+    monkeypatch.setattr(cache._catalog, "invalidate", invalidate)
+    assert cache.invalidate(namespace=Namespace("bob", "m")) == 30
     assert [len(index) for index in indexes(cache)] == [30, 30] == [len(cache._catalog)] * 2
     cache.close()

@@ -266,7 +266,8 @@ class SemanticCache:
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def _forget(self, removed: Removed) -> None:
-        self._matching.remove(removed.entry_ids)
+        with self._boundary("catalog"):  # what it cannot be asked of is found out of step
+            self._matching.remove(removed.entry_ids)
         for media_id in removed.media:
             self.media.delete(media_id)
 

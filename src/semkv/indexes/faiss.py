@@ -159,6 +159,8 @@ class FaissIndex:
                     if graph.dead > graph.blank:
                         graph.purged = True
                         self._drop_file(partition, graph)
+                    if graph.number < 0:
+                        graph.kept = 0  # written anew, without them; tried once a purge
                 self._upkeep.look_after(partition)
             if self._store is not None:
                 self._store.heed(purge)

@@ -139,18 +139,22 @@ class Partition:
     def plain(self) -> int:
         return sum(block.count for block in self.blocks)
 
+    def settled(self) -> list[Graph]:
+        """The graphs whose rows are known. A row of another may yet be taken up: it is no removed one, and its name and
+        vector stay."""
+        return [graph for graph in self.graphs if graph.claims is None]
+
     def purged_graph(self) -> Graph | None:
         """A graph that may still show what was purged."""
-        return next((graph for graph in self.graphs if graph.purged), None)
+        return next((graph for graph in self.settled() if graph.purged), None)
 
     def stale_graph(self) -> Graph | None:
         """A graph with so many removed rows that it is worth a new build."""
-        settled = (graph for graph in self.graphs if graph.claims is None)
-        return next((g for g in settled if g.dead >= max(self.sizes.stale, _STALE * g.count)), None)
+        return next((g for g in self.settled() if g.dead >= max(self.sizes.stale, _STALE * g.count)), None)
 
     def unkept_graph(self) -> Graph | None:
         """A graph with so many rows beyond its file's that it is worth writing."""
-        return next((graph for graph in self.graphs if graph.count - graph.kept >= _UNKEPT * graph.count), None)
+        return next((graph for graph in self.settled() if graph.count - graph.kept >= _UNKEPT * graph.count), None)
 
     def free_number(self) -> int:
         """The least number that no graph's file has."""

@@ -182,6 +182,9 @@ class Graph:
     def blanked(self, gone: Slots) -> Any:
         """A copy of ``index`` in which removed rows have the vector of a living one beside them, to lead on as before.
 
+        Those with none beside them are spread over all living ones: many rows of one vector, each linked to the others
+        alone, would hide what is near that vector.
+
         Raises:
             ValueError: there is no living row.
         """
@@ -189,14 +192,17 @@ class Graph:
         copy = faiss.clone_index(self.index)
         living = np.ones(copy.ntotal, dtype=np.bool_)
         living[gone] = False
-        if not living.any():
+        left = np.flatnonzero(living)
+        if not len(left):
             raise ValueError("a graph without a living row")
         first = faiss.vector_to_array(copy.hnsw.offsets)[gone].astype(np.int64)
         near = faiss.vector_to_array(copy.hnsw.neighbors)[first[:, None] + np.arange(copy.hnsw.nb_neighbors(0))]
-        near = np.where((near >= 0) & living[near], near, np.argmax(living))
-        beside = near[np.arange(len(gone)), np.argmax(near != np.argmax(living), axis=1)]
+        beside = (near >= 0) & living[near]
+        each = np.arange(len(gone))
+        spread = left[each * len(left) // max(1, len(gone))]
+        stand_in = np.where(beside.any(axis=1), near[each, np.argmax(beside, axis=1)], spread)
         codes = _codes(copy)
-        codes[gone] = codes[beside]
+        codes[gone] = codes[stand_in]
         return copy
 
     def take_up(self, rows: Slots, slots: Slots) -> None:

@@ -64,7 +64,7 @@ class Upkeep:
             self._closed = True
         self.settle()
         with self._lock:
-            graphs = [(p, g) for p in self._partitions.values() for g in p.graphs]
+            graphs = [(p, g) for p in self._partitions.values() for g in p.settled()]
             unkept = [(p, g) for p, g in graphs if g.count > g.kept or g.number < 0]
         for partition, graph in unkept:
             self.keep(partition, graph)

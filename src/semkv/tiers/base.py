@@ -91,7 +91,10 @@ class GuardedEncoder:
 
     def forget(self) -> None:
         """Drop the texts in memory, where it keeps any."""
-        getattr(self._encoder, "forget", lambda: None)()
+        try:
+            getattr(self._encoder, "forget", lambda: None)()
+        except Exception as error:
+            raise PartError(f"text encoder: {error!r}") from error
 
     def encode(self, texts: Sequence[str]) -> Matrix:
         try:

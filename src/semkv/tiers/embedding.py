@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,8 @@ class EmbeddingTier:
         layers: as configured.
         match: see `MatchPolicy`.
         fingerprint: of the hook; vectors of another one are left alone.
-        tally: counts what is out of step or damaged.
+        tally: counts what is damaged.
+        lost: told of an entry of an index that the catalog does not have.
         normalised: False takes byte-equal texts alone for the same: a question may be similar, what stands around it
             and before an image may not. ``--match any`` takes no texts for the same, and is as it was.
     """
@@ -72,10 +73,12 @@ class EmbeddingTier:
         match: MatchPolicy,
         fingerprint: str,
         tally: Tally,
+        lost: Callable[[str], None],
         *,
         normalised: bool = True,
     ) -> None:
-        self._catalog, self._match, self._tally, self._normalised = catalog, match, tally, normalised
+        self._catalog, self._match, self._tally, self._lost = catalog, match, tally, lost
+        self._normalised = normalised
         self._vision = next((layer for layer in layers if layer.name == VISION), None)
         # The prompt layer is searched first; the others are asked whether they agree.
         self._texts = sorted((x for x in layers if x.name != VISION), key=lambda x: x.name != "prompt")
@@ -320,8 +323,7 @@ class EmbeddingTier:
     def _entry(self, entry_id: str) -> Entry | None:
         donor = self._catalog.get(entry_id)
         if donor is None:  # another process deleted it
-            self._tally.add("index out of step")
-            self.remove([entry_id])
+            self._lost(entry_id)
         return donor
 
 

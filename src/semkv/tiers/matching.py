@@ -6,8 +6,6 @@ that an idle process forgets it, too.
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -98,16 +96,19 @@ class Matching:
         self._layers = config.embedding_layers if config.mode is not CacheMode.OFF else ()
         self._exact = ExactTextTier(catalog, config.scope, normalised=config.normalised) if config.exact else None
         self._embedding = EmbeddingTier(
-            catalog, self._layers, config.match, hook.fingerprint, tally, normalised=config.normalised
+            catalog, self._layers, config.match, hook.fingerprint, tally, self._lost, normalised=config.normalised
         )
         self._semantic: SemanticTextTier | None = None
         self._contexts: SimilarContext | None = None
         if encoder is not None:
             least, share = config.similarity_threshold, config.context_edit_share
             folds = config.normalised
-            self._semantic = SemanticTextTier(catalog, encoder, config.scope, floor, tally, normalised=folds)
+            self._semantic = SemanticTextTier(
+                catalog, encoder, config.scope, floor, tally, self._lost, normalised=folds
+            )
             self._contexts = SimilarContext(catalog, encoder, config.scope, least, share, guard, normalised=folds)
         self._seen_vectors = self._seen_media = 0
+        self._behind = False  # whether the last refresh failed
         self._refreshing = threading.Lock()
         with self._boundary("catalog"):
             self.refresh()
@@ -121,7 +122,7 @@ class Matching:
         """Stop the indexes' upkeep and keep their graphs, without what was purged."""
         self._closing.set()
         self._follower.join()
-        with contextlib.suppress(sqlite3.Error):  # graphs are not written then
+        with self._boundary("purge"):  # graphs are not written then
             self.heed()
         self._embedding.close()
         if self._semantic is not None:
@@ -230,32 +231,38 @@ class Matching:
 
     def refresh(self) -> None:
         """Index what was written since the last time, by this process or another."""
-        layers = [key for name, key in self.layer_keys().items() if name != VISION]
         with self._refreshing:
-            while rows := self._catalog.vectors(layers, self._seen_vectors, _PAGE):
-                self._embedding.load(rows, ())
-                if self._semantic is not None:
-                    self._semantic.load(rows)
-                self._seen_vectors = rows[-1].number
-            while VISION in self._embedding.keys and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
-                self._embedding.load((), media)
-                self._seen_media = media[-1].number
-            self._embedding.loaded()
+            try:
+                self._read()
+            except BaseException:
+                self._behind = True  # the catalog says only once that others wrote: `heed` tries again
+                raise
+            self._behind = False
+
+    def _read(self) -> None:
+        layers = [key for name, key in self.layer_keys().items() if name != VISION]
+        while rows := self._catalog.vectors(layers, self._seen_vectors, _PAGE):
+            self._embedding.load(rows, ())
             if self._semantic is not None:
-                self._semantic.loaded()
+                self._semantic.load(rows)
+            self._seen_vectors = rows[-1].number
+        while VISION in self._embedding.keys and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
+            self._embedding.load((), media)
+            self._seen_media = media[-1].number
+        self._embedding.loaded()
+        if self._semantic is not None:
+            self._semantic.loaded()
 
     def heed(self) -> None:
         """Forget what was purged since the last time, by this process or another: vectors, graphs, words of texts."""
-        if self._catalog.changed():
+        if self._catalog.changed() or self._behind:
             self.refresh()
         purge = self._catalog.purge()
         if purge == self._purge:
             return
         with self._refreshing:  # what was read before that purge is in the indexes by now
             known = list(self._entries())
-        for start in range(0, len(known), _ASKED):
-            with self._refreshing:  # what is recorded again meanwhile is indexed after this, and stays
-                self.remove(self._catalog.missing(known[start : start + _ASKED]))
+        self.remove(known)
         for index in self._indexes():
             index.heed(purge)
         forget(words=True)
@@ -271,10 +278,18 @@ class Matching:
         return known if self._semantic is None else known.union(self._semantic.entries())
 
     def remove(self, entry_ids: Sequence[str]) -> None:
-        """Forget entries."""
-        self._embedding.remove(entry_ids)
-        if self._semantic is not None:
-            self._semantic.remove(entry_ids)
+        """Forget those of some entries that the catalog does not have."""
+        for start in range(0, len(entry_ids), _ASKED):
+            with self._refreshing:  # what is recorded again meanwhile is indexed after this, and stays
+                gone = self._catalog.missing(entry_ids[start : start + _ASKED])
+                self._embedding.remove(gone)
+                if self._semantic is not None:
+                    self._semantic.remove(gone)
+
+    def _lost(self, entry_id: str) -> None:
+        """Forget an entry that another process deleted."""
+        self._tally.add("index out of step")
+        self.remove([entry_id])
 
     def lacks(self, report: ReuseReport, entry_id: str) -> bool:
         """Whether there is a vector to add for a request that is byte-equal to an entry, as for all after a change of
@@ -313,6 +328,6 @@ def _follow(matching: weakref.ref[Matching], closing: threading.Event) -> None:
         tiers = matching()
         if tiers is None:
             return
-        with contextlib.suppress(sqlite3.Error):  # a lookup counts it
+        with tiers._boundary("purge"):  # user code may be in it
             tiers.heed()
         del tiers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from semkv.encoders.text import TextEncoder
@@ -32,6 +32,7 @@ class SemanticTextTier:
         encoder: of the chunk text.
         scope: ``media`` compares within the same images; ``any`` takes all images as one.
         threshold: least cosine.
+        lost: told of an entry of the index that the catalog does not have.
         normalised: False takes only donors of which all texts but the question, which is compared, are byte-equal.
     """
 
@@ -42,11 +43,12 @@ class SemanticTextTier:
         scope: Scope,
         threshold: float,
         tally: Tally,
+        lost: Callable[[str], None],
         *,
         normalised: bool = True,
     ) -> None:
         self._catalog, self._encoder, self._tally = catalog, encoder, tally
-        self._scope, self._threshold, self._normalised = scope, threshold, normalised
+        self._scope, self._threshold, self._lost, self._normalised = scope, threshold, lost, normalised
         self.layer = f"{STATUS}@{encoder.fingerprint}"
         kept = GraphFiles(catalog.path.parent / FOLDER, self.layer, functools.partial(tally.fault, "graph"))
         self._index: VectorIndex = FaissIndex(encoder.dim, store=kept)
@@ -100,8 +102,7 @@ class SemanticTextTier:
                 return
             donor = self._catalog.get(neighbour.item)
             if donor is None:  # another process deleted it
-                self._tally.add("index out of step")
-                self._index.remove([neighbour.item])
+                self._lost(neighbour.item)
                 continue
             if self._normalised or same_texts(keyed.segments, donor.segments, keyed.question):
                 yield Candidate(donor, len(donor.segments), STATUS, neighbour.score, (STATUS,))

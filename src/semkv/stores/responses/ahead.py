@@ -133,10 +133,11 @@ class AheadLog:
 
     def _take_over(self) -> None:
         """Take what a process that ended meanwhile has left, or a purge held when this one began."""
-        left = list(_left_behind(self._folder))
+        left: list[_File] = []
         try:
+            left += _left_behind(self._folder)
             found = _in_order(left)
-        except OSError:  # of the disk: another time
+        except OSError:  # of the disk, or no descriptor left: another time
             for file in left:
                 file.close()
             return
