@@ -475,3 +475,59 @@ def test_the_same_prompt_is_no_reuse(tmp_path: Path) -> None:
         assert pair.admin("invalidate", {"model": "scripted", "dry_run": False}).json()["count"] == 1
         assert pair.post(ONE).headers["x-semkv"] == "miss"
         assert pair.post(ONE).headers["x-semkv"].startswith("hit tier=exact ")
+
+
+def test_lookups_that_fall_behind_are_left_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind others a lookup would come after the answer: it is not made, and nothing of it is recorded."""
+    tenant, before = let_in(pair)
+    left_out = pair.metric("semkv_overlap_left_out_total")
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr("semkv.server.caches._BESIDE", 0)
+        held = Held(pair, patch)
+        assert said(pool.submit(pair.post, ONE, headers=tenant).result(30)) == f"You said: {ONE}"
+        assert said(pool.submit(pair.post, OTHER, headers=tenant).result(30)) == f"You said: {OTHER}"
+        held.go.set()
+        wait_until(lambda: entries(pair) == before + 1)
+    assert pair.metric("semkv_overlap_left_out_total") == left_out + 1
+
+
+def test_what_a_donor_was_worth_is_learnt_from_the_answer_that_came_first(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenant, before = answered_once(pair)
+    semantic = pair.app.gateway.caches.semantic
+    assert semantic is not None
+    learnt = list[tuple[str, str]]()
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(semantic._checking._decider, "learns", True, raising=False)
+        patch.setattr(semantic._checking, "_same", lambda one, other: bool(learnt.append((one, other))) or True)
+        held = Held(pair, patch)
+        answer = pool.submit(pair.post, OTHER, headers=tenant).result(30)
+        held.go.set()
+        wait_until(lambda: entries(pair) == before + 1)
+    assert said(answer) == f"You said: {OTHER}"
+    assert learnt == [(f"You said: {ONE}", f"You said: {OTHER}")]
+
+
+def test_a_whole_answer_waits_for_nobody_elses_lookup(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one's own lookup is over and found nothing; the first one's, which it might join, is not."""
+    tenant, _ = let_in(pair)
+    semantic = pair.app.gateway.caches.semantic
+    assert semantic is not None
+    go, look = threading.Event(), semantic.try_reuse
+
+    def first_waits(request: Any) -> Any:
+        if request.segments[-1].text == ONE:
+            assert go.wait(30)
+        return look(request)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(semantic, "try_reuse", first_waits)
+        assert said(pool.submit(pair.post, ONE, headers=tenant).result(30)) == f"You said: {ONE}"
+        pair.upstream.gate.clear()
+        second = pool.submit(pair.post, "Something else?", headers=tenant)
+        wait_until(lambda: "Something else?" in asked(pair))
+        time.sleep(0.2)  # its own lookup is over meanwhile
+        pair.upstream.gate.set()
+        assert said(second.result(30)) == "You said: Something else?"
+        go.set()

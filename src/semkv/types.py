@@ -306,6 +306,10 @@ class ReuseReport:
         """The same lookup with nothing substituted: what a check runs, and records when it is answered."""
         return replace(self, plan=Plan(self.request.segments), donor_response=None, proposed=None, hit_id="", near=None)
 
+    def unused(self) -> ReuseReport:
+        """The same lookup, where the request was computed beside it: its answer tells what the donor's was worth."""
+        return replace(self, plan=Plan(self.request.segments), proposed=None)
+
     def with_status(self, **statuses: Status) -> ReuseReport:
         """The same report with more tiers' statuses, such as the engine's ``kv_cache`` and ``fusion``."""
         return replace(self, statuses={**self.statuses, **statuses})

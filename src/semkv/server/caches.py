@@ -37,6 +37,7 @@ _LOOKUP_S = 10.0  # longest wait for a semantic lookup
 _LATELY = 64  # lookups; after 190 that found nothing their share counts as rare
 _RARE = 0.05
 _LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
+_BESIDE = 16  # the same where the upstream is asked meanwhile: a lookup behind more comes after the answer
 _ASIDE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
 _QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs nobody any time
 _SMALL = 64 * 1024  # bytes of an answer that the event loop itself looks into and writes
@@ -124,18 +125,19 @@ class Caches:
         self._store = Workers("semkv-store", threads=4, queued=_QUEUED, drops=True)
         self._keepers = Workers("semkv-keeper", threads=4, queued=_QUEUED)
         self._encoders = Workers("semkv-encoder", threads=2, queued=_LOOKUPS, drops=True, nice=_ASIDE)
+        self._recorders = Workers("semkv-recorder", threads=1, queued=_LOOKUPS, drops=True, nice=_ASIDE)
         self.odds = Odds()
         self._parsers = Workers("semkv-parser", threads=2, queued=1 << 20)
         self._finding: dict[str, asyncio.Task[Resolution]] = {}
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
-    async def find(self, canonical: CanonicalRequest, since: float, *, keep: bool = True) -> Resolution:
+    async def find(self, canonical: CanonicalRequest, since: float | None = None, *, keep: bool = True) -> Resolution:
         """What the caches have; looked up once for all who ask for the same at the same time.
 
         Args:
             canonical: the request.
-            since: when it came, by `time.perf_counter`.
+            since: when it came, by `time.perf_counter`, where the upstream is asked meanwhile; else None.
             keep: False where nothing of it may be kept. A look for similar pictures writes the request's own.
         """
         if not keep and self.semantic is not None and canonical.request is not None and canonical.request.media:
@@ -162,14 +164,17 @@ class Caches:
             return ""
         return self.semantic.joining.partition(canonical.request)
 
-    async def _find(self, canonical: CanonicalRequest, since: float) -> Resolution:
+    async def _find(self, canonical: CanonicalRequest, since: float | None) -> Resolution:
         if canonical.sampled and not self._sampled:
             return Resolution(canonical)
         own = Resolution(canonical, await self.stored(canonical))
         # What is younger than the question may be the answer to this very request, which is asked meanwhile.
-        there = own.found is not None and own.found.age_s > time.perf_counter() - since
+        there = own.found is not None and (since is None or own.found.age_s > time.perf_counter() - since)
         if there or self.semantic is None or canonical.request is None:
             self.odds.add(found=there)
+            return own
+        if since is not None and self._encoders.pending > _BESIDE:
+            self._metrics.left_out.inc()
             return own
         start = time.perf_counter()
         looked = await self._guarded("semantic", self._encoders, _LOOKUP_S, self._try_reuse, canonical)
@@ -282,7 +287,7 @@ class Caches:
         """Tell the semantic cache what was computed, and by which model as the request names it."""
         if self.semantic is not None:
             observe = partial(self.semantic.add_observation, metadata={"model": model[:_NAME]})
-            await self._guarded("semantic", self._encoders, None, observe, report, text_of(payload))
+            await self._guarded("semantic", self._recorders, None, observe, report, text_of(payload))
 
     # -- checking and removing ----------------------------------------------------------------------------------
 
@@ -293,7 +298,7 @@ class Caches:
     async def check(self, report: ReuseReport, own: bytes, given: bytes) -> None:
         """Compare the unchanged request's own answer with the one that was given, and record it."""
         if self.semantic is not None:
-            await self._guarded("semantic", self._encoders, None, self._check, self.semantic, report, own, given)
+            await self._guarded("semantic", self._recorders, None, self._check, self.semantic, report, own, given)
 
     def _check(self, semantic: SemanticCache, report: ReuseReport, own: bytes, given: bytes) -> None:
         semantic.checked(report.hit_id, semantic.same_answer(text_of(own), text_of(given)))
@@ -331,7 +336,7 @@ class Caches:
 
     async def aclose(self) -> None:
         """Finish what is being written, and close the stores."""
-        for workers in (self._encoders, self._store, self._keepers, self._parsers):
+        for workers in (self._encoders, self._recorders, self._store, self._keepers, self._parsers):
             await asyncio.to_thread(workers.close)
         self.responses.close()
         if self.semantic is not None:

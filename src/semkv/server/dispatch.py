@@ -128,7 +128,7 @@ class Dispatch:
         try:
             looked = await looking
             if looked.report is not None and looked.canonical.key != asked.canonical.key:
-                looked = Resolution(asked.canonical, None, looked.report.unchanged())
+                looked = Resolution(asked.canonical, None, looked.report.unused())
             underway = self._announced(looked, flight)
         finally:
             self.paraphrases.decided(flight)
@@ -147,8 +147,8 @@ class Dispatch:
         finally:
             if underway is not None:
                 self.paraphrases.remove(canonical.key, underway)
-        if whole is not None and flight.kept:  # of a donor's prompt, where its answer was not there any more
-            self.check_soon(asked, resolution, whole)
+        if whole is not None and flight.kept and report is not None and report.plan.substituted:
+            self.check_soon(asked, resolution, whole)  # of a donor's prompt, where its answer was not there any more
 
     async def _fetch(self, asked: Asked, canonical: CanonicalRequest, seat: Subscription | None = None) -> bytes | None:
         """The upstream's answer to a request, kept on the way; None where there is none. A ``seat`` brings it."""

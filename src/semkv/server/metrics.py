@@ -144,6 +144,10 @@ class Metrics:
             "semkv_overlap_cut", "Requests that were sent during the lookup, and given up for what it found.",
             registry=self.registry,
         )  # fmt: skip
+        self.left_out = Counter(
+            "semkv_overlap_left_out", "Lookups not made, since too many waited and the upstream was asked.",
+            registry=self.registry,
+        )  # fmt: skip
         self.tokens = Counter("semkv_tokens_saved", "Completion tokens not computed.", registry=self.registry)
         self.saved = Counter(
             "semkv_seconds_saved", "Upstream seconds not spent, as measured on misses.", registry=self.registry

@@ -56,7 +56,7 @@ class Misses:
         """What the lookup found, or else the upstream's answer."""
         if not asked.controls.read:
             return await self._ask(asked, Resolution(asked.canonical))
-        looked = await self._caches.find(asked.canonical, asked.start, keep=asked.controls.write)
+        looked = await self._caches.find(asked.canonical, keep=asked.controls.write)
         return self._found(asked, looked) or await self._ask(asked, looked)
 
     def _found(self, asked: Asked, looked: Resolution) -> Answer | None:
@@ -98,7 +98,7 @@ class Misses:
             if another:
                 self._give_up(seat)
                 return await self._ask(asked, looked)
-            near = await self._dispatch.paraphrases.find(looked, asked.start) if tier is MISS else None
+            near = await self._dispatch.paraphrases.find(looked, asked.start, seat) if tier is MISS else None
             if near is not None and (answer := await self._beside(asked, near)) is not None:
                 self._give_up(seat)
                 return answer

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 
 from semkv.server.caches import Caches, Resolution
 from semkv.server.canonical import CanonicalRequest
-from semkv.server.flight import Flight
+from semkv.server.flight import Flight, Subscription
 from semkv.tiers.base import Candidate
 from semkv.tiers.underway import Underway
 
@@ -34,7 +34,8 @@ class Newcomer:
     """
 
     def __init__(self, partition: Callable[[], str]) -> None:
-        self._work_out, self.decided = partition, asyncio.Event()
+        self._work_out = partition
+        self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @cached_property
     def partition(self) -> str:
@@ -76,7 +77,7 @@ class Paraphrases:
 
     def decided(self, flight: Flight) -> None:
         """The request that was expected has been added, or will not be."""
-        self._expected.pop(flight).decided.set()
+        self._expected.pop(flight).decided.set_result(None)
 
     def _awaited(self, partition: str) -> list[Newcomer]:
         """The expected requests of a partition; none of an empty one."""
@@ -95,7 +96,7 @@ class Paraphrases:
             if not same:
                 del self._underway[request.partition]
 
-    async def find(self, resolution: Resolution, since: float) -> Resolution | None:
+    async def find(self, resolution: Resolution, since: float, seat: Subscription | None = None) -> Resolution | None:
         """What a request that found nothing gets by joining another; None where it has to go itself.
 
         None is returned in the same step of the event loop in which the last look was taken.
@@ -103,11 +104,15 @@ class Paraphrases:
         Args:
             resolution: what its lookup found.
             since: a time before that began, by `time.perf_counter`.
+            seat: on the flight of the request itself; once that is whole nobody is waited for.
         """
         own, seen = resolution.underway, set[Underway]()
+        for other in self._awaited(own.partition) if own is not None else ():  # who comes later waits for this one
+            if seat is None:
+                await asyncio.wait((other.decided,))
+            elif await seat.whole_before(other.decided):
+                return None
         while own is not None:
-            for other in self._awaited(own.partition):
-                await other.decided.wait()
             if not (found := self._similar(own, resolution.canonical.key, seen, since)):
                 break
             joined = await self._caches.join(resolution, found)

@@ -39,6 +39,11 @@ class Workers:
         self._most, self._drops = threads + queued, drops
         self._pending = 0
 
+    @property
+    def pending(self) -> int:
+        """How much is being done or waits."""
+        return self._pending
+
     async def run(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Do ``work(*args, **kwargs)`` in a thread.
 
