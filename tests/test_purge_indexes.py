@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import sqlite3
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway_helpers import wait_until
+from other_process import Other, obey
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError, StoreError
@@ -37,7 +37,6 @@ from semkv.tiers.guards import text as guard_text
 from semkv.types import EmbeddingLayer, Namespace, Plan, Request, ReuseReport, TextSegment
 from test_indexes import clustered, drawn
 
-SPAWN = multiprocessing.get_context("spawn")
 COUNT, DIM = 1100, 32  # above `FLAT`, so that there are graphs
 TAGGED = range(0, COUNT, 25)
 
@@ -141,8 +140,7 @@ def _serve(folder: Path, pipe: Connection) -> None:
         "close": cache.close,
         "faults": lambda: cache.stats().faults,
     }
-    while (order := pipe.recv()) is not None:
-        pipe.send(does[order[0]](*order[1:]))
+    obey(pipe, does)
 
 
 def keys(cache: SemanticCache, tenant: str) -> list[str]:
@@ -150,27 +148,9 @@ def keys(cache: SemanticCache, tenant: str) -> list[str]:
     return [row[0] for row in rows]
 
 
-class Other:
-    """Such a process, as its owner sees it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._pipe, theirs = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=_serve, args=(folder, theirs))
-        self._process.start()
-
-    def __call__(self, *order: object) -> Any:
-        self._pipe.send(order)
-        return self._pipe.recv()
-
-    def end(self) -> None:
-        self._pipe.send(None)
-        self._process.join(30)
-        assert self._process.exitcode == 0
-
-
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Other]:
-    process = Other(tmp_path)
+    process = Other(_serve, tmp_path)
     yield process
     process.end()
 

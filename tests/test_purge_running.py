@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -17,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from other_process import Other, obey
 from semkv.stores import extents as extents_module
 from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
 from semkv.stores.cachedir import purge_directory
 from semkv.stores.directory import ExtentDirectory
 
 LAYOUT = KVLayout((LayerLayout("layer0", "float32", (64,), (64,), 256),), 16)
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def key(i: int) -> bytes:
@@ -72,8 +71,7 @@ def _serve(cache: Path, pipe: Connection) -> None:
         "damage": lambda: kv._extents._index._failed(kv._extents._index._index, _damage()),  # type: ignore[arg-type]
         "close": kv.close,
     }
-    while (order := pipe.recv()) is not None:
-        pipe.send(does[order[0]](*order[1:]))
+    obey(pipe, does)
 
 
 def _damage() -> Exception:
@@ -82,27 +80,9 @@ def _damage() -> Exception:
     return sqlite3.DatabaseError("malformed")
 
 
-class Other:
-    """Such a process, as its owner sees it."""
-
-    def __init__(self, cache: Path) -> None:
-        self._pipe, theirs = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=_serve, args=(cache, theirs))
-        self._process.start()
-
-    def __call__(self, *order: object) -> Any:
-        self._pipe.send(order)
-        return self._pipe.recv()
-
-    def end(self) -> None:
-        self._pipe.send(None)
-        self._process.join(30)
-        assert self._process.exitcode == 0
-
-
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Other]:
-    process = Other(tmp_path)
+    process = Other(_serve, tmp_path)
     yield process
     process.end()
 
