@@ -90,7 +90,7 @@ def eval_pairs(
 
     check_plot(plot)
     _check_out("--out", out)
-    keep_apart({"--out": out, "--plot": plot}, {"FILE": file, "--calibration": calibration})
+    keep_apart({"--out": out, "--plot": plot}, {"PAIRS": file, "--calibration": calibration})
     flags = QualityFlags(
         policy=policy,
         similarity_threshold=similarity_threshold,
@@ -136,7 +136,7 @@ def eval_stream(
 
     check_plot(plot)
     _check_out("--out", out)
-    keep_apart({"--out": out, "--plot": plot}, {"FILE": file, "--calibration": calibration})
+    keep_apart({"--out": out, "--plot": plot}, {"REQUESTS": file, "--calibration": calibration})
     flags = QualityFlags(
         policy=policy,
         similarity_threshold=similarity_threshold,
