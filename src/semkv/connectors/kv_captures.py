@@ -32,9 +32,10 @@ class Captures:
             track.adapter = None
             return []
         hashes = block_keys(track.request.block_hashes[track.checked : full.complete], adapter)
-        first, old = track.checked, full.computed - track.checked
+        # A request that resumes, or another one's failed load, has more blocks computed than there are to capture.
+        first, old = track.checked, min(full.computed, full.complete) - track.checked
         if old > 0 and self._stores.kept([hashes[old - 1]]):
-            hashes, first, old = hashes[old:], full.computed, 0
+            hashes, first, old = hashes[old:], first + old, 0
         missing = {i for i, h in enumerate(hashes) if h not in self._stores.offered}
         missing -= self._stores.kept(hashes[: max(0, old)])
         track.checked = full.complete
