@@ -143,6 +143,8 @@ def test_what_can_be_loaded_is_loaded_and_from_where_it_is_said(
             usable = (answer["length"] - 1) // seen["page"] * seen["page"]  # one token is always computed
             assert usable > 0
             assert (answer["loaded"], answer["cached"]) == (usable, usable), (level, number)
-            assert answer["sources"] == {source: usable}, (level, number)
+            assert sum(answer["sources"].values()) == usable
+            # Where every layer has a window, vLLM loads the window's blocks and counts the others as of no source.
+            assert set(answer["sources"]) - {"external_unspecified"} == {source}, (level, number)
         beside = seen[level][1]  # begins as the first, of which vLLM has something itself
         assert sum(beside["sources"].values()) == beside["loaded"] <= beside["cached"]
