@@ -45,7 +45,7 @@ def in_child(function: Callable[..., Any], *args: Any, **fields: Any) -> Any:
     return json.loads(said.rpartition("RESULT ")[2].splitlines()[0])
 
 
-def child(job: str) -> subprocess.Popen[str]:
+def child(job: str, errors: int = subprocess.PIPE) -> subprocess.Popen[str]:
     """A process that does a job: a module, the name of a function in it, arguments and named arguments as JSON."""
     here = str(Path(__file__).parent)
     environment = os.environ | {
@@ -58,7 +58,7 @@ def child(job: str) -> subprocess.Popen[str]:
     }
     command = [sys.executable, str(Path(__file__).resolve()), job]
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace"
     )
 
 

@@ -10,15 +10,22 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tiny_models
 from kv_engines import (
-    HYBRID, NOTHING, Answer, Engine, connector, differs, gap_change, in_child, prompt, token_ids,
-)  # fmt: skip
+    HYBRID,
+    NOTHING,
+    Engine,
+    connector,
+    differs,
+    gap_change,
+    in_child,
+    prompt,
+    token_ids,
+)
 
 TOGETHER = (("llama", "mistral", "gemma3", "gpt-oss", "llava"), ("granite4", "falcon-h1", "nemotron-h", "qwen3-next"))
 """Families whose engines run in one process after each other."""

@@ -235,7 +235,7 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_WIDTHS, **_MLA, "num_key_value_heads": 4, "intermediate_size": 256, "moe_intermediate_size": 64,
             "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
-            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "topk_method": "noaux_tc",
         },
     ),
     "granite4": (
