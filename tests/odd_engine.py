@@ -1,6 +1,6 @@
 """Speculation by n-grams, prompt embeddings and an FP8 cache in one engine; a script: MODEL FOLDER.
 
-The engine is told to keep generated tokens too, which it must not where drafts may stand among them.
+The engine stores generated tokens too; rejected drafts must not be among them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ def main(model: Path, folder: Path) -> None:
     try:
         (cold,) = engine.run(engine.prompt("drafts"), tokens=40)
         engine.forget()
-        assert {layer.dtype for layer in engine.store().layout.layers} <= {"uint8", "float8_e4m3fn"}
-        assert engine.store().stats().blocks == len(cold.prompt_token_ids) // BLOCK
+        assert engine.counts()["stored_blocks"] > len(cold.prompt_token_ids) // BLOCK
+        follow = {"prompt_token_ids": [*cold.prompt_token_ids, *answer(cold)]}
+        (beyond,) = engine.run(follow, tokens=8, extra={"kv_transfer_params": {"semkv": {"skip": True}}})
+        engine.forget()
+        (loaded,) = engine.run(follow, tokens=8)
+        assert answer(loaded) == answer(beyond)
+        assert (read_outcome(loaded).loaded_tokens or 0) > full_blocks(cold)
+        engine.forget()
         (warm,) = engine.run(engine.prompt("drafts"), tokens=40)
         assert answer(warm) == answer(cold)
         assert read_outcome(warm).loaded_tokens == full_blocks(cold)

@@ -72,7 +72,7 @@ def test_the_same_name_with_other_weights_loads_nothing(tmp_path: Path) -> None:
         path.joinpath("adapter_config.json").touch()  # changed under the running engine
         engine.llm.llm_engine.reset_prefix_cache()
         assert ask(engine, lora)[:2] == (cold, 0)
-        assert engine.kv.counters.totals()["lora_skipped"] == 1
+        assert engine.counts()["lora_skipped"] == 1
         engine.close()
     assert answers[1] == answers[3]
     assert answers[0] != answers[2]

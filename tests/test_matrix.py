@@ -5,7 +5,6 @@ The names come from the functions that a running engine uses, over configuration
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -18,20 +17,15 @@ import numpy as np
 import pytest
 
 import tiny_models
-from semkv.connectors import namespace as ns
-from semkv.connectors.host import SharedPool
-from semkv.connectors.kv_keys import rank_namespace
-from semkv.connectors.kv_scheduler import KVScheduler
+from semkv.connectors import identity
 from semkv.connectors.lora import Adapters
 from semkv.connectors.settings import ECSettings, KVSettings
-from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
-from semkv.stores.bounds import Bounds
-from semkv.stores.extents import ExtentStore
+from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
 
 vllm = pytest.importorskip("vllm")
 BLOCK = 32
-LAYOUT = KVLayout((LayerLayout("a", "bfloat16", (1, 2), (2, 1), 4),), BLOCK)
+ROW = 4096
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +98,11 @@ def names(arguments: dict[str, Any], folder: Path) -> tuple[str, str]:
     given = {"dtype": "bfloat16", "block_size": BLOCK, "max_model_len": 512, "enforce_eager": True}
     given |= {"prefix_caching_hash_algo": "sha256_cbor", "limit_mm_per_prompt": {"image": 1, "video": 0}}
     config = EngineArgs(**(given | arguments)).create_engine_config()
-    layers = SimpleNamespace(kv_cache_spec=object(), layer_names=["a"])
+    layers = SimpleNamespace(kv_cache_spec="full attention", layer_names=["a"])
     cache = SimpleNamespace(kv_cache_groups=[layers])
-    facts = ns.model_facts(config, folder)
-    kv = ns.namespace_digest(facts, ns.kv_facts(config, cache), ns.hash_facts(config))
-    return kv, ns.namespace_digest(facts)
+    facts = identity.model_facts(config, folder)
+    kv = identity.namespace_digest(facts, identity.kv_facts(config, cache), identity.hash_facts(config))
+    return kv, identity.namespace_digest(facts)
 
 
 @pytest.mark.parametrize("change", [*BOTH, *KV_ONLY])
@@ -117,13 +111,13 @@ def test_another_engine_finds_nothing(model: Path, tmp_path: Path, change: str) 
     made = (BOTH | KV_ONLY)[change]
     kv_name, fusion_name = names({"model": str(model)} | (made(model, tmp_path) if callable(made) else made), tmp_path)
 
-    hashes, rows = [b"h" * 32], np.ones((1, 4), np.uint8)
-    KVStore.open(tmp_path / "kv", rank_namespace(base[0], 0), LAYOUT).save_rows(hashes, rows)
+    hashes, row = [b"h" * 36], np.ones(ROW, np.uint8)
+    kv = BlockStore(tmp_path / "kv", "kv")
+    assert kv.write(base[0], {}, hashes, [row])
     FusionStore.open(tmp_path / "fusion", base[1]).save(FusionState.from_array("key", np.ones((2, 2), np.float32)))
 
     def found(kv_name: str, fusion_name: str) -> tuple[bool, bool]:
-        kv = KVStore.open(tmp_path / "kv", rank_namespace(kv_name, 0), LAYOUT)
-        return bool(kv.lookup(hashes)), "key" in FusionStore.open(tmp_path / "fusion", fusion_name)
+        return kv.find(kv_name, hashes) != [None], "key" in FusionStore.open(tmp_path / "fusion", fusion_name)
 
     assert found(*names({"model": str(model)}, tmp_path)) == (True, True)  # started anew
     assert found(kv_name, fusion_name) == (False, change in KV_ONLY)
@@ -145,15 +139,6 @@ def test_the_seed_of_the_hashes_is_part_of_the_name(
     other = names({"model": str(model)}, tmp_path)
     assert other[0] != base[0]
     assert other[1] == base[1]
-
-
-def test_ranks_and_layouts_are_apart(tmp_path: Path) -> None:
-    store = KVStore.open(tmp_path, rank_namespace("ns", 0), LAYOUT)
-    store.save_rows([b"h"], np.ones((1, 4), np.uint8))
-    assert store.lookup([b"h"]) == 1
-    assert KVStore.open(tmp_path, rank_namespace("ns", 1), LAYOUT).lookup([b"h"]) == 0
-    backend = KVLayout(LAYOUT.layers, BLOCK, "another backend")
-    assert KVStore.open(tmp_path, rank_namespace("ns", 0), backend).lookup([b"h"]) == 0
 
 
 # -- what a request brings ------------------------------------------------------------------------------------------
@@ -185,39 +170,40 @@ def request(name: str, **fields: Any) -> Any:
 
 
 class Halves:
-    """Both connectors' scheduler halves over one directory, as an engine that starts ``later`` seconds from now."""
+    """What both connectors ask their stores for, as an engine that starts ``later`` seconds from now."""
 
     def __init__(self, folder: Path, *, later: float = 60.0) -> None:
-        from semkv.connectors.ec import ECScheduler
+        from semkv.connectors.ec import ECScheduler, HostStates
+        from semkv.connectors.kv_shared import KVShared
 
-        extents = ExtentStore(folder / "kv", "kv", Bounds())
-        extents.put_layout("engine", 0, json.dumps(LAYOUT.document()))
-        settings = KVSettings(folder)
-        self.kv = KVScheduler(settings, extents, lambda: "ns", engine="engine", world_size=1, block_size=BLOCK)
+        self.kv = BlockStore(folder / "kv", "kv")
+        self.shared = KVShared(KVSettings(folder), self.kv, {}, lambda: {"the same": "engine"})
         self.fusion = FusionStore.open(folder / "fusion", "ns")
-        self.ec = ECScheduler(ECSettings(folder), self.fusion, "ns", SharedPool(folder, 0))
-        self.kv._adapters = self.ec._adapters = Adapters(folder, time.time() + later)
+        self.ec = ECScheduler(ECSettings(folder), self.fusion, "ns", HostStates(0))
+        self.adapters = self.ec._adapters = Adapters(folder, time.time() + later)
+        self.skipped = 0
 
     def serve(self, one: Any) -> tuple[int, bool]:
         """What is found for a request; what is not is stored, as an engine would."""
-        tokens = self.kv.matched_tokens(one, 0)
+        from vllm.v1.kv_offload.base import make_offload_key
+
+        from semkv.connectors.kv import describe
+
+        found, facts = 0, describe(one, self.adapters)
+        self.skipped += facts is None
+        if facts is not None:
+            keys = [make_offload_key(h, 0) for h in one.block_hashes]
+            name = self.shared.namespace(facts.adapter)
+            found = next((i for i, ref in enumerate(self.kv.find(name, keys)) if ref is None), len(keys))
+            new = [np.ones(ROW, np.uint8)] * (len(keys) - found)
+            assert not new or self.kv.write(name, {}, keys[found:], new, owner=facts.owner)
         self.ec.observe(one)
-        identifier = one.mm_features[0].identifier
-        encoded = self.ec.has(identifier)
-        self.kv.admitted(one, [1, 2, 3], tokens or 0)
+        encoded = self.ec.has(one.mm_features[0].identifier)
         self.ec.allocated(one, 0)
-        new = SimpleNamespace(req_id=one.request_id, block_ids=([1, 2, 3],), num_computed_tokens=tokens)
-        none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
-        todo = {one.request_id: one.num_tokens - (tokens or 0)}
-        output = SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=none, num_scheduled_tokens=todo)
-        for plan in self.kv.build_step(output).captures:
-            rows = np.ones((len(plan.block_hashes), 4), np.uint8)
-            KVStore(self.kv._extents, rank_namespace("ns", 0), LAYOUT).save_rows(plan.block_hashes, rows)
         for key in self.ec.build_step().saves.values():
             self.fusion.save(FusionState.from_array(key, np.ones((2, 4), np.float32)))
-        self.kv.finished(one)
         self.ec.finished(one)
-        return tokens or 0, encoded
+        return found * BLOCK, encoded
 
 
 FOUND, MISSED = (2 * BLOCK, True), (0, False)
@@ -276,7 +262,7 @@ def test_an_adapter_changed_under_a_running_engine_is_left_alone(tmp_path: Path,
     assert halves.serve(request("1", lora_request=one)) == MISSED
     assert halves.serve(request("2", lora_request=one)) == FOUND
     weights = real / "adapter_model.safetensors"
-    while time.time() < halves.kv._adapters._before + 0.1:
+    while time.time() < halves.adapters._before + 0.1:
         time.sleep(0.02)
     if how == "rewritten":
         weights.write_bytes(b"WEIGHTS")
@@ -291,10 +277,10 @@ def test_an_adapter_changed_under_a_running_engine_is_left_alone(tmp_path: Path,
         status = weights.stat()
         weights.write_bytes(b"WEIGHTS")
         os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
-    stored = halves.kv._extents.totals()[1]
+    stored = halves.kv.totals()[1]
     assert halves.serve(request("3", lora_request=one)) == MISSED
-    assert halves.kv._extents.totals()[1] == stored
-    assert halves.kv.counters.totals()["lora_skipped"] == 1
+    assert halves.kv.totals()[1] == stored
+    assert halves.skipped == 1
     weights.write_bytes(b"weights")  # nor when the old bytes come back
     assert halves.serve(request("4", lora_request=one)) == MISSED
     assert halves.serve(request("5")) == MISSED  # others go on

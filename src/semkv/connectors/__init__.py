@@ -1,4 +1,4 @@
-"""What vLLM loads: connectors that keep KV blocks and encoder outputs on disk, for vLLM 0.26 to 0.33.
+"""What vLLM loads: connectors that keep KV blocks and encoder outputs in host memory and on disk. vLLM 0.32 or newer.
 
 With semkv installed, this is all there is to type:
 
@@ -11,21 +11,40 @@ All settings: `semkv.connectors.settings`.
 
 from __future__ import annotations
 
+import logging
+
 KV_CONNECTOR = "SemKVConnector"
 EC_CONNECTOR = "SemECConnector"
 KV_MODULE = "semkv.connectors.kv"
 EC_MODULE = "semkv.connectors.ec"
+SPEC = "SemKVSpec"
+SPEC_MODULE = "semkv.connectors.spec"
+TIER = "semkv"
+TIER_MODULE = "semkv.connectors.tier"
 
 
 def register() -> None:
-    """Make both connectors known to vLLM by name. vLLM calls this in every process (``vllm.general_plugins``).
+    """Make the connectors, the spec and the tier known to vLLM by name. vLLM calls this in every process
+    (``vllm.general_plugins``).
 
-    Calling it again changes nothing. The connectors' modules are imported when an engine asks for them.
+    Calling it again changes nothing. The modules are imported when an engine asks for them. An older vLLM gets a
+    warning that names the oldest version.
     """
+    from semkv.connectors.vllm_names import too_old
+
+    if (reason := too_old()) is not None:
+        logging.getLogger("semkv.connectors").warning("semkv: no connectors: %s", reason)
+        return
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
     if KV_CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(KV_CONNECTOR, KV_MODULE, KV_CONNECTOR)
     if EC_CONNECTOR not in ECConnectorFactory._registry:
         ECConnectorFactory.register_connector(EC_CONNECTOR, EC_MODULE, EC_CONNECTOR)
+    if SPEC not in OffloadingSpecFactory._registry:
+        OffloadingSpecFactory.register_spec(SPEC, SPEC_MODULE, SPEC)
+    if TIER not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier(TIER, TIER_MODULE, "SemKVTier")

@@ -5,37 +5,37 @@ request's ``cache_salt`` and its LoRA adapter's weights. vLLM's own encoder cach
 two tenants that name the same item alike share it there while it lasts, as they do without this connector.
 
 A promised item that then cannot be loaded ends the engine, so `has_cache_item` reads and checks the bytes, and they
-travel to the workers inside the step's metadata. What was encoded or read lately is in host memory, which is shared
-with the KV connector where both are in one process.
+travel to the workers inside the step's metadata. What was encoded or read recently is kept in host memory.
 
 vLLM tells an encoder-cache connector nothing of weights that are exchanged in a running engine. Where the KV connector
-is in the same engine, it passes on what it is told (`weights`); without it such an engine must not use this one.
+is in the same engine, it passes on what it is told (`resets`); without it such an engine must not use this one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
+import threading
+import time
+import weakref
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
-from semkv.connectors import namespace as ns
-from semkv.connectors import weights
+from semkv.connectors import identity, resets
 from semkv.connectors.counters import Counters
-from semkv.connectors.host import SharedPool
 from semkv.connectors.lora import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.resets import Disowned, namespace_after
 from semkv.connectors.settings import ECSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.keys import digest
-from semkv.stores.container import owner_of
-from semkv.stores.extents import ExtentStore
+from semkv.stores.block_file import owner_of
+from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
-from semkv.stores.host_policy import until_from_now
-from semkv.stores.host_pool import HostPool
-from semkv.stores.host_states import HeldState, HostStates
 
 if TYPE_CHECKING:
     import torch
@@ -46,10 +46,10 @@ log = logging.getLogger("semkv.connectors")
 @dataclass
 class SemECMetadata(ECConnectorMetadata):
     """One step's work, by identifier: states to put in, the keys under which to save what gets encoded, and whose it is
-    (`container.owner_of`)."""
+    (`block_file.owner_of`)."""
 
     namespace: str = ""
-    loads: dict[str, HeldState] = field(default_factory=dict)
+    loads: dict[str, FusionState] = field(default_factory=dict)
     saves: dict[str, str] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
 
@@ -72,13 +72,13 @@ class ECScheduler:
         settings: ECSettings,
         store: FusionStore,
         namespace: str,
-        host: SharedPool,
+        host: HostStates,
     ) -> None:
         self.settings, self.store, self.namespace, self.counters = settings, store, namespace, Counters()
         self._named, self._disowned = namespace, Disowned()
         self.host, self._adapters = host, Adapters(settings.cache_dir)
         self._live: dict[str, _Live] = {}
-        self._promised: dict[str, tuple[str, HeldState]] = {}  # by identifier: key and state
+        self._promised: dict[str, tuple[str, FusionState]] = {}  # by identifier: key and state
         self._step = SemECMetadata(namespace)
 
     def reset(self) -> bool:
@@ -129,17 +129,15 @@ class ECScheduler:
         self._promised[identifier] = key, state
         return True
 
-    def _read(self, key: str) -> HeldState | None:
-        pool, generation = self.host.get(), self.store.renew()
-        states = None if pool is None else _states(pool, self.store, generation)
-        if states is not None and (held := states.get(key)) is not None:
+    def _read(self, key: str) -> FusionState | None:
+        generation = self.store.kept()
+        if (held := self.host.get(key, generation)) is not None:
             return held
         ends = self.store.ends(key)
-        if (state := self.store.load(key)) is None:
-            return None
-        if states is not None:
-            states.put(key, state, ends)
-        return HeldState.of(state)
+        if (state := self.store.load(key)) is not None:
+            state = _page_locked(state)
+            self.host.put(state, generation, ends)
+        return state
 
     def allocated(self, request: Any, index: int) -> None:
         """An encoder-cache entry was set aside: for a promised item to be loaded, else for the encoder."""
@@ -173,22 +171,77 @@ class ECScheduler:
         self._disowned.add((self.store,) if self.namespace != self._named else ())
 
 
-def _states(pool: HostPool, store: FusionStore, generation: str) -> HostStates:
-    """An engine's own in host memory: what it disowns may lie in a pool that other engines use too."""
-    return HostStates(pool, f"{store.writer} {store.namespace}", generation)
+class HostStates:
+    """Fusion states in host memory, least recently used first out. For several threads.
+
+    An engine's own: a scheduler half and a worker half in one process share it (`of_engine`).
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._nbytes, self._lock = max_bytes, 0, threading.Lock()
+        self._held: OrderedDict[tuple[str, str], tuple[FusionState, float]] = OrderedDict()
+
+    @classmethod
+    def of_engine(cls, engine: str, max_bytes: int) -> HostStates:
+        """The one of this engine in this process, made for the first who asks."""
+        with _ENGINES_LOCK:
+            if (states := _ENGINES.get(engine)) is None:
+                states = _ENGINES[engine] = cls(max_bytes)
+            return states
+
+    def get(self, key: str, generation: str) -> FusionState | None:
+        """The state, where it was put under the same generation of the store and is not too old."""
+        with self._lock:
+            state, ends = self._held.get((generation, key), (None, 0.0))
+            if state is None or ends <= time.time():
+                return None
+            self._held.move_to_end((generation, key))
+            return state
+
+    def clear(self) -> None:
+        """Let go of all of them."""
+        with self._lock:
+            self._held.clear()
+            self._nbytes = 0
+
+    def put(self, state: FusionState, generation: str, ends: float) -> None:
+        """Keep a state until it is pushed out, or too old at ``ends`` (seconds since the epoch)."""
+        nbytes = len(state.data)
+        if nbytes > self._max_bytes:
+            return
+        with self._lock:
+            old = self._held.pop((generation, state.key), None)
+            self._nbytes += nbytes - (0 if old is None else len(old[0].data))
+            self._held[generation, state.key] = state, ends
+            while self._nbytes > self._max_bytes:
+                _, (gone, _) = self._held.popitem(last=False)
+                self._nbytes -= len(gone.data)
+
+
+_ENGINES: weakref.WeakValueDictionary[str, HostStates] = weakref.WeakValueDictionary()
+_ENGINES_LOCK = threading.Lock()
+
+
+def _page_locked(state: FusionState) -> FusionState:
+    """The state in memory from which a GPU can copy by itself, where this process uses one."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return state
+    return dataclasses.replace(state, data=torch.from_numpy(state.data).pin_memory().numpy())
 
 
 class ECWorker:
     """Loads into and saves from the runner's encoder cache; rank 0 of the tensor-parallel group saves."""
 
     def __init__(
-        self, settings: ECSettings, extents: ExtentStore, device: str, *, saves: bool, host: SharedPool
+        self, settings: ECSettings, blocks: BlockStore, device: str, *, saves: bool, host: HostStates
     ) -> None:
         self.counters, self.host = Counters(), host
-        self._settings, self._extents, self._device, self._saves = settings, extents, device, saves
-        self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes, extents.counters)
+        self._settings, self._blocks, self._device, self._saves = settings, blocks, device, saves
+        self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes, blocks.counters)
         self._stream: torch.cuda.Stream | None = None
-        self._landing: list[tuple[torch.cuda.Event, HeldState]] = []
+        self._landing: list[tuple[torch.cuda.Event, FusionState]] = []
 
     def load(self, step: SemECMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         """Start to copy the step's states to the device; the engine's stream waits for them, this thread does not."""
@@ -199,10 +252,8 @@ class ECWorker:
             identifier, state = step.loads.popitem()
             if identifier in encoder_cache:
                 continue
-            flat, at = torch.empty(state.nbytes, dtype=torch.uint8, device=self._device), 0
-            for part in state.parts:
-                flat[at : at + len(part)].copy_(torch.from_numpy(part), non_blocking=True)
-                at += len(part)
+            flat = torch.empty(len(state.data), dtype=torch.uint8, device=self._device)
+            flat.copy_(torch.from_numpy(state.data), non_blocking=True)
             encoder_cache[identifier] = flat.view(getattr(torch, state.dtype)).view(state.shape)
             if flat.is_cuda:  # what lies in host memory stays there until it has been copied
                 copied = torch.cuda.Event()
@@ -215,22 +266,22 @@ class ECWorker:
         key = step.saves.get(identifier)
         if key is None or not self._saves:
             return
-        store = FusionStore(self._extents, step.namespace)
-        generation = store.renew()
-        if not self._extents.on:
+        store = FusionStore(self._blocks, step.namespace)
+        generation, kept = store.renew(), store.kept()
+        if not self._blocks.on:
             self.counters.add("dropped")
             return
         tensor = encoder_cache[identifier].detach()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         flat, copied = self._to_host(tensor.contiguous().view(-1).view(torch.uint8))
-        ends, owner = until_from_now(self._settings.max_age_s), step.owners.get(identifier, "")
+        ends = time.time() + self._settings.max_age_s if self._settings.max_age_s else math.inf
+        owner = step.owners.get(identifier, "")
 
         def save() -> None:
             if copied is not None:
                 copied.synchronize()
             state = FusionState(key, flat.numpy(), shape, dtype)
-            if (pool := self.host.get()) is not None:
-                _states(pool, store, generation).put(key, state, ends)
+            self.host.put(state, kept, ends)
             store.save(state, generation, owner)
 
         if not self._writer.submit(save, flat.nbytes):
@@ -260,7 +311,7 @@ class ECWorker:
     def close(self) -> None:
         self._writer.close()
         self._landing.clear()
-        self._extents.close()
+        self._blocks.close()
 
 
 class SemECConnector(ECConnectorBase):
@@ -275,25 +326,25 @@ class SemECConnector(ECConnectorBase):
         """
         super().__init__(vllm_config=vllm_config, role=role)
         settings = read_settings(ECSettings, vllm_config.ec_transfer_config.ec_connector_extra_config)
-        engine = ns.engine_name(vllm_config, vllm_config.ec_transfer_config.engine_id)
-        self._extents = ExtentStore(settings.root, "fusion", settings.bounds(), engine)
+        engine = identity.engine_name(vllm_config, vllm_config.ec_transfer_config.engine_id)
+        self._blocks = BlockStore(settings.root, "fusion", settings.bounds(), engine)
         # A worker in another process than the scheduler has no use for host memory: states are read where they are
         # promised.
         alone = vllm_config.parallel_config.world_size > 1 and role != ECConnectorRole.SCHEDULER
-        self._host = SharedPool(settings.cache_dir, 0 if alone else settings.host_bytes)
+        self._host = HostStates(0) if alone else HostStates.of_engine(f"{engine} {settings.root}", settings.host_bytes)
         self._scheduler: ECScheduler | None = None
         self._worker: ECWorker | None = None
         if role == ECConnectorRole.SCHEDULER:
-            name = ns.namespace_digest(ns.model_facts(vllm_config, settings.cache_dir))
-            self._scheduler = ECScheduler(settings, FusionStore(self._extents, name), name, self._host)
-            weights.follow(str(vllm_config.instance_id), self._scheduler)
+            name = identity.namespace_digest(identity.model_facts(vllm_config, settings.cache_dir))
+            self._scheduler = ECScheduler(settings, FusionStore(self._blocks, name), name, self._host)
+            resets.follow(str(vllm_config.instance_id), self._scheduler)
         else:
             from vllm.distributed.parallel_state import get_tp_group
             from vllm.platforms import current_platform
 
             first = get_tp_group().rank_in_group == 0
             device = current_platform.device_type
-            self._worker = ECWorker(settings, self._extents, device, saves=first, host=self._host)
+            self._worker = ECWorker(settings, self._blocks, device, saves=first, host=self._host)
 
     # ------------------------------------------------------------------ scheduler half
 
@@ -340,7 +391,6 @@ class SemECConnector(ECConnectorBase):
         if self._worker is not None:
             self._worker.close()
         elif self._scheduler is not None:
-            weights.leave(self._scheduler)
+            resets.leave(self._scheduler)
             self._scheduler.close()
-            self._extents.close()
-        self._host.close()
+            self._blocks.close()

@@ -1,303 +1,324 @@
-"""`SemKVConnector`: a thin shell between vLLM's interface and the two halves.
+"""`SemKVConnector`: vLLM's OffloadingConnector with our disk tier, our keys and our care for what may be used.
 
-Newer optional methods are always defined; older vLLM never calls them. Loads and captures are started before and after
-the forward pass, never in the per-layer hooks, so CUDA graphs need nothing special. On a GPU a request waits for its
-load while others go on.
-
-Left alone: requests whose LoRA adapter is not known for certain (`lora`); models with several KV cache groups, where
-the connector stays idle. `SupportsHMA` is not claimed, so vLLM turns its hybrid KV cache manager off and sliding-window
-layers keep all of their blocks.
+vLLM moves the blocks: it knows every kind of KV cache group, keeps host memory, copies beside the forward pass, and
+promises a hit only once the blocks lie in host memory, checked. Ours is what it does not know: which weights, tenant
+and adapter a block belongs to, what was purged or is too old, and what another connector's failed load has spoiled.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import iter_layer_specs
 
-from semkv.connectors import namespace as ns
-from semkv.connectors import weights
-from semkv.connectors.break_even import Measured, RanksGate
-from semkv.connectors.kv_plan import KVStep
-from semkv.connectors.kv_scheduler import KVScheduler
-from semkv.connectors.kv_transfer import PagedTransfer
-from semkv.connectors.kv_worker import KVWorker
-from semkv.connectors.metrics import SemKVPromMetrics, SemKVStats, kv_stats
+from semkv.connectors import SPEC, SPEC_MODULE, identity, register, resets
+from semkv.connectors.break_even import BreakEven
+from semkv.connectors.kv_shared import KVShared, RequestFacts
+from semkv.connectors.lora import Adapters
+from semkv.connectors.outcome import REPORT_KEY, wants_skip
+from semkv.connectors.resets import Disowned
 from semkv.connectors.settings import KVSettings, read_settings
-from semkv.errors import ConfigError
-from semkv.stores.extents import ExtentStore
-
-if TYPE_CHECKING:
-    import torch
+from semkv.connectors.spec import SemKVManager, agreed_host_bytes
+from semkv.errors import StoreError
+from semkv.keys import digest
+from semkv.stores.block_file import owner_of
+from semkv.stores.blocks import BlockStore
 
 log = logging.getLogger("semkv.connectors")
 
-
-@dataclass
-class SemKVMetadata(KVConnectorMetadata):
-    """What travels to the workers."""
-
-    step: KVStep = field(default_factory=KVStep)
+_MADE: Counter[tuple[str, Any]] = Counter()  # connectors of an engine and a role in this process
 
 
-@dataclass
-class SemKVReport(KVConnectorWorkerMetadata):
-    """What travels back: the step this worker has finished, where it had loads, and what it measured."""
-
-    step: int
-    measured: Measured = field(default_factory=dict)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, SemKVReport)
-        names = {**self.measured, **other.measured}
-        both = {name: [*self.measured.get(name, ()), *other.measured.get(name, ())] for name in names}
-        return SemKVReport(min(self.step, other.step), both)
-
-
-class SemKVConnector(KVConnectorBase_V1):
-    """Keeps the KV blocks of prompts on disk, checked and bounded. See `semkv.connectors.settings.KVSettings`."""
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Build one half.
-
-        Raises:
-            ConfigError: an unknown or wrong key in ``kv_connector_extra_config``.
-            StoreError: the directory is a file, or was written by another format version.
-        """
-        super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        self._settings = read_settings(KVSettings, transfer.kv_connector_extra_config)
-        self._scheduler: KVScheduler | None = None
-        self._worker: KVWorker | None = None
-        self._seeded = self._asynchronous = False
-        if (reason := unsupported(vllm_config, kv_cache_config)) is not None:
-            log.warning("semkv: the KV connector stays idle: %s", reason)
-            self._extents: ExtentStore | None = None
-            return
-        self._engine = ns.engine_name(vllm_config, transfer.engine_id)
-        self._extents = ExtentStore(self._settings.cache_dir / "kv", "kv", self._settings.bounds(), self._engine)
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler(vllm_config, kv_cache_config, self._extents)
-
-    def _make_scheduler(self, vllm_config: Any, kv_cache_config: Any, extents: ExtentStore) -> KVScheduler:
-        transfer, settings, parallel = vllm_config.kv_transfer_config, self._settings, vllm_config.parallel_config
-        from vllm.platforms import current_platform
-
-        self._asynchronous = not current_platform.is_cpu()
-        if settings.recompute_on_failure:
-            transfer.kv_load_failure_policy = "recompute"  # the scheduler reads it after this constructor
-        if settings.stable_hashes:
-            self._seeded = ns.seed_block_hashes(vllm_config)
-        facts = (ns.model_facts(vllm_config, Path(settings.cache_dir)), ns.kv_facts(vllm_config, kv_cache_config))
-        return KVScheduler(
-            settings,
-            extents,
-            lambda: ns.namespace_digest(*facts, ns.hash_facts(vllm_config)),
-            engine=self._engine,
-            world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
-            block_size=vllm_config.cache_config.block_size,
-            speculative=vllm_config.speculative_config is not None,
-            local_worker=local_worker if parallel.world_size == 1 else lambda: None,
-            gate=RanksGate(settings.host_bytes, parallel.pipeline_parallel_size) if parallel.world_size > 1 else None,
-        )
+class IdleConnector(KVConnectorBase_V1, SupportsHMA):
+    """Stands in where an engine cannot be served: it stores and loads nothing, and the engine runs as without it."""
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a lost save is a later miss
-
-    # ------------------------------------------------------------------ scheduler half
-
-    @property
-    def scheduler_half(self) -> KVScheduler | None:
-        """For `KVAdapter`."""
-        return self._scheduler
-
-    def on_new_request(self, request: Any) -> None:
-        if self._seeded:  # block hashes are seeded by now; child processes need not inherit the seed
-            self._seeded = False
-            ns.unseed_block_hashes()
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._scheduler is None or not self._kv_transfer_config.is_kv_consumer:
-            return 0, False
-        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens) and self._asynchronous
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            self._scheduler.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: Any) -> SemKVMetadata:
-        if self._scheduler is None:
-            return SemKVMetadata()
-        step = self._scheduler.build_step(scheduler_output)
-        if not self._kv_transfer_config.is_kv_producer:
-            step.captures.clear()
-        return SemKVMetadata(step)
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        if self._scheduler is None:
-            return
-        if isinstance(report := connector_output.kv_connector_worker_meta, SemKVReport):
-            self._scheduler.confirm(report.step)
-            if self._scheduler.gate is not None:
-                self._scheduler.gate.rates.learn(report.measured)
-        if connector_output.invalid_block_ids:
-            self._scheduler.load_failed(set(connector_output.invalid_block_ids))
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, None if self._scheduler is None else self._scheduler.finished(request)
-
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-        return {CacheHitSource.DISK: num_external_tokens} if num_external_tokens else {}
-
-    def reset_cache(self) -> bool | None:
-        """vLLM's word for: the weights may be others; see `KVScheduler.reset`. False where that is not done yet."""
-        if self._settings.fixed_weights:
-            return True
-        done = weights.may_have_changed(str(self._vllm_config.instance_id))
-        return (self._scheduler is None or self._scheduler.reset()) and done
-
-    # ------------------------------------------------------------------ worker half
-
-    @property
-    def worker_half(self) -> KVWorker | None:
-        """For `KVAdapter`."""
-        return self._worker
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._extents is None:
-            return
-        config, cache = self._vllm_config, self._kv_cache_config
-        try:
-            transfer = PagedTransfer(
-                kv_caches,
-                cache.num_blocks,
-                config.cache_config.block_size,
-                attention_backends(config),
-                self._settings.staging_bytes,
-            )
-            self._worker = KVWorker(
-                self._settings,
-                self._extents,
-                transfer,
-                engine=self._engine,
-                rank=model_rank(),
-            )
-        except ConfigError as error:
-            log.warning("semkv: the KV connector stays idle: %s", error)
-
-    def _step(self) -> KVStep | None:
-        if self._worker is None or not self.has_connector_metadata():
-            return None
-        metadata = self._get_connector_metadata()
-        return metadata.step if isinstance(metadata, SemKVMetadata) else None
+        return False
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._worker is not None and (step := self._step()) is not None:
-            self._worker.load(step)
+        return
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         return
 
     def wait_for_save(self) -> None:
-        if self._worker is not None and (step := self._step()) is not None:
-            self._worker.capture(step)
+        return
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, None if self._worker is None else self._worker.finished(self._step()) or None
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._worker is None else self._worker.take_failed_blocks()
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        return
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        step, far = self._step(), self._vllm_config.parallel_config.world_size > 1
-        loads = 0 if step is None or not step.loads else step.step
-        measured = self._worker.gate.take() if far and self._worker is not None else {}
-        return SemKVReport(loads, measured) if loads or measured else None
+    def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
+        return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
 
-    # ------------------------------------------------------------------ both
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
 
-    def get_kv_connector_stats(self) -> SemKVStats | None:
-        half = self._scheduler or self._worker
-        return None if half is None else kv_stats(half.take_counters())
 
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SemKVStats | None:
-        return SemKVStats(data=data or {})
+class SemKVConnector(OffloadingConnector):
+    """See the module, and `semkv.connectors.settings.KVSettings`."""
 
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
-    ) -> SemKVPromMetrics:
-        return SemKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any) -> Any:
+        """An `IdleConnector`, with a warning, where this engine cannot be served.
+
+        Raises:
+            ConfigError: an unknown or wrong key in ``kv_connector_extra_config``.
+        """
+        reason = unsupported(vllm_config, kv_cache_config)
+        if reason is None:
+            return super().__new__(cls)
+        if role == KVConnectorRole.SCHEDULER:
+            log.warning("semkv: the KV connector stays idle: %s", reason)
+        return IdleConnector(vllm_config, role, kv_cache_config)
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Build one half.
+
+        Raises:
+            ConfigError: an unknown or wrong key in ``kv_connector_extra_config``.
+        """
+        register()
+        config, settings = expand(vllm_config)
+        transfer = config.kv_transfer_config
+        engine = (str(vllm_config.instance_id), role)
+        _MADE[engine] += 1
+        self._number = _MADE[engine]  # in the same order in every process of the engine
+        transfer.engine_id = digest("engine", str(transfer.engine_id), engine[0], str(self._number))[:24]
+        transfer.kv_connector_extra_config["cpu_bytes_to_use"] = agreed_host_bytes(
+            transfer.engine_id, settings.host_bytes or default_host_bytes()
+        )
+        self._settings, self._shared = settings, KVShared(settings, None, None, dict)
+        if role == KVConnectorRole.SCHEDULER:
+            self._shared = make_shared(config, kv_cache_config, settings)
+        transfer.kv_connector_extra_config["semkv"] = self._shared
+        super().__init__(config, role, kv_cache_config)
+        self._adapters, self._disowned = Adapters(settings.cache_dir), Disowned()
+        self._outcomes: dict[str, dict[str, Any]] = {}
+        self.on_finished: Callable[[Any], None] | None = None
+        self._loads, self._stores = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._shared.storing = self._stores
+
+    # ------------------------------------------------------------------ scheduler half
+
+    @property
+    def shared(self) -> KVShared:
+        """For `semkv.connectors.adapter.KVAdapter`, in the scheduler's half."""
+        return self._shared
+
+    @property
+    def manager(self) -> SemKVManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, SemKVManager)
+        return manager
+
+    def on_new_request(self, request: Any) -> None:
+        """Tell the tier, by the request's ``kv_transfer_params``, whose request this is."""
+        params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
+        facts = None
+        try:
+            facts = describe(request, self._adapters)
+            self._shared.counters.add("lora_skipped", int(facts is None and not wants_skip(params)))
+        except Exception:
+            self._shared.fault("a request")
+        if facts is None:
+            params = {**params, "max_load_tokens": 0, "max_offload_tokens": 0}
+        request.kv_transfer_params = {**params, REPORT_KEY: (facts or RequestFacts()).params()}
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if not self._loads:
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            sources = super().get_external_cache_hit_sources(request, num_external_tokens)
+            self._outcomes[request.request_id] = {
+                "loaded_tokens": num_external_tokens,
+                "sources": {str(source.value): tokens for source, tokens in sources.items()},
+            }
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        if self._shared.gate is not None:
+            self._shared.gate.step_begins(sum(scheduler_output.num_scheduled_tokens.values()))
+        self._disowned.settle()
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._shared.gate is not None:
+            self._shared.gate.step_ends()
+        if connector_output.invalid_block_ids:
+            # Another connector's load failed, and what is being stored may have been computed on it. vLLM 0.32 would
+            # keep that under the right hashes.
+            jobs = self.scheduler._jobs.values()
+            self.manager.spoil({key for job in jobs if job.is_store for key in job.keys})
+        super().update_connector_output(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._reported(request, *super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self._reported(request, *super().request_finished_all_groups(request, block_ids))
+
+    def _reported(self, request: Any, wait: bool, params: dict[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:
+        if self.on_finished is not None:
+            self.on_finished(request)
+        outcome = self._outcomes.pop(request.request_id, {"loaded_tokens": 0, "sources": {}})
+        if not self._settings.report:
+            return wait, params
+        key = REPORT_KEY if self._number == 1 else f"{REPORT_KEY}-{self._number}"  # MultiConnector refuses equal keys
+        return wait, {**(params or {}), key: outcome}
+
+    def reset_cache(self) -> bool | None:
+        """vLLM's word for: the weights may be others, or will be.
+
+        Nothing that is stored is served to this engine any more: it goes on under a namespace of its own. What it
+        stored so far may be of new weights already, so it is deleted; what other engines stored stays theirs. While
+        blocks from before are left in vLLM's own cache, nothing is stored. With ``fixed_weights`` nothing happens.
+
+        Returns:
+            Whether all of that is done; where not, each step tries again to delete.
+        """
+        if self._settings.fixed_weights:
+            return True
+        super().reset_cache()
+        done = resets.may_have_changed(str(self._vllm_config.instance_id))
+        shared = self._shared
+        used = shared.rename()
+        if shared.store is not None:
+            done = self._disowned.add(_Written(shared.store, name) for name in used) and done
+        clean = self._kv_cache_manager is None or self._kv_cache_manager.block_pool.get_usage() == 0
+        if not clean:
+            log.warning("semkv: requests were running during a reset: no KV is stored until a reset finds none")
+        shared.storing = self._stores and clean
+        return done and clean
 
     def shutdown(self) -> None:
-        """Write what waits, close the files and let go of host memory. Calling it again changes nothing."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
-        elif self._scheduler is not None:
-            self._scheduler.close()
-        elif self._extents is not None:
-            self._extents.close()
+        """Write what waits, and close the files. Calling it again changes nothing."""
+        try:
+            super().shutdown()
+        except Exception:
+            log.warning("semkv: a half of the KV connector could not be closed", exc_info=True)
+        if (store := self._shared.store) is not None:
+            self._shared.store = None
+            for name in self._shared.used() if self._shared.renamed else ():
+                store.disown(name)  # nobody else has this name
+            store.close()
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        register()
+        return super().build_prom_metrics(expand(vllm_config)[0], *args, **kwargs)
 
 
-def local_worker() -> KVWorker | None:
-    """The worker half of this process, where vLLM has made one."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+def describe(request: Any, adapters: Adapters) -> RequestFacts | None:
+    """Whose request this is; None where it is left alone: it says so, or its adapter's weights are not known."""
+    adapter = adapters.identity(request.lora_request)
+    if adapter is None or wants_skip(request.kv_transfer_params):
+        return None
+    return RequestFacts(owner_of(request.cache_salt), adapter)
 
-    worker = getattr(get_kv_transfer_group(), "worker_half", None) if has_kv_transfer_group() else None
-    return worker if isinstance(worker, KVWorker) else None
+
+class _Written:
+    """What this engine stored under a namespace, for `Disowned`."""
+
+    def __init__(self, store: BlockStore, namespace: str) -> None:
+        self._store, self._namespace = store, namespace
+
+    def disown(self) -> bool:
+        return self._store.disown(self._namespace)
+
+
+def default_host_bytes() -> int:
+    """4 GiB; for a CPU engine, whose KV cache lies in the same memory, 256 MiB."""
+    from vllm.platforms import current_platform
+
+    return 256 << 20 if current_platform.is_cpu() else 4 << 30
+
+
+def expand(vllm_config: Any) -> tuple[Any, KVSettings]:
+    """A copy of the configuration with our settings in vLLM's words, and the settings.
+
+    Raises:
+        ConfigError: an unknown or wrong key in ``kv_connector_extra_config``.
+    """
+    settings = read_settings(KVSettings, vllm_config.kv_transfer_config.kv_connector_extra_config)
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
+    config.kv_transfer_config.kv_connector_extra_config = {
+        "spec_name": SPEC,
+        "spec_module_path": SPEC_MODULE,
+        "cpu_bytes_to_use": settings.host_bytes or default_host_bytes(),
+        "secondary_tiers": settings.tiers(),
+        "offload_prompt_only": not settings.capture_decode,
+        "blocks_per_chunk": settings.blocks_per_chunk,
+        "eviction_policy": settings.eviction_policy,
+        "self_describing_kv_events": settings.self_describing_kv_events,
+    }
+    return config, settings
+
+
+def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVShared:
+    """The scheduler half's store and namespace, of an expanded configuration. A directory that cannot be used costs
+    the disk, never the engine."""
+    layout = identity.row_layout(build_offloading_config(config, kv_cache_config))
+    facts = {**identity.model_facts(config, settings.cache_dir), **identity.kv_facts(config, kv_cache_config)}
+    try:
+        writer = identity.engine_name(config, config.kv_transfer_config.engine_id)
+        store = BlockStore(settings.cache_dir / "kv", "kv", settings.bounds(), writer)
+    except StoreError as error:
+        log.warning("semkv: no KV is kept on disk: %s", error)
+        store = None
+    gate = BreakEven() if settings.break_even else None
+    return KVShared(settings, store, layout, lambda: {"layout": layout, **facts, **identity.hash_facts(config)}, gate)
 
 
 def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why the connector cannot serve this engine, or None."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+    """Why this engine cannot be served, with the remedy, or None. The same in every process of the engine.
 
+    Raises:
+        ConfigError: see `expand`.
+    """
+    config, settings = expand(vllm_config)
     parallel = vllm_config.parallel_config
-    for key in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, key, 1) > 1:
-            return f"{key} > 1 spreads a block over ranks"
+    if parallel.nnodes_within_dp > 1 or parallel.world_size > _local_devices():
+        return "its ranks are on several nodes, and host memory is one node's; use vLLM's p2p or obj tiers, or LMCache"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return "calculate_kv_scales makes a block's bytes depend on the first batch"
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"the model has {len(groups)} KV cache groups, and one is supported"
-    spec = groups[0].kv_cache_spec
-    specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    if not all(isinstance(s, FullAttentionSpec) for s in specs):
-        return f"{type(spec).__name__} does not keep every block of a prompt"
-    if spec.block_size != vllm_config.cache_config.block_size:
-        return f"blocks of {spec.block_size} tokens are hashed by {vllm_config.cache_config.block_size}"
+        return "calculate_kv_scales makes a block's bytes depend on the first batch; use scales from the checkpoint"
+    try:
+        offloading = build_offloading_config(config, kv_cache_config)
+        for group in offloading.groups:
+            spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+            for layer in iter_layer_specs(spec):
+                get_sliding_window_size_in_chunks(layer, group.tokens_per_block)
+    except Exception as error:
+        kinds = sorted({type(g.kv_cache_spec).__name__ for g in kv_cache_config.kv_cache_groups})
+        return f"vLLM cannot offload its KV cache ({', '.join(kinds)}): {error or type(error).__name__}"
+    row = offloading.worker_kv_bytes_per_block * (1 if offloading.replicated_layout else parallel.world_size)
+    row *= settings.blocks_per_chunk
+    host = settings.host_bytes or default_host_bytes()
+    if row <= 0 or host < 8 * row:
+        return f"host_bytes of {host} hold fewer than 8 blocks of {row} bytes; raise host_bytes"
     return None
 
 
-def attention_backends(vllm_config: Any) -> str:
-    """The names of the attention backends in use; kernels may order a block's bytes each in its own way."""
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+def _local_devices() -> int:
+    from vllm.platforms import current_platform
 
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    return ",".join(sorted({layer.get_attn_backend().get_name() for layer in layers.values()}))
-
-
-def model_rank() -> int:
-    """This worker's place in its engine: pipeline rank times tensor-parallel size plus tensor-parallel rank."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-    tensor = get_tp_group()
-    return int(get_pp_group().rank_in_group * tensor.world_size + tensor.rank_in_group)
+    return 1 << 30 if current_platform.is_cpu() else int(current_platform.device_count())

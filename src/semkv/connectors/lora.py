@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from semkv.connectors.namespace import cached_weights_digest
+from semkv.connectors.identity import cached_weights_digest
 from semkv.keys import digest
 
 log = logging.getLogger("semkv.connectors")

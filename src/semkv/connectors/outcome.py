@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 REPORT_KEY = "semkv"
@@ -16,7 +17,7 @@ class ConnectorOutcome:
 
     Attributes:
         loaded_tokens: prompt tokens whose KV was loaded from the KV store.
-        load_failed: whether a load was promised and then failed (the tokens were recomputed).
+        sources: of those, by where they came from: ``host``, ``disk``, ``p2p``.
         fusion_loaded: media items whose encoder output was loaded from the fusion store.
         fusion_encoded: media items that the encoder processed for this request. An item in neither count was in
             vLLM's own encoder cache, or lay in a part of the prompt whose KV was there.
@@ -24,14 +25,14 @@ class ConnectorOutcome:
     """
 
     loaded_tokens: int | None = None
-    load_failed: bool | None = None
+    sources: Mapping[str, int] = field(default_factory=dict)
     fusion_loaded: int | None = None
     fusion_encoded: int | None = None
     cached_tokens: int | None = None
 
 
-def _report(params: object) -> Mapping[str, Any]:
-    report = params.get(REPORT_KEY) if isinstance(params, Mapping) else None
+def _report(params: object, name: str = REPORT_KEY) -> Mapping[str, Any]:
+    report = params.get(name) if isinstance(params, Mapping) else None
     return report if isinstance(report, Mapping) else {}
 
 
@@ -40,13 +41,19 @@ def _int(value: object) -> int | None:
 
 
 def read_outcome(output: object) -> ConnectorOutcome:
-    """Read the outcome from a vLLM ``RequestOutput``, or from any object with the same attributes."""
-    kv = _report(getattr(output, "kv_transfer_params", None))
+    """Read the outcome from a vLLM ``RequestOutput``, or from any object with the same attributes. The reports of
+    several SemKVConnectors in one MultiConnector, of which one loads for a request, are added up."""
+    params = getattr(output, "kv_transfer_params", None)
+    names = [name for name in params if name.startswith(REPORT_KEY)] if isinstance(params, Mapping) else []
+    reports = [_report(params, name) for name in names]
+    loaded = [n for report in reports if (n := _int(report.get("loaded_tokens"))) is not None]
+    sources: Counter[str] = Counter()
+    for report in reports:
+        sources.update(report.get("sources") or {})
     ec = _report(getattr(output, "ec_transfer_params", None))
-    failed = kv.get("load_failed")
     return ConnectorOutcome(
-        loaded_tokens=_int(kv.get("loaded_tokens")),
-        load_failed=failed if isinstance(failed, bool) else None,
+        loaded_tokens=sum(loaded) if loaded else None,
+        sources=dict(sources),
         fusion_loaded=_int(ec.get("loaded")),
         fusion_encoded=_int(ec.get("encoded")),
         cached_tokens=_int(getattr(output, "num_cached_tokens", None)),

@@ -1,10 +1,15 @@
-"""What a reset leaves a connector to do: vLLM's word for weights that may be others from now on."""
+"""What a reset leaves the connectors to do: vLLM's word for weights that may be others from now on.
+
+vLLM tells the KV connector alone. It passes the word on to the encoder-cache connector of the same engine: both have
+their scheduler halves in one process, and in one thread of it.
+"""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from semkv.keys import digest
 
@@ -39,26 +44,27 @@ class Disowned:
         return not self._left
 
 
-class FreshBlocks:
-    """Which of the engine's blocks rest on nothing from before the last reset: all of them, while there was none."""
+class Follower(Protocol):
+    """Who must know of it."""
 
-    def __init__(self) -> None:
-        self._ids: set[int] | None = None
+    def reset(self) -> bool:
+        """The weights may be others from now on; whether nothing of the old ones is left to be served."""
 
-    @property
-    def after_reset(self) -> bool:
-        """Whether there was a reset."""
-        return self._ids is not None
 
-    def reset(self) -> None:
-        """None of them does."""
-        self._ids = set()
+_FOLLOWERS: WeakKeyDictionary[Follower, str] = WeakKeyDictionary()
 
-    def cover(self, block_ids: Iterable[int]) -> bool:
-        """Whether all of these do."""
-        return self._ids is None or self._ids.issuperset(block_ids)
 
-    def note(self, block_ids: Iterable[int], *, mixed: bool = False) -> None:
-        """These get new contents, ``mixed`` with something from before or not."""
-        if self._ids is not None:
-            (self._ids.difference_update if mixed else self._ids.update)(block_ids)
+def follow(engine: str, follower: Follower) -> None:
+    """Tell ``follower`` of the weights of ``engine`` (vLLM's ``instance_id``), until `leave` or its end."""
+    _FOLLOWERS[follower] = engine
+
+
+def leave(follower: Follower) -> None:
+    """Tell it nothing more."""
+    _FOLLOWERS.pop(follower, None)
+
+
+def may_have_changed(engine: str) -> bool:
+    """The weights of ``engine`` may be others from now on; what all who follow it say."""
+    said = [follower.reset() for follower, name in list(_FOLLOWERS.items()) if name == engine]
+    return all(said)

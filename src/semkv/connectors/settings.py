@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from semkv.config import default_cache_dir, typed
+from semkv.connectors import TIER
 from semkv.errors import ConfigError
-from semkv.stores.bounds import KV_MAX_BYTES, Bounds
+from semkv.stores.blocks import KV_MAX_BYTES, Bounds
 from semkv.stores.fusion import FUSION_MAX_BYTES
+
+log = logging.getLogger("semkv.connectors")
+
+RETIRED = {
+    "staging_bytes": "vLLM copies between GPU and host memory",
+    "read_threads": "the tier has its own number of threads",
+    "max_extent_blocks": "a block file holds at most 64 MiB",
+    "recompute_on_failure": "a block that cannot be read is a miss before a request counts on it",
+    "stable_hashes": "vLLM's block hashes are stable since 0.29",
+}
+"""Settings of earlier versions that have no effect any more, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,28 +32,21 @@ class KVSettings:
 
     Attributes:
         cache_dir: the directory; KV blocks go under ``kv``.
-        max_bytes: bound on the bytes of all KV extents in the directory; 0 for none.
-        max_blocks: bound on the blocks of all KV extents in the directory (of every rank); 0 for none.
-        max_age_s: seconds after which what was stored is neither served, from host memory or the disk, nor kept;
-            0 for ever.
-        capture_decode: also keep the blocks of generated tokens.
-        host_bytes: bound of the host memory of each process, for KV blocks and fusion states together; page-locked
-            on a GPU. Captures pass through it, and loads.
-        staging_bytes: GPU memory of each rank for copies, taken beyond what vLLM was told to use. Where it is smaller
-            than what a step computes, the step may wait for the bus.
-        read_threads: of each rank, for the disk.
-        break_even: compute a prompt's blocks where that is faster than loading them, by what was measured; on a
-            GPU.
-        queue_bytes: captured bytes that may wait for the disk; what comes on top is dropped and counted.
-        max_extent_blocks: blocks per file at most.
+        max_bytes: bound on the bytes of all KV block files in the directory; 0 for none.
+        max_blocks: bound on the blocks in the directory; 0 for none.
+        max_age_s: seconds after which a block is neither served, from host memory or the disk, nor kept; 0 for ever.
+        capture_decode: also store the blocks of generated tokens.
+        host_bytes: host memory for KV blocks, of all ranks together, in ``/dev/shm``; 0 takes 4 GiB beside a GPU and
+            256 MiB on a CPU. Where ``/dev/shm`` has less room, it gets four fifths of that.
+        queue_bytes: bytes that may wait for the disk; what comes on top is kept in host memory only, and counted.
+        break_even: do not load from the disk what is computed faster, by what was measured in this engine.
         report: tell each request's outcome in its ``kv_transfer_params``, under ``semkv``.
-        recompute_on_failure: turn vLLM's ``kv_load_failure_policy`` to ``recompute`` for this engine: its default
-            ``fail`` ends a request whose load failed, which no cache should do.
         fixed_weights: the weights of a running engine are never exchanged. Then what is stored stays through sleep,
-            pause and resets, at which vLLM does not tell whether other weights follow. Never where they do: what the
-            old ones computed would be served.
-        stable_hashes: where vLLM (before 0.29) seeds its block hashes at random, seed them with ``PYTHONHASHSEED=0``
-            so that a restart finds what was stored. Only for the cryptographic hashes.
+            pause and resets, at which vLLM does not tell whether other weights follow. Never set it where they do:
+            what the old weights computed would be served.
+        secondary_tiers: tiers of vLLM below host memory (``p2p``, ``obj``, ...) in the order of their lookup. The
+            entry ``{"type": "semkv"}`` is ours; without it ours comes first.
+        blocks_per_chunk, eviction_policy, self_describing_kv_events: passed to vLLM's OffloadingConnector as they are.
     """
 
     cache_dir: Path
@@ -48,25 +54,31 @@ class KVSettings:
     max_blocks: int = 0
     max_age_s: float = 0.0
     capture_decode: bool = False
-    host_bytes: int = 4 << 30
-    staging_bytes: int = 768 << 20
-    read_threads: int = 8
-    break_even: bool = True
+    host_bytes: int = 0
     queue_bytes: int = 2 << 30
-    max_extent_blocks: int = 256
+    break_even: bool = True
     report: bool = True
-    recompute_on_failure: bool = True
     fixed_weights: bool = False
-    stable_hashes: bool = True
+    secondary_tiers: tuple[dict[str, Any], ...] = ()
+    blocks_per_chunk: int = 1
+    eviction_policy: str = "lru"
+    self_describing_kv_events: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("host_bytes", "staging_bytes", "read_threads", "queue_bytes", "max_extent_blocks"):
+        _not_negative(self, "max_bytes", "max_blocks", "max_age_s", "host_bytes")
+        for key in ("queue_bytes", "blocks_per_chunk"):
             if getattr(self, key) < 1:
                 raise ConfigError(key, getattr(self, key), "a positive number")
-        _not_negative(self, "max_bytes", "max_blocks", "max_age_s")
+        if sum(tier.get("type") == TIER for tier in self.secondary_tiers) > 1:
+            raise ConfigError("secondary_tiers", list(self.secondary_tiers), f"at most one tier of type {TIER!r}")
 
     def bounds(self) -> Bounds:
         return Bounds(self.max_bytes, self.max_blocks, self.max_age_s)
+
+    def tiers(self) -> list[dict[str, Any]]:
+        """All tiers below host memory, ours among them."""
+        tiers = [dict(tier) for tier in self.secondary_tiers]
+        return tiers if any(tier.get("type") == TIER for tier in tiers) else [{"type": TIER}, *tiers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +90,8 @@ class ECSettings:
         fusion_dir: the fusion states' own directory instead; empty for ``cache_dir/fusion``.
         max_bytes: bound on the bytes of all fusion states in the directory; 0 for none.
         max_items: bound on their number; 0 for none.
-        max_age_s: seconds after which what was stored is neither served, from host memory or the disk, nor kept;
-            0 for ever.
-        host_bytes: bound of the host memory where the KV connector is not in the same process with the same
-            ``cache_dir``; where it is, fusion states share its memory, under its bound. 0 keeps none in either.
+        max_age_s: seconds after which a state is neither served, from host memory or the disk, nor kept; 0 for ever.
+        host_bytes: bound of the host memory for fusion states; 0 keeps none.
         queue_bytes: bytes that may wait for the disk; what comes on top is dropped and counted.
         report: tell each request's outcome in its ``ec_transfer_params``, under ``semkv``.
     """
@@ -128,7 +138,18 @@ def read_settings(kind: type[_S], extra: Mapping[str, Any] | None) -> _S:
     kinds = get_type_hints(kind)
     values: dict[str, Any] = {} if extra and "cache_dir" in extra else {"cache_dir": default_cache_dir()}
     for key, value in (extra or {}).items():
-        if key not in kinds:
+        if key == "secondary_tiers" and key in kinds:
+            values[key] = _tiers(value)
+        elif key in kinds:
+            values[key] = typed(key, value, kinds[key])
+        elif key in RETIRED:
+            log.warning("semkv: the setting %s has no effect any more: %s", key, RETIRED[key])
+        else:
             raise ConfigError(f"{kind.__name__} key", key, kinds)
-        values[key] = typed(key, value, kinds[key])
     return kind(**values)
+
+
+def _tiers(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(t, dict) and t.get("type") for t in value):
+        raise ConfigError("secondary_tiers", value, "a list of objects, each with a type")
+    return tuple(dict(tier) for tier in value)

