@@ -35,18 +35,21 @@ Answer = dict[str, Any]
 # ---------------------------------------------------------------------- the test's side
 
 
-def in_child(function: Callable[..., Any], *args: Any, **fields: Any) -> Any:
+def in_child(function: Callable[..., Any], *args: Any, timeout: float = 580) -> Any:
     """What a function of a test module returns in a new process; fails with the process's output if it ends badly."""
     pytest.importorskip("vllm")
-    job = json.dumps([function.__module__, function.__name__, args, fields], default=str)
-    with child(job) as process:
-        said, errors = process.communicate(timeout=580)
+    with child(json.dumps([function.__module__, function.__name__, args], default=str)) as process:
+        try:
+            said, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
     assert process.returncode == 0, f"exit status {process.returncode}\n{said[-2000:]}\n{errors[-6000:]}"
     return json.loads(said.rpartition("RESULT ")[2].splitlines()[0])
 
 
 def child(job: str, errors: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    """A process that does a job: a module, the name of a function in it, arguments and named arguments as JSON."""
+    """A process that does a job: a module, the name of a function in it and its arguments, as JSON."""
     here = str(Path(__file__).parent)
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler lives in the child, where it can be looked at
@@ -94,14 +97,6 @@ def gap_change(answer: Answer, reference: Answer) -> float:
 def connector(cache_dir: Path | str, **extra: Any) -> dict[str, Any]:
     """The configuration of one SemKVConnector over a directory, as ``--kv-transfer-config`` takes it."""
     settings = {"cache_dir": str(cache_dir), "host_bytes": 64 << 20, "break_even": False, **extra}
-    if os.environ.get("KV_PROTOTYPE"):  # TO BE REMOVED
-        tier = {"type": "SpikeTier", "module_path": "spike_spec", "root": settings["cache_dir"]}
-        tier |= {"max_bytes": settings["max_bytes"]} if "max_bytes" in settings else {}
-        own = {"spec_name": "SpikeSpec", "spec_module_path": "spike_spec", "secondary_tiers": [tier]}
-        own |= {"cpu_bytes_to_use": settings["host_bytes"]}
-        own |= {"offload_prompt_only": not settings.get("capture_decode", False)}
-        spike = {"kv_connector": "SpikeConnector", "kv_connector_module_path": "spike_spec", "kv_role": "kv_both"}
-        return spike | {"kv_connector_extra_config": own}
     return {"kv_connector": "SemKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
 
 
@@ -297,10 +292,10 @@ def prompt(ids: list[int], salt: str | None = None) -> dict[str, Any]:
 
 def main() -> None:
     """Do the job of the command line and end at once: what threads and native code do at an exit is not tested."""
-    module, function, args, fields = json.loads(sys.argv[1])
+    module, function, args = json.loads(sys.argv[1])
     status = 0
     try:
-        result = getattr(importlib.import_module(module), function)(*args, **fields)
+        result = getattr(importlib.import_module(module), function)(*args)
         print("\nRESULT " + json.dumps(result))
     except BaseException:
         traceback.print_exc()

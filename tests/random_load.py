@@ -180,7 +180,7 @@ class Under:
     def other(self) -> subprocess.Popen[str]:
         """Another engine on the directory, which asks the same prompts without end."""
         fields = dataclasses.asdict(self.load)
-        job = json.dumps(["random_load", "beside", [self.model, self.cache, fields, self.prompts], {}])
+        job = json.dumps(["random_load", "beside", [self.model, self.cache, fields, self.prompts]])
         return child(job, errors=subprocess.DEVNULL)
 
     def end_other(self) -> None:
