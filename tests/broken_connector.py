@@ -25,8 +25,8 @@ class Broken(KVConnectorMetadata):
 class BrokenConnector(KVConnectorBase_V1):
     """Both halves; an engine in one process has one of each."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self.promised: set[str] = set()
         self.planned: list[int] = []
         self.failed: set[int] = set()
