@@ -25,15 +25,16 @@ import random_load
 import tiny_models
 from kv_engines import HYBRID, NOTHING, in_child
 
+TIGHT = {"tokens": 40, "longest": 300, "blocks": 24, "args": {"max_model_len": 640}}
 SMALL = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
 
 LOADS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tenants": (5, "llama", {"tenants": 0.8, "prompts": 40}),
-    "preemptions": (3, "llama", {"blocks": 36, "connector": {"capture_decode": True}}),
-    "small": (3, "llama", {"blocks": 44, "connector": SMALL}),
+    "preemptions": (3, "llama", {**TIGHT, "connector": {"capture_decode": True}}),
+    "small": (3, "llama", {**TIGHT, "connector": SMALL}),
     "purges": (2, "llama", {"purges": 0.02, "connector": {"capture_decode": True}}),
-    "killed": (3, "llama", {"kills": 0.1, "blocks": 44, "connector": SMALL}),
+    "killed": (3, "llama", {**TIGHT, "kills": 0.1, "connector": SMALL}),
     "drafts": (1, "llama", {"connector": {"capture_decode": True}, "args": {"speculative_config": DRAFTS}}),
     "windows": (1, "gemma3", {"longest": 600, "blocks": 150}),
     "states": (1, "granite4", {"longest": 600, "blocks": 40, "args": HYBRID}),

@@ -27,8 +27,6 @@ VERSION = "0.32.0"
 HERE = Path(__file__).resolve().parent
 TESTS = (
     "tests/v1/kv_connector/unit/offloading_connector",
-    "tests/v1/kv_connector/unit/test_offloading_connector.py",
-    "tests/v1/kv_offload/cpu",
     "tests/v1/kv_offload/tiering/test_tiering_offloading.py",
     "tests/v1/kv_offload/tiering/test_backpressure.py",
     "tests/v1/kv_offload/tiering/test_metrics.py",

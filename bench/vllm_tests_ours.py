@@ -20,15 +20,14 @@ import vllm.v1.kv_offload.tiering.spec as tiering_spec
 
 MODEL = os.environ.get("SEMKV_TESTS_MODEL", "")
 TESTS = "tests.v1.kv_connector.unit.offloading_connector.utils"
-RealModel, RealManager = vllm.config.ModelConfig, tiering_manager.TieringOffloadingManager
+RealManager, make_config = tiering_manager.TieringOffloadingManager, vllm.config.ModelConfig.__init__
 
 
-def model_config(*args: Any, **fields: Any) -> Any:
-    """``ModelConfig``, with the tiny OPT for the one that would be fetched."""
+def tiny_config(self: Any, *args: Any, **fields: Any) -> None:
+    """A ``ModelConfig`` of the tiny OPT for the one that would be fetched."""
     if str(fields.get("model", "")).startswith("facebook/opt"):
         fields["model"] = MODEL
-    fields.pop("trust_remote_code", None)
-    return RealModel(*args, **fields)
+    make_config(self, *args, **fields)
 
 
 def exchange_ours() -> None:
@@ -89,6 +88,6 @@ def exchange_ours() -> None:
     importlib.import_module(TESTS).OffloadingManager = SemKVManager  # what the mock of a manager may be asked
 
 
-vllm.config.ModelConfig = model_config
+vllm.config.ModelConfig.__init__ = tiny_config
 if os.environ.get("SEMKV_TESTS_OURS"):
     exchange_ours()

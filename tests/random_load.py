@@ -19,7 +19,6 @@ from typing import Any
 
 from kv_engines import BLOCK, Answer, Engine, answered, child, connector, differs, prompt, token_ids
 
-TOKENS = 24
 TENANTS = ("a", "b", "c")
 
 
@@ -31,6 +30,7 @@ class Load:
     seed: int = 1
     prompts: int = 24
     longest: int = 400
+    tokens: int = 24
     blocks: int = 60
     tenants: float = 0.5  # of requests
     aborts: float = 0.03
@@ -59,11 +59,11 @@ def run(model: str, cache: str, fields: dict[str, Any]) -> dict[str, Any]:
     prompts = asked(load)
     common = {name: value for name, value in load.args.items() if name != "speculative_config"}
     plain = Engine(model, **common)
-    first = plain.ask([prompt(p) for p in prompts], TOKENS)
+    first = plain.ask([prompt(p) for p in prompts], load.tokens)
     rng = random.Random(load.seed + 2)
     follow = [prompts[n] + first[n]["tokens"] + token_ids(rng, 40) for n in range(len(prompts) // 4)]
     prompts += follow
-    references = first + plain.ask([prompt(p) for p in follow], TOKENS)
+    references = first + plain.ask([prompt(p) for p in follow], load.tokens)
     plain.close()
     return Under(load, model, cache, prompts, references).run()
 
@@ -92,7 +92,7 @@ class Under:
         left = self.engine.left()
         self.engine.forget()
         for which, reference in enumerate(self.references):
-            (answer,) = self.engine.ask([self.made(which)], TOKENS)
+            (answer,) = self.engine.ask([self.made(which)], self.load.tokens)
             self.compare("afterwards", answer, reference)
         self.engine.close()
         counts = {"preemptions": len(self.preempted), **self.counts}
@@ -126,14 +126,18 @@ class Under:
         which = self.rng.randrange(len(self.prompts))
         salt = self.rng.choice(TENANTS) if self.rng.random() < self.load.tenants else None
         name = f"r{self.counts['asked']}"
-        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=2)
-        self.engine.llm.llm_engine.add_request(name, self.made(which, salt), params)
+        params = SamplingParams(max_tokens=self.load.tokens, temperature=0, ignore_eos=True, logprobs=2)
+        self.engine.llm.llm_engine.add_request(name, self.rendered(self.made(which, salt)), params)
         self.live[name] = (which, salt, self.loadable(which, salt))
         self.counts["asked"] += 1
 
     def made(self, which: int, salt: str | None = None) -> Any:
-        """A prompt as the engine takes it."""
+        """A prompt as a client gives it."""
         return prompt(self.prompts[which], salt)
+
+    def rendered(self, asked: Any) -> Any:
+        """The same as the engine's queue takes it."""
+        return asked
 
     def loadable(self, which: int, salt: str | None) -> int:
         """How many tokens of a prompt can have been stored for a tenant before this request."""
@@ -203,6 +207,6 @@ def beside(model: str, cache: str, fields: dict[str, Any], prompts: list[list[in
     load, rng = Load(**fields), random.Random(time.time_ns())
     engine = Engine(model, connector(cache, **load.connector), **load.args)
     while True:
-        engine.outputs([prompt(p) for p in rng.sample(prompts, 4)], TOKENS)
+        engine.outputs([prompt(p) for p in rng.sample(prompts, 4)], load.tokens)
         engine.forget()
         print("asked", flush=True)

@@ -7,6 +7,7 @@ nothing left behind: no request, no job, no block.
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,9 @@ def damaged(model: str, cache: str, beside: str) -> dict[str, Any]:
     engine = Engine(model, kv)
     engine.ask(prompts)
     engine.forget()
-    for file in Path(beside).rglob("*.safetensors") if beside else ():
-        file.unlink()  # what the sibling could give in our place
+    shutil.rmtree(beside or "nothing", ignore_errors=True)  # what the sibling could give in our place
     found: dict[str, Any] = {"files": damage(cache)}
-    for level in ("damaged", "again"):
+    for level in ("damaged", "again", "last"):
         answers = engine.ask(prompts)
         found[level] = right(answers, references)
         found[f"{level} loaded"] = sum(answer["loaded"] for answer in answers)
@@ -174,8 +174,9 @@ def damaged(model: str, cache: str, beside: str) -> dict[str, Any]:
 def test_damaged_blocks_are_computed_again(model: Path, tmp_path: Path, sibling: bool) -> None:
     found = in_child(damaged, model, tmp_path / "ours", tmp_path / "theirs" if sibling else "")
     assert found["files"] > 0
-    assert found["damaged"] == found["again"] == [True] * 3
-    assert found["damaged loaded"] < found["again loaded"] == 288 + 160 + 416
+    assert found["damaged"] == found["again"] == found["last"] == [True] * 3
+    # What lay in a damaged file before the damage goes with it, and is stored again a round later.
+    assert found["damaged loaded"] < found["last loaded"] == 288 + 160 + 416, found
     assert found["left"] == NOTHING
 
 
@@ -256,7 +257,8 @@ def assert_well(found: dict[str, Any]) -> None:
 def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_path: Path) -> None:
     """Host memory, the disk and the engine's own cache are all too small for what is asked."""
     small = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
-    fields = {"answers": 90, "blocks": 44, "purges": 0.005, "kills": 0.2, "connector": small}
+    tight = {"answers": 80, "tokens": 40, "longest": 300, "blocks": 24, "args": {"max_model_len": 640}}
+    fields = {**tight, "purges": 0.005, "kills": 0.2, "connector": small}
     found = in_child(random_load.run, model, tmp_path, fields)
     assert_well(found)
     assert found["preemptions"] > 0, found
@@ -267,7 +269,8 @@ def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_pat
 @pytest.mark.engine
 def test_a_random_load_with_drafts(model: Path, tmp_path: Path) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
-    fields = {"answers": 40, "connector": {"capture_decode": True}, "args": {"speculative_config": drafts}}
+    args = {"speculative_config": drafts}
+    fields = {"answers": 20, "prompts": 8, "connector": {"capture_decode": True}, "args": args}
     assert_well(in_child(random_load.run, model, tmp_path, fields))
 
 
@@ -291,7 +294,10 @@ class Pictures(random_load.Under):
         picture, words = divmod(which, 4)
         text = "<s><image>" + " is there a dog 0123456789" * (1, 3, 5, 7)[words]
         asked = {"prompt": text, "multi_modal_data": {"image": tiny_models.picture(picture)}}
-        return self.engine.llm.renderer.render_cmpl([asked | ({"cache_salt": salt} if salt else {})])[0]
+        return asked | ({"cache_salt": salt} if salt else {})
+
+    def rendered(self, asked: Any) -> Any:
+        return self.engine.llm.renderer.render_cmpl([asked])[0]
 
     def loadable(self, which: int, salt: str | None) -> int:
         return 1 << 30  # tenants are the matter of the loads without pictures
@@ -304,7 +310,7 @@ def pictures(model: str, cache: str) -> list[dict[str, Any]]:
     args = {"limit_mm_per_prompt": {"image": 1}}
     under = Pictures.__new__(Pictures)
     under.engine = Engine(model, **args)
-    references = [answered(under.engine.outputs([under.made(n)], random_load.TOKENS)[0]) for n in range(16)]
+    references = [answered(under.engine.outputs([under.made(n)], 24)[0]) for n in range(16)]
     under.engine.close()
     found = []
     for seed in (1, 2):
