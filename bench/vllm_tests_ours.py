@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+import json
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import vllm.v1.kv_offload.tiering.spec as tiering_spec
 
 MODEL = os.environ.get("SEMKV_TESTS_MODEL", "")
 TESTS = "tests.v1.kv_connector.unit.offloading_connector.utils"
+MADE: Counter[str] = Counter()  # of our classes, by name
 RealManager, make_config = tiering_manager.TieringOffloadingManager, vllm.config.ModelConfig.__init__
 
 
@@ -59,10 +63,14 @@ def exchange_ours() -> None:
             return super().__new__(cls, translated(config), role, kv_cache_config)
 
         def __init__(self, config: Any, role: Any, kv_cache_config: Any) -> None:
+            MADE["connectors"] += 1
             theirs, build = config.kv_transfer_config.kv_connector_extra_config, offloading.build_offloading_config
 
             def merged(own_config: Any, own_cache: Any) -> Any:
-                own_config.kv_transfer_config.kv_connector_extra_config.update(theirs)
+                extra = own_config.kv_transfer_config.kv_connector_extra_config
+                ours = extra["semkv"]
+                extra.clear()
+                extra.update(theirs, semkv=ours)
                 return build(own_config, own_cache)
 
             offloading.build_offloading_config = merged
@@ -73,19 +81,23 @@ def exchange_ours() -> None:
 
     class Manager(SemKVManager):
         def __init__(self, primary_tier: Any, secondary_tiers: Any = ()) -> None:
+            MADE["managers"] += 1
             super().__init__(RealManager(primary_tier=primary_tier, secondary_tiers=secondary_tiers), shared())
 
     class Spec(SemKVSpec):
         def __init__(self, config: Any) -> None:
+            MADE["specs"] += 1
             super().__init__(dataclasses.replace(config, extra_config={**config.extra_config, "semkv": shared()}))
 
     Connector.__name__ = Connector.__qualname__ = "OffloadingConnector"
     offloading.OffloadingConnector = Connector
     tiering_manager.TieringOffloadingManager = Manager
     tiering_spec.TieringOffloadingSpec = Spec
-    import importlib
-
     importlib.import_module(TESTS).OffloadingManager = SemKVManager  # what the mock of a manager may be asked
+
+
+def pytest_sessionfinish() -> None:
+    Path("made.json").write_text(json.dumps(MADE))
 
 
 vllm.config.ModelConfig.__init__ = tiny_config
