@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ def adapters(model: str, cache: str, path: str) -> list[Any]:
     for seed in (1, 2):
         shutil.rmtree(path, ignore_errors=True)
         adapter(Path(path), Path(model), seed)
+        time.sleep(2)  # an adapter is known if its files are older than the engine, by more than a clock's grain
         engine, lora = Engine(model, connector(cache), enable_lora=True, max_lora_rank=8), LoRARequest("sql", 1, path)
         seen = []
         for host, named in ((True, lora), (True, lora), (False, lora), (False, None)):
