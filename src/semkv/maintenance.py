@@ -13,11 +13,11 @@ from pathlib import Path
 
 from semkv.errors import StoreError
 from semkv.keys import namespace_key
-from semkv.stores.bounds import Bounds
-from semkv.stores.cachedir import CACHE_FILES, CATALOG, MARKER, open_catalog
+from semkv.stores.block_file import owner_of
+from semkv.stores.block_folder import MARKER
+from semkv.stores.blocks import BlockStore, Bounds
+from semkv.stores.cachedir import CACHE_FILES, CATALOG, open_catalog
 from semkv.stores.catalog_rows import NamespaceUse
-from semkv.stores.container import owner_of
-from semkv.stores.extents import ExtentStore
 from semkv.stores.files import described, matching, remove_strays
 from semkv.stores.graphs import FOLDER as GRAPHS
 from semkv.stores.graphs import damage_of, graph_files
@@ -40,7 +40,7 @@ class StoreUse:
         store: ``kv``, ``fusion``, ``media``, ``graphs`` (of the vector indexes), ``answers`` (of a gateway) or
             ``ahead`` (logs of those on their way there).
         namespace: digest of the model, its settings and the rank; empty for all but ``kv`` and ``fusion``.
-        items: extents, fusion states, images, graphs or answers.
+        items: block files, fusion states, images, graphs or answers.
         blocks: KV blocks or fusion states.
         nbytes: bytes of the files; of answers, those of heads and payloads, so that tenants' sizes add up; of logs in
             which another tenant has answers too, all.
@@ -119,7 +119,7 @@ def inspect(
     """
     check_is_cache(cache_dir)
     stores: list[StoreUse] = []
-    with open_extents(cache_dir, fusion_dir) as opened:
+    with open_blocks(cache_dir, fusion_dir) as opened:
         for name, store in opened:
             ages = store.ages(None if tenants is None else owners(salts))
             stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
@@ -183,16 +183,16 @@ def verify(
     damaged: list[str] = []
     unread: list[str] = []
     images, graphs, answers = pictures(cache_dir), graph_files(cache_dir / GRAPHS), cache_dir / ANSWERS
-    with open_extents(cache_dir, fusion_dir) as opened:
-        extents = [(name, store, extent) for name, store in opened for extent in store.extents()]
+    with open_blocks(cache_dir, fusion_dir) as opened:
+        blocks = [(name, store, file) for name, store in opened for file in store.files()]
         for name, store in opened:  # deleted when a lost index was built again
             damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
-        done, total = 0, len(extents) + len(images) + len(graphs)
-        for name, store, extent in extents:
-            if (reason := store.files.damage(extent)) and extent in store.extents():  # else it was evicted meanwhile
+        done, total = 0, len(blocks) + len(images) + len(graphs)
+        for name, store, file in blocks:
+            if (reason := store.damage(file)) and file in store.files():  # else it was evicted meanwhile
                 damaged.append(f"{name}: {reason}")
                 if repair:
-                    store.reject(extent)
+                    store.reject(file)
             done += 1
             advance(done, total)
     media = MediaStore(cache_dir / "media") if images else None
@@ -244,22 +244,22 @@ def filled(file: Path) -> bool:
 
 
 @contextmanager
-def open_extents(
+def open_blocks(
     cache_dir: Path, fusion_dir: Path | None, bounds: Bounds = _UNBOUNDED
-) -> Iterator[list[tuple[str, ExtentStore]]]:
+) -> Iterator[list[tuple[str, BlockStore]]]:
     """The stores of KV blocks and of encoder outputs that are there, by name, with their indexes complete."""
     with ExitStack() as open_stores:
         found = []
         for name, root in (("kv", cache_dir / "kv"), ("fusion", fusion_dir or cache_dir / "fusion")):
             if (root / MARKER).is_file():
-                store = open_stores.enter_context(closing(ExtentStore(root, name, bounds)))
+                store = open_stores.enter_context(closing(BlockStore(root, name, bounds)))
                 store.adopt()
                 found.append((name, store))
         yield found
 
 
 def owners(salts: Iterable[str | None]) -> list[str]:
-    """The tags of extents that were stored for requests with these values of ``cache_salt``."""
+    """The tags of blocks that were stored for requests with these values of ``cache_salt``."""
     return sorted({owner_of(salt) for salt in salts if salt})
 
 
@@ -269,7 +269,7 @@ def pictures(cache_dir: Path) -> list[Path]:
 
 
 def drop_strays(cache_dir: Path) -> int:
-    """Delete what writers that have ended left under temporary names, but for extents; how many files that were."""
+    """Delete what writers that have ended left under temporary names, but for block files; how many files that were."""
     patterns = ("media/??/.new-*", *(pattern for pattern in CACHE_FILES if pattern.endswith(".tmp")))
     return sum(remove_strays(cache_dir, pattern) for pattern in patterns)
 

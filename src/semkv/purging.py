@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
-from semkv.maintenance import check_is_cache, drop_strays, filled, open_extents, owners, pictures
-from semkv.stores.bounds import Bounds
+from semkv.maintenance import check_is_cache, drop_strays, filled, open_blocks, owners, pictures
+from semkv.stores.block_folder import MARKER
+from semkv.stores.blocks import Bounds
 from semkv.stores.cachedir import (
+    BLOCK_FILES,
     CACHE_FILES,
     CATALOG,
-    EXTENT_FILES,
-    MARKER,
     empty_catalog,
     is_ours,
     open_catalog,
@@ -70,7 +70,7 @@ class Collected:
     """What was deleted.
 
     Attributes:
-        kv, fusion: extents and stray files.
+        kv, fusion: block files and stray files.
         media: images that no entry has any more.
         graphs: of the vector indexes, where nobody has entries any more.
         entries: of the catalog, for their age.
@@ -108,7 +108,7 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
         old = purge_entries(cache_dir, None, None, before=before, dry_run=False)
         old += purge_answers(cache_dir, None, None, before=before, dry_run=False)
     swept, graphs, images, unread = {"kv": 0, "fusion": 0}, 0, old.files, list(old.unread)
-    with open_extents(cache_dir, fusion_dir, Bounds(max_bytes=0, max_age_s=max_age_s)) as opened:
+    with open_blocks(cache_dir, fusion_dir, Bounds(max_bytes=0, max_age_s=max_age_s)) as opened:
         for name, store in opened:
             swept[name] += store.swept
     if filled(cache_dir / CATALOG):
@@ -217,19 +217,18 @@ def purge_answers(
 def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | None], *, dry_run: bool) -> Purged:
     """Delete the KV blocks and encoder outputs of requests that came with one of these values of ``cache_salt``.
 
-    Running engines find them on the disk no more; what they hold in memory is out of reach.
+    Running engines hear of it, for what they hold in memory.
 
     Raises:
         StoreError: the cache was written by another format version.
     """
-    whose, count = owners(salts), 0
-    with open_extents(cache_dir, fusion_dir) as opened:
-        for _, store in opened:
-            found = [extent for owner in whose for extent in store.owned(owner)]
-            count += len(found)
-            if not dry_run:
-                store.drop(found)
-    return Purged(files=count, dry_run=dry_run)
+    whose, count, unread = owners(salts), 0, []
+    with open_blocks(cache_dir, fusion_dir) as opened:
+        for name, store in opened:
+            count += sum(store.purge(owner=owner, dry_run=dry_run) for owner in whose)
+            if store.counters["errors"]:
+                unread.append(f"{name}: not all could be read or deleted, purge again")
+    return Purged(files=count, dry_run=dry_run, unread=tuple(unread))
 
 
 def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool) -> Purged:
@@ -244,7 +243,7 @@ def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool)
     if not is_ours(cache_dir):
         _check_is_gateways(cache_dir)
     if fusion_dir is not None:
-        purge_directory(fusion_dir, EXTENT_FILES, dry_run=True)  # refuses what is not ours
+        purge_directory(fusion_dir, BLOCK_FILES, dry_run=True)  # refuses what is not ours
     entries, stays, unread = 0, False, []
     if filled(cache_dir / CATALOG):
         try:
@@ -261,7 +260,7 @@ def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool)
     if stays and not unread and not dry_run and (fault := _overwrite(cache_dir / CATALOG)):
         unread.append(fault)
     if fusion_dir is not None:
-        files += purge_directory(fusion_dir, EXTENT_FILES, dry_run=dry_run)
+        files += purge_directory(fusion_dir, BLOCK_FILES, dry_run=dry_run)
     if (aside := cache_dir / f"{ANSWERS}.damaged").is_file():
         files += 1
         if not dry_run:

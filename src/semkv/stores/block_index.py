@@ -1,152 +1,223 @@
-"""Which extent holds which block: one SQLite file per store directory, shared by every process that uses it.
+"""Which block file holds which block: one SQLite file for each store directory, shared by all processes that use it.
 
-The index is never the only copy: it is built again from the extents when it is missing or damaged. Then the sizes of
-the files count at once, and the blocks are named as the headers are read (`adoption`): an extent of no blocks is one
-that was found and not read yet.
+The index is never the only copy: it is built again from the block files where it is missing or damaged. Then the sizes
+of the files count at once, and their blocks are found as the headers are read: until then a file has no blocks here.
 
-It is also where the processes agree: an extent's bytes are reserved, and what must go for them is chosen, in one
-transaction before the file is written, so that the bounds hold at every moment; and what a load is about to read is
-held.
+It is also where the processes agree. Bytes are reserved, and what must go for them is chosen, in one transaction before
+a file is written, so that the bounds hold at every moment. A purge empties the index in place and says so to all.
+
+Everything but numbers is stored as bytes, so that a flipped bit makes a row that is not found, and no fault. Moments
+are microseconds since the epoch here, and seconds everywhere else.
 """
 
 from __future__ import annotations
 
-import itertools
+import hashlib
+import secrets
 import sqlite3
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from semkv.stores import ghosts
-from semkv.stores.bounds import Bounds
-from semkv.stores.eviction import ExtentUse, victims
-
-_VERSION = 4
+_VERSION = 5
 _SCHEMA = """
-CREATE TABLE extents(
-  extent TEXT PRIMARY KEY, namespace TEXT NOT NULL, blocks INTEGER NOT NULL, nbytes INTEGER NOT NULL,
-  position INTEGER NOT NULL, created REAL NOT NULL, last_use REAL NOT NULL, frequent INTEGER NOT NULL,
-  committed INTEGER NOT NULL, first BLOB NOT NULL, owner TEXT NOT NULL, writer TEXT NOT NULL) WITHOUT ROWID;
-CREATE INDEX extents_by_creation ON extents(created);
-CREATE INDEX extents_by_use ON extents(frequent, last_use, position DESC);
-CREATE TABLE blocks(
-  namespace TEXT NOT NULL, hash BLOB NOT NULL, extent TEXT NOT NULL, row INTEGER NOT NULL,
-  PRIMARY KEY(namespace, hash)) WITHOUT ROWID;
-CREATE INDEX blocks_by_extent ON blocks(extent);
-CREATE TABLE holds(
-  extent TEXT NOT NULL, holder TEXT NOT NULL, until REAL NOT NULL, PRIMARY KEY(extent, holder)) WITHOUT ROWID;
-CREATE INDEX holds_by_holder ON holds(holder);
-CREATE TABLE ghosts(
-  namespace TEXT NOT NULL, first BLOB NOT NULL, nbytes INTEGER NOT NULL, frequent INTEGER NOT NULL, gone REAL NOT NULL,
-  PRIMARY KEY(namespace, first)) WITHOUT ROWID;
-CREATE TABLE arc(target REAL NOT NULL);
-INSERT INTO arc VALUES(0);
-CREATE TABLE layouts(
-  engine TEXT NOT NULL, rank INTEGER NOT NULL, layout TEXT NOT NULL, created REAL NOT NULL,
-  PRIMARY KEY(engine, rank)) WITHOUT ROWID;
-CREATE TABLE disowned(
-  writer TEXT NOT NULL, namespace TEXT NOT NULL, at REAL NOT NULL, PRIMARY KEY(writer, namespace)) WITHOUT ROWID;
-CREATE TABLE generation(name TEXT NOT NULL);
+CREATE TABLE files(
+  number INTEGER PRIMARY KEY, namespace BLOB NOT NULL, blocks INTEGER NOT NULL, nbytes INTEGER NOT NULL,
+  created INTEGER NOT NULL, used INTEGER NOT NULL, again INTEGER NOT NULL, committed INTEGER NOT NULL,
+  owner BLOB NOT NULL, writer BLOB NOT NULL);
+CREATE INDEX files_by_use ON files(again, used);
+CREATE TABLE blocks(key BLOB PRIMARY KEY, file INTEGER NOT NULL, row INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX blocks_by_file ON blocks(file);
+CREATE TABLE purges(id INTEGER PRIMARY KEY, owner BLOB, before INTEGER);
+CREATE TABLE disowned(writer BLOB NOT NULL, namespace BLOB NOT NULL, at INTEGER NOT NULL,
+  PRIMARY KEY(writer, namespace)) WITHOUT ROWID;
+CREATE TABLE generation(name BLOB NOT NULL);
 """
-_INSERT = "INSERT OR REPLACE INTO extents VALUES(?,?,?,?,?,?,?,?,?,?,?,?)"
-_MOST_ASKED = 512  # hashes in one query
-_BUSY_MS = 10_000  # how long anything waits for another process's transaction
-_LAYOUT_SECONDS = 7 * 86_400.0
-_DISOWNED_SECONDS = 86_400.0  # by then nothing of what was under way waits any more
+_INSERT = "INSERT INTO files VALUES(?,?,?,?,?,?,?,?,?,?)"
+_ASKED = (256, 32, 4, 1)  # keys in one query: few forms, which SQLite prepares once
+_FIND = """SELECT group_concat(hex(key) || ' ' || CAST(file AS INTEGER) || ' ' || CAST(row AS INTEGER), ';')
+FROM blocks WHERE key IN (%s)"""
+_FILES = """SELECT group_concat(number || ' ' || CAST(created AS INTEGER) || ' ' || hex(owner), ';')
+FROM files WHERE committed AND number IN (%s)"""
+_AGES = """SELECT namespace, count(*), total(blocks), total(nbytes), CAST(min(created) AS INTEGER),
+CAST(max(used) AS INTEGER) FROM files WHERE committed AND (owner IN (%s) OR ?) GROUP BY namespace"""
+_BUSY_S = 10.0  # how long a writer waits for another process's transaction
+_DISOWNED_S = 86_400.0  # by then nothing of what was under way waits any more
+_TRANSIENT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_NOMEM)
+_DISK = (
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN),
+    *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOLFS),
+)
 
-PENDING_SECONDS = 600.0
-"""A reserved extent whose writer has said nothing for so long is given up: the writer died."""
+PENDING_S = 600.0
+"""A reserved file whose writer has said nothing for so long is given up: the writer died."""
+
+INDEX_FAULTS = (sqlite3.Error, UnicodeError)
+"""What a faulty disk raises here."""
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether another process was in the way, so that the same may go well the next time."""
+    return _code(error) in _TRANSIENT
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether the index is of no use any more, where the disk or another process is not to blame."""
+    return _code(error) not in (*_TRANSIENT, *_DISK)
+
+
+def _code(error: Exception) -> int:
+    return int(getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """Where a block is: row ``row`` of extent ``extent``."""
+    """Where a block is.
 
-    extent: str
+    Attributes:
+        file: id of the block file.
+        row: of the file.
+        created: when it was written, in seconds since the epoch.
+        owner: `block_file.owner_of` its tenant.
+    """
+
+    file: str
     row: int
+    created: float
+    owner: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
-    """Room for one extent, and what had to go for it."""
+class Purge:
+    """What was deleted: of one tenant, what was written before a moment, both, or everything.
 
-    granted: bool
-    evicted: tuple[ExtentUse, ...] = ()
+    Attributes:
+        id: a later purge has a higher one, in a new index too.
+        owner: `block_file.owner_of` the tenant.
+        before: in seconds since the epoch.
+    """
+
+    id: int
+    owner: str | None
+    before: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class NewExtent:
-    """An extent that is about to be written; ``nbytes`` of the whole file, ``first`` its first block's hash, ``owner``
-    and ``writer`` as in `container.ExtentHeader`."""
+class NewFile:
+    """A block file that is about to be written, or was found: with the length of the whole file in bytes, and when it
+    was written."""
 
-    extent: str
-    namespace: str
-    blocks: int
+    file: str
     nbytes: int
-    position: int
-    first: bytes
+    created: float
+    namespace: str = ""
+    keys: Sequence[bytes] = ()
     owner: str = ""
     writer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class FoundFile:
-    """An extent's file, not read yet: its size in bytes, and when it was written in seconds since the epoch."""
+class Reservation:
+    """Whether there is room for a file, and what went for it."""
 
-    extent: str
-    nbytes: int
-    created: float
+    granted: bool
+    files: int = 0
+    blocks: int = 0
+
+
+def new_file_id() -> str:
+    """An id that is not in use: 63 random bits, which are the file's number in the index."""
+    return _id(secrets.randbits(63))
+
+
+def _id(number: int) -> str:
+    return f"{number & (1 << 64) - 1:016x}"
+
+
+def _number(file: str) -> int:
+    number = int(file, 16)
+    return number - (number >> 63 << 64)  # SQLite's are signed
+
+
+def _us(seconds: float) -> int:
+    return int(min(seconds, 1e12) * 1e6)
+
+
+def _text(stored: Any) -> str:
+    return stored.decode(errors="replace") if isinstance(stored, bytes) else ""
+
+
+def _block(namespace: str, key: bytes) -> bytes:
+    return _space(namespace) + key
+
+
+def _space(namespace: str) -> bytes:
+    return hashlib.blake2b(namespace.encode(), digest_size=16).digest()
 
 
 class BlockIndex:
     """The index of one directory. Safe to use from several threads and processes.
 
-    Every method may raise `sqlite3.Error`: the disk is full, read-only, or the file was damaged meanwhile.
-
-    Attributes:
-        generation: a name drawn when the file was made: what was found through one index says nothing about another's.
+    It has two connections: what only reads (`find`, `purges_after`, `last_purge`, `generation`) waits for no writer.
+    Every method may raise `INDEX_FAULTS`.
     """
 
-    def __init__(self, path: Path, found: Callable[[], Iterable[FoundFile]]) -> None:
-        """Open or create the file; ``found`` says which extents are there, and is asked where it is created.
-
-        Raises:
-            sqlite3.DatabaseError: the file is damaged, or of another version.
-        """
-        self._lock = threading.Lock()
-        self._told_to_disown: set[tuple[str, str]] = set()
-        self._db = sqlite3.connect(path, timeout=_BUSY_MS / 1000, check_same_thread=False, isolation_level=None)
+    def __init__(self, path: Path, found: Callable[[], Iterable[NewFile]], *, read_only: bool = False) -> None:
+        """Open the file, or create it and tell in it what ``found`` says of the block files that are there."""
+        self.read_only = read_only
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._disowned: set[tuple[str, str]] = set()
+        self._reader = self._db = _connect(path, "mode=ro" if read_only else "mode=rw", _BUSY_S)
         try:
-            self._db.execute("PRAGMA journal_mode=WAL")
-            # A lost commit is a lost cache entry, and its file is swept; a corrupt index cannot come of it.
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._create(found)
-            self._db.execute("SELECT count(*) FROM extents").fetchone()
-            self.generation = str(self._db.execute("SELECT max(name) FROM generation").fetchone()[0])
-        except sqlite3.Error:
-            self._db.close()
+            if read_only:
+                self._see_content(path)
+            else:
+                self._db.execute("PRAGMA journal_mode=WAL")
+                # A lost commit is a lost block, and its file is swept; a damaged index cannot come of it.
+                self._db.execute("PRAGMA synchronous=NORMAL")
+                self._create(found)
+                self._reader = _connect(path, "mode=rw", 0.0)
+                self._reader.execute("PRAGMA query_only=1")
+            version = self._reader.execute("PRAGMA user_version").fetchone()[0]
+            if version != _VERSION:
+                raise sqlite3.DatabaseError(f"an index of version {version}, this one is {_VERSION}")
+            self._reader.execute("SELECT number FROM files LIMIT 1").fetchone()
+        except BaseException:
+            self.close()
             raise
 
-    def _create(self, found: Callable[[], Iterable[FoundFile]]) -> None:
+    def _see_content(self, path: Path) -> None:
+        """Open the file without its log where that is not there, and cannot be made on a read-only disk."""
+        try:
+            self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError:
+            self._db.close()
+            self._reader = self._db = _connect(path, "immutable=1", _BUSY_S)
+
+    def _create(self, found: Callable[[], Iterable[NewFile]]) -> None:
         with self._write() as db:  # one transaction: another process sees all of it or nothing
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version == _VERSION:
                 return
-            if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                raise sqlite3.DatabaseError(f"index of version {version}, this one is {_VERSION}")
+            if version or db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise sqlite3.DatabaseError(f"an index of version {version}, this one is {_VERSION}")
             for statement in _SCHEMA.split(";"):
                 db.execute(statement)
-            rows = ((f.extent, "", 0, f.nbytes, 0, f.created, f.created, False, True, b"", "", "") for f in found())
+            times = ((_us(file.created), file) for file in found())
+            rows = ((_number(f.file), b"", 0, f.nbytes, at, at, 0, 1, b"", b"") for at, f in times)
             db.executemany(_INSERT, rows)
-            db.execute("INSERT INTO generation VALUES(?)", (uuid.uuid4().hex,))
+            _record(db, None, None)  # whoever used another index before cannot know what happened meanwhile
+            db.execute("INSERT INTO generation VALUES(?)", (secrets.token_bytes(16),))
             db.execute(f"PRAGMA user_version={_VERSION}")
 
     def close(self) -> None:
-        with self._lock:
+        with self._reading, suppress(sqlite3.Error):
+            self._reader.close()
+        with self._lock, suppress(sqlite3.Error):
             self._db.close()
 
     @contextmanager
@@ -164,234 +235,297 @@ class BlockIndex:
                     self._db.execute("BEGIN IMMEDIATE")
                 finally:
                     if not wait:
-                        self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
+                        self._db.execute(f"PRAGMA busy_timeout={_BUSY_S * 1000:.0f}")
                 yield self._db
         finally:
             self._lock.release()
 
-    # -- finding ------------------------------------------------------------------------------------------------
+    # -- reading beside writers -----------------------------------------------------------------------------------
 
-    def find(self, namespace: str, hashes: Iterable[bytes]) -> Iterator[BlockRef | None]:
-        """Where each of ``hashes`` is, None for what is not stored; lazily, so that a caller may stop at a miss."""
-        rest, count = iter(hashes), 1
-        while some := list(itertools.islice(rest, count)):
-            marks = ",".join("?" * len(some))
-            query = f"SELECT hash, extent, row FROM blocks WHERE namespace=? AND hash IN ({marks})"  # noqa: S608
-            with self._lock:
-                found = {h: BlockRef(extent, row) for h, extent, row in self._db.execute(query, (namespace, *some))}
-            yield from map(found.get, some)
-            count = min(8 * count, _MOST_ASKED)
+    def _read(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        with self._reading:
+            return self._reader.execute(query, values).fetchall()
 
-    def created(self, extent: str) -> float | None:
-        """When an extent was written, in seconds since the epoch; None where it is unknown."""
-        with self._lock:
-            row = self._db.execute("SELECT created FROM extents WHERE extent=? AND committed", (extent,)).fetchone()
-        return None if row is None else float(row[0])
+    def find(self, namespace: str, keys: Sequence[bytes]) -> list[BlockRef | None]:
+        """Where each block is, None for what is not stored.
 
-    def touch(self, extents: Iterable[str], *, again: bool = False) -> None:
-        """Note that these were used now; ``again``: a use of its own, after which an extent counts as frequent."""
-        rows = [(time.time(), again, e) for e in extents]
-        with self._write() as db:
-            db.executemany("UPDATE extents SET last_use=?, frequent=max(frequent, ?) WHERE extent=?", rows)
-
-    def hold(self, extents: Iterable[str], holder: str, seconds: float) -> set[str]:
-        """Keep extents from being evicted, by any process, until `release` or for so many seconds; they count as used.
-
-        Returns:
-            Those that were still there, and are now held.
+        A query answers in one row, because the interpreter may be handed to another thread at each row of SQLite's.
         """
-        now = time.time()
-        held = set()
-        with self._write() as db:
-            db.execute("DELETE FROM holds WHERE until<?", (now,))
-            for extent in extents:
-                if db.execute("UPDATE extents SET last_use=?, frequent=1 WHERE extent=?", (now, extent)).rowcount:
-                    db.execute("INSERT OR REPLACE INTO holds VALUES(?,?,?)", (extent, holder, now + seconds))
-                    held.add(extent)
-        return held
+        space = _space(namespace)
+        wanted = [space + key for key in keys]
+        blocks = {row[0]: (int(row[1]), int(row[2])) for row in self._ask(_FIND, wanted)}
+        files = {
+            int(row[0]): (_id(int(row[0])), int(row[1]) / 1e6, _text(bytes.fromhex(row[2].decode())))
+            for row in self._ask(_FILES, list({file for file, _ in blocks.values()}))
+        }
+        found: list[BlockRef | None] = []
+        for key in wanted:
+            number, place = blocks.get(key.hex().upper().encode(), (None, 0))
+            file = None if number is None else files.get(number)
+            found.append(None if file is None else BlockRef(file[0], place, file[1], file[2]))
+        return found
 
-    def release(self, holder: str) -> None:
-        """End what ``holder`` holds."""
-        with self._write() as db:
-            db.execute("DELETE FROM holds WHERE holder=?", (holder,))
+    def _ask(self, query: str, values: Sequence[Any]) -> Iterator[list[bytes]]:
+        """The rows of a query for many values, as text."""
+        at = 0
+        while at < len(values):
+            size = next(size for size in _ASKED if size <= len(values) - at)
+            ((answer,),) = self._read(query % ",".join("?" * size), values[at : at + size])
+            yield from (row.split(b" ") for row in (answer or b"").split(b";") if row)
+            at += size
+
+    @property
+    def generation(self) -> str:
+        """A name that is drawn when an index is created, and anew when a purge deletes everything."""
+        return _hex(self._read("SELECT max(name) FROM generation")[0][0])
+
+    def purges_after(self, purge: int) -> list[Purge]:
+        rows = self._read("SELECT id, owner, CAST(before AS INTEGER) FROM purges WHERE id>? ORDER BY id", (purge,))
+        return [
+            Purge(i, None if owner is None else _text(owner), None if at is None else at / 1e6) for i, owner, at in rows
+        ]
+
+    def last_purge(self) -> int:
+        return int(self._read("SELECT coalesce(max(id), 0) FROM purges")[0][0])
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def reserve(self, new: NewExtent, bounds: Bounds, delete: Callable[[str], None]) -> Reservation:
-        """Make room for an extent and take it, in one step; `commit` or `remove` must follow.
+    def touch(self, used: Mapping[str, tuple[float, bool]]) -> None:
+        """Note when files were used last, and whether that was a use of its own; without waiting for anybody."""
+        try:
+            with self._write(wait=False) as db:
+                _touch(db, used)
+        except sqlite3.OperationalError as error:
+            if not is_transient(error):
+                raise
+
+    def reserve(
+        self,
+        new: NewFile,
+        max_bytes: int,
+        max_blocks: int,
+        delete: Callable[[str], None],
+        used: Mapping[str, tuple[float, bool]],
+        generation: str | None,
+    ) -> Reservation:
+        """Make room for a file and take it, in one step; `commit` or `remove` must follow.
 
         Args:
             new: what is about to be written.
-            bounds: of the directory.
-            delete: deletes the file of an extent that has to go, before anyone else may take the room.
+            max_bytes, max_blocks: of the directory; 0 for no bound.
+            delete: deletes a file that has to go, before anybody else may take its room.
+            used: see `touch`.
+            generation: None, or the one in which the blocks were computed.
         """
-        now = time.time()
-        if (bounds.max_bytes and new.nbytes > bounds.max_bytes) or (
-            bounds.max_blocks and new.blocks > bounds.max_blocks
-        ):
+        if (max_bytes and new.nbytes > max_bytes) or (max_blocks and len(new.keys) > max_blocks):
             return Reservation(False)
         with self._write() as db:
-            if _disowned(db, new):
+            _touch(db, used)
+            now = db.execute("SELECT max(name) FROM generation").fetchone()[0]
+            if _disowned(db, new) or generation not in (None, _hex(now)):
                 return Reservation(False)
-            target, returned = ghosts.target(db, new.namespace, new.first, bounds)
             _, blocks, nbytes = _totals(db)
-            over_bytes = nbytes + new.nbytes - bounds.max_bytes if bounds.max_bytes else 0
-            over_blocks = blocks + new.blocks - bounds.max_blocks if bounds.max_blocks else 0
-            gone: list[ExtentUse] = []
-            if over_bytes > 0 or over_blocks > 0:
-                kept = db.execute("SELECT coalesce(sum(nbytes),0) FROM extents WHERE NOT frequent").fetchone()[0]
-                recent, frequent = (_evictable(db, now, frequent=which) for which in (False, True))
-                for use in victims(recent, frequent, kept, target):
-                    gone.append(use)
-                    over_bytes, over_blocks = over_bytes - use.nbytes, over_blocks - use.blocks
-                    if over_bytes <= 0 and over_blocks <= 0:
-                        break
-                else:
-                    return Reservation(False)  # nothing was written: the rest is held by loads
-            ghosts.leave(db, gone, bounds, now)
-            _delete(db, [use.extent for use in gone])
-            for use in gone:
-                delete(use.extent)
-            db.execute("UPDATE arc SET target=?", (target,))
-            row = (new.extent, new.namespace, new.blocks, new.nbytes, new.position, now, now, returned, False)
-            db.execute(_INSERT, (*row, new.first, new.owner, new.writer))
-        return Reservation(True, tuple(gone))
+            over_bytes = nbytes + new.nbytes - max_bytes if max_bytes else 0
+            over_blocks = blocks + len(new.keys) - max_blocks if max_blocks else 0
+            gone = _victims(db, over_bytes, over_blocks, _us(new.created - PENDING_S))
+            if gone is None:
+                return Reservation(False)
+            _delete(db, [number for number, _ in gone])
+            for number, _ in gone:
+                delete(_id(number))
+            at = _us(new.created)
+            row = (_number(new.file), new.namespace.encode(), len(new.keys), new.nbytes, at, at, 0, 0)
+            db.execute(_INSERT, (*row, new.owner.encode(), new.writer.encode()))
+        return Reservation(True, len(gone), sum(blocks for _, blocks in gone))
 
-    def commit(self, new: NewExtent, hashes: Sequence[bytes]) -> int:
-        """Name the blocks of a reserved extent whose file is there now, and return how many were new.
-
-        With none new, or where the reservation was given up meanwhile, nothing is kept: the file must go.
-        """
-        with self._write() as db:
-            if not db.execute("SELECT 1 FROM extents WHERE extent=?", (new.extent,)).fetchone():
-                return 0
-            added = self._name(db, new.namespace, new.extent, hashes)
-            if added:
-                db.execute("UPDATE extents SET committed=1 WHERE extent=?", (new.extent,))
-            else:
-                _delete(db, [new.extent])
-        return added
-
-    @staticmethod
-    def _name(db: sqlite3.Connection, namespace: str, extent: str, hashes: Sequence[bytes]) -> int:
-        rows = ((namespace, h, extent, row) for row, h in enumerate(hashes))
-        return int(db.executemany("INSERT OR IGNORE INTO blocks VALUES(?,?,?,?)", rows).rowcount)
-
-    def unread(self, most: int) -> list[str]:
-        """Extents that were found without an index and not read yet, the youngest first."""
-        query = "SELECT extent FROM extents WHERE blocks=0 ORDER BY created DESC LIMIT ?"
-        with self._lock:
-            return [row[0] for row in self._db.execute(query, (most,))]
-
-    def adopt(self, read: Iterable[tuple[NewExtent, Sequence[bytes]]]) -> list[str]:
-        """Name the blocks of extents that were `unread`; what another process adopted or evicted meanwhile is left.
+    def commit(self, new: NewFile) -> bool:
+        """Name the blocks of a reserved file, which is there now.
 
         Returns:
-            Those without a block that is not stored already, and disowned ones; they are forgotten, and their files
-            must go.
+            False where none was new, or the reservation is gone: then nothing is kept, and the file must go.
         """
-        fields = "namespace=?, blocks=?, position=?, first=?, owner=?, writer=?"
-        query = f"UPDATE extents SET {fields} WHERE extent=? AND blocks=0"  # noqa: S608
+        with self._write() as db:
+            if not db.execute("UPDATE files SET committed=1 WHERE number=?", (_number(new.file),)).rowcount:
+                return False
+            if _name(db, new):
+                return True
+            _delete(db, [_number(new.file)])
+            return False
+
+    def unread(self, most: int) -> list[str]:
+        """Files that were found without an index and not read yet, the youngest first."""
+        with self._lock:
+            rows = self._db.execute("SELECT number FROM files WHERE blocks=0 ORDER BY created DESC LIMIT ?", (most,))
+            return [_id(row[0]) for row in rows]
+
+    def adopt(self, read: Iterable[NewFile]) -> list[str]:
+        """Name the blocks of files that were `unread`; what another process adopted or evicted meanwhile is left.
+
+        Returns:
+            Those without a block that is not stored already, and disowned ones; they are forgotten, and must go.
+        """
+        query = "UPDATE files SET namespace=?, blocks=?, owner=?, writer=? WHERE number=? AND blocks=0"
         useless: list[str] = []
         with self._write() as db:
-            for new, hashes in read:
-                row = (new.namespace, new.blocks, new.position, new.first, new.owner, new.writer, new.extent)
-                if db.execute(query, row).rowcount and (
-                    _disowned(db, new) or not self._name(db, new.namespace, new.extent, hashes)
-                ):
-                    useless.append(new.extent)
-            _delete(db, useless)
+            for new in read:
+                row = (new.namespace.encode(), len(new.keys), new.owner.encode(), new.writer.encode())
+                mine = db.execute(query, (*row, _number(new.file))).rowcount
+                if mine and (_disowned(db, new) or not _name(db, new)):
+                    useless.append(new.file)
+            _delete(db, map(_number, useless))
         return useless
 
-    def remove(self, extents: Iterable[str]) -> None:
+    def remove(self, files: Iterable[str]) -> None:
         with self._write() as db:
-            _delete(db, extents)
+            _delete(db, map(_number, files))
 
     def disown(self, namespace: str, writer: str) -> list[str]:
         """Forget what ``writer`` wrote under this namespace, and take nothing more of it there; the files must go.
         The first call waits for others as all do, further ones do not: engines try again in each step."""
         what, now = (writer, namespace), time.time()
-        first = what not in self._told_to_disown
-        self._told_to_disown.add(what)
+        first = what not in self._disowned
+        self._disowned.add(what)
         with self._write(wait=first) as db:
-            db.execute("DELETE FROM disowned WHERE at<?", (now - _DISOWNED_SECONDS,))
-            db.execute("INSERT OR REPLACE INTO disowned VALUES(?,?,?)", (writer, namespace, now))
-            query = "SELECT extent FROM extents WHERE namespace=? AND writer=?"
-            gone = [row[0] for row in db.execute(query, (namespace, writer))]
+            db.execute("DELETE FROM disowned WHERE at<?", (_us(now - _DISOWNED_S),))
+            row = (writer.encode(), namespace.encode())
+            db.execute("INSERT OR REPLACE INTO disowned VALUES(?,?,?)", (*row, _us(now)))
+            gone = [n for (n,) in db.execute("SELECT number FROM files WHERE writer=? AND namespace=?", row)]
             _delete(db, gone)
-        return gone
+        return [_id(number) for number in gone]
 
-    def expired(self, before: float) -> list[str]:
-        """Extents written before this moment, and those whose writer died."""
-        query = "SELECT extent FROM extents WHERE created<? OR (NOT committed AND created<?)"
-        with self._lock:
-            return [row[0] for row in self._db.execute(query, (before, time.time() - PENDING_SECONDS))]
+    def purge(self, owner: str | None, namespace: str | None, before: float | None) -> list[str]:
+        """Forget files, those that are being written too, and record that for all who use the index; they must go."""
+        with self._write() as db:
+            gone = [number for (number,) in db.execute(*_chosen("number", owner, namespace, before))]
+            if owner is None and namespace is None and before is None:
+                db.execute("DELETE FROM blocks")
+                db.execute("DELETE FROM files")
+                db.execute("UPDATE generation SET name=?", (secrets.token_bytes(16),))
+            else:
+                _delete(db, gone)
+            _record(db, owner, before)
+        return [_id(number) for number in gone]
+
+    def expire(self, before: float) -> list[str]:
+        """Forget what was written before this moment, and what writers reserved that died; the files must go."""
+        query = "SELECT number FROM files WHERE created<? OR (NOT committed AND created<?)"
+        with self._write() as db:
+            gone = [number for (number,) in db.execute(query, (_us(before), _us(time.time() - PENDING_S)))]
+            _delete(db, gone)
+        return [_id(number) for number in gone]
 
     # -- looking at it ------------------------------------------------------------------------------------------
 
+    def files(
+        self, *, owner: str | None = None, namespace: str | None = None, before: float | None = None
+    ) -> list[str]:
+        """All files, or those of a tenant, of a namespace, written before a moment, or of all that is given."""
+        with self._lock:
+            return [_id(number) for (number,) in self._db.execute(*_chosen("number", owner, namespace, before))]
+
     def totals(self, namespace: str | None = None) -> tuple[int, int, int]:
-        """Extents, blocks and bytes, of one namespace or of all; reserved and unread ones are among all."""
+        """Files, blocks and bytes, of one namespace or of all; reserved and unread ones are among all."""
         with self._lock:
             return _totals(self._db, namespace)
 
-    def extents(self, namespace: str | None = None) -> list[str]:
-        """All extents of a namespace, or of the directory."""
-        where, args = ("", ()) if namespace is None else (" WHERE namespace=?", (namespace,))
-        with self._lock:
-            return [row[0] for row in self._db.execute(f"SELECT extent FROM extents{where}", args)]  # noqa: S608
-
-    def owned(self, owner: str) -> list[str]:
-        """All extents of a tenant."""
-        with self._lock:
-            return [row[0] for row in self._db.execute("SELECT extent FROM extents WHERE owner=?", (owner,))]
-
     def ages(self, owners: Sequence[str] | None = None) -> dict[str, tuple[int, int, int, float, float]]:
-        """By namespace: extents, blocks, bytes, when the oldest was written and the latest used; of some tenants."""
-        whose = "" if owners is None else f" AND owner IN ({','.join('?' * len(owners))})"
-        query = "SELECT namespace, count(*), sum(blocks), sum(nbytes), min(created), max(last_use) FROM extents"
+        """By namespace: files, blocks, bytes, when the oldest was written and the latest used; of some tenants."""
+        query, tags = _AGES % ",".join("?" * len(owners or ())), [owner.encode() for owner in owners or ()]
         with self._lock:
-            rows = self._db.execute(f"{query} WHERE committed{whose} GROUP BY namespace", tuple(owners or ()))
-            return {row[0]: tuple(row[1:]) for row in rows}
-
-    # -- layouts ------------------------------------------------------------------------------------------------
-
-    def put_layout(self, engine: str, rank: int, layout: str) -> None:
-        """Tell the scheduler of the same engine how this worker's blocks look."""
-        now = time.time()
-        with self._write() as db:
-            db.execute("DELETE FROM layouts WHERE created<?", (now - _LAYOUT_SECONDS,))
-            db.execute("INSERT OR REPLACE INTO layouts VALUES(?,?,?,?)", (engine, rank, layout, now))
-
-    def layouts(self, engine: str) -> dict[int, str]:
-        """What the workers of an engine said, by rank."""
-        with self._lock:
-            rows = self._db.execute("SELECT rank, layout FROM layouts WHERE engine=?", (engine,)).fetchall()
-        return {int(rank): str(layout) for rank, layout in rows}
+            rows = self._db.execute(query, [*tags, owners is None]).fetchall()
+        return {_text(row[0]): (row[1], int(row[2]), int(row[3]), row[4] / 1e6, row[5] / 1e6) for row in rows}
 
 
-def _disowned(db: sqlite3.Connection, new: NewExtent) -> bool:
-    query = "SELECT 1 FROM disowned WHERE writer=? AND namespace=?"
-    return db.execute(query, (new.writer, new.namespace)).fetchone() is not None
+def _connect(path: Path, how: str, wait_s: float) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?{how}"
+    db = sqlite3.connect(uri, uri=True, timeout=wait_s, check_same_thread=False, isolation_level=None)
+    db.text_factory = bytes
+    return db
+
+
+def _hex(stored: Any) -> str:
+    return stored.hex() if isinstance(stored, bytes) else ""
+
+
+def _name(db: sqlite3.Connection, new: NewFile) -> int:
+    """How many blocks of a file are found there now. What another file has stays, but for one that is not known."""
+    rows = ((_block(new.namespace, key), _number(new.file), row) for row, key in enumerate(new.keys))
+    query = (
+        "INSERT INTO blocks VALUES(?,?,?) ON CONFLICT(key) DO UPDATE SET file=excluded.file, row=excluded.row "
+        "WHERE file NOT IN (SELECT number FROM files)"
+    )
+    return int(db.executemany(query, rows).rowcount)
+
+
+def _touch(db: sqlite3.Connection, used: Mapping[str, tuple[float, bool]]) -> None:
+    rows = [(_us(at), again, _number(file)) for file, (at, again) in used.items()]
+    db.executemany("UPDATE files SET used=?, again=max(again, ?) WHERE number=?", rows)
+
+
+def _disowned(db: sqlite3.Connection, new: NewFile) -> bool:
+    row = (new.writer.encode(), new.namespace.encode())
+    return db.execute("SELECT 1 FROM disowned WHERE writer=? AND namespace=?", row).fetchone() is not None
 
 
 def _totals(db: sqlite3.Connection, namespace: str | None = None) -> tuple[int, int, int]:
-    where, args = ("", ()) if namespace is None else (" WHERE namespace=?", (namespace,))
-    query = f"SELECT count(*), coalesce(sum(blocks),0), coalesce(sum(nbytes),0) FROM extents{where}"  # noqa: S608
-    row = db.execute(query, args).fetchone()
-    return int(row[0]), int(row[1]), int(row[2])
+    # total() is exact below 2**53, and no sum of what is stored makes it fail.
+    return tuple(map(int, db.execute(*_chosen("count(*), total(blocks), total(nbytes)", None, namespace)).fetchone()))  # type: ignore[return-value]
 
 
-def _evictable(db: sqlite3.Connection, now: float, *, frequent: bool) -> Iterator[ExtentUse]:
-    """What may go, in the order in which it goes: not what a load holds, and not what is being written."""
-    query = (
-        "SELECT extent, nbytes, blocks FROM extents WHERE frequent=? AND (committed OR created<?) AND NOT EXISTS "
-        "(SELECT 1 FROM holds WHERE holds.extent=extents.extent AND until>=?) ORDER BY last_use, position DESC"
-    )
-    rows = db.execute(query, (frequent, now - PENDING_SECONDS, now))
-    return (ExtentUse(extent, nbytes, blocks, frequent) for extent, nbytes, blocks in rows)
+def _chosen(
+    columns: str, owner: str | None, namespace: str | None, before: float | None = None
+) -> tuple[str, list[Any]]:
+    """A query over files, with its values."""
+    given = {
+        "owner=?": None if owner is None else owner.encode(),
+        "namespace=?": None if namespace is None else namespace.encode(),
+        "created<?": None if before is None else _us(before),
+    }
+    where = [test for test, value in given.items() if value is not None]
+    query = f"SELECT {columns} FROM files" + (f" WHERE {' AND '.join(where)}" if where else "")  # noqa: S608
+    return query, [value for value in given.values() if value is not None]
 
 
-def _delete(db: sqlite3.Connection, extents: Iterable[str]) -> None:
-    ids = [(e,) for e in extents]
-    db.executemany("DELETE FROM blocks WHERE extent=?", ids)
-    db.executemany("DELETE FROM extents WHERE extent=?", ids)
+def _victims(
+    db: sqlite3.Connection, over_bytes: float, over_blocks: float, pending: int
+) -> list[tuple[int, int]] | None:
+    """The files that go to free so much, with the blocks of each; None where all that may go is not enough.
+
+    There are two queues, each with what was used longest ago first: what was not used again since it came, and what
+    was. The first one gives while it holds more than half of all bytes. So a walk through a data set, of which each
+    block is used once, does not push out what is used every day.
+    """
+    if over_bytes <= 0 and over_blocks <= 0:
+        return []
+    query = "SELECT number, nbytes, blocks FROM files WHERE again=? AND (committed OR created<?) ORDER BY used, number"
+    queues = [db.execute(query, (again, pending)) for again in (0, 1)]
+    heads = [next(queue, None) for queue in queues]
+    held = [db.execute("SELECT total(nbytes) FROM files WHERE again=?", (again,)).fetchone()[0] for again in (0, 1)]
+    gone: list[tuple[int, int]] = []
+    while over_bytes > 0 or over_blocks > 0:
+        which = 0 if held[0] > held[1] else 1
+        if heads[which] is None:
+            which = 1 - which
+        if (head := heads[which]) is None:
+            return None
+        number, nbytes, blocks = head
+        gone.append((number, blocks))
+        held[which] -= nbytes
+        over_bytes, over_blocks = over_bytes - nbytes, over_blocks - blocks
+        heads[which] = next(queues[which], None)
+    return gone
+
+
+def _delete(db: sqlite3.Connection, numbers: Iterable[int]) -> None:
+    rows = [(number,) for number in numbers]
+    db.executemany("DELETE FROM blocks WHERE file=?", rows)
+    db.executemany("DELETE FROM files WHERE number=?", rows)
+
+
+def _record(db: sqlite3.Connection, owner: str | None, before: float | None) -> None:
+    """Note a purge in the place of those that it includes."""
+    tag, at = None if owner is None else owner.encode(), None if before is None else _us(before)
+    last = db.execute("SELECT coalesce(max(id), 0) FROM purges").fetchone()[0]
+    db.execute("DELETE FROM purges WHERE (?1 IS NULL OR owner IS ?1) AND (?2 IS NULL OR before<=?2)", (tag, at))
+    # From the clock, so that a later index has higher ones.
+    db.execute("INSERT INTO purges VALUES(?,?,?)", (max(last + 1, _us(time.time())), tag, at))

@@ -18,18 +18,19 @@ from pathlib import Path
 
 from semkv.config import CacheConfig
 from semkv.errors import CorruptValue, StoreError
+from semkv.stores.block_file import FORMAT_VERSION
+from semkv.stores.block_folder import INDEX, LOCK, MARKER, empty_index, opening
 from semkv.stores.catalog import Catalog
-from semkv.stores.directory import ExtentDirectory
+from semkv.stores.files import make_folder as make_private
 from semkv.stores.files import matching, replace_text
 
-MARKER = "semkv.json"
-LOCK = "open.lock"
 CATALOG = "catalog.sqlite"
 FORMAT = 1
 _STORES = ("kv", "fusion")
+_LOCK_S = 60.0  # for processes that open a store
 
 # What semkv writes into a cache directory, and into a directory of fusion states alone.
-EXTENT_FILES = (MARKER, LOCK, "index.sqlite", "index.sqlite-*", "extents/??/*", f"{MARKER}.*.tmp")
+BLOCK_FILES = (MARKER, LOCK, INDEX, f"{INDEX}-*", "extents/??/*", f"{MARKER}.*.tmp")
 CACHE_FILES = (
     MARKER,
     CATALOG,
@@ -41,7 +42,7 @@ CACHE_FILES = (
     "policy.json.*.tmp",
     f"weights/{'?' * 64}.json",  # what the connectors noted of checkpoints
     f"weights/{'?' * 64}.json.*.tmp",
-    *(f"{store}/{pattern}" for store in _STORES for pattern in EXTENT_FILES),
+    *(f"{store}/{pattern}" for store in _STORES for pattern in BLOCK_FILES),
 )
 
 
@@ -55,7 +56,7 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
     """
     roots = [(config.cache_dir, CACHE_FILES)]
     if config.fusion_cache_dir is not None:
-        roots.append((config.fusion_cache_dir, EXTENT_FILES))
+        roots.append((config.fusion_cache_dir, BLOCK_FILES))
     ours = is_ours(config.cache_dir)
     for root, patterns in roots:
         if root.exists() and not root.is_dir():
@@ -131,9 +132,9 @@ def purge_directory(
 ) -> int:
     """Remove what semkv wrote below ``root``; an empty or missing directory is left as it is.
 
-    The indexes of the extents go first, under the lock of whoever opens a directory: a running engine sees at its next
-    lookup that its index is gone, and serves nothing any more that it has in memory (`shared_index`). The lock goes
-    last, when everything it guards is gone: whoever opens the directory after that makes a new one, and a whole store.
+    Block stores are emptied under the lock of whoever opens them. An index that a running engine has open is emptied
+    and stays, with its sign and lock: the engine hears of the purge, and goes on. Elsewhere the lock goes last, when
+    everything it guards is gone: whoever opens the directory after that makes a new one, and a whole store.
 
     Args:
         root: the directory.
@@ -159,14 +160,16 @@ def purge_directory(
     with contextlib.ExitStack() as held:
         stores = _stores(root, patterns)
         locked = {store for store in stores if _inside(files, store)}
+        staying = set()
         for store in sorted(locked):
-            directory = ExtentDirectory(store, "")
-            held.enter_context(directory.one_opener(make=True))  # another purge may have been faster
-            directory.discard_index()
+            held.enter_context(opening(store, wait_s=_LOCK_S))  # which another purge may have deleted meanwhile
+            if empty_index(store):
+                staying.add(store)
+                files -= {store / MARKER, store / LOCK, *store.glob(f"{INDEX}*")}
         if CATALOG in patterns:
             (root / CATALOG).unlink(missing_ok=True)  # without it no graphs are written
         found = _files(root, patterns)  # also what a running engine wrote until then, and the locks
-        files |= found.difference(*(_inside(found, store) for store in stores - locked))  # those are new
+        files |= found.difference(*(_inside(found, store) for store in stores - locked | staying))  # those are new
         locks = {file for file in files if file.name == LOCK}
         # The sign goes last but for the locks, so that a purge that was cut off can be repeated.
         for file in sorted(files - markers - locks) + sorted(files & markers):
@@ -240,8 +243,12 @@ def _check(root: Path) -> None:
             raise _unusable(root, error) from error
         except ValueError:
             found = None
-        version = found.get("format") if isinstance(found, dict) else None
-        if version != FORMAT:
+        found = found if isinstance(found, dict) else {}
+        version, is_store = found.get("format"), found.get("kind") in _STORES or marker.parent != root
+        # Of an older format a block store empties itself.
+        if not isinstance(version, int) or not (1 if is_store else FORMAT) <= version <= (
+            FORMAT_VERSION if is_store else FORMAT
+        ):
             raise StoreError(
                 f"{root} was written by another version of semkv (format {version}, this one reads {FORMAT}): "
                 "empty it with --purge or choose another --cache-dir"
@@ -268,7 +275,7 @@ def make_folder(root: Path) -> None:
         StoreError: it cannot be made.
     """
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_private(root)
     except OSError as error:
         raise _unusable(root, error) from error
 

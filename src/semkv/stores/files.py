@@ -1,18 +1,166 @@
-"""Files that other processes read, replace and delete meanwhile."""
+"""Files that other processes read, replace and delete meanwhile. What is made here can be read by its owner only."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from semkv.errors import StoreError
+
 STRAY_S = 3600.0
 """Age at which a temporary file is a dead writer's."""
+
+FileId = tuple[int, int]
+"""Device and inode: two files that are there at the same time never have the same. One that is open is there."""
+
+_FOLDER, _FILE = 0o700, 0o600
+_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_LOCK_POLL_S = 0.002
+
+
+def file_id(path: Path) -> FileId | None:
+    """Which file has this name at this moment, at the price of one ``stat``; None where there is none.
+
+    Raises:
+        OSError: that cannot be said.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, which only this user can enter.
+
+    Raises:
+        OSError: it cannot be made; FileExistsError where a file or a broken link has its name.
+    """
+    while True:
+        try:
+            folder.mkdir(_FOLDER)
+            return
+        except FileExistsError:
+            if folder.is_dir():
+                return
+            if folder.is_symlink() or folder.exists():
+                raise
+        except FileNotFoundError:  # also where another process deletes the folders above meanwhile
+            make_folder(folder.parent)
+
+
+def check_private(folder: Path) -> None:
+    """See that nobody else can write into a folder, and that nobody else can read it where that is ours to say.
+
+    Raises:
+        StoreError: others can write into it.
+        OSError: it is not there.
+    """
+    status = folder.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o022:
+        raise StoreError(
+            f"{folder} can be written by other users (mode {mode:03o}): run 'chmod 700 {folder}' "
+            "if you trust what is in it, or choose another cache directory"
+        )
+    if mode & 0o055 and status.st_uid == os.geteuid():
+        with contextlib.suppress(OSError):  # a read-only disk
+            folder.chmod(_FOLDER)
+
+
+def open_file(path: Path, flags: int) -> int:
+    """Open a regular file, made for its owner only where ``flags`` say so; a link is not followed.
+
+    Raises:
+        StoreError: it is a link, a folder, a device or a pipe.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, flags | _OPEN, _FILE)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise _strange(path) from error
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise _strange(path)
+
+
+def check_regular(path: Path) -> bool:
+    """Whether a file is there.
+
+    Raises:
+        StoreError: it is a link, a folder, a device or a pipe.
+    """
+    try:
+        regular = stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+    if not regular:
+        raise _strange(path)
+    return True
+
+
+def _strange(path: Path) -> StoreError:
+    return StoreError(f"{path} is not a regular file: delete it, or choose another cache directory")
+
+
+@contextmanager
+def lock(path: Path, *, make: bool, wait_s: float) -> Iterator[None]:
+    """One process, and one thread of it, at a time. Whoever holds the lock may delete its file as the last step.
+
+    Args:
+        path: of the lock's file, which is made where it is missing.
+        make: make its folder too.
+        wait_s: how long to wait while another one holds it.
+
+    Raises:
+        StoreError: it is not a regular file.
+        BlockingIOError: another one still holds it after ``wait_s``.
+        OSError: its folder is not there, or cannot be made or written.
+    """
+    descriptor = _locked(path, make, time.monotonic() + wait_s)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(path: Path, make: bool, until: float) -> int:
+    while True:
+        if make:
+            make_folder(path.parent)
+        try:
+            descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:
+            if make and time.monotonic() < until:  # another process deleted the folder meanwhile
+                continue
+            raise
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            status = os.fstat(descriptor)
+            if file_id(path) == (status.st_dev, status.st_ino):  # else its file was deleted meanwhile
+                return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                os.close(descriptor)
+                raise
+            time.sleep(_LOCK_POLL_S)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def fsync_directory(path: Path) -> None:
@@ -24,6 +172,11 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def new_name(path: Path) -> Path:
+    """A name beside ``path`` for a file that takes its place later; nobody else draws the same."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of ``path``, in full and durably, when the block ends without an exception.
@@ -33,9 +186,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: the disk is full or read-only; the temporary file is gone.
     """
-    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    part = new_name(path)
     try:
-        with part.open("wb") as file:
+        with os.fdopen(open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,9 @@ import numpy.typing as npt
 
 from semkv.errors import CorruptValue
 from semkv.keys import digest
-from semkv.stores.blocks import StoreStats
-from semkv.stores.bounds import Bounds
-from semkv.stores.container import Bytes, room
-from semkv.stores.extents import ExtentStore
+from semkv.stores.block_file import Bytes, room
+from semkv.stores.block_index import BlockRef
+from semkv.stores.blocks import BlockStore, Bounds
 
 FUSION_MAX_BYTES = 8 << 30
 _ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -55,11 +57,26 @@ class FusionState:
         return self.data.view(np.dtype(self.dtype)).reshape(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What a store holds and did since it was opened.
+
+    Attributes:
+        files, blocks, nbytes: of this namespace, on disk now.
+        counters: see `BlockStore.counters`.
+    """
+
+    files: int
+    blocks: int
+    nbytes: int
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+
 class FusionStore:
     """Fusion states of one namespace on disk. Safe to use from several threads and processes."""
 
-    def __init__(self, extents: ExtentStore, namespace: str) -> None:
-        self._extents = extents
+    def __init__(self, blocks: BlockStore, namespace: str) -> None:
+        self._blocks = blocks
         self.namespace = digest("fusion", namespace)
 
     @classmethod
@@ -72,75 +89,72 @@ class FusionStore:
             bounds: of the directory; 8 GiB by default.
 
         Raises:
-            StoreError: ``directory`` is a file, or was written by another format version.
+            StoreError: see `BlockStore`.
         """
-        return cls(ExtentStore(directory, "fusion", bounds or Bounds(FUSION_MAX_BYTES)), namespace_digest)
+        return cls(BlockStore(directory, "fusion", bounds or Bounds(FUSION_MAX_BYTES)), namespace_digest)
 
     @property
     def writer(self) -> str:
-        """See `ExtentStore.writer`."""
-        return self._extents.writer
+        """See `BlockStore.writer`."""
+        return self._blocks.writer
 
     def apart(self, namespace_digest: str) -> FusionStore:
         """The states of another namespace in the same directory."""
-        return FusionStore(self._extents, namespace_digest)
+        return FusionStore(self._blocks, namespace_digest)
 
-    def _hash(self, key: str) -> bytes:
-        return bytes.fromhex(digest("item", key))
+    def _find(self, key: str) -> tuple[bytes, BlockRef | None]:
+        block = bytes.fromhex(digest("item", key))
+        return block, self._blocks.find(self.namespace, [block])[0]
 
     def __contains__(self, key: str) -> bool:
-        return bool(self._extents.find_prefix(self.namespace, [self._hash(key)]))
+        return self._find(key)[1] is not None
 
     def load(self, key: str) -> FusionState | None:
         """Read and check a state; None when it is not stored or was damaged."""
-        hashes = [self._hash(key)]
-        refs = self._extents.find_prefix(self.namespace, hashes)
-        if not refs:
+        block, ref = self._find(key)
+        if ref is None:
             return None
-        header, row_bytes = self._extents.files.describe(refs[0].extent) or (None, 0)
-        row = room(1, row_bytes)
-        layout: Any = None if header is None else header.layout
-        if self._extents.read(self.namespace, layout, hashes, refs, row) != 1:  # counts and deletes what is damaged
+        layout, row_bytes = self._blocks.layout(ref) or ("null", 0)
+        row = room(1, row_bytes)[0]
+        # Counts and deletes what is damaged.
+        if not self._blocks.read(json.loads(layout), self.namespace, [block], [ref], [row])[0]:
             return None
         try:
-            shape, dtype = layout["shape"], layout["dtype"]
-            return FusionState(key, row[0], tuple(int(n) for n in shape), str(dtype))
-        except (KeyError, TypeError, ValueError, CorruptValue):  # another writer's header
-            self._extents.reject(refs[0].extent)
+            document = json.loads(layout)
+            return FusionState(key, row, tuple(int(n) for n in document["shape"]), str(document["dtype"]))
+        except (KeyError, TypeError, ValueError, OverflowError, CorruptValue):  # another writer's header
+            self._blocks.reject(ref.file)
             return None
 
     def ends(self, key: str) -> float:
         """When a stored state is too old to be served, in seconds since the epoch."""
-        return self._extents.ends(self.namespace, [self._hash(key)])
+        max_age_s, ref = self._blocks.bounds.max_age_s, self._find(key)[1]
+        return ref.created + max_age_s if ref is not None and max_age_s else math.inf
 
     def renew(self) -> str:
-        """See `ExtentStore.renew`."""
-        return self._extents.renew()
+        """See `BlockStore.generation`."""
+        return self._blocks.generation
 
     def save(self, state: FusionState, generation: str | None = None, owner: str = "") -> bool:
         """Store a state; False when it was there already, or the disk or the bounds did not allow it.
 
         ``generation``: of the store when the state was computed; what was purged since is not stored again.
-        ``owner``: see `container.owner_of`.
+        ``owner``: see `block_file.owner_of`.
         """
-        if state.key in self:
-            return False
-        layout = {"shape": list(state.shape), "dtype": state.dtype}
-        rows = state.data.reshape(1, -1)
-        hashes = [self._hash(state.key)]
-        written = self._extents.write(self.namespace, layout, hashes, [rows], generation=generation, owner=owner)
-        return written is not None
+        block, layout = self._find(state.key)[0], {"shape": list(state.shape), "dtype": state.dtype}
+        rows = [state.data]
+        return self._blocks.write(self.namespace, layout, [block], rows, generation=generation, owner=owner) is not None
 
     def stats(self) -> StoreStats:
-        return StoreStats(*self._extents.totals(self.namespace), dict(self._extents.counters))
+        return StoreStats(*self._blocks.totals(self.namespace), dict(self._blocks.counters))
 
     def disown(self) -> bool:
-        """See `ExtentStore.disown`."""
-        return self._extents.disown(self.namespace)
+        """See `BlockStore.disown`."""
+        return self._blocks.disown(self.namespace)
 
     def purge(self) -> int:
         """Delete what this namespace holds; returns the number of states."""
-        return self._extents.purge(self.namespace)
+        return self._blocks.purge(namespace=self.namespace)
 
     def close(self) -> None:
-        self._extents.close()
+        self._blocks.close()

@@ -28,8 +28,7 @@ import xxhash
 from semkv.errors import CorruptValue
 from semkv.keys import digest
 from semkv.stores.catalog_rows import last_purge
-from semkv.stores.directory import FileId, file_id
-from semkv.stores.files import described, fsync_directory, matching, remove_strays
+from semkv.stores.files import FileId, described, file_id, fsync_directory, matching, open_file, remove_strays
 
 FOLDER = "graphs"
 _MAGIC = b"semkv graph 1\n"
@@ -86,9 +85,9 @@ class GraphFiles:
         part = file.with_suffix(f".{secrets.token_hex(8)}.tmp")
         checksum = xxhash.xxh3_128()
         try:
-            self._folder.mkdir(exist_ok=True)
-            file.parent.mkdir(exist_ok=True)
-            with part.open("wb") as out:
+            self._folder.mkdir(0o700, exist_ok=True)
+            file.parent.mkdir(0o700, exist_ok=True)
+            with os.fdopen(open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as out:
 
                 def write(data: bytes) -> int:
                     checksum.update(data)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from semkv.errors import StoreError
 from semkv.keys import media_id as digest_of
-from semkv.stores.files import described, matching, remove_strays
+from semkv.stores.files import described, make_folder, matching, remove_strays
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NEW = ".new-"  # begins the name of a file that is being written
@@ -36,7 +36,7 @@ class MediaStore:
     def __init__(self, root: Path, *, max_bytes: int = 4 << 30) -> None:
         self.root, self.max_bytes = root, max_bytes
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_folder(root)
             remove_strays(root, f"??/{_NEW}*")
             self._bytes = sum(status.st_size for _, status in self._files())
         except OSError as error:
@@ -67,7 +67,7 @@ class MediaStore:
         target = self._where(media_id)
         if target.exists() or len(data) > self.max_bytes:
             return media_id
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(0o700, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=_NEW)
         try:
             with os.fdopen(handle, "wb") as file:

@@ -1,0 +1,187 @@
+"""The directory of one block store.
+
+<root>/semkv.json               format version and kind
+<root>/open.lock                held by the one process that opens, repairs or empties the directory
+<root>/index.sqlite             which file holds which block
+<root>/extents/ab/ab12....safetensors
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from semkv.errors import StoreError
+from semkv.stores.block_file import FORMAT_VERSION
+from semkv.stores.block_index import INDEX_FAULTS, BlockIndex, NewFile
+from semkv.stores.files import check_private, check_regular, file_id, lock, make_folder, open_file, replace_text
+
+log = logging.getLogger("semkv.stores")
+
+MARKER = "semkv.json"
+LOCK = "open.lock"
+INDEX = "index.sqlite"
+FILES = "extents"
+_SUFFIX = ".safetensors"
+_HEX = set("0123456789abcdef")
+
+
+def path_of(root: Path, file: str) -> Path:
+    """Where a block file lies. Ids are drawn by the index: 16 hex digits."""
+    return root / FILES / file[:2] / f"{file}{_SUFFIX}"
+
+
+def listed(root: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
+    """All that lies where block files do, with the id in its name, which is empty for any other name. No link is
+    followed.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    for folder in _entries(root / FILES):
+        for entry in _entries(Path(folder.path)) if folder.is_dir(follow_symlinks=False) else ():
+            file, path = entry.name.removesuffix(_SUFFIX), Path(entry.path)
+            ours = len(file) == 16 and set(file) <= _HEX and path == path_of(root, file)
+            with contextlib.suppress(FileNotFoundError):
+                yield file if ours else "", path, entry.stat(follow_symlinks=False)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):  # a purge, or somebody else, took it away
+        return []
+
+
+def found(root: Path) -> Iterator[NewFile]:
+    """The block files that are there, by name, size and time; nothing is read. Raises as `listed`."""
+    for file, _, status in listed(root):
+        if file:
+            yield NewFile(file, status.st_size, min(max(0.0, status.st_mtime), 1e11))
+
+
+@contextlib.contextmanager
+def opening(root: Path, *, wait_s: float, make: bool = True) -> Iterator[None]:
+    """One process at a time opens, repairs or empties a directory; see `files.lock`.
+
+    Raises:
+        StoreError: it is a file.
+        OSError: see `files.lock`.
+    """
+    if root.is_file():
+        raise StoreError(f"{root} is a file, not a directory: choose another cache directory")
+    with lock(root / LOCK, make=make, wait_s=wait_s):
+        yield
+
+
+def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
+    """Mark a directory as ours, or see that it is of this format and kind; in `opening` where it can be written.
+
+    One of an older format is emptied: it is a cache.
+
+    Raises:
+        StoreError: it is of a newer format or another kind, others can write into it, or there are links in it.
+        OSError: it cannot be read or written.
+    """
+    check_private(root)
+    for suffix in ("", "-wal", "-shm"):
+        check_regular(root / f"{INDEX}{suffix}")
+    if (root / FILES).is_symlink():
+        raise StoreError(f"{root / FILES} is a link: delete it, or choose another cache directory")
+    marker = read_marker(root)
+    version = marker.get("format") if marker else FORMAT_VERSION
+    if marker and isinstance(version, int) and version > FORMAT_VERSION:
+        raise StoreError(
+            f"{root} has format {version}, this version of semkv reads {FORMAT_VERSION}: update semkv, "
+            "empty the directory with 'semkv run --purge', or choose another cache directory"
+        )
+    if marker and "kind" in marker and marker["kind"] != kind:
+        raise StoreError(f"{root} is a store of kind {marker['kind']!r}, not {kind!r}: choose another cache directory")
+    if read_only:
+        if marker is None or version != FORMAT_VERSION:
+            raise OSError(errno.EROFS, f"nothing of format {FORMAT_VERSION} is there, and the disk is read-only")
+        return
+    if version != FORMAT_VERSION:
+        gone = discard_files(root)
+        log.warning(
+            "semkv: %s had format %s and is emptied for format %s: %d files", root, version, FORMAT_VERSION, gone
+        )
+    make_folder(root / FILES)
+    if marker is None or version != FORMAT_VERSION:
+        replace_text(root / MARKER, json.dumps({"format": FORMAT_VERSION, "kind": kind}))
+
+
+def read_marker(root: Path) -> dict[str, Any] | None:
+    """What the marker says; None where there is none, empty where it is damaged.
+
+    Raises:
+        StoreError: it is a link, a folder, a device or a pipe.
+        OSError: it cannot be read.
+    """
+    try:
+        with os.fdopen(open_file(root / MARKER, os.O_RDONLY), "rb") as file:
+            found = json.loads(file.read(1 << 16))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def discard_files(root: Path) -> int:
+    """Delete the index and all block files, of any format; how many files that were."""
+    discard_index(root)
+    gone = 0
+    for _, path, _ in listed(root):
+        with contextlib.suppress(OSError):
+            path.unlink()
+            gone += 1
+    return gone
+
+
+def discard_index(root: Path) -> None:
+    """Delete the index, so that whoever opens the directory next builds it again; in `opening`."""
+    for suffix in ("", "-wal", "-shm"):
+        with contextlib.suppress(OSError):
+            (root / f"{INDEX}{suffix}").unlink()
+
+
+def open_index(root: Path) -> BlockIndex:
+    """The index of a directory that is prepared, built anew where it is damaged; in `opening`.
+
+    Raises:
+        OSError, sqlite3.Error: the disk fails.
+    """
+    if not check_regular(root / INDEX):  # SQLite gives the files beside it the same mode
+        os.close(open_file(root / INDEX, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+    return BlockIndex(root / INDEX, lambda: found(root))
+
+
+def empty_index(root: Path) -> bool:
+    """Purge everything from the index, in `opening`; the files must go.
+
+    Returns:
+        Whether another process has the index open, so that it must stay.
+    """
+    index = root / INDEX
+    try:
+        if read_marker(root) and check_regular(index):
+            opened = BlockIndex(index, lambda: ())
+            try:
+                opened.purge(None, None, None)
+            finally:
+                opened.close()
+            # The last connection takes the log along.
+            if index.with_name(f"{INDEX}-wal").exists() and file_id(index):
+                return True
+    except (OSError, StoreError, *INDEX_FAULTS):
+        pass  # of no use to anybody
+    discard_index(root)
+    return False
