@@ -26,7 +26,7 @@ import xxhash
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
-from semkv.stores.files import new_name, open_file
+from semkv.stores.files import make_folder, new_name, open_file
 
 FORMAT_VERSION = 2
 """Version of the files. The store empties a directory of an older version, and refuses one of a newer version."""
@@ -124,7 +124,7 @@ def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
     Raises:
         OSError: the disk is full or read-only; the temporary file is gone.
     """
-    path.parent.mkdir(0o700, exist_ok=True)
+    make_folder(path.parent)
     part = new_name(path)
     try:
         descriptor = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import stat
@@ -24,6 +25,7 @@ FileId = tuple[int, int]
 
 _FOLDER, _FILE = 0o700, 0o600
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_ATTEMPTS = 100
 _LOCK_POLL_S = 0.002
 
 
@@ -46,7 +48,7 @@ def make_folder(folder: Path) -> None:
     Raises:
         OSError: it cannot be made; FileExistsError where a file or a broken link has its name.
     """
-    while True:
+    for attempt in itertools.count():
         try:
             folder.mkdir(_FOLDER)
             return
@@ -55,8 +57,10 @@ def make_folder(folder: Path) -> None:
                 return
             if folder.is_symlink() or folder.exists():
                 raise
-        except FileNotFoundError:  # also where another process deletes the folders above meanwhile
-            make_folder(folder.parent)
+        except FileNotFoundError:
+            if attempt == _ATTEMPTS:  # there is no making it: /proc
+                raise
+            make_folder(folder.parent)  # which another process may delete meanwhile
 
 
 def check_private(folder: Path) -> None:
