@@ -26,7 +26,7 @@ import xxhash
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
-from semkv.stores.files import make_folder, new_name, open_file
+from semkv.stores.files import new_name, open_file
 
 FORMAT_VERSION = 2
 """Version of the files. The store empties a directory of an older version, and refuses one of a newer version."""
@@ -118,13 +118,14 @@ def _head_checksum(text: str, tensor: Any) -> str:
 def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
     """Write a file from where its rows are in memory.
 
-    Its folder is made where it is missing, not those above. It gets its name when all of it is on the disk. The name
+    The store's own directory is not made again where somebody deleted it. The file gets its name when all of it is on the disk. The name
     itself may be lost in a power cut, the content may not.
 
     Raises:
         OSError: the disk is full or read-only; the temporary file is gone.
     """
-    make_folder(path.parent)
+    for folder in (path.parent.parent, path.parent):  # a purge of everything takes both away
+        folder.mkdir(0o700, exist_ok=True)
     part = new_name(path)
     try:
         descriptor = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
