@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,91 @@ def internvl(directory: Path) -> Path:
     return _save(InternVLForConditionalGeneration, config, directory, torch.bfloat16)
 
 
+_WIDTHS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+_LLAMA = {**_WIDTHS, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
+_MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 32,
+}  # fmt: skip
+_MLA = {
+    "q_lora_rank": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "rope_interleave": True,
+}  # fmt: skip
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+TEXT: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA),
+    "mistral": ("mistral", {**_LLAMA, "sliding_window": 64}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **_LLAMA, "num_hidden_layers": 6, "sliding_window": 64, "query_pre_attn_scalar": 32,
+            "layer_types": [_SLIDING] * 5 + [_FULL],
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **_LLAMA, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64,
+            "layer_types": [_SLIDING, _FULL] * 2,
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **_WIDTHS, **_MLA, "num_key_value_heads": 4, "intermediate_size": 256, "moe_intermediate_size": 64,
+            "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "topk_method": "noaux_tc",
+        },
+    ),
+    "granite4": (
+        "granitemoehybrid",
+        {
+            **_WIDTHS, **_MAMBA, "intermediate_size": 256, "num_hidden_layers": 4, "num_local_experts": 0,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"], "num_experts_per_tok": 0,
+            "shared_intermediate_size": 256, "position_embedding_type": "rope", "attention_multiplier": 0.1,
+            "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
+        },
+    ),
+    "falcon-h1": ("falcon_h1", {**_LLAMA, **_MAMBA, "num_hidden_layers": 3, "mamba_d_ssm": 256}),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            **_WIDTHS, "intermediate_size": 256, "head_dim": 32, "hybrid_override_pattern": "M-M*-",
+            "num_hidden_layers": 5, "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1, "ssm_state_size": 16,
+            "conv_kernel": 4, "expand": 2, "chunk_size": 32,
+        },
+    ),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            **_WIDTHS, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 4, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+            "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
+        },
+    ),
+}  # fmt: skip
+"""Text models by family: the name of transformers' configuration and its fields. Windows are of 64 tokens."""
+
+
+def text(family: str, directory: Path) -> Path:
+    """A text model of one of the families of `TEXT`, with weights in float32."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    tokenizer(directory, [])
+    name, fields = TEXT[family]
+    usual = {
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    return _save(AutoModelForCausalLM.from_config, CONFIG_MAPPING[name](**usual, **fields), directory, torch.float32)
+
+
 def _save(kind: Any, config: Any, directory: Path, dtype: Any) -> Path:
     """Random weights, large enough that attention tells positions and pictures apart."""
     import torch
@@ -235,6 +321,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "qwen3-vl": qwen3_vl,
     "internvl": internvl,
     "opt": opt,
+    **{family: partial(text, family) for family in TEXT},
 }
 """A checkpoint by family; each takes an empty directory and returns it filled."""
 

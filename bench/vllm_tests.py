@@ -1,0 +1,134 @@
+"""vLLM's own tests of its KV offloading, run with our connector, manager and spec in place of vLLM's.
+
+    python bench/vllm_tests.py                  (fetches the source distribution of the installed version)
+    python bench/vllm_tests.py --source DIR     (a folder that holds vLLM's folder tests/)
+
+Every test runs twice: as vLLM ships it, and with ours. Prints counts and, by name, what passes with theirs and not
+with ours; ends with status 1 if there is any. Tests that need a GPU or a package that is not there fail or are skipped
+both times, and are told apart from those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.request
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+VERSION = "0.32.0"
+HERE = Path(__file__).resolve().parent
+TESTS = (
+    "tests/v1/kv_connector/unit/offloading_connector",
+    "tests/v1/kv_connector/unit/test_offloading_connector.py",
+    "tests/v1/kv_offload/cpu",
+    "tests/v1/kv_offload/tiering/test_tiering_offloading.py",
+    "tests/v1/kv_offload/tiering/test_backpressure.py",
+    "tests/v1/kv_offload/tiering/test_metrics.py",
+    "tests/v1/kv_offload/test_factory.py",
+)
+EXPECTED = {
+    "test_tiering_spec_registered": "asks whether the class is vLLM's own",
+}
+"""Tests that cannot pass with another class in place of vLLM's, and why."""
+
+
+def fetch(folder: Path) -> Path:
+    """vLLM's tests, of its source distribution. pip would build a wheel of it, so its index is asked directly."""
+    asked = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
+    )
+    index = os.environ.get("PIP_INDEX_URL") or asked.stdout.strip() or "https://pypi.org/simple"
+    accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
+    request = urllib.request.Request(f"{index.rstrip('/')}/vllm/", headers=accept)  # noqa: S310
+    with urllib.request.urlopen(request, timeout=180) as answer:  # noqa: S310
+        files = json.load(answer)["files"]
+    found = next(file for file in files if file["filename"] == f"vllm-{VERSION}.tar.gz")
+    archive = folder / found["filename"]
+    urllib.request.urlretrieve(found["url"], archive)  # noqa: S310
+    if hashlib.sha256(archive.read_bytes()).hexdigest() != found["hashes"]["sha256"]:
+        raise SystemExit(f"{archive} is not what the index says")
+    with tarfile.open(archive) as tar:
+        wanted = [member for member in tar if f"vllm-{VERSION}/tests/" in member.name]
+        tar.extractall(folder, wanted, filter="data")
+    return folder / f"vllm-{VERSION}"
+
+
+def tests_alone(source: Path, folder: Path) -> Path:
+    """A copy of the tests without the outermost conftest.py, which imports what tests of models need."""
+    root = folder / "alone"
+    for path in sorted((source / "tests").rglob("*.py")):
+        name = path.relative_to(source)
+        if name.parts[1] in ("v1", "__init__.py", "utils.py") and name != Path("tests/v1/conftest.py"):
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(path.read_bytes())
+    (root / "pytest.ini").write_text("[pytest]\naddopts =\n")
+    return root
+
+
+def run(root: Path, model: Path, *, ours: bool, tests: list[str]) -> dict[str, tuple[str, str]]:
+    """Outcome and reason by test."""
+    report = root / f"report-{'ours' if ours else 'theirs'}.xml"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src"), str(root)]),
+        "SEMKV_TESTS_MODEL": str(model),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    environment |= {"SEMKV_TESTS_OURS": "1"} if ours else {}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "vllm_tests_ours", "-p", "no:cacheprovider", "--tb=short"]
+    command += ["--timeout=600", f"--junitxml={report}", "-o", "junit_family=xunit1", *tests]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    if not report.exists():
+        raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
+    return outcomes(report)
+
+
+def outcomes(report: Path) -> dict[str, tuple[str, str]]:
+    found = {}
+    for case in ET.parse(report).iter("testcase"):  # noqa: S314
+        name = f"{case.get('file') or case.get('classname')}::{case.get('name')}"
+        bad = next((case.find(kind) for kind in ("failure", "error", "skipped") if case.find(kind) is not None), None)
+        kind = "passed" if bad is None else "skipped" if bad.tag == "skipped" else "failed"
+        found[name] = (kind, "" if bad is None else (bad.get("message") or bad.text or "").strip()[:300])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, help="a folder that holds vLLM's folder tests/")
+    parser.add_argument("tests", nargs="*", default=list(TESTS), help="paths of tests in it")
+    args = parser.parse_args()
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    import tiny_models
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        root = tests_alone(args.source or fetch(folder), folder)
+        model = tiny_models.make("opt", folder / "opt")
+        theirs, ours = (run(root, model, ours=flag, tests=args.tests) for flag in (False, True))
+    for name, found in (("theirs", theirs), ("ours", ours)):
+        print(f"{name:7}", dict(sorted(Counter(kind for kind, _ in found.values()).items())))
+    for reason, number in Counter(why for kind, why in theirs.values() if kind == "skipped").most_common(10):
+        print(f"skipped {number} times: {reason}")
+    for name, (kind, why) in theirs.items():
+        if kind == "failed":
+            print(f"FAILS WITHOUT US {name}: {why}")
+    new = {n: found for n, found in ours.items() if found[0] == "failed" and theirs.get(n, ("", ""))[0] != "failed"}
+    known = {name: why for name in new for test, why in EXPECTED.items() if test in name}
+    for name, (_, why) in new.items():
+        print(f"EXPECTED {name}: {known[name]}" if name in known else f"FAILS WITH OURS {name}: {why}")
+    missing = [name for name, (kind, _) in theirs.items() if kind == "passed" and name not in ours]
+    print(f"{len(new) - len(known)} tests pass with vLLM's classes only, {len(missing)} were not run with ours")
+    sys.exit(1 if len(new) > len(known) or missing else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Every family of models gives the same answers from host memory, from the disk and in a new process.
+
+Per family: an engine without a connector, then one with it (nothing stored, host memory, disk), then one in another
+process. Tokens are equal and so is the gap between the two best at every place; what was loaded, and from where, is
+what is expected to the token. Families share processes, since most of the time goes into starting them.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import tiny_models
+from kv_engines import (
+    HYBRID,
+    NOTHING,
+    Engine,
+    connector,
+    differs,
+    gap_change,
+    in_child,
+    prompt,
+    token_ids,
+)
+
+TOGETHER = (("llama", "mistral", "gemma3", "gpt-oss", "llava"), ("granite4", "falcon-h1", "nemotron-h", "qwen3-next"))
+"""Families whose engines run in one process after each other."""
+
+ARGS: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"dtype": "bfloat16"},  # the CPU has its experts in bfloat16 only
+    "qwen3-next": {"dtype": "bfloat16", **HYBRID},  # and the kernel of linear attention
+    "granite4": HYBRID,
+    "falcon-h1": HYBRID,
+    "nemotron-h": HYBRID,
+    "llava": {"limit_mm_per_prompt": {"image": 1}},
+}
+TIES = {"gpt-oss": 0.05, "qwen3-next": 0.05}
+"""What bfloat16 cannot tell apart."""
+
+
+def prompts(family: str) -> list[dict[str, Any]]:
+    """Three prompts; the second begins as the first does, the third is alone."""
+    if family == "llava":
+        words, pictures = " is there a dog 0123456789", [tiny_models.picture(seed) for seed in (0, 1)]
+        asked = [(0, 5), (0, 7), (1, 7)]
+        return [{"prompt": "<s><image>" + words * n, "multi_modal_data": {"image": pictures[i]}} for i, n in asked]
+    rng, size = random.Random(3), 2 if family == "qwen3-next" else 1  # a page of it has 640 tokens
+    shared = token_ids(rng, 250 * size)
+    ends = [shared + token_ids(rng, 80 * size), shared + token_ids(rng, 23 * size), token_ids(rng, 395 * size)]
+    return [prompt(ids) for ids in ends]
+
+
+def media(family: str, cache: str) -> dict[str, Any]:
+    """Beside the KV connector of a model with pictures: the connector for encoder outputs."""
+    if family != "llava":
+        return {}
+    from vllm.config import ECTransferConfig
+
+    own = {"cache_dir": cache}
+    return {
+        "ec_transfer_config": ECTransferConfig(
+            ec_connector="SemECConnector", ec_role="ec_both", ec_connector_extra_config=own
+        )
+    }
+
+
+def levels(family: str, model: str, cache: str) -> dict[str, Any]:
+    """In a child: without a connector, with an empty store, from host memory, from the disk."""
+    asked, found = prompts(family), {}
+    plain = Engine(model, **ARGS.get(family, {}))
+    found["plain"] = plain.ask(asked)
+    found["plain_blocks"] = plain.scheduler.kv_cache_config.num_blocks
+    plain.close()
+    engine = Engine(model, connector(cache), **ARGS.get(family, {}), **media(family, cache))
+    found["page"], found["blocks"] = engine.page, engine.scheduler.kv_cache_config.num_blocks
+    found["cold"] = engine.ask(asked)
+    engine.forget(host=True)
+    found["host"] = engine.ask(asked)
+    engine.forget()
+    found["disk"] = engine.ask(asked)
+    found["left"] = engine.left()
+    engine.close()
+    return found
+
+
+def again(family: str, model: str, cache: str) -> dict[str, Any]:
+    """In another child: from what the first one left on the disk."""
+    engine = Engine(model, connector(cache), **ARGS.get(family, {}), **media(family, cache))
+    found = {"new": engine.ask(prompts(family)), "left again": engine.left()}
+    engine.close()
+    return found
+
+
+def all_of(step: str, folders: dict[str, list[str]]) -> dict[str, Any]:
+    """In a child: a step for some families; one that fails does not stop the others."""
+    found: dict[str, Any] = {}
+    for family, (model, cache) in folders.items():
+        try:
+            found[family] = globals()[step](family, model, cache)
+        except Exception:
+            found[family] = {"error": traceback.format_exc()}
+    return found
+
+
+@pytest.fixture(scope="session")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What was found for a family, after the two processes of the families beside it."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def of(family: str) -> dict[str, Any]:
+        if family not in known:
+            root = tmp_path_factory.mktemp("families")
+            beside = next(group for group in TOGETHER if family in group)
+            folders = {name: [str(tiny_models.make(name, root / name)), str(root / f"{name}-cache")] for name in beside}
+            first, second = (in_child(all_of, step, folders) for step in ("levels", "again"))
+            known.update({name: second[name] | first[name] for name in beside})
+        assert "error" not in known[family], known[family]["error"]
+        return known[family]
+
+    return of
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", [family for group in TOGETHER for family in group])
+def test_every_level_gives_the_same_answers(found: Callable[[str], dict[str, Any]], family: str) -> None:
+    seen, tie = found(family), TIES.get(family, 1e-3)
+    for level in ("cold", "host", "disk", "new"):
+        for number, (answer, plain) in enumerate(zip(seen[level], seen["plain"], strict=True)):
+            assert not differs(answer, plain, tie), (level, number)
+            assert gap_change(answer, plain) < tie, (level, number)
+    assert len({tuple(answer["tokens"]) for answer in seen["plain"]}) == 3  # the model does look at its prompt
+    assert seen["blocks"] == seen["plain_blocks"]  # vLLM's hybrid manager stays on: the same memory, the same blocks
+    assert seen["left"] == seen["left again"] == NOTHING
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", [family for group in TOGETHER for family in group])
+def test_what_can_be_loaded_is_loaded_and_from_where_it_is_said(
+    found: Callable[[str], dict[str, Any]], family: str
+) -> None:
+    seen = found(family)
+    assert [answer["loaded"] for answer in seen["cold"]] == [0, 0, 0]
+    for level, source in (("host", "host"), ("disk", "disk"), ("new", "disk")):
+        for number in (0, 2):
+            answer = seen[level][number]
+            usable = (answer["length"] - 1) // seen["page"] * seen["page"]  # one token is always computed
+            assert usable > 0
+            assert (answer["loaded"], answer["cached"]) == (usable, usable), (level, number)
+            assert sum(answer["sources"].values()) == usable
+            # Where every layer has a window, vLLM loads the window's blocks and counts the others as of no source.
+            assert set(answer["sources"]) - {"external_unspecified"} == {source}, (level, number)
+        beside = seen[level][1]  # begins as the first, of which vLLM has something itself
+        assert sum(beside["sources"].values()) == beside["loaded"] <= beside["cached"]

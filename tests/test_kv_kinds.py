@@ -1,0 +1,249 @@
+"""The KV connector under every kind of request and engine: what is loaded changes no answer.
+
+Kinds of requests, LoRA adapters, an FP8 cache, drafts from n-grams, two ranks, and models that cannot be served.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_models
+from kv_engines import (
+    BLOCK,
+    NOTHING,
+    Engine,
+    Heard,
+    answered,
+    connector,
+    differs,
+    in_child,
+    prompt,
+    report,
+    token_ids,
+)
+from test_lora import adapter
+
+SKIP = {"kv_transfer_params": {"semkv": {"skip": True}}}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "three samples": {"n": 3, "temperature": 1.0, "seed": 5},
+    "prompt logprobs": {"temperature": 0, "max_tokens": 4, "prompt_logprobs": 1},
+    "logprobs": {"temperature": 0, "logprobs": 3},
+    "one token": {"temperature": 0, "max_tokens": 1},
+    "stop tokens": {"temperature": 0, "stop_token_ids": [5]},
+    "seeded": {"temperature": 0.8, "seed": 3, "top_k": 20},
+    "skipped": {"temperature": 0, "extra_args": SKIP},
+    "another's parameters": {
+        "temperature": 0,
+        "extra_args": {"kv_transfer_params": {"do_remote_prefill": False, "x": [1]}},
+    },
+}
+LOADS = ("greedy", "logprobs", "one token", "stop tokens", "seeded", "another's parameters", "structured")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+def some(*sizes: int, seed: int = 9) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [prompt(token_ids(rng, size)) for size in sizes]
+
+
+def usable(size: int) -> int:
+    """Tokens of a prompt that can be loaded: whole blocks, one token left to compute."""
+    return (size - 1) // BLOCK * BLOCK
+
+
+# ---------------------------------------------------------------------- kinds of requests
+
+
+def all_kinds(engine: Engine, *, host: bool | None = None) -> dict[str, Any]:
+    """Answers and loads by kind; vLLM's copies, and host's if told, are forgotten before each kind."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+
+    asked, found = some(130, 200, 333), {}
+    choice = {"structured_outputs": StructuredOutputsParams(choice=["red", "green", "blue"]), "ignore_eos": False}
+    for kind, fields in {**KINDS, "structured": {"temperature": 0, **choice}}.items():
+        if host is not None:
+            engine.forget(host=host)
+        params = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | fields))
+        outputs = engine.llm.generate(asked, params, use_tqdm=False)
+        tokens = [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+        logprobs = [[round(next(iter(p.values())).logprob, 3) for p in (o.prompt_logprobs or ())[1:]] for o in outputs]
+        found[kind] = [tokens, logprobs, [report(output).get("loaded_tokens") for output in outputs]]
+    beams = engine.llm.beam_search(asked[:1], BeamSearchParams(beam_width=3, max_tokens=6))
+    found["beams"] = [[sequence.tokens[-6:] for sequence in beams[0].sequences], [], []]
+    return found
+
+
+def kinds(model: str, cache: str) -> dict[str, Any]:
+    plain = Engine(model)
+    found = {"plain": all_kinds(plain)}
+    plain.close()
+    engine = Engine(model, connector(cache))
+    found |= {"cold": all_kinds(engine), "host": all_kinds(engine, host=True), "disk": all_kinds(engine, host=False)}
+    found["left"] = engine.left()
+    engine.close()
+    return found
+
+
+@pytest.mark.engine
+def test_every_kind_of_request_is_answered_as_without_the_connector(model: Path, tmp_path: Path) -> None:
+    found = in_child(kinds, model, tmp_path / "cache")
+    for level in ("cold", "host", "disk"):
+        for kind, (tokens, logprobs, _) in found["plain"].items():
+            assert found[level][kind][0] == tokens, (level, kind)
+            close = [pytest.approx(own, abs=2e-3) for own in logprobs]
+            assert found[level][kind][1] == close, (level, kind)
+    for level in ("host", "disk"):
+        for kind in LOADS:
+            assert found[level][kind][2] == [usable(130), usable(200), usable(333)], (level, kind)
+        assert not any(found[level]["skipped"][2])
+        assert not any(found[level]["prompt logprobs"][2])  # vLLM wants every position computed
+    assert found["left"] == NOTHING
+
+
+def skips(model: str, cache: str) -> list[Any]:
+    """What a request that skips leaves behind, and what it takes."""
+    engine, asked = Engine(model, connector(cache)), some(200)
+    loaded = []
+    for extra in (SKIP, None, SKIP, None):
+        loaded.append(engine.ask(asked, extra_args=extra)[0]["loaded"] or 0)
+        engine.forget()
+    engine.close()
+    return loaded
+
+
+@pytest.mark.engine
+def test_a_request_that_skips_neither_loads_nor_stores(model: Path, tmp_path: Path) -> None:
+    assert in_child(skips, model, tmp_path) == [0, 0, 0, usable(200)]
+
+
+# ---------------------------------------------------------------------- LoRA
+
+
+def adapters(model: str, cache: str, path: str) -> list[Any]:
+    """With an adapter, from host memory, from the disk, without it; all that once more with other weights in it."""
+    from vllm.lora.request import LoRARequest
+
+    found, asked = [], some(200)
+    for seed in (1, 2):
+        shutil.rmtree(path, ignore_errors=True)
+        adapter(Path(path), Path(model), seed)
+        engine, lora = Engine(model, connector(cache), enable_lora=True, max_lora_rank=8), LoRARequest("sql", 1, path)
+        seen = []
+        for host, named in ((True, lora), (True, lora), (False, lora), (False, None)):
+            engine.forget(host=host)
+            seen.append(engine.ask(asked, lora=named)[0])
+        found.append([*seen, engine.left()])
+        engine.close()
+    return found
+
+
+@pytest.mark.engine
+def test_an_adapter_loads_its_own_blocks_and_nobody_elses(tmp_path: Path) -> None:
+    opt = tiny_models.make("opt", tmp_path / "opt")
+    found = in_child(adapters, opt, tmp_path / "cache", tmp_path / "adapter")
+    for cold, host, disk, base, left in found:
+        assert cold["loaded"] == 0  # also where an adapter of this name and path was stored with other weights
+        assert [a["loaded"] for a in (host, disk)] == [usable(200)] * 2
+        assert not differs(host, cold)
+        assert not differs(disk, cold)
+        assert differs(base, cold)
+        assert left == NOTHING
+    (first, *_, base, _), (second, *_, base_again, _) = found
+    assert differs(first, second)
+    assert (base["loaded"], base_again["loaded"]) == (0, usable(200))
+    assert not differs(base_again, base)
+
+
+# ---------------------------------------------------------------------- kinds of engines
+
+
+def engines(model: str, cache: str, plain_args: dict[str, Any], own_args: dict[str, Any]) -> dict[str, Any]:
+    """Answers of an engine without the connector, then of one with it at every level."""
+    extra, asked = own_args.pop("kv", {}), some(130, 333)
+    heard, plain = Heard(), Engine(model, **plain_args)
+    found: dict[str, Any] = {"plain": plain.ask(asked, tokens=40), "page": plain.page}
+    plain.close()
+    engine = Engine(model, connector(cache, **extra), **plain_args, **own_args)
+    for level, host in (("cold", True), ("host", True), ("disk", False)):
+        engine.forget(host=host)
+        found[level] = engine.ask(asked, tokens=40)
+    found |= {"left": engine.left(), "said": heard.ours()}
+    engine.close()
+    return found
+
+
+def assert_alike(found: dict[str, Any], tie: float = 1e-3) -> None:
+    for level in ("cold", "host", "disk"):
+        for answer, plain in zip(found[level], found["plain"], strict=True):
+            assert not differs(answer, plain, tie), level
+    assert found["left"] == NOTHING
+
+
+def assert_loaded(found: dict[str, Any]) -> None:
+    for level in ("host", "disk"):
+        for answer in found[level]:
+            assert answer["sources"] == {level: answer["loaded"]}
+            assert answer["loaded"] == usable(answer["length"])
+
+
+@pytest.mark.engine
+def test_an_fp8_cache(model: Path, tmp_path: Path) -> None:
+    found = in_child(engines, model, tmp_path, {"kv_cache_dtype": "fp8"}, {})
+    assert_alike(found)
+    assert_loaded(found)
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+@pytest.mark.engine
+def test_drafts_from_n_grams(model: Path, tmp_path: Path) -> None:
+    """Generated tokens are to be kept too, which must not keep what was drafted and refused."""
+    own = {"speculative_config": DRAFTS, "kv": {"capture_decode": True}}
+    found = in_child(engines, model, tmp_path, {}, own)
+    assert_alike(found)
+    assert_loaded(found)
+
+
+@pytest.mark.engine
+def test_two_ranks(model: Path, tmp_path: Path) -> None:
+    found = in_child(engines, model, tmp_path, {"tensor_parallel_size": 2}, {})
+    assert_alike(found)
+    assert_loaded(found)
+
+
+@pytest.mark.engine
+def test_latent_attention(tmp_path: Path) -> None:
+    """Its blocks are latent vectors. On a CPU vLLM caches no prefixes of it: answers are right, and nothing is lost."""
+    deepseek = tiny_models.make("deepseek-v3", tmp_path / "deepseek")
+    found = in_child(engines, deepseek, tmp_path / "cache", {}, {})
+    assert_alike(found)
+
+
+@pytest.mark.engine
+def test_an_engine_that_cannot_be_served_starts_and_answers(model: Path, tmp_path: Path) -> None:
+    """Its host memory holds fewer blocks than a load needs: the connector says so once and stands aside."""
+    found = in_child(unserved, model, tmp_path, {"host_bytes": 1 << 12}, {})
+    assert len(found["answers"]) == 2
+    assert not any(answer["loaded"] for answer in found["answers"])
+    assert len(found["said"]) == 1, found["said"]
+    assert found["said"][0].startswith("semkv:")
+
+
+def unserved(model: str, cache: str, extra: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+    """The answers of an engine that cannot be served, and what the connector says of it."""
+    heard, engine = Heard(), Engine(model, connector(cache, **extra), **args)
+    outputs = [engine.outputs(some(200))[0] for _ in range(2) if engine.llm.reset_prefix_cache()]
+    engine.close()
+    return {"answers": [answered(output) for output in outputs], "said": heard.ours()}

@@ -1,0 +1,321 @@
+"""What ended engines or made them answer wrongly, with default settings, and a random load over several families.
+
+Every engine runs in a process of its own. Every test asks for the right tokens from an engine that lives on, and for
+nothing left behind: no request, no job, no block.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import random_load
+import tiny_models
+from kv_engines import (
+    HYBRID,
+    NOTHING,
+    Answer,
+    Engine,
+    answered,
+    connector,
+    differs,
+    in_child,
+    prompt,
+    report,
+    several,
+    token_ids,
+)
+
+BROKEN = {"kv_connector": "BrokenConnector", "kv_connector_module_path": "broken_connector", "kv_role": "kv_both"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+def marked(*sizes: int) -> list[dict[str, Any]]:
+    """Prompts of these sizes; the first is the one that `BrokenConnector` makes promises for."""
+    rng = random.Random(5)
+    ids = [token_ids(rng, size) for size in sizes]
+    ids[0][0] = 11
+    for others in ids[1:]:
+        others[0] = 12
+    return [prompt(one) for one in ids]
+
+
+def example(folder: str) -> dict[str, Any]:
+    """vLLM's own connector for demonstrations, which writes whole prompts to files."""
+    own = {"shared_storage_path": folder}
+    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": own}
+
+
+def right(answers: list[Answer], references: list[Answer]) -> list[bool]:
+    return [not differs(answer, reference) for answer, reference in zip(answers, references, strict=True)]
+
+
+def alone(model: str, prompts: list[dict[str, Any]], tokens: int = 16) -> list[Answer]:
+    """What an engine without a connector answers."""
+    engine = Engine(model)
+    answers = engine.ask(prompts, tokens)
+    engine.close()
+    return answers
+
+
+# ---------------------------------------------------------------------- preemption
+
+
+def preempted(model: str, cache: str) -> dict[str, Any]:
+    rng = random.Random(5)
+    prompts = [prompt(token_ids(rng, 100)) for _ in range(8)]
+    references = alone(model, prompts, tokens=120)
+    engine = Engine(model, connector(cache), num_gpu_blocks_override=34, max_model_len=512)
+    names, found = engine.count_preemptions(), []
+    for _ in range(3):
+        found += right([answered(o) for o in engine.outputs(prompts, 120)], references)
+        engine.forget()
+    seen = {"right": found, "preempted": len(names), "left": engine.left()}
+    engine.close()
+    return seen
+
+
+@pytest.mark.engine
+def test_a_preempted_request_resumes(model: Path, tmp_path: Path) -> None:
+    seen = in_child(preempted, model, tmp_path)
+    assert all(seen["right"])
+    assert seen["preempted"] > 0
+    assert seen["left"] == NOTHING
+
+
+# ---------------------------------------------------------------------- a sibling whose loads fail
+
+
+def failing(model: str, cache: str) -> dict[str, Any]:
+    """A load of a sibling fails while another request decodes; then all of it from our host memory and disk."""
+    from vllm import SamplingParams
+
+    import broken_connector
+
+    prompts = marked(300, 100, 180)
+    references = alone(model, prompts)
+    (long,) = alone(model, prompts[1:2], tokens=100)
+    both = several(BROKEN, connector(cache), kv_load_failure_policy="recompute")
+    engine = Engine(model, both)
+    core = engine.llm.llm_engine
+    core.add_request("decodes", prompts[1], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True, logprobs=2))
+    done = [output for _ in range(50) for output in core.step() if output.finished]
+    core.add_request("fails", prompts[0], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=2))
+    while core.has_unfinished_requests():
+        done += [output for output in core.step() if output.finished]
+    answers = {output.request_id: answered(output) for output in done}
+    found = {"beside": right([answers["fails"], answers["decodes"]], [references[0], long])}
+    broken_connector.ARMED.clear()
+    for level, host in (("host", True), ("disk", False)):
+        engine.forget(host=host)
+        again = engine.ask(prompts)
+        found[level] = right(again, references)
+        found[f"{level} loaded"] = [answer["loaded"] for answer in again]
+    found["left"] = engine.left()
+    engine.close()
+    engine = Engine(model, connector(cache))
+    found["new"] = right(engine.ask(prompts), references)
+    engine.close()
+    return found
+
+
+@pytest.mark.engine
+def test_what_rests_on_a_siblings_failed_load_is_not_kept(model: Path, tmp_path: Path) -> None:
+    found = in_child(failing, model, tmp_path)
+    for level in ("beside", "host", "disk", "new"):
+        assert all(found[level]), found
+    assert found["disk loaded"][0] == 288  # computed and stored again
+    assert found["left"] == NOTHING
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def damage(cache: str) -> int:
+    """Turn one byte in the middle of every block file."""
+    files = [file for file in Path(cache).rglob("*") if file.is_file() and file.stat().st_size > 1 << 16]
+    files = [file for file in files if not any(word in file.name for word in ("sqlite", "index", "lock", "json"))]
+    for file in files:
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 0xFF
+        file.write_bytes(raw)
+    return len(files)
+
+
+def damaged(model: str, cache: str, beside: str) -> dict[str, Any]:
+    prompts = marked(300, 180, 420)
+    references = alone(model, prompts)
+    kv = several(connector(cache), example(beside)) if beside else connector(cache)
+    engine = Engine(model, kv)
+    engine.ask(prompts)
+    engine.forget()
+    for file in Path(beside).rglob("*.safetensors") if beside else ():
+        file.unlink()  # what the sibling could give in our place
+    found: dict[str, Any] = {"files": damage(cache)}
+    for level in ("damaged", "again"):
+        answers = engine.ask(prompts)
+        found[level] = right(answers, references)
+        found[f"{level} loaded"] = sum(answer["loaded"] for answer in answers)
+        engine.forget()
+    found["left"] = engine.left()
+    engine.close()
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("sibling", [False, True], ids=["alone", "under MultiConnector"])
+def test_damaged_blocks_are_computed_again(model: Path, tmp_path: Path, sibling: bool) -> None:
+    found = in_child(damaged, model, tmp_path / "ours", tmp_path / "theirs" if sibling else "")
+    assert found["files"] > 0
+    assert found["damaged"] == found["again"] == [True] * 3
+    assert found["damaged loaded"] < found["again loaded"] == 288 + 160 + 416
+    assert found["left"] == NOTHING
+
+
+# ---------------------------------------------------------------------- siblings
+
+
+def siblings(model: str, cache: str, kinds: list[str]) -> dict[str, Any]:
+    """Several connectors in one engine: one prompt after another, then all at once."""
+    prompts = marked(300, 180, 420)
+    references = alone(model, prompts)
+    make = {"ours": connector, "theirs": example}
+    engine = Engine(model, several(*(make[kind](f"{cache}/{i}") for i, kind in enumerate(kinds))))
+    found: dict[str, Any] = {"cold": right(engine.ask(prompts), references)}
+    engine.forget()
+    outputs = [engine.outputs([p], 16)[0] for p in prompts]
+    found["disk"] = right([answered(o) for o in outputs], references)
+    keys = sorted({key for o in outputs for key in o.kv_transfer_params or () if key.startswith("semkv")})
+    found["reports"] = {key: [report(o, key)["loaded_tokens"] for o in outputs] for key in keys}
+    engine.forget()
+    found["together"] = right([answered(o) for o in engine.outputs(prompts, 16)], references)
+    found["left"] = engine.left()
+    engine.close()
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kinds", [["ours", "ours"], ["ours", "theirs"], ["theirs", "ours"]], ids="+".join)
+def test_connectors_beside_each_other(model: Path, tmp_path: Path, kinds: list[str]) -> None:
+    found = in_child(siblings, model, tmp_path, kinds)
+    assert found["cold"] == found["disk"] == found["together"] == [True] * 3
+    assert len(found["reports"]) == kinds.count("ours")  # each under a key of its own
+    # The first connector that has blocks gives them.
+    assert next(iter(found["reports"].values())) == ([288, 160, 416] if kinds[0] == "ours" else [0, 0, 0])
+    assert found["left"] == NOTHING
+
+
+# ---------------------------------------------------------------------- pooling
+
+
+def pooled(model: str, cache: str) -> dict[str, Any]:
+    prompts, found = marked(130, 300), {}
+
+    def embed(engine: Engine) -> list[list[float]]:
+        outputs = engine.llm.encode(prompts, pooling_task="embed", use_tqdm=False)
+        return [output.outputs.data.tolist() for output in outputs]
+
+    kind = {"runner": "pooling", "convert": "embed"}
+    plain = Engine(model, **kind)
+    found["plain"] = embed(plain)
+    plain.close()
+    engine = Engine(model, connector(cache), **kind)
+    found["cold"] = embed(engine)
+    engine.forget()
+    found["disk"], found["left"] = embed(engine), engine.left()
+    engine.close()
+    return found
+
+
+@pytest.mark.engine
+def test_embeddings_are_those_of_an_engine_without_the_connector(model: Path, tmp_path: Path) -> None:
+    found = in_child(pooled, model, tmp_path)
+    for level in ("cold", "disk"):
+        for vector, plain in zip(found[level], found["plain"], strict=True):
+            assert vector == pytest.approx(plain, abs=1e-4)
+    assert found["left"] == NOTHING
+
+
+# ---------------------------------------------------------------------- random load
+
+
+def assert_well(found: dict[str, Any]) -> None:
+    assert not found["wrong"], found
+    assert found["left"] == NOTHING, found
+    assert found["loaded tokens"] > 0, found
+
+
+@pytest.mark.engine
+def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_path: Path) -> None:
+    """Host memory, the disk and the engine's own cache are all too small for what is asked."""
+    small = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
+    fields = {"answers": 90, "blocks": 44, "purges": 0.005, "kills": 0.2, "connector": small}
+    found = in_child(random_load.run, model, tmp_path, fields)
+    assert_well(found)
+    assert found["preemptions"] > 0, found
+    assert found["aborted"] > 0, found
+    assert found["began"] == found["kills"] > 0, found
+
+
+@pytest.mark.engine
+def test_a_random_load_with_drafts(model: Path, tmp_path: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    fields = {"answers": 40, "connector": {"capture_decode": True}, "args": {"speculative_config": drafts}}
+    assert_well(in_child(random_load.run, model, tmp_path, fields))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("family", "blocks", "args"), [("gemma3", 150, {}), ("granite4", 40, HYBRID)])
+def test_a_random_load_on_windows_and_on_states(tmp_path: Path, family: str, blocks: int, args: dict[str, Any]) -> None:
+    path = tiny_models.make(family, tmp_path / family)
+    fields = {"answers": 40, "prompts": 12, "longest": 600, "blocks": blocks, "args": args}
+    found = in_child(random_load.run, path, tmp_path / "cache", fields)
+    assert_well(found)
+    assert found["preemptions"] > 0, found
+
+
+# ---------------------------------------------------------------------- pictures
+
+
+class Pictures(random_load.Under):
+    """Prompts with pictures; which picture and which text, by number."""
+
+    def made(self, which: int, salt: str | None = None) -> Any:
+        picture, words = divmod(which, 4)
+        text = "<s><image>" + " is there a dog 0123456789" * (1, 3, 5, 7)[words]
+        asked = {"prompt": text, "multi_modal_data": {"image": tiny_models.picture(picture)}}
+        return self.engine.llm.renderer.render_cmpl([asked | ({"cache_salt": salt} if salt else {})])[0]
+
+    def loadable(self, which: int, salt: str | None) -> int:
+        return 1 << 30  # tenants are the matter of the loads without pictures
+
+
+def pictures(model: str, cache: str) -> list[dict[str, Any]]:
+    """Two engines after each other on one directory, with a connector for encoder outputs beside ours."""
+    from vllm.config import ECTransferConfig
+
+    args = {"limit_mm_per_prompt": {"image": 1}}
+    under = Pictures.__new__(Pictures)
+    under.engine = Engine(model, **args)
+    references = [answered(under.engine.outputs([under.made(n)], random_load.TOKENS)[0]) for n in range(16)]
+    under.engine.close()
+    found = []
+    for seed in (1, 2):
+        own = {"ec_connector": "SemECConnector", "ec_connector_extra_config": {"cache_dir": cache}}
+        args["ec_transfer_config"] = ECTransferConfig(ec_role="ec_both", **own)
+        load = random_load.Load(answers=30, seed=seed, blocks=40, args=args)
+        found.append(Pictures(load, model, cache, [[]] * 16, references).run())
+    return found
+
+
+@pytest.mark.engine
+def test_pictures_under_a_random_load(tmp_path: Path) -> None:
+    for found in in_child(pictures, tiny_models.make("llava", tmp_path / "llava"), tmp_path / "cache"):
+        assert_well(found)
