@@ -20,7 +20,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -35,7 +34,7 @@ QWEN_7B = {
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 TINY = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 151000,
 }  # fmt: skip
 TINY_ENGINE = {"block_size": 32, "enforce_eager": True}
@@ -224,8 +223,13 @@ def sources(answers: list[Answer]) -> dict[str, int]:
 
 
 class Server:
-    """An AsyncLLM of the spec: engine, folder, host_bytes, disk_bytes, added, shape, engine_args, max_model_len,
-    kv_bytes (of all ranks), tp."""
+    """An AsyncLLM.
+
+    Args:
+        spec: engine; model, its folder, the same for all processes of a run, since stores tell models apart by it;
+            folder, of the store; kv_bytes, of all ranks; shape, host_bytes, disk_bytes, added, engine_args,
+            max_model_len, tp.
+    """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         import vllm
@@ -240,10 +244,9 @@ class Server:
         config = transfer_config(
             base(spec["engine"]), spec["folder"], spec["host_bytes"], spec["disk_bytes"], spec["added"]
         )
-        self.model = tempfile.TemporaryDirectory()
-        (Path(self.model.name) / "config.json").write_text(json.dumps(spec["shape"]))
+        write_model(Path(spec["model"]), spec["shape"])
         arguments = AsyncEngineArgs(
-            model=self.model.name,
+            model=spec["model"],
             load_format="dummy",
             skip_tokenizer_init=True,
             seed=0,
@@ -301,6 +304,14 @@ class Server:
                 return
             await asyncio.sleep(0.1)
         raise RuntimeError("vLLM's prefix cache cannot be emptied: somebody holds blocks")
+
+
+def write_model(folder: Path, shape: Mapping[str, Any]) -> None:
+    """A model of this shape without weights; engines that start at once write the same."""
+    folder.mkdir(exist_ok=True)
+    part = folder / f"{os.getpid()}.tmp"
+    part.write_text(json.dumps(shape))
+    part.replace(folder / "config.json")
 
 
 Command = Callable[..., Awaitable[dict[str, Any]]]

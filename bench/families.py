@@ -30,7 +30,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def prompts(scale: int) -> list[list[int]]:
 class Runner:
     """One engine in this process."""
 
-    def __init__(self, spec: Mapping[str, Any], model: str) -> None:
+    def __init__(self, spec: Mapping[str, Any]) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.platforms import current_platform
@@ -134,8 +134,8 @@ class Runner:
             more = {"block_size": 32}
         self.scale = 4 if spec["tiny"] else 1
         self.llm: Any = LLM(
-            model, load_format=LOAD_FORMAT, model_loader_extra_config={"bound": BOUND}, dtype="bfloat16", seed=0,
-            max_model_len=4096, max_num_seqs=4, enforce_eager=True, skip_tokenizer_init=True,
+            spec["model"], load_format=LOAD_FORMAT, model_loader_extra_config={"bound": BOUND}, dtype="bfloat16",
+            seed=0, max_model_len=4096, max_num_seqs=4, enforce_eager=True, skip_tokenizer_init=True,
             enable_prefix_caching=True, kv_cache_memory_bytes=1 << 28, tensor_parallel_size=spec["ranks"],
             kv_transfer_config=KVTransferConfig(**config) if config and self.folder else None,
             **(more | spec["engine_args"]),
@@ -186,11 +186,10 @@ def child(spec: Mapping[str, Any]) -> None:
     engines.die_with_parent()
     found: dict[str, Any]
     try:
-        with tempfile.TemporaryDirectory() as model:
-            write_model(spec["family"], Path(model))
-            runner = Runner(spec, model)
-            found = {**runner.groups(), "passes": runner.passes(spec["role"])}
-            runner.llm.llm_engine.engine_core.shutdown()
+        write_model(spec["family"], Path(spec["model"]))
+        runner = Runner(spec)
+        found = {**runner.groups(), "passes": runner.passes(spec["role"])}
+        runner.llm.llm_engine.engine_core.shutdown()
     except Exception as error:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
@@ -230,7 +229,8 @@ def run_family(family: str, options: argparse.Namespace) -> dict[str, Any]:
         work = Path(name)
         for role in ("plain", "filled", "again"):
             spec = {
-                "family": family, "role": role, "folder": str(work / "cache"), "connector": options.connector,
+                "family": family, "role": role, "folder": str(work / "cache"), "model": str(work / "model"),
+                "connector": options.connector,
                 "added": options.add, "ranks": options.ranks, "tiny": options.tiny, "engine_args": options.engine_args,
             }  # fmt: skip
             found = run_role(spec, work, log, options.limit)
@@ -300,7 +300,8 @@ def main() -> int:
     engines.stop_on_signals()
     bad = 0
     with ThreadPoolExecutor(options.jobs) as pool, options.out.open("w") as out:
-        for line in pool.map(lambda family: run_family(family, options), options.families.split(",")):
+        running = [pool.submit(run_family, family, options) for family in options.families.split(",")]
+        for line in (done.result() for done in as_completed(running)):
             out.write(json.dumps(line) + "\n")
             out.flush()
             print(short(line), flush=True)

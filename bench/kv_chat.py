@@ -131,7 +131,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 def start(name: str, options: argparse.Namespace, load: Mapping[str, Any], folder: str) -> Engine:
     longest = load["system"] + load["document"][1] + load["rounds"] * (load["question"] + load["answer"])
     spec = {
-        "engine": name, "folder": folder, "host_bytes": int(options.host_gib * 2**30), "added": options.add,
+        "engine": name, "folder": folder, "model": str(Path(folder).parent / "model"),
+        "host_bytes": int(options.host_gib * 2**30), "added": options.add,
         "disk_bytes": int(options.disk_gib * 2**30), "shape": options.shape, "engine_args": options.engine_args,
         "max_model_len": longest + 64, "kv_bytes": int(options.kv_gib * 2**30), "tp": options.tp,
     }  # fmt: skip
@@ -283,7 +284,7 @@ def main() -> None:
     if options.table:
         print(table(json.loads(options.table.read_text())))
         return
-    tiny = {"users": 6, "rounds": 3, "rate": 4.0, "kv_gib": 1 / 1024, "host_gib": 1 / 64, "disk_gib": 1 / 4}
+    tiny = {"users": 6, "rounds": 3, "rate": 4.0, "kv_gib": 2 / 1024, "host_gib": 1 / 32, "disk_gib": 1 / 4}
     finish_arguments(options, tiny)
     sizes = {"system": 64, "document": [300, 500], "question": 20, "answer": 8} if options.tiny else {}
     load = {"system": 1000, "document": [6000, 9000], "question": 50, "answer": 64, **sizes}

@@ -144,7 +144,8 @@ class Run:
             folder = self.root / engines.base(name)
             folder.mkdir(mode=0o700, exist_ok=True)
             spec = {
-                "engine": name, "folder": str(folder), "host_bytes": int(options.host_gib * 2**30),
+                "engine": name, "folder": str(folder), "model": str(self.root / "model"),
+                "host_bytes": int(options.host_gib * 2**30),
                 "disk_bytes": int(options.disk_gib * 2**30), "added": options.add, "shape": options.shape,
                 "engine_args": options.engine_args, "max_model_len": max(*options.lengths, 1024) + 64,
                 "kv_bytes": int(options.kv_gib * 2**30), "tp": options.tp,
