@@ -13,6 +13,7 @@ answer in time, or ends, is stopped with all its children, and the caller gets a
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ TINY_ENGINE = {"block_size": 32, "enforce_eager": True}
 NAMES = ("none", "offload", "semkv", "fs")
 STORES = ("semkv", "fs")  # those that write files
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+MAX_MODEL_LEN = 16384  # in all benches: what is compiled for one serves the others
 START_LIMIT_S = 300
 LOG_TAIL = 1500
 DIR, HOST = "$DIR", "$HOST"
@@ -112,6 +114,7 @@ class Engine:
                 start_new_session=True, env=ENVIRONMENT | os.environ,
             )  # fmt: skip
         os.close(write)
+        atexit.register(self.kill)
 
     def ask(self, do: str, limit_s: float, **more: Any) -> dict[str, Any]:
         """Send a command and wait for its answer."""
@@ -138,9 +141,12 @@ class Engine:
             self._fail(f"{what}: {found['error']}")
         return found
 
-    def readable(self, wait_s: float) -> bool:
-        """Whether an answer, or its end, is there to be read."""
-        return bool(select.select([self.answers], [], [], wait_s)[0])
+    def wait_started(self) -> None:
+        """Until it has answered or ended; the answer is still to be read."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while not select.select([self.answers], [], [], 0.5)[0] and time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                return
 
     def _status(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -160,9 +166,21 @@ class Engine:
         self.kill()
 
     def kill(self) -> None:
+        atexit.unregister(self.kill)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # its engine core too
         self.process.wait()
+
+
+def start_all(makers: Iterable[tuple[str, Callable[[], Engine]]]) -> dict[str, Engine]:
+    """Start engines at once; where nothing is compiled yet, the first alone, so that the others find its work."""
+    started: dict[str, Engine] = {}
+    cache = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "torch_compile_cache"
+    for name, make in makers:
+        started[name] = make()
+        if not cache.exists():
+            started[name].wait_started()
+    return started
 
 
 def log_tail(log: Path) -> str:

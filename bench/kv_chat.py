@@ -28,6 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,12 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 # ------------------------------------------------------------------ the calling process
 
 
-def start(name: str, options: argparse.Namespace, load: Mapping[str, Any], folder: str) -> Engine:
-    longest = load["system"] + load["document"][1] + load["rounds"] * (load["question"] + load["answer"])
+def start(name: str, options: argparse.Namespace, folder: str) -> Engine:
     spec = {
         "engine": name, "folder": folder, "model": str(Path(folder).parent / "model"),
         "host_bytes": int(options.host_gib * 2**30), "added": options.add,
         "disk_bytes": int(options.disk_gib * 2**30), "shape": options.shape, "engine_args": options.engine_args,
-        "max_model_len": longest + 64, "kv_bytes": int(options.kv_gib * 2**30), "tp": options.tp,
+        "max_model_len": options.max_model_len, "kv_bytes": int(options.kv_gib * 2**30), "tp": options.tp,
     }  # fmt: skip
     return Engine(name, spec, options.logs / f"chat-{name}.log")
 
@@ -169,10 +169,11 @@ def run(options: argparse.Namespace, load: Mapping[str, Any]) -> dict[str, Any]:
             folders = {name: str(Path(root) / name) for name in batch}
             for folder in folders.values():
                 Path(folder).mkdir(mode=0o700)
-            started = {name: start(name, options, load, folders[name]) for name in batch}
+            makers = [(name, partial(start, name, options, folders[name])) for name in batch]
+            started = engines.start_all(makers)
             try:
-                for engine in started.values() if options.together else ():
-                    wait_started(engine)
+                for engine in started.values():
+                    engine.wait_started()
                 for name, engine in started.items():
                     row = measure(engine, load, folders[name])
                     result["runs"].append({"engine": name, "run": number, **row})
@@ -183,13 +184,6 @@ def run(options: argparse.Namespace, load: Mapping[str, Any]) -> dict[str, Any]:
                 for engine in started.values():
                     engine.kill()
     return result
-
-
-def wait_started(engine: Engine) -> None:
-    """Until it has answered or ended; its answer stays for `measure`."""
-    deadline = time.monotonic() + engines.START_LIMIT_S
-    while not engine.readable(1.0) and engine.process.poll() is None and time.monotonic() < deadline:
-        pass
 
 
 def digests(result: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -260,6 +254,7 @@ def finish_arguments(options: argparse.Namespace, tiny: Mapping[str, Any]) -> No
     known = {*engines.NAMES, *options.add}
     if unknown := {name for name in options.engines if engines.base(name) not in known}:
         raise SystemExit(f"unknown engines {', '.join(sorted(unknown))}: choose from {', '.join(sorted(known))}")
+    options.max_model_len = 1024 if options.tiny else engines.MAX_MODEL_LEN
     if options.tiny:
         vars(options).update(tiny)
         options.engine_args = engines.TINY_ENGINE | options.engine_args

@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,22 +140,24 @@ class Run:
 
     def start(self, names: Iterable[str]) -> None:
         """Start engines at once and wait for all; what does not start is a row of its own."""
-        options = self.options
-        for name in names:
-            folder = self.root / engines.base(name)
-            folder.mkdir(mode=0o700, exist_ok=True)
-            spec = {
-                "engine": name, "folder": str(folder), "model": str(self.root / "model"),
-                "host_bytes": int(options.host_gib * 2**30),
-                "disk_bytes": int(options.disk_gib * 2**30), "added": options.add, "shape": options.shape,
-                "engine_args": options.engine_args, "max_model_len": max(*options.lengths, 1024) + 64,
-                "kv_bytes": int(options.kv_gib * 2**30), "tp": options.tp,
-            }  # fmt: skip
-            self.up[name] = Engine(name, spec, options.logs / f"load-{name}.log")
+        self.up |= engines.start_all((name, partial(self._make, name)) for name in names)
         for name, engine in list(self.up.items()):
             if name not in self.result["engines"]:
-                self.guard(name, lambda name=name, engine=engine: self._started(name, engine))  # type: ignore[misc]
+                self.guard(name, partial(self._started, name, engine))
         self.write()
+
+    def _make(self, name: str) -> Engine:
+        options = self.options
+        folder = self.root / engines.base(name)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        spec = {
+            "engine": name, "folder": str(folder), "model": str(self.root / "model"),
+            "host_bytes": int(options.host_gib * 2**30),
+            "disk_bytes": int(options.disk_gib * 2**30), "added": options.add, "shape": options.shape,
+            "engine_args": options.engine_args, "max_model_len": options.max_model_len,
+            "kv_bytes": int(options.kv_gib * 2**30), "tp": options.tp,
+        }  # fmt: skip
+        return Engine(name, spec, options.logs / f"load-{name}.log")
 
     def _started(self, name: str, engine: Engine) -> None:
         self.result["engines"][name] = engine.answer("start", engines.START_LIMIT_S)
@@ -211,20 +214,24 @@ class Run:
             self.up[name].ask("forget", LIMIT_S)
             self.write()
 
+    def copy_rate(self) -> None:
+        self.result["copy_gb_s"] = self.up["none"].ask("copy_rate", LIMIT_S)["gb_s"]
+
     def all(self) -> None:
+        """Start, measure, write after every step."""
         names = [name for name in self.options.engines if engines.base(name) == name]
         self.start(names)
         for number, (size, count, repeat) in enumerate(self.turns()):
             turn = number % max(1, len(names))
             for name in names[turn:] + names[:turn]:
                 if name in self.up:
-                    self.guard(name, lambda n=name, c=(size, count, repeat): self.memory(n, *c))  # type: ignore[misc]
+                    self.guard(name, partial(self.memory, name, size, count, repeat))
             self.write()
         for repeat in range(2):
             for name in list(self.up):
-                self.guard(name, lambda n=name, r=repeat: self.ask(n, "decode", **DECODE, repeat=2000 + r))  # type: ignore[misc]
+                self.guard(name, partial(self.ask, name, "decode", **DECODE, repeat=2000 + repeat))
         if "none" in self.up:
-            self.guard("none", lambda: self.result.update(copy_gb_s=self.up["none"].ask("copy_rate", LIMIT_S)["gb_s"]))
+            self.guard("none", self.copy_rate)
         self.write()
         for name in [name for name in self.options.engines if name not in names]:
             for engine in self.up.values():
@@ -232,7 +239,7 @@ class Run:
             self.up.clear()
             self.start([name])
             if name in self.up:
-                self.guard(name, lambda n=name: self.disk(n))  # type: ignore[misc]
+                self.guard(name, partial(self.disk, name))
         self.write()
 
     def write(self) -> None:
