@@ -251,13 +251,16 @@ def judge(passes: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
             result = compare(passes[one], passes[other])
             equal, most = result["same_tokens"] == result["samples"], result["max_logprob_difference"]
             found["compared"][f"{one} vs {other}"] = {"tokens_equal": equal, "max_logprob_difference": most}
+            if not equal:
+                found["compared"][f"{one} vs {other}"]["different_prompts"] = [d["sample"] for d in result["different"]]
     equal = {pair: each["tokens_equal"] for pair, each in found["compared"].items()}
+    for name, answers in passes.items():
+        found[name] = [
+            {key: answer[key] for key in ("cached", "loaded", "sources") if answer[key]} for answer in answers
+        ]
     for name in ("host", "disk"):
         if name not in passes:
             continue
-        found[name] = [
-            {key: answer[key] for key in ("cached", "loaded", "sources") if answer[key]} for answer in passes[name]
-        ]
         if not (equal[f"{name} vs hot"] or equal[f"{name} vs cold"]):
             found["wrong"].append(f"{name}: other tokens than computed ones and than vLLM's own prefix cache")
         if not any(answer["cached"] for answer in passes[name]):
