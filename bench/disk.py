@@ -9,7 +9,7 @@ Files of rows of Qwen2.5-7B's size (896 KiB, 16 tokens), dropped from the page c
     store through the cache                      the same without direct reading
 
 by threads and by the bytes of one reading. GB/s, the median of ``--repeats``. ``write`` is `BlockStore.write`, a file
-of 256 rows at a time, by threads, down to the disk; ``plain write`` the same bytes by ``pwritev`` and ``fdatasync`` alone.
+of 256 rows at a time, by threads, down to the disk; ``plain write`` the same bytes by ``pwritev`` and ``fdatasync``.
 """
 
 from __future__ import annotations
