@@ -172,13 +172,13 @@ class Engine:
         self.process.wait()
 
 
-def start_all(makers: Iterable[tuple[str, Callable[[], Engine]]]) -> dict[str, Engine]:
-    """Start engines at once; where nothing is compiled yet, the first alone, so that the others find its work."""
+def start_all(makers: Iterable[tuple[str, Callable[[], Engine]]], compiles: bool) -> dict[str, Engine]:
+    """Start engines at once; where they have to compile, the first alone, so that the others find its work."""
     started: dict[str, Engine] = {}
     cache = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "torch_compile_cache"
     for name, make in makers:
         started[name] = make()
-        if not cache.exists():
+        if compiles and not cache.exists():
             started[name].wait_started()
     return started
 

@@ -8,6 +8,7 @@
 #   load       kv_load: none, offload, semkv, then semkv from disk         load-fs   fs and semkv, then both from disk
 #   families   families.py: all of them                                    families-tp2  llama, granite4, deepseek_v3
 #   identity   identity.py: Qwen3-VL-2B's shape, both connectors           identity-tp2
+#   disk       disk.py: the store's reads and writes on this machine's disk
 set -uo pipefail
 step=${1:?the name of a step}; shift
 here=$(cd "$(dirname "$0")" && pwd); root=$(dirname "$here")
@@ -23,7 +24,7 @@ limit=${STEP_S:-540}
 
 bench() { # NAME SCRIPT ARGUMENTS: its output also as a log; stopped in time, with its engines
     local name=$1 script=$2; shift 2
-    [[ $script == identity.py ]] || set -- --logs "$scratch/logs-$name" "$@"
+    [[ $script == identity.py || $script == disk.py ]] || set -- --logs "$scratch/logs-$name" "$@"
     timeout -k 15 "$limit" python3 "$here/$script" "$@" 2>&1 | tee "$out/$name.log"
     local status=${PIPESTATUS[0]}
     tar -C "$scratch" -czf "$out/$name-logs.tgz" "logs-$name" 2>/dev/null
@@ -74,6 +75,7 @@ families-tp2) bench families-tp2 families.py --out "$out/families-tp2.jsonl" --r
 identity) bench identity identity.py --shape qwen3-vl-2b --samples 8 --out "$out/identity.json" "$@" ;;
 identity-tp2) bench identity-tp2 identity.py --shape qwen3-vl-2b --samples 6 --ranks 2 --eager \
     --out "$out/identity-tp2.json" "$@" ;;
+disk) bench disk disk.py --dir "$scratch" --rows 2048 --threads 1 4 8 16 --sizes 4 16 --repeats 2 --out "$out/disk.json" "$@" ;;
 *) sed -n '2,11p' "$0"; exit 2 ;;
 esac
 status=$?

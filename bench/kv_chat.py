@@ -170,7 +170,7 @@ def run(options: argparse.Namespace, load: Mapping[str, Any]) -> dict[str, Any]:
             for folder in folders.values():
                 Path(folder).mkdir(mode=0o700)
             makers = [(name, partial(start, name, options, folders[name])) for name in batch]
-            started = engines.start_all(makers)
+            started = engines.start_all(makers, "enforce_eager" not in options.engine_args)
             try:
                 for engine in started.values():
                     engine.wait_started()

@@ -140,7 +140,8 @@ class Run:
 
     def start(self, names: Iterable[str]) -> None:
         """Start engines at once and wait for all; what does not start is a row of its own."""
-        self.up |= engines.start_all((name, partial(self._make, name)) for name in names)
+        makers = [(name, partial(self._make, name)) for name in names]
+        self.up |= engines.start_all(makers, "enforce_eager" not in self.options.engine_args)
         for name, engine in list(self.up.items()):
             if name not in self.result["engines"]:
                 self.guard(name, partial(self._started, name, engine))
