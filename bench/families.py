@@ -136,6 +136,8 @@ class Runner:
         self.llm: Any = LLM(
             spec["model"], load_format=LOAD_FORMAT, model_loader_extra_config={"bound": BOUND}, dtype="bfloat16",
             seed=0, max_model_len=4096, max_num_seqs=4, enforce_eager=True, skip_tokenizer_init=True,
+            disable_log_stats=False,  # or vLLM does not say where loaded tokens came from
+
             enable_prefix_caching=True, kv_cache_memory_bytes=1 << 28, tensor_parallel_size=spec["ranks"],
             kv_transfer_config=KVTransferConfig(**config) if config and self.folder else None,
             **(more | spec["engine_args"]),

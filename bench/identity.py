@@ -302,6 +302,7 @@ class Runner:
             enforce_eager=cpu or spec["eager"],
             tensor_parallel_size=spec["ranks"],
             limit_mm_per_prompt={"image": 1, "video": 0},
+            disable_log_stats=False,  # or vLLM does not say where loaded tokens came from
             **memory,
             **connectors,
         )
