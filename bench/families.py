@@ -8,13 +8,14 @@ Small models of each family, made from their configurations with random weights 
 prompt at a time; three prompts, of which two share most of their tokens. Three processes a family:
 
     plain    no connector           cold   everything computed           hot   from vLLM's own prefix cache
-    filled   with the connector     cold                                 host  after `reset_prefix_cache`
+    filled   with the connector     filled  computed, and stored         warm  from vLLM's own prefix cache
+                                    host   after `reset_prefix_cache`
     again    with the connector     disk   a new process, from files
 
 A line of JSON a family: whether the tokens are equal and the largest difference of a log-probability, each loaded pass
-against ``hot`` (the same arithmetic on the same shapes) and ``cold``; tokens loaded, by source; vLLM's KV cache groups.
-A family that fails has its error in its line, and the next one goes on. The exit status is 1 when tokens differ where
-vLLM's own prefix cache gives the same, or nothing was loaded, or an engine failed.
+against ``warm`` (the same arithmetic on the same shapes in the same engine), ``hot`` and ``cold``; tokens loaded, by source; vLLM's KV cache groups.
+A family that fails has its error in its line, and the next one goes on. The exit status is 1 when a loaded
+pass has the tokens of no computed one, or nothing was reused, or an engine failed.
 """
 
 from __future__ import annotations
@@ -137,7 +138,6 @@ class Runner:
             spec["model"], load_format=LOAD_FORMAT, model_loader_extra_config={"bound": BOUND}, dtype="bfloat16",
             seed=0, max_model_len=4096, max_num_seqs=4, enforce_eager=True, skip_tokenizer_init=True,
             disable_log_stats=False,  # or vLLM does not say where loaded tokens came from
-
             enable_prefix_caching=True, kv_cache_memory_bytes=1 << 28, tensor_parallel_size=spec["ranks"],
             kv_transfer_config=KVTransferConfig(**config) if config and self.folder else None,
             **(more | spec["engine_args"]),
@@ -180,6 +180,7 @@ class Runner:
         found = {"cold" if role == "plain" else "filled": self.ask()}
         if role == "plain":
             return found | {"hot": self.ask()}
+        found["warm"] = self.ask()
         self.forget()
         return found | {"host": self.ask()}
 
@@ -247,8 +248,8 @@ def run_family(family: str, options: argparse.Namespace) -> dict[str, Any]:
 def judge(passes: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Loaded passes against computed ones; ``wrong`` says what cannot be."""
     found: dict[str, Any] = {"wrong": [], "compared": {}}
-    for one, other in (("hot", "cold"), ("filled", "cold"), ("host", "hot"), ("host", "cold"), ("disk", "hot"),
-                       ("disk", "cold")):  # fmt: skip
+    pairs = [("hot", "cold"), ("filled", "cold"), ("warm", "hot")]
+    for one, other in pairs + [(name, other) for name in ("host", "disk") for other in ("warm", "hot", "cold")]:
         if one in passes and other in passes:
             result = compare(passes[one], passes[other])
             equal, most = result["same_tokens"] == result["samples"], result["max_logprob_difference"]
@@ -263,7 +264,7 @@ def judge(passes: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     for name in ("host", "disk"):
         if name not in passes:
             continue
-        if not (equal[f"{name} vs hot"] or equal[f"{name} vs cold"]):
+        if not any(equal.get(f"{name} vs {other}") for other in ("warm", "hot", "cold")):
             found["wrong"].append(f"{name}: other tokens than computed ones and than vLLM's own prefix cache")
         if not any(answer["cached"] for answer in passes[name]):
             found["wrong"].append(f"{name}: nothing was reused")
