@@ -13,9 +13,9 @@ prompt at a time; three prompts, of which two share most of their tokens. Three 
     again    with the connector     disk   a new process, from files
 
 A line of JSON a family: whether the tokens are equal and the largest difference of a log-probability, each loaded pass
-against ``warm`` (the same arithmetic on the same shapes in the same engine), ``hot`` and ``cold``; tokens loaded, by source; vLLM's KV cache groups.
-A family that fails has its error in its line, and the next one goes on. The exit status is 1 when a loaded
-pass has the tokens of no computed one, or nothing was reused, or an engine failed.
+against ``warm`` (the same arithmetic on the same shapes in the same engine), ``hot`` and ``cold``; tokens loaded, by
+source; vLLM's KV cache groups. A family that fails has its error in its line, and the next one goes on. The exit status
+is 1 when a loaded pass has the tokens of no computed one, or nothing was reused, or an engine failed.
 """
 
 from __future__ import annotations
