@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -184,10 +185,11 @@ def start_all(makers: Iterable[tuple[str, Callable[[], Engine]]], compiles: bool
 
 
 def log_tail(log: Path) -> str:
-    """The end of a log; where there is an error in it, from there."""
+    """The last lines that name an error (vLLM's own process says only that another failed), and the log's end."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    at = text.rfind("Error:")
-    return text[max(0, at - LOG_TAIL // 2) :][:LOG_TAIL] if at >= 0 else text[-LOG_TAIL:]
+    named = [line for line in text.splitlines() if re.search(r"\w(Error|Exception)\b", line)]
+    causes = [line[-300:] for line in named if "core initialization failed" not in line]
+    return "\n".join([*dict.fromkeys(causes[-4:]), "...", text[-LOG_TAIL:]])
 
 
 def stop_on_signals() -> None:
