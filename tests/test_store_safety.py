@@ -407,6 +407,7 @@ def test_a_read_only_file_system_serves_what_is_there(small_disk: Path, caplog: 
 READER = """
 import logging, os, sys
 from pathlib import Path
+import numpy.random
 from block_helpers import open_store, right, save
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s")
 if os.geteuid() == 0:

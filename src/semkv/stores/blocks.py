@@ -240,7 +240,8 @@ class BlockStore:
             if index is not self._index or is_transient(error):  # closed under this call, or another process is busy
                 pass
             elif not is_damage(error):
-                self._pause(error)
+                if self.writable:
+                    self._pause(error)
             elif index is None or index.read_only or time.monotonic() - self._rebuilt_at < _REBUILD_S:
                 self._switch_off("has a damaged index", error)
             else:
