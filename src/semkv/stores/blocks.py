@@ -492,11 +492,9 @@ class BlockStore:
         return len(gone)
 
     def purges_after(self, id: int) -> list[Purge]:  # noqa: A002
-        """What was purged after a purge, by any process. Without an index that is not known, and all counts as purged.
-        Waits for nobody."""
-        none: list[Purge] = []
-        found = self._ask(lambda index: index.purges_after(id), none, wait=False)
-        return [Purge(self._never(), None, None)] if found is none and self._index is None else found
+        """What was purged after a purge, by any process. Where the index does not answer that is not known, and all
+        counts as purged. Waits for nobody."""
+        return self._ask(lambda index: index.purges_after(id), [Purge(self._never(), None, None)], wait=False)
 
     def last_purge(self) -> int:
         """Id of the last purge. Waits for nobody."""
