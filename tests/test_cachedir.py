@@ -18,7 +18,6 @@ from semkv.stores.cachedir import BLOCK_FILES, prepare, purge_directory
 from semkv.stores.fusion import FusionStore
 
 
-
 def config(root: Path, **flags: Any) -> Any:
     return resolve(RunFlags(preset="opt-125m", cache_dir=root, **flags)).cache
 
@@ -129,7 +128,9 @@ def test_who_opens_a_store_at_any_step_of_a_purge_has_a_whole_one(
 
         def happens(engine: Any = engine, root: Path = root) -> None:
             store = engine if running else open_store(root)
-            store.root.exists() and save(store, 1)
+            save(store, 1)
+            if not running:
+                store.close()
 
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr("semkv.stores.blocks._OPEN_S", 0.0)

@@ -286,7 +286,9 @@ def test_any_flipped_bit_of_the_index_stops_nothing(memory: Path, pristine: Path
         logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("content", [b"not a database, but long enough to look at" * 100, b"", b"SQLite format 3\0" * 99])
+@pytest.mark.parametrize(
+    "content", [b"not a database, but long enough to look at" * 100, b"", b"SQLite format 3\0" * 99]
+)
 def test_a_damaged_index_is_rebuilt_with_one_warning(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -514,5 +516,7 @@ class AgainstModel(RuleBasedStateMachine):
             assert right(self.store, i, 1) <= (i in self.saved)
 
 
-AgainstModel.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None, phases=[Phase.generate])
+AgainstModel.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=20, deadline=None, phases=[Phase.generate]
+)
 TestAgainstModel = AgainstModel.TestCase
