@@ -286,9 +286,7 @@ def test_any_flipped_bit_of_the_index_stops_nothing(memory: Path, pristine: Path
         logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize(
-    "content", [b"not a database, but long enough to look at" * 100, b"", b"SQLite format 3\0" * 99]
-)
+@pytest.mark.parametrize("content", [b"not a database" * 999, b"", b"SQLite format 3\0" * 99])
 def test_a_damaged_index_is_rebuilt_with_one_warning(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:

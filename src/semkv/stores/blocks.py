@@ -107,7 +107,7 @@ class BlockStore:
         self._off, self._opening, self._looked_at = False, threading.RLock(), 0.0
         self._failing, self._resume_at = False, 0.0
         self._used: dict[str, tuple[float, bool]] = {}  # noted in the index later: see `BlockIndex.touch`
-        self._flushed_at = self._swept_at = self._warned_at = 0.0
+        self._flushed_at = self._swept_at = self._warned_at = self._helped_at = 0.0
         self._disowned: set[str] = set()
         self._adopting, self._closing = threading.Lock(), threading.Event()
         self._helper: threading.Thread | None = None
@@ -207,7 +207,9 @@ class BlockStore:
         if self._off or (index is not None and self._current(now=wait)):
             return index
         if not wait:
-            self._help()
+            if time.monotonic() - self._helped_at > _LOOK_S:
+                self._helped_at = time.monotonic()
+                self._help()
             return None
         with self._opening:
             if self._index is index and not self._off:
@@ -542,11 +544,15 @@ class BlockStore:
                 with self._block_file(file) as opened:
                     head = opened.header
                     read.append(NewFile(file, 0, 0.0, head.namespace, opened.keys, head.owner, head.writer))
-            except (CorruptValue, OSError) as error:
+            except CorruptValue as error:
                 useless.append(file)
-                if isinstance(error, CorruptValue):
-                    self.counters["corrupt"] += 1
-                    log.warning("semkv: dropped a damaged block file of %s: %s", self.root, error)
+                self.counters["corrupt"] += 1
+                log.warning("semkv: dropped a damaged block file of %s: %s", self.root, error)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # the file is not to blame
+                    self._complain("read", error)
+                    return False
+                useless.append(file)
         if batch:
             useless += index.adopt(read)
             index.remove(useless)
