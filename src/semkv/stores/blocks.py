@@ -481,17 +481,19 @@ class BlockStore:
         Returns:
             How many files went, or with ``dry_run`` would go.
         """
-        self.adopt()
-        if dry_run:
-            return len(
-                self._ask(lambda index: index.files(owner=owner, namespace=namespace, before=before), list[str]())
-            )
-        gone = self._ask(lambda index: index.purge(owner, namespace, before), list[str]())
-        for file in gone:
+        for _ in range(2):  # an index that turns out damaged is built anew for the second time
+            self.adopt()
+            if dry_run:
+                gone = self._ask(lambda index: index.files(owner=owner, namespace=namespace, before=before), None)
+            else:
+                gone = self._ask(lambda index: index.purge(owner, namespace, before), None)
+            if gone is not None:
+                break
+        for file in gone or () if not dry_run else ():
             self._unlink(file)
-        if owner is None and namespace is None and before is None:
+        if not dry_run and owner is None and namespace is None and before is None:
             self.sweep()  # what is being written
-        return len(gone)
+        return len(gone or ())
 
     def purges_after(self, id: int) -> list[Purge]:  # noqa: A002
         """What was purged after a purge, by any process. Where the index does not answer that is not known, and all
