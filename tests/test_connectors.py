@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from semkv.stores.extents import Bounds, ExtentStore
 
 import tiny_models
 from semkv.connectors import namespace, register, weights
@@ -42,6 +41,7 @@ from semkv.purging import purge_salts
 from semkv.stores.block_index import BlockIndex
 from semkv.stores.blocks import KVChunk, KVLayout, KVStore, LayerLayout
 from semkv.stores.cachedir import purge_directory
+from semkv.stores.extents import Bounds, ExtentStore
 
 BLOCK = 32
 ADAPTER = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/nowhere")  # weights that are not known

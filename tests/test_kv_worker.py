@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from semkv.stores.bounds import Bounds
-from semkv.stores.extents import ExtentStore
 
 from semkv.connectors.kv_keys import rank_namespace
 from semkv.connectors.kv_plan import CapturePlan, KVStep, LoadPlan, PrefetchPlan
 from semkv.connectors.settings import KVSettings
 from semkv.stores import host_pool
 from semkv.stores.blocks import KVStore
+from semkv.stores.bounds import Bounds
 from semkv.stores.cachedir import purge_directory
+from semkv.stores.extents import ExtentStore
 from semkv.stores.host_memory import HostMemories
 
 torch = pytest.importorskip("torch")

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from semkv.stores.bounds import Bounds
-from semkv.stores.extents import ExtentStore
 
 import tiny_models
 from semkv.connectors import namespace as ns
@@ -27,6 +25,8 @@ from semkv.connectors.kv_scheduler import KVScheduler
 from semkv.connectors.lora import Adapters
 from semkv.connectors.settings import ECSettings, KVSettings
 from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+from semkv.stores.bounds import Bounds
+from semkv.stores.extents import ExtentStore
 from semkv.stores.fusion import FusionState, FusionStore
 
 vllm = pytest.importorskip("vllm")
