@@ -30,8 +30,8 @@ def value(i: int, row_bytes: int = ROW) -> np.ndarray:
     return np.random.default_rng(i).integers(0, 256, row_bytes, dtype=np.uint8)
 
 
-def open_store(root: Path, bounds: Bounds = Bounds(), writer: str = "") -> BlockStore:
-    return BlockStore(root, "kv", bounds, writer)
+def open_store(root: Path, bounds: Bounds | None = None, writer: str = "") -> BlockStore:
+    return BlockStore(root, "kv", bounds or Bounds(), writer)
 
 
 def save(store: BlockStore, first: int, count: int = 1, namespace: str = "ns", **options: Any) -> str | None:

@@ -40,7 +40,7 @@ FILE_BYTES = 64 << 20
 """Rows of one block file: large enough for the disk's full rate, and small enough to be evicted alone."""
 
 _READERS, _WRITERS = 8, 4
-_MOST = 512  # keys asked for at once
+_MOST = 512  # keys asked for at once, and blocks of one file
 
 
 @dataclass
@@ -155,7 +155,7 @@ class SemKVTier(SecondaryTierManager):
             self._shared.fault("a store")
             self._finished.append(JobResult(job_metadata.job_id, True))
             return
-        each = max(1, FILE_BYTES // self._row_bytes)
+        each = min(_MOST, max(1, FILE_BYTES // self._row_bytes))
         keys = list(job_metadata.keys)
         parts = [(keys[i : i + each], job_metadata.chunk_ids[i : i + each]) for i in range(0, len(keys), each)]
         generation = store.generation

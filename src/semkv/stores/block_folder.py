@@ -115,7 +115,7 @@ def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
         )
     make_folder(root / FILES)
     if marker is None or version != FORMAT_VERSION:
-        replace_text(root / MARKER, json.dumps({"format": FORMAT_VERSION, "kind": kind}))
+        replace_text(root / MARKER, json.dumps({"format": FORMAT_VERSION, "kind": kind}), private=True)
 
 
 def read_marker(root: Path) -> dict[str, Any] | None:
