@@ -118,22 +118,13 @@ def _head_checksum(text: str, tensor: Any) -> str:
 def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
     """Write a file from where its rows are in memory.
 
-<<<<<<< HEAD
-    The store's own directory is not made again where somebody deleted it. The file gets its name when all of it is on the disk. The name
-    itself may be lost in a power cut, the content may not.
-=======
     Its two folders are made where they are missing, not those above. It gets its name when all of it is on the disk:
     the name may be lost in a power cut, the content may not.
->>>>>>> stores
 
     Raises:
         OSError: the disk is full or read-only; the temporary file is gone.
     """
-<<<<<<< HEAD
-    for folder in (path.parent.parent, path.parent):  # a purge of everything takes both away
-=======
     for folder in (path.parent.parent, path.parent):  # a purge may have deleted both
->>>>>>> stores
         folder.mkdir(0o700, exist_ok=True)
     part = new_name(path)
     try:
