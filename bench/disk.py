@@ -1,14 +1,15 @@
-"""How fast extents come from a disk into host memory: the ways to read, and what the store's own path gives. JSON.
+"""How fast blocks go to a disk and come back: the ways to read, and what the store's own paths give. JSON.
 
     python bench/disk.py --dir /a/folder/on/the/disk --out bench/results/disk.json
 
-Files of rows of Qwen2.5-7B's size, dropped from the page cache before every reading (``posix_fadvise``, DONTNEED):
+Files of rows of Qwen2.5-7B's size (896 KiB, 16 tokens), dropped from the page cache before every reading:
 
     buffered    ``preadv``                       ahead       the same after ``posix_fadvise`` WILLNEED of the whole part
-    direct      ``preadv`` with O_DIRECT         store       `KVStore.read_rows`, every row checked
+    direct      ``preadv`` with O_DIRECT         store       `BlockStore.read`, every row checked
     store through the cache                      the same without direct reading
 
-by threads and by the bytes of one reading. GB/s, the median of ``--repeats``.
+by threads and by the bytes of one reading. GB/s, the median of ``--repeats``. ``write`` is `BlockStore.write`, a file
+of 256 rows at a time, by threads, down to the disk; ``plain write`` the same bytes by ``pwritev`` and ``fdatasync``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import mmap
 import os
 import platform
 import statistics
@@ -28,37 +30,68 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from engines import drop_pages, files_of
 
-from semkv.connectors.host import allocate
-from semkv.stores import container
-from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
-from semkv.stores.bounds import Bounds
+from semkv.stores import block_file
+from semkv.stores.blocks import BlockStore, Bounds
 
-LAYOUT = KVLayout(tuple(LayerLayout(f"layer{i}", "bfloat16", (1, 16384), (16384, 1), 32768) for i in range(28)), 16)
-ROW = LAYOUT.row_bytes
+LAYOUT = {"layers": 28, "bytes": 32768}
+ROW = 28 * 32768
 WAYS = ("buffered", "ahead", "direct", "store through the cache", "store")
-EXTENT = 256  # rows, as the connector writes them
+FILE = 256  # rows
 
 
 def block_hash(i: int) -> bytes:
     return i.to_bytes(8, "big") * 4
 
 
-def fill(root: Path, rows: int) -> None:
-    store, rng = KVStore.open(root, "ns", LAYOUT, Bounds(0)), np.random.default_rng(0)
-    for first in range(0, rows, EXTENT):
-        count = min(EXTENT, rows - first)
-        data = rng.integers(0, 256, (count, ROW), dtype=np.uint8)
-        store.save_rows([block_hash(i) for i in range(first, first + count)], data, position=first)
-    store.close()
+def pages(count: int) -> np.ndarray:
+    """Bytes that begin at a page, as vLLM's host memory does; all of them are there."""
+    memory = np.frombuffer(mmap.mmap(-1, count), np.uint8)
+    memory[:] = 0
+    return memory
 
 
-def drop(files: list[Path]) -> None:
-    os.sync()
-    for path in files:
-        fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+def store_in(root: Path) -> BlockStore:
+    return BlockStore(root, "kv", Bounds(max_bytes=1 << 50))
+
+
+def write_rates(folder: Path, rows: int, threads: int) -> dict[str, float]:
+    """GB/s of ``rows`` new rows in files of `FILE`."""
+    data = pages(FILE * ROW).reshape(FILE, ROW)
+    data[:] = np.random.default_rng(0).integers(0, 256, (FILE, ROW), dtype=np.uint8)
+    starts = range(0, rows, FILE)
+
+    def plain_write(first: int) -> None:
+        fd = os.open(folder / f"plain{first}", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.pwritev(fd, list(data), 0)
+        os.fdatasync(fd)
         os.close(fd)
+
+    with tempfile.TemporaryDirectory(dir=folder) as root, ThreadPoolExecutor(threads) as pool:
+        store = store_in(Path(root) / "kv")
+
+        def write(first: int) -> None:
+            assert store.write("ns", LAYOUT, [block_hash(i) for i in range(first, first + FILE)], list(data))
+
+        found = {}
+        for name, way in (("write", write), ("plain write", plain_write)):
+            start = time.perf_counter()
+            list(pool.map(way, starts))
+            found[name] = round(len(starts) * FILE * ROW / (time.perf_counter() - start) / 1e9, 2)
+        store.close()
+    for path in folder.glob("plain*"):
+        path.unlink()
+    return found
+
+
+def fill(root: Path, rows: int) -> None:
+    store, rng = store_in(root), np.random.default_rng(0)
+    for first in range(0, rows, FILE):
+        count = min(FILE, rows - first)
+        data = rng.integers(0, 256, (count, ROW), dtype=np.uint8)
+        assert store.write("ns", LAYOUT, [block_hash(i) for i in range(first, first + count)], list(data))
+    store.close()
 
 
 Part = tuple[Path, int, memoryview]
@@ -101,26 +134,27 @@ def ways(files: list[Path], memory: np.ndarray, size: int) -> dict[str, Callable
 def through_store(
     root: Path, memory: np.ndarray, rows: int, size: int, *, direct: bool
 ) -> Callable[[ThreadPoolExecutor], int]:
-    store, most = KVStore.open(root, "ns", LAYOUT, Bounds(0)), max(1, size // ROW)
+    store, most = store_in(root), max(1, size // ROW)
     target = memory[: rows * ROW].reshape(rows, ROW)
 
     def one(first: int) -> int:
         wanted = [block_hash(i) for i in range(first, min(first + most, rows))]
-        return len(store.read_rows(wanted, target[first : first + len(wanted)]))
+        refs = [ref for ref in store.find("ns", wanted) if ref is not None]
+        return sum(store.read(LAYOUT, "ns", wanted, refs, list(target[first : first + len(wanted)])))
 
     def read(pool: ThreadPoolExecutor) -> int:
-        with contextlib.nullcontext() if direct else patch.object(container, "_read_direct", lambda *how: how[-1]):
+        with contextlib.nullcontext() if direct else patch.object(block_file, "_read_direct", lambda *how: how[-1]):
             assert sum(pool.map(one, range(0, rows, most))) == rows
         return rows * ROW
 
     return read
 
 
-def rate(files: list[Path], read: Callable[[ThreadPoolExecutor], int], threads: int, repeats: int) -> float:
+def rate(folder: Path, read: Callable[[ThreadPoolExecutor], int], threads: int, repeats: int) -> float:
     found = []
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(repeats):
-            drop(files)
+            drop_pages(folder)
             start = time.perf_counter()
             nbytes = read(pool)
             found.append(nbytes / (time.perf_counter() - start) / 1e9)
@@ -152,15 +186,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         root = Path(folder) / "kv"
         fill(root, options.rows)
-        files = sorted((root / "extents").glob("??/*"))
-        memory = allocate(options.rows * ROW + (len(files) << 20)).memory
-        memory[:] = 0  # its pages are there, as in an engine's host memory
+        files = [path for path in sorted(files_of(root)) if path.stat().st_size >= ROW]
+        memory = pages(options.rows * ROW + (len(files) << 20))
+        for threads in options.threads:
+            rows.append({"threads": threads, "gb_s": write_rates(Path(folder), options.rows, threads)})
+            print(rows[-1], flush=True)
         for size in options.sizes:
             found = ways(files, memory, size << 20)
             for name, direct in (("store through the cache", False), ("store", True)):
                 found[name] = through_store(root, memory, options.rows, size << 20, direct=direct)
             for threads in options.threads:
-                gb_s = {way: rate(files, found[way], threads, options.repeats) for way in options.ways}
+                gb_s = {way: rate(root, found[way], threads, options.repeats) for way in options.ways}
                 rows.append({"mib": size, "threads": threads, "gb_s": gb_s})
                 print(rows[-1], flush=True)
                 if options.out:

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import load_runs
+from engines import drop_pages
 from identity import SHAPES, draw
-from kv_load import drop_pages
 from load_runs import Cell, cell_of, number
 
 ENGINES = ("plain", "semkv", "example")

@@ -14,10 +14,10 @@ Three engines run one after the other, each in a process of its own, always one 
                                  sibling_cold    another question on the same picture, everything computed
                                  sibling_hot     the same, the picture in vLLM's own prefix cache
     connected   both connectors  first           nothing stored yet; stores
-                                 loaded          vLLM's caches emptied: KV comes from the store
+                                 loaded          vLLM's caches emptied: KV comes from host memory
                                  fusion          vLLM's caches emptied, KV skipped: encoder outputs come from the store
                                  sibling_loaded  the picture's KV comes from the store
-    restarted   both connectors  restarted       a new process finds what the other stored
+    restarted   both connectors  restarted       a new process finds what the other stored, on disk
 
 Passes that do the same arithmetic on the same shapes must agree to the last bit of every log-probability: first and
 fusion with cold, loaded and restarted with hot, sibling_loaded with sibling_hot. Loaded against cold computes the tail
@@ -37,9 +37,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import engines
 
 QUESTIONS = (
     "What color is the largest shape in this picture?",
@@ -192,8 +195,10 @@ SHAPES: dict[str, Callable[[Path, int | None], None]] = {
 }
 
 
-def draw_weights(model: Any) -> None:
-    """A usual initialisation: matrices uniform within 0.04 (standard deviation 0.023), biases within 0.02, norms 1.
+def draw_weights(model: Any, bound: float = 0.04) -> None:
+    """A usual initialisation: matrices uniform within 0.04 (standard deviation 0.023), biases within half of that.
+
+    Norms are 1, the ``A`` of a state space model -1: its states decay.
 
     Every tensor has the seed of its name. vLLM's own dummy weights will not do: norms are about zero, tensors of one
     shape are equal, and all is so small that no answer depends on the KV cache.
@@ -205,11 +210,11 @@ def draw_weights(model: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # tied ones come once
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-            bound = 0.04 if parameter.ndim >= 2 else 0.02
+            within = bound if parameter.ndim >= 2 else bound / 2
             if parameter.ndim >= 2 or name.endswith("bias"):
-                parameter.uniform_(-bound, bound, generator=generator)
+                parameter.uniform_(-within, within, generator=generator)
             else:
-                parameter.fill_(1.0)
+                parameter.fill_(-1.0 if name.endswith(".A") else 1.0)
 
 
 LOAD_FORMAT = "dummy_drawn"  # our connectors tell weights of a format called dummy apart by configuration and seed
@@ -226,7 +231,7 @@ def register_loader() -> None:
             return
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            draw_weights(model)
+            draw_weights(model, **(self.load_config.model_loader_extra_config or {}))
 
     register_model_loader(LOAD_FORMAT)(DrawnLoader)
 
@@ -251,12 +256,13 @@ def draw(seed: int, width: int, height: int) -> Any:
 
 
 def flush(_worker: Any) -> None:
-    """Wait until what a rank has captured is on disk."""
+    """Wait until a rank's encoder outputs, and its KV where it stores by itself, are on disk."""
     from vllm.distributed.ec_transfer import get_ec_transfer
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    get_kv_transfer_group().worker_half.flush()
-    get_ec_transfer().worker_half.flush()
+    for half in (getattr(connector, "worker_half", None) for connector in (get_kv_transfer_group(), get_ec_transfer())):
+        if half is not None:
+            half.flush()
 
 
 class Runner:
@@ -296,6 +302,7 @@ class Runner:
             enforce_eager=cpu or spec["eager"],
             tensor_parallel_size=spec["ranks"],
             limit_mm_per_prompt={"image": 1, "video": 0},
+            disable_log_stats=False,  # or vLLM does not say where loaded tokens came from
             **memory,
             **connectors,
         )
@@ -321,6 +328,7 @@ class Runner:
             "logprobs": [{str(t): p.logprob for t, p in step.items()} for step in output.outputs[0].logprobs],
             "cached_tokens": outcome.cached_tokens,
             "loaded_tokens": outcome.loaded_tokens,
+            "sources": ((getattr(output, "kv_transfer_params", None) or {}).get("semkv") or {}).get("sources", {}),
             "load_failed": outcome.load_failed,
             "fusion_loaded": outcome.fusion_loaded,
             "fusion_encoded": outcome.fusion_encoded,
@@ -329,6 +337,7 @@ class Runner:
     def forget(self) -> None:
         """Wait for the stores, then empty vLLM's own caches."""
         if self.spec["cache_dir"]:
+            engines.settle_llm(self.llm, Path(self.spec["cache_dir"]))
             self.llm.collective_rpc(flush)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache")
@@ -402,10 +411,13 @@ def compare(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def count(results: list[dict[str, Any]]) -> dict[str, int]:
+def count(results: list[dict[str, Any]]) -> dict[str, Any]:
     keys = ("prompt_tokens", "cached_tokens", "loaded_tokens", "fusion_loaded", "fusion_encoded", "load_failed")
     totals = {key: sum(int(r[key] or 0) for r in results) for key in keys}
-    return {"kv_hits": sum(bool(r["loaded_tokens"]) for r in results), **totals}
+    sources = Counter[str]()
+    for result in results:
+        sources.update(result["sources"])
+    return {"kv_hits": sum(bool(r["loaded_tokens"]) for r in results), **totals, "sources": dict(sources)}
 
 
 def verdict(passes: dict[str, list[dict[str, Any]]], exact: dict[str, Any], close: dict[str, Any]) -> list[str]:
@@ -431,10 +443,9 @@ def verdict(passes: dict[str, list[dict[str, Any]]], exact: dict[str, Any], clos
 def run_engine(role: str, spec: dict[str, Any], work: Path) -> dict[str, Any]:
     out = work / f"{role}.json"
     spec = spec | {"role": role, "out": str(out), "cache_dir": "" if role == "plain" else str(work / "cache")}
-    # The same model runner with and without connectors: vLLM 0.26's second one has no encoder-cache connector.
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the same model runner with and without connectors
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `flush` goes to the ranks' processes
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

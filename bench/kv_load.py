@@ -1,354 +1,315 @@
 """Time to first token when the KV blocks of a prompt come back: from where, and at what cost for those who compute.
 
     python bench/kv_load.py --out bench/results/h200/kv-load.json
-    python bench/kv_load.py --engines plain,semkv --lengths 512,8192 --requests 16 --budget 300 --out ...   (a part)
-    python bench/kv_load.py --dry-run                                             (the plan, with rough times)
-    python bench/kv_load.py --tiny --out /tmp/kv.json                             (on a CPU, to see that it runs)
-    python bench/kv_load.py --table bench/results/h200/kv-load.json               (prints the tables)
+    python bench/kv_load.py --engines none,semkv --lengths 512,8192 --repeats 5 --out ...   (a part)
+    python bench/kv_load.py --tiny --engines none,semkv,semkv-disk --out /tmp/kv.json       (on a CPU, to see it run)
+    python bench/kv_load.py --table bench/results/h200/kv-load.json
 
-Random tokens through Qwen2.5-7B's shape with dummy weights. Each engine runs in a process of its own (`load_runs`):
+Random tokens through Qwen2.5-7B's shape with dummy weights; engines as in `engines`, each in a process of its own. All
+are started at once and take turns at every size, so that they share the machine's good and bad minutes; X-disk comes
+after X has ended, on its folder. Medians over ``--repeats`` (``--many-repeats`` for many requests at once) of:
 
-    plain        vLLM's prefix cache alone: ``cold`` computes everything, ``prefix`` finds it in GPU memory
-    semkv        our connector: ``cold`` also stores, ``host`` loads from host memory, ``disk`` from files whose pages
-                 were dropped from the page cache (with ``--break-even`` only where that pays)
-    offload-cpu  vLLM's OffloadingConnector with enough host memory
-    offload-fs   the same with its file tier, and a host tier too small to hold what is asked for
-    example      vLLM's ExampleConnector
-    lmcache      LMCache 0.5.3 with its server process and enough host memory, where it is installed
+    cold     everything is computed; a connector also stores      prefix  the same again: it is in GPU memory
+    host     after `reset_prefix_cache`                           disk    in a new process, no page in the page cache
 
-One request at a time, and several at once (the time until all have their first token): medians of ``--repeats``. The
-floor is the prefix cache's time and the bytes over the rate of a plain copy from page-locked memory, both measured. It
-comes from another process, and processes differ by more than what is to be told apart; so each host hit is also set
-against the prefix cache of its own process, asked the same a moment before ("of the same process").
+``ms`` is the time until every request of a cell has its first token. The floor of a host hit is the prefix cache's time
+and the bytes over the rate of a plain copy from page-locked memory, measured in the same run. Beside a disk hit stand
+its bytes over its time, and what the disk gives to plain reads of the same files (O_DIRECT, by one thread and by
+eight). ``decode`` is the rate of 16 requests that have their first token: with a connector its stores run beside them.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import mmap
 import os
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import load_runs
-from load_runs import Cell, cell_of, number
+import engines
+from engines import Engine, EngineError, Server
+from kv_chat import add_arguments, finish_arguments
 
-SHAPE = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-    "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
-    "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-TINY = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 151000,
-}  # fmt: skip
-TINY_ENGINE = {"kv_cache_memory_bytes": 1 << 28, "block_size": 32, "enforce_eager": True}
-ENGINES = ("plain", "semkv", "offload-cpu", "offload-fs", "example", "lmcache")
-NOT_ON_A_CPU = ("offload-cpu", "offload-fs", "lmcache")
-LMCACHE_PORT = 5655
-SMALL_TIER = 2 << 30  # of offload-fs: less than the prompts that are stored before one comes back
-LEVELS = {"plain": [], "semkv": ["host", "disk"], "offload-fs": ["disk"], "example": ["disk"]}
+LIMIT_S = 180  # of one command
+DECODE = {"size": 512, "count": 16, "tokens": 128}
+SHORT = 8  # a prompt lacks so many tokens: a full last block would be loaded where vLLM's own cache leaves it out
+READ_BYTES, READ_S = 4 << 20, 4.0  # of one plain reading; for one rate
 
 
-def connector(engine: str, folder: str, spec: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The transfer configuration of an engine."""
-    if engine == "plain":
-        return None
-    host_bytes = spec["host_bytes"]
-    extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes}
-    name = "OffloadingConnector"
-    if engine == "semkv":
-        name, extra = "SemKVConnector", {"cache_dir": folder, "host_bytes": host_bytes, "queue_bytes": host_bytes // 2}
-        extra["break_even"] = spec["break_even"]
-    elif engine == "offload-fs":
-        tier = {"type": "fs", "root_dir": folder}
-        extra = {"cpu_bytes_to_use": SMALL_TIER, "spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
-    elif engine == "example":
-        name, extra = "ExampleConnector", {"shared_storage_path": folder}
-    elif engine == "lmcache":
-        # not LMCacheConnectorV1: by its source (0.5.3) it moves half the bytes of vLLM 0.26's packed blocks
-        name, extra = "LMCacheMPConnector", {"lmcache.mp.port": LMCACHE_PORT}
-    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    return config | ({"kv_connector_module_path": "semkv.connectors.kv"} if engine == "semkv" else {})
+# ------------------------------------------------------------------ the engine's process
 
 
-@contextmanager
-def lmcache_server(spec: Mapping[str, Any]) -> Iterator[None]:
-    """LMCache's server while its engine runs: all in page-locked host memory, taken at once; chunks of 256 tokens."""
-    if spec["engine"] != "lmcache":
-        yield
-        return
-    command = ["timeout", "-k10", str(spec["budget"] + load_runs.GRACE_S)]  # its own end, should this process be killed
-    command += [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--port", str(LMCACHE_PORT)]
-    command += ["--l1-size-gb", str(spec["host_bytes"] / 2**30), "--no-l1-use-lazy", "--eviction-policy", "LRU"]
-    command += ["--supported-transfer-mode", "lmcache_driven", "--disable-observability"]
-    server = subprocess.Popen(command, env=os.environ | {"LMCACHE_TRACK_USAGE": "false"})
-    try:
-        yield
-    finally:
-        server.terminate()
-        server.wait()
+def commands(server: Server) -> dict[str, engines.Command]:
+    import asyncio
 
+    import numpy as np
 
-class Bench:
-    """One engine in this process."""
-
-    def __init__(self, spec: Mapping[str, Any], folder: str) -> None:
-        import numpy as np
-        import torch
-        from vllm import LLM
-        from vllm.config import KVTransferConfig
-
-        self.spec, self.folder, self.engine = spec, folder, spec["engine"]
-        self.levels = [level for level in LEVELS.get(self.engine, ["host"]) if level != "disk" or spec["disk"]]
-        self.rng = np.random.default_rng(0)
-        config = connector(self.engine, folder, spec)
-        with tempfile.TemporaryDirectory() as model:
-            (Path(model) / "config.json").write_text(json.dumps(SHAPE | spec["shape"]))
-            self.llm: Any = LLM(
-                model,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                max_model_len=max(size for size, _ in spec["cells"]) + 64,
-                seed=0,
-                prefix_caching_hash_algo="sha256_cbor",
-                kv_transfer_config=KVTransferConfig(**config) if config else None,
-                **spec["engine_args"],
-            )
-
-        self.on_gpu = torch.cuda.is_available()
-        if self.on_gpu:
-            self.copy_gb_s = copy_rate()
-            self.ask(self.prompts(max(size for size, _ in spec["cells"]), 1))
-            torch.cuda.synchronize()
-            self.free = torch.cuda.mem_get_info()[0]
-
-    def facts(self) -> dict[str, Any]:
-        import torch
-
-        found: dict[str, Any] = {}
-        if self.on_gpu:
-            found = {"copy_gb_s": self.copy_gb_s}
-            found["gpu_growth_mib"] = round((self.free - torch.cuda.mem_get_info()[0]) / 2**20)
-        if self.engine == "semkv":
-            self.settle()
-            found["counters"] = self.worker.counters.totals() | dict(self.worker.pool.counters)
+    async def ask(size: int, count: int, repeat: int, tokens: int = 1) -> dict[str, Any]:
+        rng = np.random.default_rng([size, count, repeat])
+        prompts = [rng.integers(10, 150_000, size - SHORT).tolist() for _ in range(count)]
+        answers = await asyncio.gather(*(server.ask(prompt, tokens) for prompt in prompts))
+        start, first = min(a.start for a in answers), max(a.first for a in answers)
+        found = {
+            "ms": round((first - start) * 1e3, 2),
+            "ttft_ms": round(statistics.median(a.ttft_ms for a in answers), 2),
+            "cached": sum(a.cached for a in answers),
+            "sources": engines.sources(list(answers)),
+            "answers": [a.tokens[0] for a in answers],
+        }
+        if tokens > 1:
+            rates = [(len(a.tokens) - 1) / (a.last - a.first) for a in answers]
+            found["decoded_per_s"] = round(statistics.median(rates) * count, 1)
         return found
 
-    def ask(self, prompts: list[list[int]]) -> tuple[float, int]:
-        """Milliseconds until every prompt has its first token, and the prompt tokens that were not computed."""
-        from vllm import SamplingParams
+    async def forget() -> dict[str, Any]:
+        await server.settle()
+        await server.forget()
+        return {}
 
-        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        inputs = [{"prompt_token_ids": p} for p in prompts]
-        start = time.perf_counter()
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        return seconds * 1e3, sum(o.num_cached_tokens or 0 for o in outputs) // len(outputs)
+    async def copy_rate() -> dict[str, Any]:
+        return {"gb_s": await asyncio.to_thread(pinned_copy_rate)}
 
-    def prompts(self, tokens: int, count: int) -> list[list[int]]:
-        return [self.rng.integers(10, 150_000, tokens).tolist() for _ in range(count)]
-
-    def settle(self) -> None:
-        """Until what was captured is stored."""
-        if self.engine == "plain":
-            return
-        if self.engine == "semkv":
-            self.worker.flush()
-            return
-        for _ in range(4):  # their stores go on with the steps of the engine
-            self.ask(self.prompts(8, 1))
-            time.sleep(0.05)
-
-    @property
-    def worker(self) -> Any:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        return get_kv_transfer_group().worker_half
-
-    def forget(self, level: str) -> None:
-        """Empty vLLM's prefix cache and, for the disk, what lies above it."""
-        for _ in range(50):
-            if self.llm.reset_prefix_cache():
-                break
-            self.settle()
-        else:  # or the prefix cache would be measured under another name
-            raise RuntimeError("vLLM's prefix cache cannot be emptied: the connector holds blocks")
-        if level != "disk":
-            return
-        if self.engine == "semkv":
-            self.worker.pool.clear()
-        else:
-            for _ in range(SMALL_TIER // (2048 * 57344) + 4):  # push the prompt out of the small tier
-                self.ask(self.prompts(2048, 1))
-            self.settle()
-            time.sleep(0.5)
-            self.llm.reset_prefix_cache()
-        drop_pages(self.folder)
-
-    def measure(self, cell: Cell, repeats: int, in_time: Callable[[], bool]) -> dict[str, Any]:
-        """Medians by level, in milliseconds, and the tokens that were not computed."""
-        times: dict[str, list[float]] = {}
-        cached: dict[str, int] = {}
-        for i in range(repeats + 1):
-            if i > 1 and not in_time():
-                break
-            prompts = self.prompts(cell.size, cell.requests)
-            ways: list[tuple[str, Callable[[], None]]] = [("cold", lambda: None), ("prefix", self.settle)]
-            ways += [(level, lambda level=level: self.forget(level)) for level in self.levels]  # type: ignore[misc]
-            for name, before in ways:
-                before()
-                milliseconds, cached[name] = self.ask(prompts)
-                if i:  # the first time compiles
-                    times.setdefault(name, []).append(milliseconds)
-            self.forget("")
-        if self.engine == "example":  # it has no bound
-            shutil.rmtree(self.folder, ignore_errors=True)
-            Path(self.folder).mkdir()
-        row = {"not_computed": cached, "ms": times}
-        if self.engine == "semkv":
-            layout = self.worker.transfer.layout
-            row["bytes"] = cached["host"] // layout.block_size * layout.row_bytes * cell.requests
-        if self.on_gpu:
-            row["copy_gb_s"] = self.copy_gb_s
-        return row | {"median_ms": {name: round(statistics.median(values), 2) for name, values in times.items()}}
+    return {"ask": ask, "forget": forget, "copy_rate": copy_rate}
 
 
-def drop_pages(folder: str) -> None:
-    os.sync()
-    for path in Path(folder).rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-
-
-def copy_rate() -> float:
-    """GB/s of a plain copy from page-locked memory to the device, 512 MiB."""
+def pinned_copy_rate() -> float:
+    """GB/s of a plain copy from page-locked memory to the device, 512 MiB; 0 without one."""
     import torch
 
-    host, device = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True), torch.empty(1 << 29, dtype=torch.uint8)
-    device, best = device.cuda(), 1e9
+    if not torch.cuda.is_available():
+        return 0.0
+    host = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True)
+    device, best = torch.empty(1 << 29, dtype=torch.uint8, device="cuda"), 1e9
     for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()
         device.copy_(host, non_blocking=True)
         torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
-    del device
-    torch.cuda.empty_cache()
     return round((1 << 29) / best / 1e9, 1)
 
 
-def estimate(engine: str, cell: Cell) -> float:
-    """Seconds on an H200, roughly: from the results of the first runs."""
-    nbytes, cold = cell.size * cell.requests * 57_344, 0.01 + 25e-6 * cell.size * cell.requests
-    once = 2 * cold
-    if engine == "semkv":
-        once += nbytes / 1e9 + nbytes / 2.3e9
-    elif engine == "offload-fs":
-        once += nbytes / 1e9 + nbytes / 2.3e9 + 2.5
-    elif engine == "example":
-        once += cold + nbytes / 0.5e9
-    return once * 6
+# ------------------------------------------------------------------ the disk by itself
 
 
-def tables(result: Mapping[str, Any]) -> str:
-    """Markdown: one table for each number of requests at once."""
-    text: list[str] = []
-    columns = [
-        ("recompute", "plain", "cold"), ("prefix cache", "plain", "prefix"), ("semkv, host", "semkv", "host"),
-        ("semkv, disk", "semkv", "disk"), ("Offloading, CPU", "offload-cpu", "host"),
-        ("Offloading, fs", "offload-fs", "disk"), ("Example", "example", "disk"), ("LMCache", "lmcache", "host"),
-        ("cold, store on", "semkv", "cold"),
-    ]  # fmt: skip
-    counts = {row["requests"] for engine in result["engines"].values() for row in engine.get("rows", [])}
-    for count in sorted(counts):
-        title = "One request" if count == 1 else f"{count} requests at once, until all have their first token"
-        text += [f"{title} (ms):", ""]
-        names = ["tokens", "MB", "floor", "host / floor", "of the same process", *(c[0] for c in columns), "overhead"]
-        text.append("| " + " | ".join(names) + " |")
-        text.append("|---" * len(names) + "|")
-        for tokens in load_runs.sizes(result, count):
+def read_rate(folder: Path, threads: int) -> float:
+    """GB/s of plain reads of the folder's files with O_DIRECT, none of them in the page cache."""
+    parts = [(p, at) for p in engines.files_of(folder) for at in range(0, p.stat().st_size, READ_BYTES)]
+    deadline = time.perf_counter() + READ_S
 
-            def ms(engine: str, level: str, count: int = count, tokens: int = tokens) -> float | None:
-                value: float | None = cell_of(result, engine, tokens, count).get("median_ms", {}).get(level)
-                return value
+    def read(mine: Iterable[tuple[Path, int]]) -> int:
+        memory, total = mmap.mmap(-1, READ_BYTES), 0  # aligned to pages
+        for path, at in mine:
+            if time.perf_counter() > deadline:
+                break
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            total += max(0, os.preadv(fd, [memory], at))
+            os.close(fd)
+        return total
 
-            ours = cell_of(result, "semkv", tokens, count)
-            nbytes, rate = moved(ours)
-            prefix, host, plain, stored = (
-                ms("plain", "prefix"),
-                ms("semkv", "host"),
-                ms("plain", "cold"),
-                ms("semkv", "cold"),
-            )
-            floor = prefix + nbytes / rate / 1e6 if prefix is not None and rate else None
-            cells = [str(tokens), f"{nbytes / 1e6:.0f}", number(floor)]
-            cells.append(f"{host / floor:.2f}" if host and floor else "-")
-            pairs = zip(ours.get("ms", {}).get("prefix", ()), ours.get("ms", {}).get("host", ()), strict=False)
-            own = [one / (found + nbytes / rate / 1e6) for found, one in pairs] if rate else []
-            cells.append(f"{statistics.median(own):.2f}" if own else "-")
-            cells += [number(ms(engine, level)) for _, engine, level in columns]
-            cells.append(f"{stored / plain - 1:+.1%}" if plain and stored else "-")
-            text.append("| " + " | ".join(cells) + " |")
-        text.append("")
+    engines.drop_pages(folder)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            total = sum(pool.map(read, [parts[i::threads] for i in range(threads)]))
+        except OSError as error:  # a file system without O_DIRECT
+            print(f"no plain rate of the disk: {error}", flush=True)
+            return 0.0
+    return round(total / (time.perf_counter() - start) / 1e9, 2)
+
+
+# ------------------------------------------------------------------ the calling process
+
+
+class Run:
+    """The engines that are up, and the rows so far."""
+
+    def __init__(self, options: argparse.Namespace, root: str) -> None:
+        self.options, self.root, self.up = options, Path(root), dict[str, Engine]()
+        keep = ("kv_gib", "host_gib", "disk_gib", "tp", "shape", "engine_args", "repeats", "many_repeats")
+        self.result: dict[str, Any] = {"settings": {key: getattr(options, key) for key in keep}}
+        self.result |= {"machine": {"cores": len(os.sched_getaffinity(0))}, "engines": {}, "rows": []}
+        singles = [(size, 1, options.repeats) for size in options.lengths]
+        self.cells = singles + [(size, options.many, options.many_repeats) for size in options.lengths]
+
+    def start(self, names: Iterable[str]) -> None:
+        """Start engines at once and wait for all; what does not start is a row of its own."""
+        makers = [(name, partial(self._make, name)) for name in names]
+        self.up |= engines.start_all(makers, "enforce_eager" not in self.options.engine_args)
+        for name, engine in list(self.up.items()):
+            if name not in self.result["engines"]:
+                self.guard(name, partial(self._started, name, engine))
+        self.write()
+
+    def _make(self, name: str) -> Engine:
+        options = self.options
+        folder = self.root / engines.base(name)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        spec = {
+            "engine": name, "folder": str(folder), "model": str(self.root / "model"),
+            "host_bytes": int(options.host_gib * 2**30),
+            "disk_bytes": int(options.disk_gib * 2**30), "added": options.add, "shape": options.shape,
+            "engine_args": options.engine_args, "max_model_len": options.max_model_len,
+            "kv_bytes": int(options.kv_gib * 2**30), "tp": options.tp,
+        }  # fmt: skip
+        return Engine(name, spec, options.logs / f"load-{name}.log")
+
+    def _started(self, name: str, engine: Engine) -> None:
+        self.result["engines"][name] = engine.answer("start", engines.START_LIMIT_S)
+        for size in self.options.lengths:  # compiles, and fills no cell
+            engine.ask("ask", LIMIT_S, size=size, count=1, repeat=1000, tokens=4)
+        engine.ask("ask", LIMIT_S, size=min(self.options.lengths), count=self.options.many, repeat=1000, tokens=8)
+
+    def guard(self, name: str, work: Any) -> None:
+        """An engine that fails is left out from here on; why is in the result."""
+        try:
+            work()
+        except EngineError as error:
+            print(f"{name}: {str(error).splitlines()[0][:300]}", flush=True)
+            self.result["engines"][name] = {**self.result["engines"].get(name, {}), "error": str(error)}
+            self.up.pop(name).kill()
+
+    def ask(self, name: str, level: str, size: int, count: int, repeat: int, tokens: int = 1) -> dict[str, Any]:
+        found = self.up[name].ask("ask", LIMIT_S, size=size, count=count, repeat=repeat, tokens=tokens)
+        row = {"engine": name, "level": level, "size": size, "count": count, "repeat": repeat, **found}
+        self.result["rows"].append(row)
+        print(
+            name, level, f"{count} x {size}", found["ms"], "ms, cached", found["cached"], found["sources"], flush=True
+        )
+        return row
+
+    def turns(self) -> Iterator[tuple[int, int, int]]:
+        for repeat in range(max(self.options.repeats, self.options.many_repeats)):
+            for size, count, repeats in self.cells:
+                if repeat < repeats:
+                    yield size, count, repeat
+
+    def memory(self, name: str, size: int, count: int, repeat: int) -> None:
+        """Cold, from GPU memory, from host memory."""
+        self.ask(name, "cold", size, count, repeat)
+        self.ask(name, "prefix", size, count, repeat)
+        self.up[name].ask("forget", LIMIT_S)
+        if name != "none":
+            self.ask(name, "host", size, count, repeat)
+            self.up[name].ask("forget", LIMIT_S)
+
+    def disk(self, name: str) -> None:
+        """What another process has stored, each prompt once: then it is in host memory."""
+        folder = self.root / engines.base(name)
+        rates = {f"{threads} threads": read_rate(folder, threads) for threads in (1, 8)}
+        self.result["engines"][name] |= {"disk_gb_s": rates, "folder_bytes": engines.folder_bytes(folder)}
+        for size, count, repeat in self.turns():
+            engines.drop_pages(folder)
+            row = self.ask(name, "disk", size, count, repeat)
+            prefix = self.ask(name, "prefix", size, count, repeat)
+            nbytes = row["sources"].get("loaded", 0) or row["cached"]
+            row["bytes"] = nbytes * engines.kv_token_bytes(self.options.shape)
+            row["gb_s"] = round(row["bytes"] / row["ms"] / 1e6, 2)
+            row["gb_s_beyond_prefix"] = round(row["bytes"] / max(row["ms"] - prefix["ms"], 0.1) / 1e6, 2)
+            self.up[name].ask("forget", LIMIT_S)
+            self.write()
+
+    def copy_rate(self) -> None:
+        self.result["copy_gb_s"] = self.up["none"].ask("copy_rate", LIMIT_S)["gb_s"]
+
+    def all(self) -> None:
+        """Start, measure, write after every step."""
+        names = [name for name in self.options.engines if engines.base(name) == name]
+        self.start(names)
+        for number, (size, count, repeat) in enumerate(self.turns()):
+            turn = number % max(1, len(names))
+            for name in names[turn:] + names[:turn]:
+                if name in self.up:
+                    self.guard(name, partial(self.memory, name, size, count, repeat))
+            self.write()
+        for repeat in range(2):
+            for name in list(self.up):
+                self.guard(name, partial(self.ask, name, "decode", **DECODE, repeat=2000 + repeat))
+        if "none" in self.up:
+            self.guard("none", self.copy_rate)
+        self.write()
+        for name in [name for name in self.options.engines if name not in names]:
+            for engine in self.up.values():
+                engine.close()
+            self.up.clear()
+            self.start([name])
+            if name in self.up:
+                self.guard(name, partial(self.disk, name))
+        self.write()
+
+    def write(self) -> None:
+        self.result["medians"] = medians(self.result["rows"])
+        engines.write_json(self.options.out, self.result)
+
+    def close(self) -> None:
+        for engine in self.up.values():
+            engine.kill()
+
+
+def medians(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """``{"count x size": {"engine level": ms}}``; of decoding, tokens a second."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        cell = found.setdefault(f"{row['count']} x {row['size']}", {})
+        value = row["decoded_per_s"] if row["level"] == "decode" else row["ms"]
+        cell.setdefault(f"{row['engine']} {row['level']}", []).append(value)
+        if "gb_s" in row:
+            for key in ("gb_s", "gb_s_beyond_prefix"):
+                cell.setdefault(f"{row['engine']} {key}", []).append(row[key])
+    return {cell: {key: round(statistics.median(v), 2) for key, v in each.items()} for cell, each in found.items()}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown: a line for each number of requests and size."""
+    keys = list(dict.fromkeys(key for cell in result["medians"].values() for key in cell))
+    keys = [key for key in keys if not key.endswith("-disk prefix")]
+    text = ["| | floor | " + " | ".join(keys) + " |", "|---" * (len(keys) + 2) + "|"]
+    rate, token = result.get("copy_gb_s"), engines.kv_token_bytes(result["settings"]["shape"])
+    for cell, found in result["medians"].items():
+        count, _, size = cell.partition(" x ")
+        prefix = found.get("none prefix")
+        floor = f"{prefix + int(count) * int(size) * token / rate / 1e6:.1f}" if prefix and rate else "-"
+        text.append(f"| {cell} | {floor} | " + " | ".join(str(found.get(key, "-")) for key in keys) + " |")
+    for name, facts in result["engines"].items():
+        if "disk_gb_s" in facts:
+            text.append(f"\n{name}: the disk gives {facts['disk_gb_s']} GB/s")
+        if "error" in facts:
+            text.append(f"\n{name}: {facts['error'].splitlines()[0]}")
     return "\n".join(text)
-
-
-def moved(row: Mapping[str, Any]) -> tuple[float, float]:
-    """The bytes that came from host memory, and the rate of a plain copy in GB/s on that machine; 0 for unknown."""
-    facts = row.get("run", {})
-    nbytes = row.get("bytes")
-    if nbytes is None:  # the first form of these files
-        per_token = facts.get("row_bytes", 0) / max(1, facts.get("block_size", 1))
-        nbytes = row.get("not_computed", {}).get("host", 0) * per_token * row.get("requests", 1)
-    return nbytes, row.get("copy_gb_s") or facts.get("copy_gb_s", 0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    load_runs.add_arguments(parser, ENGINES, "kv-load.json")
-    parser.add_argument("--lengths", type=load_runs.whole_numbers, help="tokens; 512,2048,8192,16000 by default")
-    parser.add_argument("--requests", type=load_runs.whole_numbers, help="at once; 1,16 by default")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--host-gib", type=int, default=32)
-    parser.add_argument("--break-even", action="store_true", help="let semkv refuse loads that do not pay")
-    parser.add_argument("--no-disk", action="store_true", help="nothing below host memory")
-    parser.add_argument("--scratch", default=tempfile.gettempdir(), help="where the stores' folders go")
-    parser.add_argument("--shape", default="{}", help="JSON: changes of the model's configuration")
-    parser.add_argument("--engine-args", default='{"gpu_memory_utilization": 0.8}', help="JSON")
+    add_arguments(parser, "none,offload,semkv,semkv-disk")
+    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[512, 8192, 16000])
+    parser.add_argument("--many", type=int, default=16, help="requests at once")
+    parser.add_argument("--repeats", type=int, default=3, help="with one request")
+    parser.add_argument("--many-repeats", type=int, default=1, help="with many: 16 times 16,000 tokens are 15 GB of KV")
+    parser.set_defaults(kv_gib=15.0, host_gib=16.0)  # each: they are up at the same time
     options = parser.parse_args()
     if options.child:
-        spec = json.loads(options.child)
-        with tempfile.TemporaryDirectory(dir=spec["scratch"]) as folder, lmcache_server(spec):
-            load_runs.child(spec, lambda spec: Bench(spec, folder))
+        engines.serve(json.loads(options.child), commands)
         return
-    shape, arguments = json.loads(options.shape), json.loads(options.engine_args)
-    lengths, requests, host = options.lengths or [512, 2048, 8192, 16000], options.requests or [1, 16], options.host_gib
-    if options.tiny:
-        shape, arguments, host = TINY, TINY_ENGINE, 1
-        lengths, requests = options.lengths or [128, 256], options.requests or [1, 4]
-        options.engines = [engine for engine in options.engines if engine not in NOT_ON_A_CPU]
-    if "lmcache" in options.engines and importlib.util.find_spec("lmcache") is None:
-        print("lmcache: not installed, left out")
-        options.engines.remove("lmcache")
-    settings = {
-        "shape": shape, "engine_args": arguments, "host_bytes": host << 30, "break_even": options.break_even,
-    }  # fmt: skip
-    place = {"scratch": options.scratch, "disk": not options.no_disk}
-    cells = [Cell(size, count) for count in requests for size in lengths]
-    load_runs.run(options, settings, cells, estimate=estimate, tables=tables, place=place)
+    if options.table:
+        print(table(json.loads(options.table.read_text())))
+        return
+    tiny = {"lengths": [128, 512], "many": 4, "repeats": 2, "kv_gib": 1 / 16, "host_gib": 1 / 8, "disk_gib": 1 / 4}
+    finish_arguments(options, tiny)
+    engines.stop_on_signals()
+    with tempfile.TemporaryDirectory(dir=options.scratch, ignore_cleanup_errors=True) as root:
+        run = Run(options, root)
+        try:
+            run.all()
+        finally:
+            run.close()
+    print(table(run.result))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long a store directory takes to open, with its index and without: prints JSON.
 
-python bench/store.py --extents 10000 --out bench/results/store.json
+python bench/store.py --files 10000 --out bench/results/store.json
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
-from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+from semkv.stores.blocks import BlockStore
 
 BLOCKS = 8
-LAYOUT = KVLayout(tuple(LayerLayout(f"layer{i}", "bfloat16", (1, 64), (64, 1), 128) for i in range(4)), 16)
+LAYOUT = {"row": 4096}
 
 
-def blocks(extent: int) -> list[bytes]:
-    return [struct.pack(">QQ", extent, i) * 2 for i in range(BLOCKS)]
+def blocks(file: int) -> list[bytes]:
+    return [struct.pack(">QQ", file, i) * 2 for i in range(BLOCKS)]
 
 
-def fill(root: Path, extents: int) -> float:
-    """Seconds to write ``extents`` extents of 8 blocks."""
-    rows = np.zeros((BLOCKS, LAYOUT.row_bytes), np.uint8)
-    store, start = KVStore.open(root, "ns", LAYOUT), time.perf_counter()
-    for extent in track(range(extents), "Writing"):
-        store.save_rows(blocks(extent), rows)
+def fill(root: Path, files: int) -> float:
+    """Seconds to write ``files`` files of 8 blocks."""
+    rows = list(np.zeros((BLOCKS, LAYOUT["row"]), np.uint8))
+    store, start = BlockStore(root, "kv"), time.perf_counter()
+    for file in track(range(files), "Writing"):
+        store.write("ns", LAYOUT, blocks(file), rows)
     seconds = time.perf_counter() - start
     store.close()
     return seconds
@@ -43,11 +43,11 @@ def fill(root: Path, extents: int) -> float:
 def opened(root: Path) -> tuple[float, float]:
     """Seconds until lookups are answered, and until every block is found."""
     start = time.perf_counter()
-    store = KVStore.open(root, "ns", LAYOUT)
+    store = BlockStore(root, "kv")
     answered = time.perf_counter() - start
     store.adopt()
     found = time.perf_counter() - start
-    assert store.lookup(blocks(0)) == BLOCKS
+    assert all(store.find("ns", blocks(0)))
     store.close()
     return answered, found
 
@@ -58,13 +58,13 @@ def median(values: Iterable[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--extents", type=int, default=10_000)
+    parser.add_argument("--files", type=int, default=10_000)
     parser.add_argument("--dir", type=Path, help="a folder on the disk to measure")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         root = Path(folder) / "kv"
-        written = fill(root, args.extents)
+        written = fill(root, args.files)
         with_index = [opened(root) for _ in range(5)]
         without = []
         for _ in range(3):
@@ -72,8 +72,8 @@ def main() -> None:
                 path.unlink()
             without.append(opened(root))
         found = {
-            "extents": args.extents,
-            "write_ms_per_extent": round(1000 * written / args.extents, 3),
+            "files": args.files,
+            "write_ms_per_file": round(1000 * written / args.files, 3),
             "open_s": median(answered for answered, _ in with_index),
             "open_without_index_s": median(answered for answered, _ in without),
             "all_found_without_index_s": median(found for _, found in without),

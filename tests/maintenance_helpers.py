@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,12 @@ from typer.testing import CliRunner
 from semkv.cache import SemanticCache
 from semkv.cli import app
 from semkv.config import CacheConfig
-from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
+from semkv.stores.blocks import BlockStore
 from semkv.stores.cachedir import prepare
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
 
 SECRET = b"a secret of the deployment"
-LAYOUT = KVLayout((LayerLayout("layer0", "float32", (64,), (64,), 256),), 16)
 
 
 def call(*words: str, exit_code: int = 0) -> str:
@@ -34,7 +34,7 @@ def call_both(*words: str) -> str:
 
 
 def make_used(tmp_path: Path) -> Path:
-    """Two tenants with three entries and a picture each, two KV extents, one fusion state."""
+    """Two tenants with three entries and a picture each, two KV block files, one fusion state."""
     root = tmp_path / "cache"
     config = CacheConfig(root, semantic=False)
     prepare(config)
@@ -49,21 +49,24 @@ def make_used(tmp_path: Path) -> Path:
             report = cache.try_reuse(Request(f"{tenant}{i}", namespace, segments, tags=("t",) * (i > 0)))
             cache.add_observation(report, "yes", metadata={"model": "a-model"} if tenant == "bob" else None)
     cache.close()
-    kv = KVStore.open(root / "kv", "ns", LAYOUT)
     for i in range(2):
-        kv.save_rows([bytes([i]) * 32], np.full((1, 256), i, np.uint8))
-    kv.close()
+        store_kv(root, i)
     fusion = FusionStore.open(root / "fusion", "ns")
     fusion.save(FusionState.from_array("key", np.zeros((2, 3), np.float32)))
     fusion.close()
     return root
 
 
+def store_kv(root: Path, i: int, owner: str = "") -> None:
+    with closing(BlockStore(root / "kv", "kv")) as kv:
+        assert kv.write("ns", {}, [bytes([i]) * 32], [np.full(256, i, np.uint8)], owner=owner)
+
+
 def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def extents(root: Path, store: str) -> list[Path]:
+def block_files(root: Path, store: str) -> list[Path]:
     return sorted((root / store / "extents").glob("??/*.safetensors"))
 
 

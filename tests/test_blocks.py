@@ -1,17 +1,14 @@
-"""The KV store: what comes back is what went in, or nothing."""
+"""The block store: what comes back is what went in, or nothing."""
 
 from __future__ import annotations
 
 import errno
 import json
 import logging
-import multiprocessing
 import os
-import sqlite3
 import struct
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,516 +18,531 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores import container
-from semkv.stores.blocks import KVChunk, KVLayout, KVStore, LayerLayout
-from semkv.stores.bounds import Bounds
-from semkv.stores.eviction import ExtentUse, Ghosts, adapt, victims
-from semkv.stores.extents import SWEEP_SECONDS, ExtentStore
-
-LAYOUT = KVLayout(
-    tuple(LayerLayout(f"layer{i}", "bfloat16", (1, 2, 32, 8), (512, 256, 8, 1), 1024) for i in range(3)), 32, "TEST"
+from block_helpers import (
+    LAYOUT,
+    ROW,
+    files,
+    flip_last,
+    found,
+    header,
+    key,
+    keys,
+    lose_index,
+    open_store,
+    rewrite,
+    right,
+    save,
+    served,
+    value,
 )
-UNEVEN = KVLayout((*LAYOUT.layers, LayerLayout("indexer", "uint8", (1, 32, 5), (160, 5, 1), 160)), 32, "TEST")
-
-
-def hashes(n: int, start: int = 0) -> list[bytes]:
-    return [bytes([i]) * 32 for i in range(start, start + n)]
-
-
-def rows(n: int, layout: KVLayout = LAYOUT, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (n, layout.row_bytes), dtype=np.uint8)
-
-
-def store(path: Path, namespace: str = "ns", layout: KVLayout = LAYOUT, bounds: Bounds | None = None) -> KVStore:
-    return KVStore.open(path / "kv", namespace, layout, bounds)
-
-
-def files(path: Path) -> list[Path]:
-    return sorted((path / "kv" / "extents").glob("*/*"), key=lambda p: p.stat().st_mtime_ns)
-
-
-@pytest.mark.parametrize("layout", [LAYOUT, UNEVEN])
-def test_round_trip_bit_for_bit(tmp_path: Path, layout: KVLayout) -> None:
-    kv, data = store(tmp_path, layout=layout), rows(5, layout)
-    chunk_id = kv.save(KVChunk.from_rows(data, hashes(5), layout, block_ids=[9, 8, 7, 6, 5]))
-    assert chunk_id is not None
-    assert kv.lookup(hashes(7)) == 5
-    assert np.array_equal(kv.read_rows(hashes(7)), data)
-    chunk = kv.load(chunk_id)
-    assert chunk is not None
-    assert chunk.num_tokens == 160
-    assert chunk.block_hashes == tuple(hashes(5))
-    assert np.array_equal(chunk.rows(), data)
-    assert chunk.typed("layer1").shape == (5, 1, 2, 32, 8)
-    assert chunk.typed("layer1").dtype == np.uint16
+from semkv.errors import ConfigError, StoreError
+from semkv.stores import block_file, blocks
+from semkv.stores.block_file import room
+from semkv.stores.blocks import BlockStore, Bounds
 
 
 def test_file_is_plain_safetensors(tmp_path: Path) -> None:
-    kv, data = store(tmp_path), rows(4)
-    kv.save_rows(hashes(4), data)
+    save(open_store(tmp_path), 0, 4)
     with safe_open(files(tmp_path)[0], "np") as file:
-        tensor = file.get_tensor("blocks")
-        header = json.loads(file.metadata()["semkv"])
-    assert tensor.shape == (4, 3, 1024)  # block-major
-    assert np.array_equal(tensor.reshape(4, -1), data)
-    assert header["version"] == container.FORMAT_VERSION
-    assert header["hashes"] == [h.hex() for h in hashes(4)]
+        assert np.array_equal(file.get_tensor("blocks"), np.stack([value(i) for i in range(4)]))
+        assert json.loads(file.metadata()["semkv"])["version"] == block_file.FORMAT_VERSION
+    assert header(files(tmp_path)[0])["keys"] == " ".join(k.hex() for k in keys(0, 4))
 
 
 @settings(max_examples=25, deadline=None)
-@given(parts=st.lists(st.integers(1, 4), min_size=1, max_size=5), ask=st.integers(0, 20), start=st.integers(0, 5))
-def test_runs_across_extents(tmp_path_factory: pytest.TempPathFactory, parts: list[int], ask: int, start: int) -> None:
-    kv, n = store(tmp_path_factory.mktemp("s")), sum(parts)
-    data, done = rows(n), 0
+@given(parts=st.lists(st.integers(1, 4), min_size=1, max_size=5), asked=st.lists(st.integers(0, 25), unique=True))
+def test_any_rows_of_several_files_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[int], asked: list[int]
+) -> None:
+    store, done = open_store(tmp_path_factory.mktemp("s")), 0
     for part in parts:
-        kv.save_rows(hashes(n)[done : done + part], data[done : done + part], position=done)
+        assert save(store, done, part)
         done += part
-    want = hashes(40)[start : start + ask]
-    assert np.array_equal(kv.read_rows(want), data[start : start + ask])
-    assert kv.lookup(want) == max(0, min(n - start, ask))
-
-
-def test_hole_ends_the_run(tmp_path: Path) -> None:
-    kv, data = store(tmp_path), rows(5)
-    kv.save_rows([hashes(5)[i] for i in (0, 1, 3, 4)], data[[0, 1, 3, 4]])
-    assert kv.lookup(hashes(5)) == 2
-    kv.save_rows([hashes(5)[2]], data[2:3])
-    assert np.array_equal(kv.read_rows(hashes(5)), data)
+    assert served(store, asked) == [i for i in asked if i < done]
 
 
 def test_only_new_blocks_are_stored(tmp_path: Path) -> None:
-    kv, data = store(tmp_path), rows(6)
-    kv.save_rows(hashes(4), data[:4])
-    assert kv.save_rows(hashes(4), data[:4]) is None
-    kv.save_rows(hashes(6), data)
-    assert kv.stats().blocks == 6
-    assert kv.stats().extents == 2
-    assert np.array_equal(kv.read_rows(hashes(6)), data)
+    store = open_store(tmp_path)
+    assert save(store, 2, 2)
+    assert save(store, 2, 2) is None
+    assert save(store, 0, 6)
+    assert header(files(tmp_path)[1])["keys"].split() == [key(i).hex() for i in (0, 1, 4, 5)]
+    assert store.totals()[:2] == (2, 6)
+    assert right(store, 0, 6) == 6
 
 
-def test_rows_may_come_in_parts_of_which_some_are_known(tmp_path: Path) -> None:
-    kv, data = store(tmp_path), rows(9)
-    kv.save_rows([hashes(9)[i] for i in (2, 3, 6)], data[[2, 3, 6]])
-    kv.save_rows(hashes(9), data[:3], data[3:4], data[4:], position=0)
-    assert [f["hashes"] for f in (json.loads(safe_open(f, "np").metadata()["semkv"]) for f in files(tmp_path))] == [
-        [hashes(9)[i].hex() for i in (2, 3, 6)],
-        [hashes(9)[i].hex() for i in (0, 1, 4, 5, 7, 8)],
-    ]
-    assert np.array_equal(kv.read_rows(hashes(9)), data)
-    with pytest.raises(ValueError, match="shape"):
-        kv.save_rows(hashes(9), data[:3], data[4:])
+def test_namespaces_share_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save(store, 0, 2)
+    assert found(store, 0, 2, namespace="other") == 0
+    assert save(store, 0, 2, namespace="other")
+    refs = store.find("ns", keys(0, 2))
+    assert not any(store.read(LAYOUT, "other", keys(0, 2), refs, list(room(2, ROW))))  # type: ignore[arg-type]
 
 
-def test_namespaces_and_layouts_share_nothing(tmp_path: Path) -> None:
-    store(tmp_path).save_rows(hashes(3), rows(3))
-    assert store(tmp_path, namespace="other").lookup(hashes(3)) == 0
-    other = KVLayout(tuple(reversed(LAYOUT.layers)), 32, "TEST")
-    assert store(tmp_path, layout=other).lookup(hashes(3)) == 0
-    assert store(tmp_path, layout=KVLayout(LAYOUT.layers, 32, "ANOTHER")).lookup(hashes(3)) == 0
-    assert store(tmp_path).lookup(hashes(3)) == 3
+def test_a_row_of_another_layout_is_not_served(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save(store, 0)
+    refs = store.find("ns", keys(0, 1))
+    assert not store.read({"other": 1}, "ns", keys(0, 1), refs, list(room(1, ROW)))[0]  # type: ignore[arg-type]
+    assert store.counters["corrupt"] == 1
 
 
-def _header(path: Path) -> tuple[dict, bytes]:
-    raw = path.read_bytes()
-    (n,) = struct.unpack("<Q", raw[:8])
-    return json.loads(raw[8 : 8 + n]), raw[8 + n :]
+def test_a_find_of_thousands(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    rows = [np.full(8, i % 251, np.uint8) for i in range(3000)]
+    for first in range(0, 3000, 500):
+        assert store.write("ns", LAYOUT, keys(first, 500), rows[first : first + 500], owner="tenant")
+    refs = store.find("ns", keys(0, 3100))
+    assert [ref is not None for ref in refs] == [True] * 3000 + [False] * 100
+    assert {ref.owner for ref in refs if ref} == {"tenant"}
+    memory = room(3000, 8)
+    assert all(store.read(LAYOUT, "ns", keys(0, 3000), refs[:3000], list(memory)))  # type: ignore[arg-type]
+    assert np.array_equal(memory, np.stack(rows))
 
 
-def _rewrite(path: Path, **fields: object) -> None:
-    document, data = _header(path)
-    inner = json.loads(document["__metadata__"]["semkv"]) | fields
-    document["__metadata__"]["semkv"] = json.dumps(inner)
-    head = json.dumps(document).encode()
-    path.write_bytes(struct.pack("<Q", len(head)) + head + data)
+def raw_junk(content: bytes) -> Any:
+    return lambda path: path.write_bytes(content)
 
 
-def flip_last(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+def nested(path: Path) -> None:
+    head = b'{"__metadata__": {"semkv": ' + b"[" * 100_000
+    path.write_bytes(struct.pack("<Q", len(head)) + head)
+
+
+def many_keys(path: Path) -> None:
+    rewrite(path, keys=" ".join(["ab"] * 300_000), checksums=" ".join(["0" * 32] * 300_000))
+
+
+def to_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def to_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 DAMAGE = {
     "flipped byte": flip_last,
     "truncated": lambda p: p.write_bytes(p.read_bytes()[:-100]),
     "cut in header": lambda p: p.write_bytes(p.read_bytes()[:50]),
-    "empty": lambda p: p.write_bytes(b""),
+    "empty": raw_junk(b""),
     "longer": lambda p: p.write_bytes(p.read_bytes() + b"x"),
-    "garbage": lambda p: p.write_bytes(os.urandom(4096)),
-    "huge header": lambda p: p.write_bytes(struct.pack("<Q", 1 << 60) + b"{}"),
-    "other version": lambda p: _rewrite(p, version=99),
-    "other layout": lambda p: _rewrite(p, layout={"layers": []}),
-    "other namespace": lambda p: _rewrite(p, namespace="x"),
-    "other kind": lambda p: _rewrite(p, kind="fusion"),
-    "other hashes": lambda p: _rewrite(p, hashes=[h.hex() for h in hashes(3, 50)]),
-    "not hex": lambda p: _rewrite(p, hashes=["zz"] * 3),
-    "not a number": lambda p: _rewrite(p, position="0"),
-    "not a list": lambda p: _rewrite(p, hashes=7),
+    "garbage": raw_junk(os.urandom(4096)),
+    "huge header": raw_junk(struct.pack("<Q", 1 << 60) + b"{}"),
+    "other version": lambda p: rewrite(p, version=99),
+    "no version": lambda p: rewrite(p, version="2"),
+    "other layout": lambda p: rewrite(p, layout="[]"),
+    "other namespace": lambda p: rewrite(p, namespace="x"),
+    "other tenant": lambda p: rewrite(p, owner="x"),
+    "other kind": lambda p: rewrite(p, kind="fusion"),
+    "other keys": lambda p: rewrite(p, keys=" ".join(k.hex() for k in keys(50, 3))),
+    "not hex": lambda p: rewrite(p, keys="zz zz zz"),
+    "not text": lambda p: rewrite(p, keys=7),
+    "lone surrogate": lambda p: rewrite(p, namespace="\ud800"),
+    "lone surrogate of a tenant": lambda p: rewrite(p, owner="\udfff"),
+    "nested a hundred thousand deep": nested,
+    "a layout nested deep": lambda p: rewrite(p, layout="[" * 100_000),
+    "not a number": lambda p: rewrite(p, tensor={"dtype": "U8", "shape": [float("nan")], "data_offsets": []}),
+    "negative": lambda p: rewrite(p, tensor={"dtype": "U8", "shape": [-3, ROW], "data_offsets": [0, -3 * ROW]}),
+    "huge": lambda p: rewrite(p, tensor={"dtype": "U8", "shape": [3, 10**400], "data_offsets": [0, 10**400]}),
+    "many keys": many_keys,
+    "link": to_link,
+    "pipe": to_pipe,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_a_counted_miss_and_the_file_goes(tmp_path: Path, damage: str) -> None:
-    kv, data = store(tmp_path), rows(6)
-    kv.save_rows(hashes(3), data[:3])
-    kv.save_rows(hashes(3, 3), data[3:], position=3)
+    store = open_store(tmp_path)
+    save(store, 0, 3)
+    save(store, 3, 3)
     bad = files(tmp_path)[1]
     DAMAGE[damage](bad)
-    assert np.array_equal(kv.read_rows(hashes(6)), data[:3])
-    assert kv.stats().counters["corrupt"] == 1
-    assert not bad.exists()
-    assert kv.lookup(hashes(6)) == 3
-    kv.save_rows(hashes(6), data)  # and it can be stored again
-    assert np.array_equal(kv.read_rows(hashes(6)), data)
+    assert served(store, range(6)) == ([0, 1, 2, 3, 4] if damage == "flipped byte" else [0, 1, 2])
+    assert store.counters["corrupt"] == 1
+    assert not os.path.lexists(bad)
+    assert found(store, 0, 6) == 3
+    assert save(store, 0, 6)  # and it can be stored again
+    assert right(store, 0, 6) == 6
+
+
+@pytest.mark.parametrize("damage", [d for d in DAMAGE if d not in ("other layout", "a layout nested deep")])
+def test_a_hostile_file_does_not_keep_the_others_from_being_adopted(tmp_path: Path, damage: str) -> None:
+    store = open_store(tmp_path)
+    save(store, 0, 3)
+    save(store, 3, 3)
+    save(store, 6, 3)
+    store.close()
+    lose_index(tmp_path)
+    DAMAGE[damage](bad := files(tmp_path)[1])
+    again = open_store(tmp_path)
+    again.adopt()
+    assert found(again, 0, 3) + found(again, 6, 3) == 6
+    right(again, 3, 3)
+    unnoticed = ("other namespace", "other tenant", "other keys")  # well-formed, and nobody's question
+    assert again.counters["corrupt"] + (damage in unnoticed) == (not bad.is_symlink())
+    assert right(again, 0, 9) >= 6
 
 
 def test_swapped_files_are_noticed(tmp_path: Path) -> None:
-    kv, data = store(tmp_path), rows(6)
-    kv.save_rows(hashes(3), data[:3])
-    kv.save_rows(hashes(3, 3), data[3:])
+    store = open_store(tmp_path)
+    save(store, 0, 3)
+    save(store, 3, 3)
     a, b = files(tmp_path)
     first, second = a.read_bytes(), b.read_bytes()
     a.write_bytes(second)
     b.write_bytes(first)
-    assert len(kv.read_rows(hashes(6))) == 0
-    assert kv.stats().counters["corrupt"] == 1
+    assert right(store, 0, 6) == 0
+    assert store.counters["corrupt"] == 2
 
 
 def test_vanished_file_is_a_miss(tmp_path: Path) -> None:
-    kv = store(tmp_path)
-    chunk = kv.save_rows(hashes(3), rows(3))
+    store = open_store(tmp_path)
+    save(store, 0, 3)
+    save(store, 3, 3)
     files(tmp_path)[0].unlink()
-    assert kv.load(str(chunk)) is None
-    assert kv.load("../../semkv.json") is None
-    assert len(kv.read_rows(hashes(3))) == 0
-    assert kv.stats().counters["missing"] == 1
-    assert kv.lookup(hashes(3)) == 0
+    assert right(store, 0, 6) == 3
+    assert store.counters["missing"] == 1
+    assert found(store, 0, 6) == 3
 
 
 def test_bounds_hold_and_the_oldest_goes(tmp_path: Path) -> None:
-    kv = store(tmp_path, bounds=Bounds(max_bytes=0, max_blocks=6))
-    for i in range(3):
-        kv.save_rows(hashes(2, 2 * i), rows(2, seed=i))
-    assert len(kv.read_rows(hashes(2))) == 2  # the first is now the youngest
-    kv.save_rows(hashes(2, 6), rows(2))
-    assert kv.stats().blocks == 6
-    assert [kv.lookup(hashes(2, 2 * i)) for i in range(4)] == [2, 0, 2, 2]
-    assert kv.stats().counters["evicted_blocks"] == 2
+    store = open_store(tmp_path, Bounds(max_bytes=0, max_blocks=6))
+    for first in (0, 2, 4):
+        save(store, first, 2)
+    assert right(store, 0, 2) == 2  # the first is now the youngest
+    save(store, 6, 2)
+    assert [found(store, first, 2) for first in (0, 2, 4, 6)] == [2, 0, 2, 2]
+    assert (store.counters["evicted_files"], store.counters["evicted_blocks"]) == (1, 2)
     assert len(files(tmp_path)) == 3
-    assert kv.save_rows(hashes(7, 100), rows(7)) is None  # larger than the store
-    assert kv.stats().counters["rejected"] == 1
+    assert save(store, 100, 7) is None  # larger than the store
+    assert store.counters["rejected"] == 1
 
 
-def test_byte_bound_counts_the_whole_directory(tmp_path: Path) -> None:
-    one = store(tmp_path, bounds=Bounds(max_bytes=30_000))
-    two = store(tmp_path, namespace="other", bounds=Bounds(max_bytes=30_000))
-    for i in range(6):
-        (one if i % 2 else two).save_rows(hashes(2, 2 * i), rows(2, seed=i))
-    assert sum(f.stat().st_size for f in files(tmp_path)) <= 30_000
-    assert one.stats().nbytes + two.stats().nbytes <= 30_000
-    assert one.lookup(hashes(2, 10)) == 2
-
-
-def test_recent_extents_go_until_they_keep_their_share_then_frequent_ones() -> None:
-    recent = [ExtentUse(name, 10, 1) for name in "abc"]
-    frequent = [ExtentUse(name, 10, 1, frequent=True) for name in "xyz"]
-    assert "".join(v.extent for v in victims(recent, frequent, 30, 15)) == "abxyzc"
-    assert "".join(v.extent for v in victims(recent, [], 30, 100)) == "abc"
-    assert "".join(v.extent for v in victims([], frequent, 0, 0)) == "xyz"
-
-
-def test_a_ghost_moves_the_share_of_its_list() -> None:
-    assert adapt(50, 100, 10, Ghosts(recent=10, frequent=20), frequent=False) == 70
-    assert adapt(50, 100, 10, Ghosts(recent=10, frequent=20), frequent=True) == 40
-    assert adapt(95, 100, 10, Ghosts(recent=10, frequent=10), frequent=False) == 100
-    assert adapt(5, 100, 10, Ghosts(recent=10, frequent=10), frequent=True) == 0
-
-
-def test_what_a_lookup_holds_is_evicted_by_no_process(tmp_path: Path) -> None:
-    kv, other = (store(tmp_path, bounds=Bounds(max_bytes=0, max_blocks=4)) for _ in range(2))
-    kv.save_rows(hashes(2), rows(2))
-    kv.save_rows(hashes(2, 2), rows(2))
-    assert kv.lookup(hashes(2), holder="request 1") == 2
-    other.save_rows(hashes(2, 4), rows(2))
-    assert (other.lookup(hashes(2)), other.lookup(hashes(2, 2))) == (2, 0)
-    assert kv.lookup(hashes(2, 4), holder="request 2") == 2
-    assert other.save_rows(hashes(2, 6), rows(2)) is None  # everything is held
-    assert other.stats().counters["rejected"] == 1
-    kv.release("request 1")
-    assert other.save_rows(hashes(2, 6), rows(2)) is not None
-    assert (other.lookup(hashes(2)), other.lookup(hashes(2, 4))) == (0, 2)
+def test_a_walk_through_many_files_does_not_push_out_what_is_used_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path, Bounds(max_bytes=60_000))
+    for _ in range(2):
+        for first in range(0, 32, 8):
+            if not right(store, first, 8):
+                save(store, first, 8)
+    for first in range(1000, 1800, 8):  # each once
+        save(store, first, 8)
+    assert right(store, 0, 32) == 32
+    for first in range(2000, 2160, 8):  # what is used now pushes out what was used once
+        save(store, first, 8)
+        right(store, first, 8)
+    assert right(store, 0, 32) < 32
 
 
 def test_what_is_too_old_is_neither_served_nor_kept(tmp_path: Path) -> None:
-    kv = store(tmp_path, bounds=Bounds(max_age_s=0.2))
-    kv.save_rows(hashes(2), rows(2))
-    assert kv.lookup(hashes(2)) == 2
-    time.sleep(0.25)
-    assert kv.lookup(hashes(2)) == 0
-    assert len(kv.read_rows(hashes(2))) == 0
-    kv.save_rows(hashes(2, 2), rows(2))
-    assert kv._extents.sweep() == 1
+    store = open_store(tmp_path, Bounds(max_age_s=1000))
+    save(store, 0, 2)
+    assert found(store, 0, 2) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        later = time.time() + 1001
+        patch.setattr(time, "time", lambda: later)
+        assert found(store, 0, 2) == 0
+        assert save(store, 0, 2)  # stored anew
+        assert found(store, 0, 2) == 2
     assert len(files(tmp_path)) == 1
-    assert kv.lookup(hashes(2, 2)) == 2
 
 
-@pytest.mark.parametrize("how", ["missing", "garbage"])
-def test_index_is_built_again_from_the_headers(tmp_path: Path, how: str) -> None:
-    kv, data = store(tmp_path), rows(5)
-    kv.save_rows(hashes(3), data[:3])
-    kv.save_rows(hashes(2, 3), data[3:], position=3)
-    kv.close()
-    index = tmp_path / "kv" / "index.sqlite"
-    for suffix in ("-wal", "-shm"):
-        index.with_name(index.name + suffix).unlink(missing_ok=True)
-    if how == "missing":
-        index.unlink()
-    else:
-        index.write_bytes(b"not a database, but long enough to look at" * 100)
-    again = store(tmp_path)
-    again.adopt()
-    assert np.array_equal(again.read_rows(hashes(5)), data)
+def test_two_blocks_of_one_key_or_rows_that_do_not_fit(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert store.write("ns", LAYOUT, [key(1)] * 2, [value(1)] * 2)
+    assert store.totals()[1] == 1
+    for rows in ([value(2)], [value(2), value(3, 100)], [np.zeros((2, 2), np.uint8)] * 2, [np.zeros(3, np.int32)] * 2):
+        with pytest.raises(ValueError, match=r"row|shorter"):
+            store.write("ns", LAYOUT, keys(2, 2), rows)
+    with pytest.raises(ConfigError, match="max_blocks"):
+        Bounds(max_blocks=-1)
+    with pytest.raises(ConfigError, match="max_age_s"):
+        Bounds(max_age_s=10**400)
 
 
-def test_index_damaged_while_open_turns_the_store_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = store(tmp_path)
-    kv.save_rows(hashes(2), rows(2))
-
-    def broken(*_: object) -> None:
-        raise sqlite3.DatabaseError("file is not a database")
-
-    monkeypatch.setattr(kv._extents._index.get(), "find", broken)
-    assert kv.lookup(hashes(2)) == 0
-    assert not kv.on
-    assert kv.save_rows(hashes(2, 2), rows(2)) is None
-    assert kv.lookup(hashes(2)) == 0
-    again = store(tmp_path)
-    again.adopt()
-    assert again.lookup(hashes(2)) == 2
+# -- the directory --------------------------------------------------------------------------------------------------
 
 
 def test_files_that_no_index_names_are_swept(tmp_path: Path) -> None:
-    kv = store(tmp_path)
-    kv.save_rows(hashes(2), rows(2))
-    known = files(tmp_path)[0]
-    strange, temporary = (known.with_name(n) for n in ("0" * 32 + ".safetensors", "1" * 32 + ".safetensors.1.tmp"))
-    for path in (strange, temporary):
-        path.write_bytes(b"half a file")
-    assert len(store(tmp_path).read_rows(hashes(2))) == 2
+    save(open_store(tmp_path), 0, 2)
+    (known,) = files(tmp_path)
+    for name in ("0" * 16 + ".safetensors", "1" * 16 + ".safetensors.12.tmp", "anything"):
+        known.with_name(name).write_bytes(b"half a file")
+    store = open_store(tmp_path)
+    assert store.swept == 3
     assert files(tmp_path) == [known]
+    assert right(store, 0, 2) == 2
 
 
-def test_a_folder_that_cannot_be_read_ends_no_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kv = store(tmp_path)
-    kv.save_rows(hashes(2), rows(2))
-    stray = files(tmp_path)[0].with_name("0" * 32 + ".safetensors")
-    stray.write_bytes(b"half a file")
-    (tmp_path / "kv" / "extents" / "zz").symlink_to("zz")  # ELOOP, as EIO and ESTALE of a disk
-    kv._extents._swept_at = -SWEEP_SECONDS
-    assert kv.save_rows(hashes(2, 2), rows(2)) is not None
-    assert kv._extents.counters["errors"] == 1
-    assert not stray.exists(), "the other folders are swept"
-    again = store(tmp_path)
-    assert again.save_rows(hashes(2, 4), rows(2)) is not None
-    assert again.lookup(hashes(6)) == 6
-    assert "cannot read" in caplog.text
+def test_a_folder_that_cannot_be_read_ends_no_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
 
+    def listed(root: Path) -> Any:
+        raise OSError(errno.EIO, "a bad disk")
 
-def test_no_index_is_built_of_a_part_of_what_is_there(tmp_path: Path) -> None:
-    kv = store(tmp_path)
-    kv.save_rows(hashes(2), rows(2))
-    kv.close()
-    for file in (tmp_path / "kv").glob("index.sqlite*"):
-        file.unlink()
-    strange = tmp_path / "kv" / "extents" / "zz"
-    strange.symlink_to("zz")
-    assert not store(tmp_path).on
-    strange.unlink()
-    again = store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("semkv.stores.block_folder.listed", listed)
+        assert store.sweep() == 0
+        assert save(store, 0, 2)
+        assert store.counters["errors"] == 1
+        store.close()
+        lose_index(tmp_path)
+        assert not open_store(tmp_path).on, "no index is built of a part of what is there"
+    again = open_store(tmp_path)
     again.adopt()
-    assert again.lookup(hashes(2)) == 2
+    assert right(again, 0, 2) == 2
 
 
-def test_other_format_version_is_refused_at_open(tmp_path: Path) -> None:
-    store(tmp_path)
-    (tmp_path / "kv" / "semkv.json").write_text(json.dumps({"format": 0, "kind": "kv"}))
-    with pytest.raises(StoreError, match=r"purge.*or choose another cache directory"):
-        store(tmp_path)
+@pytest.mark.parametrize("content", ['{"format": 1, "kind": "kv"}', '{"format": 0}', "not json", "[" * 100_000])
+def test_an_older_format_is_emptied_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    old = tmp_path / "extents" / "ab" / ("ab" * 16 + ".safetensors")
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"x")
+    (tmp_path / "index.sqlite").write_bytes(b"x")
+    (tmp_path / "semkv.json").write_text(content)
+    store = open_store(tmp_path)
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "1 files" in caplog.text
+    assert not old.exists()
+    assert save(store, 0)
+    assert right(open_store(tmp_path), 0, 1) == 1
 
 
-def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "kv").write_text("")
-    with pytest.raises(StoreError, match="not a directory"):
-        store(tmp_path)
+def test_a_newer_format_and_another_kind_are_refused(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    (tmp_path / "semkv.json").write_text('{"format": 3, "kind": "kv"}')
+    with pytest.raises(StoreError, match=r"format 3.*reads 2.*purge.*or choose another"):
+        open_store(tmp_path)
+    (tmp_path / "semkv.json").write_text('{"format": 2, "kind": "fusion"}')
+    with pytest.raises(StoreError, match="of kind 'fusion'"):
+        open_store(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="is a file"):
+        open_store(tmp_path / "file")
 
 
-def test_unusable_directory_turns_the_store_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ["open.lock", "semkv.json", "index.sqlite", "index.sqlite-wal", "extents"])
+@pytest.mark.parametrize("what", ["dangling link", "foreign link", "pipe", "folder"])
+def test_what_is_no_regular_file_is_refused_and_left_alone(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / "kv").mkdir(0o700)
+    theirs, place = tmp_path / "theirs", tmp_path / "kv" / name
+    theirs.write_text("precious")
+    if what == "folder":
+        if name == "extents":
+            pytest.skip("it is one")
+        place.mkdir()
+    elif what == "pipe":
+        if name == "extents":
+            pytest.skip("then nothing can be written")
+        os.mkfifo(place)
+    else:
+        place.symlink_to(theirs if what == "foreign link" else tmp_path / "nowhere")
+    with pytest.raises(StoreError, match=r"delete it, or choose another"):
+        open_store(tmp_path / "kv")
+    assert theirs.read_text() == "precious"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_nobody_else_can_read_what_is_stored(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = open_store(tmp_path / "cache" / "kv")
+        save(store, 0)
+        made = [tmp_path / "cache", *(tmp_path / "cache").rglob("*")]
+        assert {f"index.sqlite{suffix}" for suffix in ("", "-wal", "-shm")} < {path.name for path in made}
+        modes = {path.name: path.stat().st_mode & 0o777 for path in made}
+        assert set(modes.values()) == {0o700, 0o600}, modes
+    finally:
+        os.umask(before)
+
+
+def test_a_directory_that_others_may_write_is_refused_and_one_they_may_read_is_closed(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    root.mkdir(mode=0o700)
+    root.chmod(0o770)
+    with pytest.raises(StoreError, match=f"chmod 700 {root}"):
+        open_store(root)
+    root.chmod(0o755)
+    assert open_store(root).on
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
+def test_unusable_directory_turns_the_store_off(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        kv = KVStore.open(Path("/proc/semkv-cannot-be-made"), "ns", LAYOUT)
+        store = open_store(Path("/proc/semkv-cannot-be-made"))
     assert len(caplog.records) == 1
-    assert not kv.on
-    assert kv.save_rows(hashes(1), rows(1)) is None
-    assert kv.lookup(hashes(1)) == 0
-    assert kv.stats().blocks == 0
+    assert not store.on
+    assert save(store, 0) is None
+    assert found(store, 0) == 0
+    assert store.totals() == (0, 0, 0)
+    assert store.generation != store.generation
+    assert store.purges_after(store.last_purge())[0].owner is None  # nothing kept in memory is to be used
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_full_disk_stops_writing_and_reads_go_on(
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_full_disk_stops_writing_for_a_while_and_reads_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    kv, data = store(tmp_path), rows(2)
-    kv.save_rows(hashes(2), data)
+    store, now = open_store(tmp_path), [time.monotonic()]
+    save(store, 0, 2)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def full(_: int) -> None:
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(container.os, "fsync", full)
-        for i in range(3):
-            assert kv.save_rows(hashes(2, 10 + i), rows(2)) is None
+        patch.setattr(block_file.os, "fdatasync", full)
+        for attempt in range(3):
+            assert save(store, 10 + attempt) is None
+            assert not store.writable
+            assert store.counters["errors"] == attempt + 1
+            assert save(store, 20) is None  # not even tried
+            now[0] += blocks.RETRY_S
     assert len(caplog.records) == 1
-    assert np.array_equal(kv.read_rows(hashes(2)), data)
     assert len(files(tmp_path)) == 1  # no half-written file stays
-
-
-def test_purge_takes_one_namespace(tmp_path: Path) -> None:
-    one, two = store(tmp_path), store(tmp_path, namespace="other")
-    one.save_rows(hashes(2), rows(2))
-    two.save_rows(hashes(2), rows(2))
-    assert one.purge() == 1
-    assert (one.lookup(hashes(2)), two.lookup(hashes(2))) == (0, 2)
-    assert len(files(tmp_path)) == 1
-
-
-def test_a_writer_may_take_back_what_it_wrote_and_has_under_way(tmp_path: Path) -> None:
-    mine, same, yours = (
-        KVStore(ExtentStore(tmp_path / "kv", "kv", Bounds(), writer), "ns", LAYOUT) for writer in ("me", "me", "you")
-    )
-    other = KVStore(mine._extents, "other", LAYOUT)
-    for i, kv in enumerate((mine, same, yours, other)):
-        assert kv.save_rows(hashes(1, i), rows(1))
-    assert mine.disown()
-    assert len(files(tmp_path)) == 2
-    assert [kv.lookup(hashes(1, i)) for i, kv in enumerate((mine, same, yours, other))] == [0, 0, 1, 1]
-    assert not same.save_rows(hashes(1, 4), rows(1))
-    assert yours.save_rows(hashes(1, 5), rows(1))
-    assert other.save_rows(hashes(1, 6), rows(1))
-
-    def begun(*args: Any) -> bool:
-        yours.disown()  # when its room is reserved
-        return write(*args)
-
-    write, yours._extents._write_file = yours._extents._write_file, begun  # type: ignore[method-assign]
-    assert not yours.save_rows(hashes(1, 7), rows(1))
-    assert len(files(tmp_path)) == len(other._extents.extents()) == 2
-    for path in (tmp_path / "kv").glob("index.sqlite*"):  # who wrote it stands in the files too
-        path.unlink()
-    with mine._extents._adopting:  # before their heads are read
-        assert mine._extents.disown(other.namespace)
-    mine._extents.adopt()
-    assert not files(tmp_path)
-    assert not mine.save_rows(hashes(1, 8), rows(1))  # what was said to the index that is gone still holds
-
-
-def test_taking_back_is_one_step_and_says_where_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = KVStore(ExtentStore(tmp_path / "kv", "kv", Bounds(), "me"), "ns", LAYOUT)
-    assert kv.save_rows(hashes(1), rows(1))
-    index = kv._extents._index.get()
-    assert index is not None
-    index._db.execute("PRAGMA busy_timeout=0")
-    writer = sqlite3.connect(tmp_path / "kv" / "index.sqlite", isolation_level=None)
-    writer.execute("BEGIN IMMEDIATE")
-    assert not kv.disown()
-    assert kv.lookup(hashes(1)) == 1
-    writer.execute("COMMIT")
-
-    def killed(extent: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(kv._extents, "_unlink", killed)
-    with pytest.raises(KeyboardInterrupt):
-        kv.disown()
-    assert files(tmp_path)
-    assert store(tmp_path).lookup(hashes(1)) == 0
-    assert not files(tmp_path)  # nobody's file is swept
-
-
-def test_wrong_calls_are_refused(tmp_path: Path) -> None:
-    kv = store(tmp_path)
-    with pytest.raises(ValueError, match="layout"):
-        kv.save(KVChunk.from_rows(rows(1, UNEVEN), hashes(1), UNEVEN))
-    with pytest.raises(ValueError, match="shape"):
-        kv.save_rows(hashes(2), rows(1))
-    with pytest.raises(ConfigError, match="max_blocks"):
-        Bounds(max_blocks=-1)
-    with pytest.raises(ConfigError, match="max_age_s"):
-        Bounds(max_age_s=10**400)
-    with pytest.raises(CorruptValue):
-        KVLayout.parse({"layers": 3})
-    assert KVLayout.parse(LAYOUT.document()) == LAYOUT
-
-
-def test_threads_share_a_store(tmp_path: Path) -> None:
-    kv, errors = store(tmp_path, bounds=Bounds(max_bytes=0, max_blocks=40)), []
-
-    def work(seed: int) -> None:
-        data = rows(4, seed=seed)
-        mine = [bytes([seed, i]) * 16 for i in range(4)]
-        for _ in range(10):
-            kv.save_rows(mine, data)
-            got = kv.read_rows(mine)
-            if not np.array_equal(got, data[: len(got)]):
-                errors.append(seed)
-
-    threads = [threading.Thread(target=work, args=(s,)) for s in range(16)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not errors
-    assert kv.stats().blocks <= 40 + 4 * 16  # bound plus what was being written at the same moment
-    assert kv.stats().counters.get("corrupt", 0) == 0
-
-
-def _process(path: str, seed: int) -> None:
-    kv = store(Path(path), bounds=Bounds(max_bytes=0, max_blocks=30))
-    for i in range(10):
-        mine = [bytes([seed, i, j]) + bytes(29) for j in range(3)]
-        kv.save_rows(mine, rows(3, seed=seed * 100 + i))
-        got = kv.read_rows(mine)
-        assert np.array_equal(got, rows(3, seed=seed * 100 + i)[: len(got)])
-    common = hashes(3, 200)
-    kv.save_rows(common, rows(3, seed=7))
-    got = kv.read_rows(common)
-    assert np.array_equal(got, rows(3, seed=7)[: len(got)])
-
-
-def test_processes_share_a_directory(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_process, args=(str(tmp_path), s)) for s in range(3)]
-    for w in workers:
-        w.start()
-    for w in workers:
-        w.join(60)
-    assert [w.exitcode for w in workers] == [0, 0, 0]
-    kv = store(tmp_path, bounds=Bounds(max_bytes=0, max_blocks=30))
-    assert np.array_equal(kv.read_rows(hashes(3, 200)), rows(3, seed=7)[: kv.lookup(hashes(3, 200))])
-    assert kv.stats().blocks <= 36
+    assert right(store, 0, 2) == 2
+    assert store.writable
+    assert save(store, 10)
+    assert store.totals()[:2] == (2, 3)
 
 
 def test_what_a_later_version_adds_to_a_header_is_ignored(tmp_path: Path) -> None:
-    @dataclass(frozen=True, slots=True)
-    class Later(container.ExtentHeader):
-        added: str = "later"
+    store = open_store(tmp_path)
+    save(store, 0, 2)
+    rewrite(files(tmp_path)[0], added="later")
+    assert right(store, 0, 2) == 2
 
-    kv, real = store(tmp_path), container.encode_head
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            container,
-            "encode_head",
-            lambda header, shape: real(Later(**{f: getattr(header, f) for f in header.__dataclass_fields__}), shape),
-        )
-        kv.save_rows(hashes(2), rows(2))
-    assert b"later" in files(tmp_path)[0].read_bytes()
-    assert np.array_equal(kv.read_rows(hashes(2)), rows(2))
+
+# -- purge and disown -----------------------------------------------------------------------------------------------
+
+
+def test_a_purge_takes_what_is_chosen_and_others_hear_of_it(tmp_path: Path) -> None:
+    store, other = open_store(tmp_path), open_store(tmp_path)
+    start, generation = other.last_purge(), other.generation
+    for i, (namespace, owner) in enumerate([("a", ""), ("a", "x"), ("b", "x"), ("b", "y")]):
+        assert save(store, i, namespace=namespace, owner=owner)
+    now = time.time()
+
+    def left() -> list[int]:
+        return [found(other, i, namespace=namespace) for i, namespace in enumerate("aabb")]
+
+    assert store.purge(owner="x", dry_run=True) == len(store.owned("x")) == 2
+    assert other.purges_after(start) == []
+    assert left() == [1, 1, 1, 1]
+    assert store.purge(before=now - 100) == 0
+    assert store.purge(owner="x") == 2
+    assert left() == [1, 0, 0, 1]
+    assert store.purge(namespace="b") == 1
+    assert left() == [1, 0, 0, 0]
+    assert len(files(tmp_path)) == 1
+    assert other.generation == generation
+    assert store.purge() == 1
+    assert files(tmp_path) == []
+    assert other.generation != generation
+    assert save(other, 1)
+    assert store.purge(owner="y", before=now) == 0
+    heard = other.purges_after(start)
+    assert [(p.owner, p.before and round(p.before)) for p in heard] == [(None, None), ("y", round(now))]
+    assert other.purges_after(heard[-1].id) == []
+    assert other.last_purge() == heard[-1].id > heard[0].id > start
+
+
+def test_a_new_index_counts_purges_on(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save(store, 0)
+    store.purge(owner="x")
+    before = store.last_purge()
+    store.close()
+    lose_index(tmp_path)
+    (told,) = open_store(tmp_path).purges_after(before)
+    assert (told.owner, told.before) == (None, None)
+
+
+def test_what_was_computed_before_a_purge_is_not_stored_after_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    generation = store.generation
+    assert save(store, 0, generation=generation)
+    open_store(tmp_path).purge()
+    assert save(store, 1, generation=generation) is None
+    assert store.counters["rejected"] == 1
+    assert save(store, 1, generation=store.generation)
+
+
+def test_a_writer_may_take_back_what_it_wrote_and_has_under_way(tmp_path: Path) -> None:
+    mine, same, yours = (open_store(tmp_path, writer=writer) for writer in ("me", "me", "you"))
+    for i, store in enumerate((mine, same, yours)):
+        assert save(store, i)
+    assert save(mine, 3, namespace="other")
+    assert mine.disown("ns")
+    assert len(files(tmp_path)) == 2
+    assert (found(mine, 0, 3), found(mine, 3, namespace="other")) == (1, 1)
+    assert not save(same, 4)
+    assert save(yours, 5)
+
+    def begun(*args: Any) -> bool:
+        yours.disown("ns")  # when its room is reserved
+        return write(*args)
+
+    write, yours._write_file = yours._write_file, begun  # type: ignore[method-assign]
+    assert not save(yours, 7)
+    assert len(files(tmp_path)) == len(mine.files()) == 1
+    lose_index(tmp_path)  # who wrote it stands in the file too
+    with mine._adopting:  # before its head is read
+        assert mine.disown("other")
+    mine.adopt()
+    assert not files(tmp_path)
+    assert not save(mine, 8)  # what was said to the index that is gone still holds
+
+
+def test_taking_back_says_where_it_failed(tmp_path: Path) -> None:
+    store = open_store(tmp_path, writer="me")
+    assert save(store, 0)
+    other = open_store(tmp_path)
+    assert other._index is not None
+    assert store._index is not None
+    store._index._db.execute("PRAGMA busy_timeout=0")
+    with other._index._write():
+        assert not store.disown("ns")
+        assert found(store, 0) == 1  # and nobody who asks waits
+    assert store.disown("ns")
+    assert found(store, 0) == 0
+
+
+def test_threads_share_a_store(tmp_path: Path) -> None:
+    store, errors = open_store(tmp_path, Bounds(max_bytes=0, max_blocks=40)), []
+
+    def work(first: int) -> None:
+        try:
+            for _ in range(10):
+                save(store, first, 4)
+                right(store, first, 4)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(10 * i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert store.totals()[1] <= 40
+    assert store.counters.get("corrupt", 0) == 0
+
+
+def test_a_find_waits_for_no_writer(tmp_path: Path) -> None:
+    store, other = open_store(tmp_path), open_store(tmp_path)
+    save(store, 0)
+    generation = store.generation
+    for writer in (store, other):
+        assert writer._index is not None
+        with writer._index._write() as db:
+            db.execute("UPDATE files SET again=1")
+            assert found(store, 0) == 1
+            assert store.generation == generation
+            assert store.purges_after(store.last_purge()) == []
+    assert isinstance(store, BlockStore)

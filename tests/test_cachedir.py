@@ -8,18 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from block_helpers import found, open_store, right, save
 from semkv.errors import StoreError
 from semkv.experiments.settings import RunFlags, resolve
-from semkv.stores import cachedir, shared_index
-from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
-from semkv.stores.cachedir import EXTENT_FILES, prepare, purge_directory
-from semkv.stores.directory import ExtentDirectory
+from semkv.stores import cachedir
+from semkv.stores.cachedir import BLOCK_FILES, prepare, purge_directory
 from semkv.stores.fusion import FusionStore
-
-LAYOUT = KVLayout((LayerLayout("layer0", "float32", (64,), (64,), 256),), 16)
 
 
 def config(root: Path, **flags: Any) -> Any:
@@ -116,32 +112,43 @@ class Steps:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_who_opens_a_store_at_any_step_of_a_purge_has_a_whole_one(tmp_path: Path, elsewhere: bool) -> None:
-    """A running engine asks again before step 0, 1, 2 ... of a purge, and stores something where it may."""
-    key, row, at, opened = b"k" * 32, np.ones((1, 256), np.uint8), 0, []
+@pytest.mark.parametrize("running", [False, True])
+def test_who_opens_a_store_at_any_step_of_a_purge_has_a_whole_one(
+    tmp_path: Path, elsewhere: bool, running: bool
+) -> None:
+    """An engine that runs, or one that starts before step 0, 1, 2 ... of a purge, stores something where it may."""
+    at = 0
     while True:
         cache = tmp_path / str(at)
-        root = cache if elsewhere else cache / "kv"  # a folder of fusion states alone is a store itself
-        engine = KVStore.open(root, "ns", LAYOUT)
-        assert engine.save_rows([key], row)
+        root = cache if elsewhere else cache / "kv"  # a folder of blocks alone is a store itself
+        engine = open_store(root)
+        assert save(engine, 0)
+        if not running:
+            engine.close()
+
+        def happens(engine: Any = engine, root: Path = root) -> None:
+            store = engine if running else open_store(root)
+            save(store, 1)
+            if not running:
+                store.close()
+
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(shared_index, "_PATIENCE_S", 0)
-            steps = Steps(monkeypatch, at, lambda engine=engine: engine.save_rows([key], row))
-            purge_directory(cache, EXTENT_FILES) if elsewhere else purge_directory(cache)
-        opened.append((root / "index.sqlite").exists())
-        assert (root / "semkv.json").exists() == opened[-1]
-        assert not opened[-1] or (root / "open.lock").exists()
-        engine.save_rows([key], row)
-        for kv in (engine, KVStore.open(root, "ns", LAYOUT)):
-            assert np.array_equal(kv.read_rows([key]), row)
-            kv.close()
-        purge_directory(cache, EXTENT_FILES) if elsewhere else purge_directory(cache)
+            monkeypatch.setattr("semkv.stores.blocks._OPEN_S", 0.0)
+            steps = Steps(monkeypatch, at, happens)
+            purge_directory(cache, BLOCK_FILES) if elsewhere else purge_directory(cache)
+        assert (root / "semkv.json").exists() == (root / "index.sqlite").exists() == (root / "open.lock").exists()
+        assert not running or (root / "index.sqlite").exists()
+        for store in (engine, open_store(root)) if running else (open_store(root),):
+            assert found(store, 0) == 0
+            save(store, 1)
+            assert right(store, 1, 1) == 1
+            store.close()
+        purge_directory(cache, BLOCK_FILES) if elsewhere else purge_directory(cache)
         assert not any(cache.rglob("*"))
         if steps.done <= at:
             break
         at += 1
-    assert (True in opened) is not elsewhere  # where the lock is the last to go
-    assert opened[0] is opened[-1] is False
+    assert at > 2
 
 
 def test_a_purge_that_was_cut_off_at_any_step_can_be_repeated(tmp_path: Path) -> None:
@@ -152,9 +159,8 @@ def test_a_purge_that_was_cut_off_at_any_step_can_be_repeated(tmp_path: Path) ->
     while True:
         cache = tmp_path / str(at)
         prepare(config(cache))
-        for store in ("kv", "fusion"):
-            kv = KVStore.open(cache / store, "ns", LAYOUT) if store == "kv" else FusionStore.open(cache / store, "ns")
-            kv.close()
+        open_store(cache / "kv").close()
+        FusionStore.open(cache / "fusion", "ns").close()
         with pytest.MonkeyPatch.context() as monkeypatch, contextlib.suppress(CutOff):
             steps = Steps(monkeypatch, at, cut)
             purge_directory(cache)
@@ -170,21 +176,37 @@ def test_a_purge_that_was_cut_off_at_any_step_can_be_repeated(tmp_path: Path) ->
 def test_a_store_that_is_made_beside_a_purge_stays_whole(tmp_path: Path) -> None:
     """The purge does not hold its lock."""
     FusionStore.open(tmp_path / "fusion", "ns").close()
-    key, row, engines = b"k" * 32, np.ones((1, 256), np.uint8), []
-    real = ExtentDirectory.discard_index
+    engines, real = [], cachedir.empty_index
 
-    def beside(directory: ExtentDirectory) -> None:
-        engines.append(KVStore.open(tmp_path / "kv", "ns", LAYOUT))
-        assert engines[0].save_rows([key], row)
-        real(directory)
+    def beside(root: Path) -> bool:
+        engines.append(open_store(tmp_path / "kv"))
+        assert save(engines[0], 1)
+        return real(root)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(ExtentDirectory, "discard_index", beside)
+        monkeypatch.setattr(cachedir, "empty_index", beside)
         purge_directory(tmp_path)
     assert not [path for path in (tmp_path / "fusion").rglob("*") if path.is_file()]
-    for kv in (*engines, KVStore.open(tmp_path / "kv", "ns", LAYOUT)):
-        assert np.array_equal(kv.read_rows([key]), row)
-        kv.close()
+    for store in (*engines, open_store(tmp_path / "kv")):
+        assert right(store, 1, 1) == 1
+        store.close()
+
+
+@pytest.mark.parametrize("where", ["kv", "fusion"])
+def test_a_store_of_an_older_format_is_taken_and_empties_itself(tmp_path: Path, where: str) -> None:
+    prepare(config(tmp_path))
+    (tmp_path / where).mkdir(0o700)
+    (tmp_path / where / "semkv.json").write_text(json.dumps({"format": 1, "kind": where}), encoding="utf-8")
+    prepare(config(tmp_path))
+    opened = open_store(tmp_path / where) if where == "kv" else FusionStore.open(tmp_path / where, "ns")
+    opened.close()
+    assert json.loads((tmp_path / where / "semkv.json").read_text(encoding="utf-8"))["format"] == 2
+    prepare(config(tmp_path))
+
+
+def test_what_is_made_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
+    prepare(config(tmp_path / "a" / "cache"))
+    assert {path.stat().st_mode & 0o077 for path in (tmp_path / "a").rglob("*")} == {0}
 
 
 @pytest.mark.parametrize("look", ["_empty", "is_ours"])

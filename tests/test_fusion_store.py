@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from semkv.errors import CorruptValue
-from semkv.stores.extents import Bounds
+from semkv.stores.blocks import Bounds
 from semkv.stores.fusion import FusionState, FusionStore
 
 

@@ -116,20 +116,8 @@ def test_the_budget_leaves_out_what_comes_last(tmp_path: Path) -> None:
 
 def test_results_of_the_first_form_make_tables_too(tmp_path: Path) -> None:
     import fusion_load
-    import kv_load
 
-    def old(name: str, engines: dict[str, Any]) -> dict[str, Any]:
-        (tmp_path / name).write_text(json.dumps({"settings": {}, "engines": engines}))
-        return load_runs.load(tmp_path / name)
-
-    def row(**times: float) -> dict[str, Any]:
-        return {"tokens": 512, "requests": 1, "not_computed": {"host": 496}, "median_ms": times}
-
-    facts = {"copy_gb_s": 50.0, "row_bytes": 16_000_000, "block_size": 16}
-    kv = {"plain": {"rows": [row(cold=14.0, prefix=8.0)]}, "semkv": facts | {"rows": [row(cold=14.7, host=21.0)]}}
-    # 496 tokens are 31 rows: 496 MB at 50 GB/s beyond the prefix cache.
-    assert "| 512 | 496 | 17.9 | 1.17 | - | 14.0 | 8.0 | 21.0 |" in kv_load.tables(old("kv.json", kv))
-    kv["semkv"]["rows"][0]["ms"] = {"prefix": [10.0, 20.0, 30.0], "host": [20.0, 33.0, 43.0]}  # of the same process
-    assert "| 512 | 496 | 17.9 | 1.17 | 1.08 | 14.0 |" in kv_load.tables(old("kv.json", kv))
-    fusion = {"plain": {"rows": [{"side": 256, "prompt_tokens": 88, "median_ms": {"encoder": 22.7, "gpu": 9.1}}]}}
-    assert "| 256 x 256 | 88 | 22.7 | 9.1 | - |" in fusion_load.tables(old("fusion.json", fusion))
+    row = {"side": 256, "prompt_tokens": 88, "median_ms": {"encoder": 22.7, "gpu": 9.1}}
+    (tmp_path / "fusion.json").write_text(json.dumps({"settings": {}, "engines": {"plain": {"rows": [row]}}}))
+    result = load_runs.load(tmp_path / "fusion.json")
+    assert "| 256 x 256 | 88 | 22.7 | 9.1 | - |" in fusion_load.tables(result)

@@ -53,7 +53,7 @@ def test_the_same_name_with_other_weights_loads_nothing(tmp_path: Path) -> None:
             shutil.rmtree(path)
         adapter(path, model, seed)
         engine = Engine(model, tmp_path / "cache", enable_lora=True, max_lora_rank=8)
-        lora = LoRARequest("sql", 1, str(path))
+        lora, adapter_of_blocks = LoRARequest("sql", 1, str(path)), KVAdapter(engine.llm)
         cold, loaded, usable = ask(engine, lora)
         assert loaded == 0  # the first engine's blocks lie under the same name and path
         engine.forget()
@@ -61,7 +61,6 @@ def test_the_same_name_with_other_weights_loads_nothing(tmp_path: Path) -> None:
         plain, loaded, _ = ask(engine, None)
         assert loaded == (0 if seed == 1 else usable)
         answers += [cold, plain]
-        adapter_of_blocks = KVAdapter(engine.llm)
         chunk = adapter_of_blocks.capture(engine.run(engine.prompt("lora"))[0].request_id)
         assert chunk is not None
         for name, request in (("with", lora), ("without", None)):

@@ -13,15 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway_helpers import SECRET as GATEWAYS_SECRET
-from maintenance_helpers import LAYOUT, SECRET, call, call_both, digest_of, extents, make_used
+from maintenance_helpers import SECRET, block_files, call, call_both, digest_of, make_used
 from semkv.cache import SemanticCache
 from semkv.cli import EXIT_ERROR, app, main
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
 from semkv.maintenance import inspect, verify
 from semkv.purging import collect
-from semkv.stores.blocks import KVStore
-from semkv.stores.directory import ExtentDirectory
+from semkv.stores.blocks import BlockStore
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.open import FILE
 from semkv.stores.responses.sqlite import SqliteStore
@@ -43,7 +42,7 @@ def test_stats_count_what_is_there(used: Path) -> None:
         "fusion": (1, 1),
         "media": (2, 0),
     }
-    assert stores["kv"]["nbytes"] == sum(p.stat().st_size for p in extents(used, "kv"))
+    assert stores["kv"]["nbytes"] == sum(p.stat().st_size for p in block_files(used, "kv"))
     table = call("stats", "--cache-dir", str(used))
     assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", "s ago", "a-model (model)", " KiB"))
     assert [e["name"] for e in found["entries"]] == ["", "a-model"]
@@ -68,7 +67,7 @@ def test_an_answer_kept_elsewhere_is_told_where_a_gateway_was(used: Path, monkey
 def test_a_lost_index_is_read_again_before_anything_is_counted(used: Path) -> None:
     for path in (used / "kv").glob("index.sqlite*"):
         path.unlink()
-    head = extents(used, "kv")[0]
+    head = block_files(used, "kv")[0]
     stores = {use.store: (use.items, use.blocks) for use in inspect(used).stores}
     assert stores["kv"] == (2, 2)
     for path in (used / "kv").glob("index.sqlite*"):
@@ -80,7 +79,7 @@ def test_a_lost_index_is_read_again_before_anything_is_counted(used: Path) -> No
 
 def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
     assert "5 files and 0 answers checked, 0 damaged" in call("verify", "--cache-dir", str(used))
-    for path in (*extents(used, "kv")[:1], *extents(used, "fusion"), next((used / "media").glob("??/*"))):
+    for path in (*block_files(used, "kv")[:1], *block_files(used, "fusion"), next((used / "media").glob("??/*"))):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
@@ -119,7 +118,7 @@ def test_stats_and_gc_go_on_past_a_damaged_catalog(
     for page in range(4096, len(data), 4096):
         data[page : page + 64] = b"\xff" * 64
     path.write_bytes(data)
-    extents(used, "kv")[0].with_name("0" * 32 + ".safetensors").write_bytes(b"half a file")
+    block_files(used, "kv")[0].with_name("0" * 16 + ".safetensors").write_bytes(b"half a file")
     said = failing(monkeypatch, capsys, "gc", "--cache-dir", str(used), "--max-age-days", "1")
     assert "deleted: 1 of KV, 0 of fusion states, 0 pictures, 0 graphs, 0 entries" in said
     found = json.loads(failing(monkeypatch, capsys, "stats", "--cache-dir", str(used), "--json"))
@@ -140,15 +139,14 @@ def test_what_is_evicted_meanwhile_is_no_fault(used: Path, monkeypatch: pytest.M
     assert second.exists()
 
 
-def test_verify_takes_an_evicted_extent_for_no_damage(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    look = ExtentDirectory.damage
-    other = KVStore.open(used / "kv", "ns", LAYOUT)
+def test_verify_takes_an_evicted_file_for_no_damage(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, other = BlockStore.damage, BlockStore(used / "kv", "kv")
 
-    def damage(directory: ExtentDirectory, extent: str) -> str:
+    def damage(store: BlockStore, file: str) -> str:
         other.purge()
-        return look(directory, extent)
+        return look(store, file)
 
-    monkeypatch.setattr(ExtentDirectory, "damage", damage)
+    monkeypatch.setattr(BlockStore, "damage", damage)
     assert verify(used).damaged == ()
     other.close()
 
@@ -177,8 +175,8 @@ def test_gc_deletes_what_is_too_old_and_nothing_else(used: Path, monkeypatch: py
     assert {store.store: store.items for store in found.stores} == {"kv": 2, "fusion": 1, "media": 1, "answers": 1}
 
 
-def test_gc_deletes_strays_old_extents_and_loose_pictures(used: Path) -> None:
-    stray = extents(used, "kv")[0].with_name("0" * 32 + ".safetensors.1.tmp")
+def test_gc_deletes_strays_old_blocks_and_loose_pictures(used: Path) -> None:
+    stray = block_files(used, "kv")[0].with_name("0" * 16 + ".safetensors.1.tmp")
     stray.write_bytes(b"half a file")
     loose = used / "media" / "ab" / ("ab" * 32)
     loose.parent.mkdir(exist_ok=True)
@@ -191,7 +189,7 @@ def test_gc_deletes_strays_old_extents_and_loose_pictures(used: Path) -> None:
     found = collect(used)
     assert (found.kv, found.fusion, found.media) == (1, 0, 1)
     assert young.exists()
-    assert len(extents(used, "kv")) == 2
+    assert len(block_files(used, "kv")) == 2
     assert "deleted: 2 of KV, 1 of fusion" in call("gc", "--cache-dir", str(used), "--max-age-days", "0.0000001")
 
 
@@ -199,7 +197,7 @@ def test_purge_deletes_what_is_ours_and_nothing_else(used: Path) -> None:
     mine = used / "notes.txt"
     mine.write_text("a user's own file")
     counted = call("purge", "--cache-dir", str(used), "--dry-run")
-    assert extents(used, "kv")
+    assert block_files(used, "kv")
     assert call("purge", "--cache-dir", str(used)).split()[:4] == counted.split()[:4]
     assert [p.name for p in used.rglob("*")] == ["notes.txt"]
 

@@ -17,12 +17,10 @@ from gateway_helpers import SECRET, Pair, wait_until
 from semkv.cli import app
 from semkv.config import CacheConfig
 from semkv.errors import CorruptValue, StoreError
-from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
-from semkv.stores.bounds import Bounds
+from semkv.stores.block_file import owner_of
+from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import prepare
 from semkv.stores.catalog import Catalog
-from semkv.stores.container import owner_of
-from semkv.stores.extents import ExtentStore
 from semkv.stores.responses.ahead import FOLDER as AHEAD
 from semkv.stores.responses.ahead import AheadLog
 from semkv.stores.responses.base import StoredResponse
@@ -30,7 +28,6 @@ from semkv.stores.responses.open import FILE
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.stores.responses.use import examine
 
-LAYOUT = KVLayout((LayerLayout("layer0", "float32", (64,), (64,), 256),), 16)
 PROXY = {"trusted_proxies": ("127.0.0.1",)}
 
 
@@ -184,7 +181,7 @@ def test_purge_of_a_gateways_whole_directory(tmp_path: Path) -> None:
 def test_purge_of_a_directory_that_engines_share_with_a_running_gateway(tmp_path: Path) -> None:
     """Its catalog is emptied in place: it serves nothing of before, and goes on recording what comes."""
     prepare(CacheConfig(tmp_path))
-    ExtentStore(tmp_path / "kv", "kv", Bounds(max_bytes=0)).close()
+    BlockStore(tmp_path / "kv", "kv", Bounds(max_bytes=0)).close()
     purge = ("purge", "--cache-dir", str(tmp_path))
     with Pair(tmp_path, semantic=True) as pair:
         pair.post("What is the capital of Italy?")
@@ -225,8 +222,8 @@ def test_a_damaged_catalog_stops_no_purge(tmp_path: Path, harm: Callable[[Path],
     if shared:
         prepare(CacheConfig(tmp_path))
     fill(tmp_path, 3)
-    with closing(KVStore.open(tmp_path / "kv", "ns", LAYOUT)) as kv:
-        kv.save_rows([b"k" * 32], np.zeros((1, 256), np.uint8), owner=owner_of("alice"))
+    with closing(BlockStore(tmp_path / "kv", "kv")) as kv:
+        kv.write("ns", {}, [b"k" * 32], [np.zeros(256, np.uint8)], owner=owner_of("alice"))
     harm(tmp_path / "catalog.sqlite")
     purge = ("purge", "--cache-dir", str(tmp_path))
     result = CliRunner().invoke(app, [*purge, "--tenant", "alice"])

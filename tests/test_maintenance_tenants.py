@@ -14,15 +14,14 @@ from typer.testing import CliRunner
 
 from gateway_helpers import SECRET as GATEWAYS_SECRET
 from gateway_helpers import Pair, wait_until
-from maintenance_helpers import LAYOUT, SECRET, call, extents, files_of, make_used
+from maintenance_helpers import SECRET, block_files, call, files_of, make_used, store_kv
 from semkv.cli import app
 from semkv.engines.base import EnginePrompt
 from semkv.keys import namespace_key
 from semkv.maintenance import inspect
 from semkv.server.admission import named_tenant
 from semkv.server.salt import tenant_salt
-from semkv.stores.blocks import KVStore
-from semkv.stores.container import owner_of
+from semkv.stores.block_file import owner_of
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.graphs import GraphFiles
 from semkv.stores.responses.base import StoredResponse
@@ -48,18 +47,18 @@ def test_purge_of_a_tenant_leaves_the_other(used: Path) -> None:
 
 
 def store_for_tenants(root: Path) -> None:
-    """For each tenant a KV extent and a fusion state with each of its salts: its name, that of `semkv run`, and the
+    """For each tenant a KV block and a fusion state with each of its salts: its name, that of `semkv run`, and the
     gateway's."""
-    kv, fusion = KVStore.open(root / "kv", "ns", LAYOUT), FusionStore.open(root / "fusion", "ns")
+    fusion = FusionStore.open(root / "fusion", "ns")
     salts = [
         salt
         for tenant in ("alice", "bob")
         for salt in (tenant, EnginePrompt((), tenant).cache_salt, tenant_salt(SECRET, tenant, None))
     ]
     for i, salt in enumerate(salts):
-        kv.save_rows([bytes([i + 9]) * 32], np.full((1, 256), i, np.uint8), owner=owner_of(salt))
+        store_kv(root, i + 9, owner_of(salt))
         fusion.save(FusionState.from_array(str(salt), np.zeros((2, 3), np.float32)), owner=owner_of(salt))
-    kv.close(), fusion.close()
+    fusion.close()
 
 
 def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +140,7 @@ def test_purge_of_a_tenant_finds_what_a_gateway_stored_under_its_name(
     used: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = named_tenant(SECRET, "alice")
-    with closing(KVStore.open(used / "kv", "ns", LAYOUT)) as kv:
-        kv.save_rows([b"k" * 32], np.zeros((1, 256), np.uint8), owner=owner_of(tenant_salt(SECRET, digest, None)))
+    store_kv(used, 99, owner_of(tenant_salt(SECRET, digest, None)))
     monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
     words = ("--cache-dir", str(used), "--tenant", "alice")
     assert '"kv"' in call("stats", *words, "--json")
@@ -176,7 +174,7 @@ def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monk
         path.unlink()
 
     def left() -> list[int]:
-        return [len(extents(used, store)) for store in ("kv", "fusion")]
+        return [len(block_files(used, store)) for store in ("kv", "fusion")]
 
     words = ("purge", "--cache-dir", str(used), "--tenant", "alice")
     assert left() == [8, 7]
@@ -199,11 +197,9 @@ def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monk
 
 def test_purge_of_the_one_tenant_of_a_single_tenant_gateway(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name is empty; what came without any salt is nobody's, and stays."""
-    kv = KVStore.open(used / "kv", "ns", LAYOUT)
-    kv.save_rows([b"k" * 32], np.zeros((1, 256), np.uint8), owner=owner_of(tenant_salt(b"secret", "", None)))
-    kv.close()
+    store_kv(used, 99, owner_of(tenant_salt(b"secret", "", None)))
     monkeypatch.setenv("SEMKV_SECRET", "secret")
     result = CliRunner().invoke(app, ["purge", "--cache-dir", str(used), "--tenant", ""], catch_exceptions=False)
     assert "0 entries, 0 answers and 1 files deleted" in result.stdout
     assert "without a salt" in result.stderr
-    assert len(extents(used, "kv")) == 2
+    assert len(block_files(used, "kv")) == 2

@@ -118,7 +118,7 @@ class KVAdapter:
         return [make_offload_key(h, self._group.group_idx) for h in request.block_hashes[each - 1 :: each]]
 
     def capture(self, request_id: str) -> KVChunk | None:
-        """The stored leading blocks of a request that runs or finished recently (the last 256).
+        """The stored leading blocks of a request that runs, or finished since this adapter was made (the last 256).
 
         None when the request is unknown or its first block is not stored.
         """

@@ -40,7 +40,7 @@ FILE_BYTES = 64 << 20
 """Rows of one block file: large enough for the disk's full rate, and small enough to be evicted alone."""
 
 _READERS, _WRITERS = 8, 4
-_MOST = 512  # keys asked for at once
+_MOST = 512  # keys asked for at once, and blocks of one file
 
 
 @dataclass
@@ -155,7 +155,7 @@ class SemKVTier(SecondaryTierManager):
             self._shared.fault("a store")
             self._finished.append(JobResult(job_metadata.job_id, True))
             return
-        each = max(1, FILE_BYTES // self._row_bytes)
+        each = min(_MOST, max(1, FILE_BYTES // self._row_bytes))
         keys = list(job_metadata.keys)
         parts = [(keys[i : i + each], job_metadata.chunk_ids[i : i + each]) for i in range(0, len(keys), each)]
         generation = store.generation
@@ -182,13 +182,13 @@ class SemKVTier(SecondaryTierManager):
                     self._shared.records[key] = (ref.owner, ref.created)
             if store is not None:
                 work = [
-                    lambda part=part: self._read(store, namespace, lookups, part)  # type: ignore[misc]
+                    lambda part=part: self._read(store, namespace, part)  # type: ignore[misc]
                     for part in files.values()
                 ]
         except Exception:
             self._shared.fault("a load")
         if not work:
-            self._finished.append(JobResult(job_metadata.job_id, False, ()))
+            self._loaded(job_metadata, (), 0.0)
             return
         self._start(self._readers, job_metadata, 0, work)
 
@@ -199,8 +199,14 @@ class SemKVTier(SecondaryTierManager):
         with self._idle:
             self._transfers[job.job_id] = transfer
             self._waiting_bytes += waiting
-        for part in work:
-            pool.submit(self._run, part, transfer, waiting)
+        try:
+            for part in work:
+                pool.submit(self._run, part, transfer, waiting)
+        except RuntimeError:  # the interpreter is ending
+            self._shared.fault("a transfer")
+            with self._idle:
+                del self._transfers[job.job_id]
+            self._finished.append(JobResult(job.job_id, not job.is_promotion))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [self._finished.popleft() for _ in range(len(self._finished))]
@@ -239,16 +245,22 @@ class SemKVTier(SecondaryTierManager):
             self._waiting_bytes -= waiting
             del self._transfers[job.job_id]
             if job.is_promotion:
-                if (gate := self._shared.gate) is not None:
-                    gate.disk.measured(nbytes, seconds)
-                whole = len(transfer.good) == len(job.keys)
-                self._finished.append(JobResult(job.job_id, whole, transfer.good, seconds, nbytes))
+                self._loaded(job, transfer.good, seconds)
             else:
                 if self._events is not None and transfer.good:
                     keys: Any = list(transfer.good)
                     self._events.append(OffloadingEvent(keys, Medium.STORAGE, removed=False, locality=self.locality))
                 self._finished.append(JobResult(job.job_id, True, None, seconds, nbytes))
             self._idle.notify_all()
+
+    def _loaded(self, job: TransferJob, good: Collection[bytes], seconds: float) -> None:
+        """A load ended. What did not come is a miss from now on, or the request would ask for it for ever."""
+        if (lookups := job.req_context.get_state(_Lookups)) is not None:
+            lookups.refs.update(dict.fromkeys(set(job.keys).difference(good)))
+        nbytes = len(good) * self._row_bytes
+        if (gate := self._shared.gate) is not None:
+            gate.disk.measured(nbytes, seconds)
+        self._finished.append(JobResult(job.job_id, len(good) == len(job.keys), list(good), seconds, nbytes))
 
     def _write(
         self, store: BlockStore, namespace: str, owner: str, generation: str, keys: list[bytes], chunks: Any
@@ -257,16 +269,10 @@ class SemKVTier(SecondaryTierManager):
         done = store.write(namespace, self._shared.layout, keys, rows, owner=owner, generation=generation)
         return keys if done else []
 
-    def _read(
-        self, store: BlockStore, namespace: str, lookups: _Lookups, part: list[tuple[bytes, BlockRef, int]]
-    ) -> list[bytes]:
-        part = sorted(part, key=lambda one: one[1].row)
+    def _read(self, store: BlockStore, namespace: str, part: list[tuple[bytes, BlockRef, int]]) -> list[bytes]:
         keys, rows = [key for key, _, _ in part], [self._rows[chunk] for _, _, chunk in part]
         good = store.read(self._shared.layout, namespace, keys, [ref for _, ref, _ in part], rows)
-        for key, right in zip(keys, good, strict=True):
-            if not right:
-                lookups.refs[key] = None  # the next lookup is a miss: the block is computed
-        return [key for key, right in zip(keys, good, strict=True) if right]
+        return list(itertools.compress(keys, good))
 
     # ------------------------------------------------------------------ metrics
 

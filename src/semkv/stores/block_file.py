@@ -118,13 +118,14 @@ def _head_checksum(text: str, tensor: Any) -> str:
 def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
     """Write a file from where its rows are in memory.
 
-    Its folder is made where it is missing, not those above. It gets its name when all of it is on the disk. The name
-    itself may be lost in a power cut, the content may not.
+    Its two folders are made where they are missing, not those above. It gets its name when all of it is on the disk:
+    the name may be lost in a power cut, the content may not.
 
     Raises:
         OSError: the disk is full or read-only; the temporary file is gone.
     """
-    path.parent.mkdir(0o700, exist_ok=True)
+    for folder in (path.parent.parent, path.parent):  # a purge may have deleted both
+        folder.mkdir(0o700, exist_ok=True)
     part = new_name(path)
     try:
         descriptor = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

@@ -96,7 +96,7 @@ def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
     if (root / FILES).is_symlink():
         raise StoreError(f"{root / FILES} is a link: delete it, or choose another cache directory")
     marker = read_marker(root)
-    version = marker.get("format") if marker else FORMAT_VERSION
+    version = FORMAT_VERSION if marker is None else marker.get("format")
     if marker and isinstance(version, int) and version > FORMAT_VERSION:
         raise StoreError(
             f"{root} has format {version}, this version of semkv reads {FORMAT_VERSION}: update semkv, "
@@ -115,7 +115,7 @@ def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
         )
     make_folder(root / FILES)
     if marker is None or version != FORMAT_VERSION:
-        replace_text(root / MARKER, json.dumps({"format": FORMAT_VERSION, "kind": kind}))
+        replace_text(root / MARKER, json.dumps({"format": FORMAT_VERSION, "kind": kind}), private=True)
 
 
 def read_marker(root: Path) -> dict[str, Any] | None:

@@ -56,8 +56,8 @@ _DISK = (
 PENDING_S = 600.0
 """A reserved file whose writer has said nothing for so long is given up: the writer died."""
 
-INDEX_FAULTS = (sqlite3.Error, UnicodeError)
-"""What a faulty disk raises here."""
+INDEX_FAULTS = (sqlite3.Error, ValueError, TypeError)
+"""What a faulty disk raises here: a damaged index may answer with anything."""
 
 
 def is_transient(error: Exception) -> bool:

@@ -107,7 +107,7 @@ class BlockStore:
         self._off, self._opening, self._looked_at = False, threading.RLock(), 0.0
         self._failing, self._resume_at = False, 0.0
         self._used: dict[str, tuple[float, bool]] = {}  # noted in the index later: see `BlockIndex.touch`
-        self._flushed_at = self._swept_at = self._warned_at = 0.0
+        self._flushed_at = self._swept_at = self._warned_at = self._helped_at = 0.0
         self._disowned: set[str] = set()
         self._adopting, self._closing = threading.Lock(), threading.Event()
         self._helper: threading.Thread | None = None
@@ -207,7 +207,9 @@ class BlockStore:
         if self._off or (index is not None and self._current(now=wait)):
             return index
         if not wait:
-            self._help()
+            if time.monotonic() - self._helped_at > _LOOK_S:
+                self._helped_at = time.monotonic()
+                self._help()
             return None
         with self._opening:
             if self._index is index and not self._off:
@@ -240,7 +242,8 @@ class BlockStore:
             if index is not self._index or is_transient(error):  # closed under this call, or another process is busy
                 pass
             elif not is_damage(error):
-                self._pause(error)
+                if self.writable:
+                    self._pause(error)
             elif index is None or index.read_only or time.monotonic() - self._rebuilt_at < _REBUILD_S:
                 self._switch_off("has a damaged index", error)
             else:
@@ -478,24 +481,24 @@ class BlockStore:
         Returns:
             How many files went, or with ``dry_run`` would go.
         """
-        self.adopt()
-        if dry_run:
-            return len(
-                self._ask(lambda index: index.files(owner=owner, namespace=namespace, before=before), list[str]())
-            )
-        gone = self._ask(lambda index: index.purge(owner, namespace, before), list[str]())
-        for file in gone:
+        for _ in range(2):  # an index that turns out damaged is built anew for the second time
+            self.adopt()
+            if dry_run:
+                gone = self._ask(lambda index: index.files(owner=owner, namespace=namespace, before=before), None)
+            else:
+                gone = self._ask(lambda index: index.purge(owner, namespace, before), None)
+            if gone is not None:
+                break
+        for file in gone or () if not dry_run else ():
             self._unlink(file)
-        if owner is None and namespace is None and before is None:
+        if not dry_run and owner is None and namespace is None and before is None:
             self.sweep()  # what is being written
-        return len(gone)
+        return len(gone or ())
 
     def purges_after(self, id: int) -> list[Purge]:  # noqa: A002
-        """What was purged after a purge, by any process. Without an index that is not known, and all counts as purged.
-        Waits for nobody."""
-        none: list[Purge] = []
-        found = self._ask(lambda index: index.purges_after(id), none, wait=False)
-        return [Purge(self._never(), None, None)] if found is none and self._index is None else found
+        """What was purged after a purge, by any process. Where the index does not answer that is not known, and all
+        counts as purged. Waits for nobody."""
+        return self._ask(lambda index: index.purges_after(id), [Purge(self._never(), None, None)], wait=False)
 
     def last_purge(self) -> int:
         """Id of the last purge. Waits for nobody."""
@@ -543,11 +546,15 @@ class BlockStore:
                 with self._block_file(file) as opened:
                     head = opened.header
                     read.append(NewFile(file, 0, 0.0, head.namespace, opened.keys, head.owner, head.writer))
-            except (CorruptValue, OSError) as error:
+            except CorruptValue as error:
                 useless.append(file)
-                if isinstance(error, CorruptValue):
-                    self.counters["corrupt"] += 1
-                    log.warning("semkv: dropped a damaged block file of %s: %s", self.root, error)
+                self.counters["corrupt"] += 1
+                log.warning("semkv: dropped a damaged block file of %s: %s", self.root, error)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # the file is not to blame
+                    self._complain("read", error)
+                    return False
+                useless.append(file)
         if batch:
             useless += index.adopt(read)
             index.remove(useless)

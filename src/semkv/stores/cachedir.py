@@ -263,7 +263,7 @@ def _mark(root: Path, *, ours: bool) -> None:
         raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
     make_folder(root)
     try:
-        replace_text(marker, json.dumps({"format": FORMAT, "kind": "cache"}))
+        replace_text(marker, json.dumps({"format": FORMAT, "kind": "cache"}), private=True)
     except OSError as error:
         raise _unusable(root, error) from error
 

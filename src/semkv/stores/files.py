@@ -1,10 +1,11 @@
-"""Files that other processes read, replace and delete meanwhile. What is made here can be read by its owner only."""
+"""Files that other processes read, replace and delete meanwhile; folders and files that only their owner can read."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import stat
@@ -24,6 +25,7 @@ FileId = tuple[int, int]
 
 _FOLDER, _FILE = 0o700, 0o600
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_ATTEMPTS = 100
 _LOCK_POLL_S = 0.002
 
 
@@ -46,7 +48,7 @@ def make_folder(folder: Path) -> None:
     Raises:
         OSError: it cannot be made; FileExistsError where a file or a broken link has its name.
     """
-    while True:
+    for attempt in itertools.count():
         try:
             folder.mkdir(_FOLDER)
             return
@@ -55,8 +57,10 @@ def make_folder(folder: Path) -> None:
                 return
             if folder.is_symlink() or folder.exists():
                 raise
-        except FileNotFoundError:  # also where another process deletes the folders above meanwhile
-            make_folder(folder.parent)
+        except FileNotFoundError:
+            if attempt == _ATTEMPTS:  # there is no making it: /proc
+                raise
+            make_folder(folder.parent)  # which another process may delete meanwhile
 
 
 def check_private(folder: Path) -> None:
@@ -78,7 +82,7 @@ def check_private(folder: Path) -> None:
             folder.chmod(_FOLDER)
 
 
-def open_file(path: Path, flags: int) -> int:
+def open_file(path: Path, flags: int, mode: int = _FILE) -> int:
     """Open a regular file, made for its owner only where ``flags`` say so; a link is not followed.
 
     Raises:
@@ -86,7 +90,7 @@ def open_file(path: Path, flags: int) -> int:
         OSError: it cannot be opened.
     """
     try:
-        descriptor = os.open(path, flags | _OPEN, _FILE)
+        descriptor = os.open(path, flags | _OPEN, mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise _strange(path) from error
@@ -178,17 +182,19 @@ def new_name(path: Path) -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """A file to write that takes the place of ``path``, in full and durably, when the block ends without an exception.
 
-    Until then it has a name that nobody else draws. Of several writers the last one's file stays.
+    Until then it has a name that nobody else draws. Of several writers the last one's file stays. ``private``: only its
+    owner can read it.
 
     Raises:
         OSError: the disk is full or read-only; the temporary file is gone.
     """
     part = new_name(path)
     try:
-        with os.fdopen(open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE if private else 0o666
+        with os.fdopen(open_file(part, flags, mode), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -199,9 +205,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, *, private: bool = False) -> None:
     """Write a file by `replacing`, in UTF-8."""
-    with replacing(path) as file:
+    with replacing(path, private=private) as file:
         file.write(text.encode())
 
 

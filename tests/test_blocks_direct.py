@@ -12,30 +12,26 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from semkv.connectors.host import allocate
-from semkv.errors import CorruptValue
-from semkv.stores import container
-from semkv.stores.blocks import KVLayout, KVStore, LayerLayout
-from semkv.stores.container import PAGE, ExtentFile
+from block_helpers import LAYOUT, files, flip_last, keys, open_store
+from semkv.stores import block_file
+from semkv.stores.block_file import PAGE, BlockFile, room
+from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
 
-pytest.importorskip("torch")
+COUNT = 5
 
 
-def layout(row_bytes: int) -> KVLayout:
-    return KVLayout((LayerLayout("a", "uint8", (row_bytes,), (row_bytes,), row_bytes),), 16)
-
-
-def hashes(n: int) -> list[bytes]:
-    return [bytes([i]) * 32 for i in range(n)]
-
-
-def saved(folder: Path, row_bytes: int, count: int = 5) -> tuple[KVStore, np.ndarray, Path]:
-    store = KVStore.open(folder, "ns", layout(row_bytes))
-    rows = np.random.default_rng(1).integers(0, 256, (count, row_bytes), dtype=np.uint8)
-    assert store.save_rows(hashes(count), rows)
-    (file,) = (folder / "extents").glob("??/*")
+def saved(root: Path, row_bytes: int) -> tuple[BlockStore, np.ndarray, Path]:
+    store = open_store(root)
+    rows = np.random.default_rng(1).integers(0, 256, (COUNT, row_bytes), dtype=np.uint8)
+    assert store.write("ns", LAYOUT, keys(0, COUNT), list(rows))
+    (file,) = files(root)
     return store, rows, file
+
+
+def read(store: BlockStore, memory: np.ndarray) -> list[bool]:
+    refs = store.find("ns", keys(0, COUNT))
+    return store.read(LAYOUT, "ns", keys(0, COUNT), refs, list(memory))  # type: ignore[arg-type]
 
 
 def drop(file: Path) -> None:
@@ -50,13 +46,13 @@ def drop(file: Path) -> None:
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes each direct reading ended at."""
     calls: list[int] = []
-    real = container._read_direct
+    real = block_file._read_direct
 
-    def counted(fd: int, out: memoryview, at: int, done: int) -> int:
-        calls.append(real(fd, out, at, done))
+    def counted(fd: int, views: Any, at: int, done: int) -> int:
+        calls.append(real(fd, views, at, done))
         return calls[-1]
 
-    monkeypatch.setattr(container, "_read_direct", counted)
+    monkeypatch.setattr(block_file, "_read_direct", counted)
     return calls
 
 
@@ -67,15 +63,20 @@ def test_the_same_bytes_from_cache_and_disk(
     tmp_path: Path, direct: list[int], row_bytes: int, offset: int, cached: bool
 ) -> None:
     store, rows, file = saved(tmp_path, row_bytes)
-    memory = allocate(5 * row_bytes + offset).memory[offset:].reshape(5, row_bytes)
+    memory = room(1, COUNT * row_bytes + offset)[0][offset:].reshape(COUNT, row_bytes)
     if not cached:
         drop(file)
-    assert np.array_equal(store.read_rows(hashes(5), memory), rows)
+    assert all(read(store, memory))
+    assert np.array_equal(memory, rows)
     assert all(done % PAGE == 0 for done in direct)
-    if offset or 5 * row_bytes < container._PADDED_BYTES:
+    if offset or row_bytes % PAGE:
         assert not direct
-    assert np.array_equal(store.read_rows(hashes(5)[:2], memory), rows[:2])
-    assert not store.stats().counters.get("corrupt")
+    backwards = memory[::-1]  # rows that lie apart in memory
+    backwards[:] = 0
+    drop(file)
+    assert all(read(store, backwards))
+    assert np.array_equal(backwards, rows)
+    assert not store.counters.get("corrupt")
 
 
 @pytest.mark.parametrize("tokens", [40, 600])
@@ -83,19 +84,28 @@ def test_a_fusion_state_of_any_size_comes_back(tmp_path: Path, tokens: int) -> N
     store = FusionStore.open(tmp_path, "ns")
     state = FusionState.from_array("k", np.random.default_rng(2).standard_normal((tokens, 1001), dtype=np.float32))
     store.save(state)
-    (file,) = (tmp_path / "extents").glob("??/*")
+    drop(files(tmp_path)[0])
     for _ in range(2):
-        drop(file)
         found = store.load("k")
         assert found is not None
         assert np.array_equal(found.data, state.data)
 
 
 def test_rows_begin_at_a_page_and_the_file_is_plain_safetensors(tmp_path: Path) -> None:
-    _, rows, file = saved(tmp_path, 64 * PAGE)
+    _, rows, file = saved(tmp_path, PAGE)
     assert (file.stat().st_size - rows.nbytes) % PAGE == 0
     with safe_open(file, "np") as opened:
-        assert np.array_equal(opened.get_tensor("blocks").reshape(rows.shape), rows)
+        assert np.array_equal(opened.get_tensor("blocks"), rows)
+
+
+def test_more_rows_than_one_call_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_file, "_IOV_MAX", 2)
+    store, rows, file = saved(tmp_path, PAGE)
+    for _ in range(2):
+        memory = room(COUNT, PAGE)
+        assert all(read(store, memory))
+        assert np.array_equal(memory, rows)
+        drop(file)
 
 
 def test_what_is_half_in_the_cache_is_whole(tmp_path: Path) -> None:
@@ -103,8 +113,9 @@ def test_what_is_half_in_the_cache_is_whole(tmp_path: Path) -> None:
     drop(file)
     with file.open("rb") as f:
         f.read(3 * 64 * PAGE + 1000)
-    memory = allocate(rows.nbytes).memory.reshape(rows.shape)
-    assert np.array_equal(store.read_rows(hashes(5), memory), rows)
+    memory = room(COUNT, 64 * PAGE)
+    assert all(read(store, memory))
+    assert np.array_equal(memory, rows)
 
 
 def refuse(code: int) -> Callable[..., Any]:
@@ -128,11 +139,12 @@ def test_file_systems_without_either_are_read_as_any(
         return real(fd, buffers, at)
 
     if what != "no telling of the cache":
-        monkeypatch.setattr(container.fcntl, "fcntl", refuse(errno.EINVAL))
+        monkeypatch.setattr(block_file.fcntl, "fcntl", refuse(errno.EINVAL))
     if what != "no direct reading":
-        monkeypatch.setattr(container.os, "preadv", preadv)
-    memory = allocate(rows.nbytes).memory.reshape(rows.shape)
-    assert np.array_equal(store.read_rows(hashes(5), memory), rows)
+        monkeypatch.setattr(block_file.os, "preadv", preadv)
+    memory = room(COUNT, 64 * PAGE)
+    assert all(read(store, memory))
+    assert np.array_equal(memory, rows)
 
 
 def test_a_disk_that_fails_in_the_middle_of_it_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,22 +160,32 @@ def test_a_disk_that_fails_in_the_middle_of_it_is_asked_again(tmp_path: Path, mo
             raise OSError(errno.EINVAL, "not at this place")
         return real(fd, [buffers[0][: 16 * PAGE]], at)
 
-    monkeypatch.setattr(container.os, "preadv", preadv)
-    memory = allocate(rows.nbytes).memory.reshape(rows.shape)
-    assert np.array_equal(store.read_rows(hashes(5), memory), rows)
+    monkeypatch.setattr(block_file.os, "preadv", preadv)
+    memory = room(COUNT, 64 * PAGE)
+    assert all(read(store, memory))
+    assert np.array_equal(memory, rows)
     assert calls[0] == 21  # pieces of 16 pages, one of them twice
+
+
+def test_a_disk_that_fails_for_good_is_a_miss_and_the_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _, file = saved(tmp_path, PAGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(block_file.os, "preadv", refuse(errno.EIO))
+        assert not any(read(store, room(COUNT, PAGE)))
+    assert store.counters["errors"] == 1
+    assert file.exists()
+    assert all(read(store, room(COUNT, PAGE)))
 
 
 def test_a_damaged_row_is_noticed_past_the_cache_too(tmp_path: Path) -> None:
     store, rows, file = saved(tmp_path, 64 * PAGE)
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    flip_last(file)
     drop(file)
-    with ExtentFile.open(file) as opened:
-        memory = allocate(rows.nbytes).memory.reshape(rows.shape)
-        os.truncate(file, len(raw) - 10)
-        with pytest.raises(CorruptValue):
-            opened.read_rows(0, memory)
-    assert len(store.read_rows(hashes(5), memory)) == 0
-    assert store.stats().counters["corrupt"] == 1
+    memory = room(COUNT, 64 * PAGE)
+    with BlockFile.open(file, "kv", file.name.partition(".")[0]) as opened:
+        os.truncate(file, file.stat().st_size - 10 - rows[0].nbytes)
+        assert opened.read(0, list(memory)) == [True] * 3 + [False] * 2
+    assert not any(read(store, memory))  # it was cut off
+    assert store.counters["corrupt"] == 1

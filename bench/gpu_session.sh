@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# One step of a measuring session on a GPU machine: gpu_session.sh STEP [more arguments for the bench]
+# Results and logs go to $OUT (./out by default); every step ends within $STEP_S seconds (540). Python needs vLLM, torch
+# and this folder's packages; semkv itself is taken from ../src. Steps:
+#   check      versions, memory, the connector's import, one tiny engine with and one without the connector
+#   chat       kv_chat: none, offload, semkv once, one after the other      chat-fs   the same with vLLM's files and semkv
+#   chat-both  kv_chat: offload and semkv, started together, two runs      chat-tp2  two GPUs, 10 requests a second
+#   load       kv_load: none, offload, semkv, then semkv from disk         load-fs   fs and semkv, then both from disk
+#   families   families.py: all of them                                    families-tp2  llama, granite4, deepseek_v3
+#   identity   identity.py: Qwen3-VL-2B's shape, both connectors           identity-tp2
+#   disk       disk.py: the store's reads and writes on this machine's disk
+set -uo pipefail
+step=${1:?the name of a step}; shift
+here=$(cd "$(dirname "$0")" && pwd); root=$(dirname "$here")
+out=${OUT:-$PWD/out}; mkdir -p "$out"
+scratch=${SCRATCH:-/tmp/bench-scratch}; mkdir -p "$scratch" /tmp/semkv-site/semkv-0.dist-info
+# Stands for an installed package: vLLM finds the connectors by this entry point.
+printf 'Metadata-Version: 2.1\nName: semkv\nVersion: 0\n' >/tmp/semkv-site/semkv-0.dist-info/METADATA
+printf '[vllm.general_plugins]\nsemkv = semkv.connectors:register\n' >/tmp/semkv-site/semkv-0.dist-info/entry_points.txt
+export PYTHONPATH="$root/src:/tmp/semkv-site:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 PYTHONHASHSEED=0 HF_HUB_OFFLINE=1
+export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-/tmp/vllm-cache} VLLM_NO_USAGE_STATS=1
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 # no NVLink multicast
+limit=${STEP_S:-540}
+
+bench() { # NAME SCRIPT ARGUMENTS: its output also as a log; stopped in time, with its engines
+    local name=$1 script=$2; shift 2
+    [[ $script == identity.py || $script == disk.py ]] || set -- --logs "$scratch/logs-$name" "$@"
+    timeout -k 15 "$limit" python3 "$here/$script" "$@" 2>&1 | tee "$out/$name.log"
+    local status=${PIPESTATUS[0]}
+    tar -C "$scratch" -czf "$out/$name-logs.tgz" "logs-$name" 2>/dev/null
+    return "$status"
+}
+
+check() {
+    # Host memory that engines share lies in /dev/shm, whose bound may be half of the memory that was there at the start.
+    mount -o remount,size="${SHM:-100G}" /dev/shm 2>/dev/null || echo "/dev/shm stays as it is"
+    df -h /dev/shm "$scratch"; free -g | head -2; nproc
+    nvidia-smi --query-gpu=name,memory.used,memory.total --format=csv,noheader
+    python3 - <<'P'
+import importlib, importlib.metadata as m, torch, vllm
+print("vllm", vllm.__version__, "torch", torch.__version__, torch.cuda.device_count(), "GPUs")
+print("plugins", [(e.name, e.value) for e in m.entry_points(group="vllm.general_plugins")])
+for name in "numpy xxhash safetensors pydantic rich typer PIL faiss tqdm semkv.connectors".split():
+    module = importlib.import_module(name)
+    print(name, getattr(module, "__version__", "there"))
+from semkv.connectors import register
+register()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+print(KVConnectorFactory._registry["SemKVConnector"]())
+P
+    bench check kv_chat.py --tiny --engines none,offload,semkv --together --scratch "$scratch" --out "$out/check.json" "$@"
+}
+
+chat() { # NAME ARGUMENTS
+    local name=$1; shift
+    bench "$name" kv_chat.py --scratch "$scratch" --out "$out/$name.json" "$@"
+}
+
+load() { # NAME ARGUMENTS
+    local name=$1; shift
+    bench "$name" kv_load.py --scratch "$scratch" --out "$out/$name.json" "$@"
+}
+
+case $step in
+check) check "$@" ;;
+chat) chat chat --engines none,offload,semkv --host-gib 32 "$@" ;;
+chat-fs) chat chat-fs --engines fs,semkv --host-gib 32 "$@" ;;
+chat-both) chat chat-both --engines offload,semkv --together --repeats 2 --host-gib 32 "$@" ;;
+chat-tp2) chat chat-tp2 --tp 2 --rate 10 --engines offload,semkv --together --host-gib 32 "$@" ;;
+load) load load --engines none,offload,semkv,semkv-disk "$@" ;;
+load-fs) load load-fs --engines fs,semkv,fs-disk,semkv-disk --lengths 8192 --disk-gib 20 "$@" ;;
+families) bench families families.py --out "$out/families.jsonl" --jobs 8 --limit 170 "$@" ;;
+families-tp2) bench families-tp2 families.py --out "$out/families-tp2.jsonl" --ranks 2 --jobs 3 --limit 200 \
+    --families llama,granite4,deepseek_v3 "$@" ;;
+identity) bench identity identity.py --shape qwen3-vl-2b --samples 8 --out "$out/identity.json" "$@" ;;
+identity-tp2) bench identity-tp2 identity.py --shape qwen3-vl-2b --samples 6 --ranks 2 --eager \
+    --out "$out/identity-tp2.json" "$@" ;;
+disk) bench disk disk.py --dir "$scratch" --rows 2048 --threads 1 4 8 16 --sizes 4 16 --repeats 2 --out "$out/disk.json" "$@" ;;
+*) sed -n '2,11p' "$0"; exit 2 ;;
+esac
+status=$?
+nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left
+echo "step $step: status $status"
+exit "$status"
