@@ -33,7 +33,7 @@ LOADS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tenants": (5, "llama", {"tenants": 0.8, "prompts": 40}),
     "preemptions": (3, "llama", {**TIGHT, "connector": {"capture_decode": True}}),
     "small": (3, "llama", {**TIGHT, "connector": SMALL}),
-    "purges": (2, "llama", {"purges": 0.02, "connector": {"capture_decode": True}}),
+    "purges": (2, "llama", {"purges": 0.008, "connector": {"capture_decode": True}}),
     "killed": (3, "llama", {**TIGHT, "kills": 0.1, "connector": SMALL}),
     "drafts": (1, "llama", {"connector": {"capture_decode": True}, "args": {"speculative_config": DRAFTS}}),
     "windows": (1, "gemma3", {"longest": 600, "blocks": 150}),

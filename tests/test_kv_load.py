@@ -258,7 +258,7 @@ def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_pat
     """Host memory, the disk and the engine's own cache are all too small for what is asked."""
     small = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
     tight = {"answers": 80, "tokens": 40, "longest": 300, "blocks": 24, "args": {"max_model_len": 640}}
-    fields = {**tight, "purges": 0.005, "kills": 0.2, "connector": small}
+    fields = {**tight, "purges": 0.005, "kills": 0.12, "connector": small}
     found = in_child(random_load.run, model, tmp_path, fields)
     assert_well(found)
     assert found["preemptions"] > 0, found
