@@ -234,9 +234,7 @@ def _page_locked(state: FusionState) -> FusionState:
 class ECWorker:
     """Loads into and saves from the runner's encoder cache; rank 0 of the tensor-parallel group saves."""
 
-    def __init__(
-        self, settings: ECSettings, blocks: BlockStore, device: str, *, saves: bool, host: HostStates
-    ) -> None:
+    def __init__(self, settings: ECSettings, blocks: BlockStore, device: str, *, saves: bool, host: HostStates) -> None:
         self.counters, self.host = Counters(), host
         self._settings, self._blocks, self._device, self._saves = settings, blocks, device, saves
         self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes, blocks.counters)
