@@ -330,7 +330,7 @@ class TestEngine:
         def broken(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("broken")
 
-        for name in ("find", "read", "write", "last_purge", "purges_after"):
+        for name in ("find", "last_purge", "purges_after"):
             with monkeypatch.context() as patch:
                 patch.setattr(shared.store, name, broken)
                 engine.forget()
@@ -341,6 +341,23 @@ class TestEngine:
                 assert engine.counts()["errors"] > errors or name == "purges_after"
         engine.forget()
         assert engine.one(prompt)[1].loaded_tokens
+
+    def test_the_disks_process_may_die(self, engine: Engine) -> None:
+        """Requests go on without the disk, and with it once it was started again."""
+        prompt = engine.prompt("dies", picture=22)
+        cold, _ = engine.one(prompt)
+        engine.forget()
+        (tier,) = engine.connector.manager.secondary_tiers
+        tier._disk._process.kill()
+        assert engine.one(prompt) == (cold, disk(0, fusion=(1, 0)))
+        engine.forget(host=False)
+        assert engine.one(prompt)[1].sources.get("host")
+        engine.forget()
+        tier._disk._started -= 3600.0
+        engine.one(engine.prompt("starts it", picture=22))
+        engine.forget()
+        again, outcome = engine.one(prompt)
+        assert (again, set(outcome.sources)) == (cold, {"disk"})
 
     def test_what_the_disk_cannot_take_stays_in_host_memory(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch

@@ -93,7 +93,7 @@ class KVAdapter:
             EngineError: the engine runs in another process, has another connector, several KV cache groups, or no
                 directory that can be used.
         """
-        self._core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        self._core: Any = getattr(llm.llm_engine.engine_core, "engine_core", None)
         connector = getattr(getattr(self._core, "scheduler", None), "connector", None)
         if not isinstance(connector, SemKVConnector):
             raise EngineError(

@@ -143,7 +143,8 @@ class SemKVConnector(OffloadingConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if not self._loads:
             return 0, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -299,6 +300,8 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if parallel.nnodes_within_dp > 1 or parallel.world_size > _local_devices():
         return "its ranks are on several nodes, and host memory is one node's; use vLLM's p2p or obj tiers, or LMCache"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is off for this model; --enable-prefix-caching turns it on where vLLM can"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "calculate_kv_scales makes a block's bytes depend on the first batch; use scales from the checkpoint"
     try:

@@ -55,6 +55,7 @@ class KVShared:
         counters: see `semkv.connectors.tier.COUNTERS`.
         records: of each block in host memory, its tenant's tag and when it was computed, in seconds since the epoch.
         storing: False while nothing may be stored.
+        disk_counters: of the disk process's store.
         renamed: whether a reset gave this engine a namespace of its own, which ends with it.
     """
 
@@ -66,6 +67,7 @@ class KVShared:
     counters: Counters = field(default_factory=Counters)
     records: dict[bytes, tuple[str, float]] = field(default_factory=dict)
     storing: bool = True
+    disk_counters: Mapping[str, int] = field(default_factory=dict)
     renamed: bool = False
     _base: str = ""
     _names: dict[str, str] = field(default_factory=dict)
@@ -96,4 +98,5 @@ class KVShared:
 
     def totals(self) -> Counter[str]:
         """All counts since the start, the store's among them."""
-        return Counter(self.counters.totals()) + Counter(self.store.counters if self.store is not None else ())
+        mine = Counter(self.store.counters) if self.store is not None else Counter()
+        return Counter(self.counters.totals()) + mine + Counter(self.disk_counters)

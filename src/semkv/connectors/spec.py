@@ -55,6 +55,7 @@ def agreed_host_bytes(engine: str, wanted: int, shm: Path = SHM) -> int:
         file.write(str(mine))
     try:
         note.hardlink_to(draft)
+        atexit.register(note.unlink, missing_ok=True)  # where no scheduler comes
     except FileExistsError:
         mine = int(note.read_text())
     finally:
@@ -161,6 +162,9 @@ class SemKVManager(TieringOffloadingManager):
 
 class SemKVSpec(TieringOffloadingSpec):
     """Made by vLLM in the scheduler's process and in every worker."""
+
+    _manager: Any
+    _worker: Any
 
     def get_manager(self) -> SemKVManager:
         if not isinstance(self._manager, SemKVManager):

@@ -1,24 +1,20 @@
 """The disk below vLLM's host memory: a secondary tier over `BlockStore`.
 
-vLLM's scheduler process calls a tier in every step, so nothing here reads or writes a file in that thread: it asks the
-index, hands jobs to threads and collects their results. The threads copy between files and the rows of vLLM's host
-memory with large system calls that release the interpreter. An exception that left a tier would end the engine: a
-fault is a miss, or a store that did not happen, and counted.
+vLLM's scheduler calls a tier in every step, in its only thread. Here the tier asks the index where blocks are, hands
+jobs to a process of its own (`disk_process`), and collects their results. An exception that left a tier would end the
+engine: a fault is a miss, or a store that did not happen, and counted.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -31,15 +27,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from semkv.connectors.disk_process import DiskProcess, FileDone
 from semkv.connectors.kv_shared import KVShared, request_facts
-from semkv.stores.blocks import BlockRef, BlockStore
+from semkv.stores.block_index import BlockRef
 
 log = logging.getLogger("semkv.connectors")
 
 FILE_BYTES = 64 << 20
 """Rows of one block file: large enough for the disk's full rate, and small enough to be evicted alone."""
 
-_READERS, _WRITERS = 8, 4
 _MOST = 512  # keys asked for at once, and blocks of one file
 
 
@@ -54,13 +50,13 @@ class _Lookups:
 
 @dataclass
 class _Transfer:
-    """A job of vLLM's, cut into files that threads copy side by side."""
+    """A job of vLLM's, cut into files that are copied side by side."""
 
     job: TransferJob
     parts: int
+    waiting_bytes: int
     good: list[bytes] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
-    nbytes: int = 0
 
 
 class SemKVTier(SecondaryTierManager):
@@ -79,23 +75,21 @@ class SemKVTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality.LOCAL
         self._shared: KVShared = offloading_spec.extra_config["semkv"]
-        self._rows: Any = np.asarray(primary_kv_view).view(np.uint8)
-        self._row_bytes = int(self._rows.shape[1])
-        self._queue_bytes = min(self._shared.settings.queue_bytes, self._rows.nbytes // 4)
+        rows, self._row_bytes = primary_kv_view.shape or (0, 0)
+        self._queue_bytes = min(self._shared.settings.queue_bytes, primary_kv_view.nbytes // 4)
         per_chunk = offloading_spec.blocks_per_chunk
         self._tokens = {g.group_id: g.tokens_per_block * per_chunk for g in offloading_spec.config.groups}
-        self._readers = ThreadPoolExecutor(_READERS, "semkv-kv-read")
-        self._writers = ThreadPoolExecutor(_WRITERS, "semkv-kv-write")
-        self._idle = threading.Condition()  # guards the five that follow
-        self._transfers: dict[int, _Transfer] = {}
+        self._disk: DiskProcess | None = None
+        if self._shared.store is not None and self._shared.store.on:
+            memory = offloading_spec._scheduler_mmap.fd
+            self._disk = DiskProcess(memory, rows, self._row_bytes, self._shared.store)
+        self._transfers: dict[int, _Transfer] = {}  # by the number of each of its parts
         self._waiting_bytes = 0
         self._finished: deque[JobResult] = deque()
         self._events: list[OffloadingEvent] | None = None
         self._counted: Counter[str] = Counter()
         if offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
-
-    # ------------------------------------------------------------------ in vLLM's scheduler thread
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -140,76 +134,90 @@ class SemKVTier(SecondaryTierManager):
         return self._shared.namespace(request_facts(context.kv_transfer_params).adapter)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        nbytes = len(job_metadata.keys) * self._row_bytes
-        with self._idle:
-            full = self._waiting_bytes > 0 and self._waiting_bytes + nbytes > self._queue_bytes
-        store = self._shared.store
-        if full or store is None or not store.writable:
-            self._shared.counters.add("dropped", len(job_metadata.keys))
-            self._finished.append(JobResult(job_metadata.job_id, True))
-            return
         try:
-            namespace = self._namespace(job_metadata.req_context)
-            owner = request_facts(job_metadata.req_context.kv_transfer_params).owner
+            if self._take(job_metadata):
+                return
         except Exception:
             self._shared.fault("a store")
-            self._finished.append(JobResult(job_metadata.job_id, True))
-            return
-        each = min(_MOST, max(1, FILE_BYTES // self._row_bytes))
-        keys = list(job_metadata.keys)
-        parts = [(keys[i : i + each], job_metadata.chunk_ids[i : i + each]) for i in range(0, len(keys), each)]
-        generation = store.generation
-        self._start(
-            self._writers,
-            job_metadata,
-            nbytes,
-            [
-                lambda part=part: self._write(store, namespace, owner, generation, *part)  # type: ignore[misc]
-                for part in parts
-            ],
-        )
+        self._finished.append(JobResult(job_metadata.job_id, True))
+
+    def _take(self, job: TransferJob) -> bool:
+        """Hand a store to the disk, file by file; False where nothing can be written now."""
+        store, keys, nbytes = self._shared.store, list(job.keys), len(job.keys) * self._row_bytes
+        full = self._waiting_bytes > 0 and self._waiting_bytes + nbytes > self._queue_bytes
+        if self._disk is None or store is None or full or not store.writable:
+            self._shared.counters.add("dropped", len(keys))
+            return False
+        facts, each = request_facts(job.req_context.kv_transfer_params), max(1, FILE_BYTES // self._row_bytes)
+        about = {"namespace": self._shared.namespace(facts.adapter), "layout": self._shared.layout}
+        about |= {"owner": facts.owner, "generation": store.generation}
+        parts = [slice(i, i + min(each, _MOST)) for i in range(0, len(keys), min(each, _MOST))]
+        transfer, self._waiting_bytes = _Transfer(job, len(parts), nbytes), self._waiting_bytes + nbytes
+        for part in parts:
+            chunks = [int(chunk) for chunk in job.chunk_ids[part]]
+            self._transfers[self._disk.submit(keys=keys[part], chunks=chunks, **about)] = transfer
+        return True
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        store, work = self._shared.store, []
         try:
-            context, keys = job_metadata.req_context, list(job_metadata.keys)
-            namespace = self._namespace(context)
-            lookups = context.get_state(_Lookups) or _Lookups()
-            files: dict[str, list[tuple[bytes, BlockRef, int]]] = {}
-            for key, chunk in zip(keys, job_metadata.chunk_ids, strict=True):
-                if (ref := lookups.refs.get(key)) is not None:
-                    files.setdefault(ref.file, []).append((key, ref, int(chunk)))
-                    self._shared.records[key] = (ref.owner, ref.created)
-            if store is not None:
-                work = [
-                    lambda part=part: self._read(store, namespace, part)  # type: ignore[misc]
-                    for part in files.values()
-                ]
+            if self._bring(job_metadata):
+                return
         except Exception:
             self._shared.fault("a load")
-        if not work:
-            self._loaded(job_metadata, (), 0.0)
-            return
-        self._start(self._readers, job_metadata, 0, work)
+        self._loaded(_Transfer(job_metadata, 0, 0))
 
-    def _start(
-        self, pool: ThreadPoolExecutor, job: TransferJob, waiting: int, work: Sequence[Callable[[], Collection[bytes]]]
-    ) -> None:
-        transfer = _Transfer(job, len(work))
-        with self._idle:
-            self._transfers[job.job_id] = transfer
-            self._waiting_bytes += waiting
-        try:
-            for part in work:
-                pool.submit(self._run, part, transfer, waiting)
-        except RuntimeError:  # the interpreter is ending
-            self._shared.fault("a transfer")
-            with self._idle:
-                del self._transfers[job.job_id]
-            self._finished.append(JobResult(job.job_id, not job.is_promotion))
+    def _bring(self, job: TransferJob) -> bool:
+        """Ask the disk for a load, file by file; False where nothing can be read."""
+        lookups, files = job.req_context.get_state(_Lookups), dict[tuple[str, str], list[tuple[int, bytes, int]]]()
+        for key, chunk in zip(job.keys, job.chunk_ids, strict=True):
+            if (ref := lookups.refs.get(key)) is not None:
+                files.setdefault((ref.file, ref.owner), []).append((ref.row, key, int(chunk)))
+                self._shared.records[key] = (ref.owner, ref.created)
+        if self._disk is None or not files:
+            return False
+        about = {"namespace": self._namespace(job.req_context), "layout": self._shared.layout}
+        transfer = _Transfer(job, len(files), 0)
+        for (file, owner), part in files.items():
+            places, keys, chunks = map(list, zip(*sorted(part), strict=True))
+            number = self._disk.submit(file=file, owner=owner, places=places, keys=keys, chunks=chunks, **about)
+            self._transfers[number] = transfer
+        return True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        if self._transfers and self._disk is not None:
+            for done in self._disk.finished():
+                self._part_done(done)
         return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def _part_done(self, done: FileDone) -> None:
+        transfer = self._transfers.pop(done.number)
+        transfer.good += done.good
+        transfer.parts -= 1
+        self._shared.disk_counters = self._disk.counters if self._disk is not None else {}
+        if transfer.parts == 0:
+            (self._loaded if transfer.job.is_promotion else self._stored)(transfer)
+
+    def _stored(self, transfer: _Transfer) -> None:
+        self._waiting_bytes -= transfer.waiting_bytes
+        if self._events is not None and transfer.good:
+            keys: Any = transfer.good
+            self._events.append(OffloadingEvent(keys, Medium.STORAGE, removed=False, locality=self.locality))
+        self._end(transfer, success=True)
+
+    def _loaded(self, transfer: _Transfer) -> None:
+        """A load ended. What did not come is a miss from now on, or the request would ask for it for ever."""
+        job = transfer.job
+        if (lookups := job.req_context.get_state(_Lookups)) is not None:
+            lookups.refs.update(dict.fromkeys(set(job.keys).difference(transfer.good)))
+        if self._shared.gate is not None:
+            nbytes = len(transfer.good) * self._row_bytes
+            self._shared.gate.disk.measured(nbytes, time.perf_counter() - transfer.started)
+        self._end(transfer, success=len(transfer.good) == len(job.keys))
+
+    def _end(self, transfer: _Transfer, *, success: bool) -> None:
+        keys: Any = transfer.good
+        seconds, nbytes = time.perf_counter() - transfer.started, len(keys) * self._row_bytes
+        self._finished.append(JobResult(transfer.job.job_id, success, keys, seconds, nbytes))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if self._events:
@@ -217,62 +225,14 @@ class SemKVTier(SecondaryTierManager):
             yield from events
 
     def drain_jobs(self) -> None:
-        with self._idle:
-            self._idle.wait_for(lambda: not self._transfers)
+        for done in self._disk.drain() if self._disk is not None else ():
+            self._part_done(done)
 
     def shutdown(self) -> None:
-        """Write what waits, and let go of vLLM's memory before vLLM closes it."""
-        self._readers.shutdown()
-        self._writers.shutdown()
-        self._rows = self._primary_kv_view = None  # type: ignore[assignment]
-
-    # ------------------------------------------------------------------ in the threads
-
-    def _run(self, part: Callable[[], Collection[bytes]], transfer: _Transfer, waiting: int) -> None:
-        """One file of a job; the last one ends the job."""
-        try:
-            good = part()
-        except Exception:
-            self._shared.fault("a transfer")
-            good = ()
-        job = transfer.job
-        with self._idle:
-            transfer.good += good
-            transfer.parts -= 1
-            if transfer.parts:
-                return
-            seconds, nbytes = time.perf_counter() - transfer.started, len(transfer.good) * self._row_bytes
-            self._waiting_bytes -= waiting
-            del self._transfers[job.job_id]
-            if job.is_promotion:
-                self._loaded(job, transfer.good, seconds)
-            else:
-                if self._events is not None and transfer.good:
-                    keys: Any = list(transfer.good)
-                    self._events.append(OffloadingEvent(keys, Medium.STORAGE, removed=False, locality=self.locality))
-                self._finished.append(JobResult(job.job_id, True, None, seconds, nbytes))
-            self._idle.notify_all()
-
-    def _loaded(self, job: TransferJob, good: Collection[bytes], seconds: float) -> None:
-        """A load ended. What did not come is a miss from now on, or the request would ask for it for ever."""
-        if (lookups := job.req_context.get_state(_Lookups)) is not None:
-            lookups.refs.update(dict.fromkeys(set(job.keys).difference(good)))
-        nbytes = len(good) * self._row_bytes
-        if (gate := self._shared.gate) is not None:
-            gate.disk.measured(nbytes, seconds)
-        self._finished.append(JobResult(job.job_id, len(good) == len(job.keys), list(good), seconds, nbytes))
-
-    def _write(
-        self, store: BlockStore, namespace: str, owner: str, generation: str, keys: list[bytes], chunks: Any
-    ) -> list[bytes]:
-        rows = [self._rows[chunk] for chunk in chunks]
-        done = store.write(namespace, self._shared.layout, keys, rows, owner=owner, generation=generation)
-        return keys if done else []
-
-    def _read(self, store: BlockStore, namespace: str, part: list[tuple[bytes, BlockRef, int]]) -> list[bytes]:
-        keys, rows = [key for key, _, _ in part], [self._rows[chunk] for _, _, chunk in part]
-        good = store.read(self._shared.layout, namespace, keys, [ref for _, ref, _ in part], rows)
-        return list(itertools.compress(keys, good))
+        """Let the disk write what waits, and let go of vLLM's memory before vLLM closes it."""
+        if self._disk is not None:
+            self._disk.close()
+        self._primary_kv_view = None
 
     # ------------------------------------------------------------------ metrics
 

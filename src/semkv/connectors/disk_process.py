@@ -1,0 +1,236 @@
+"""The process that copies blocks between vLLM's host memory and block files.
+
+vLLM schedules in one Python thread. Threads of ours beside it would take the interpreter from it at every row that they
+check, and a step of the engine would wait for the disk. So another process does all reading and writing. It maps the
+same host memory, and gets a job for each file over a socket; what comes back says which blocks are right.
+
+It ends with the engine, however that ends, once it has done what it was given. Where it ends before, what it had to do
+counts as not done, and another one is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import mmap
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from semkv.stores.block_index import BlockRef
+from semkv.stores.blocks import BlockStore, Bounds
+
+log = logging.getLogger("semkv.connectors")
+
+_READERS, _WRITERS = 8, 4  # threads of the process
+_RESTART_S = 60.0  # between two starts, so that a process that cannot live costs next to nothing
+_CLOSE_S = 60.0  # how long an engine that ends waits for what is being written
+
+
+@dataclass(frozen=True, slots=True)
+class FileJob:
+    """Blocks of one file to write or to read.
+
+    Attributes:
+        number: under which it is answered.
+        namespace, layout, keys: as `BlockStore` takes them.
+        chunks: the rows of host memory, one for each key.
+        file, places: the file to read and the rows of it; empty for a job that writes.
+        owner, generation: as `BlockStore.write` takes them.
+    """
+
+    number: int
+    namespace: str
+    layout: Any
+    keys: list[bytes]
+    chunks: list[int]
+    file: str = ""
+    places: list[int] = field(default_factory=list)
+    owner: str = ""
+    generation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FileDone:
+    """What became of a job: the keys of the blocks that are on disk now, or in host memory and right."""
+
+    number: int
+    good: list[bytes]
+    counters: Mapping[str, int]
+
+
+class DiskProcess:
+    """The engine's side. For one thread, but for the one that sends.
+
+    Attributes:
+        counters: of the other side's store, since it was first started.
+    """
+
+    def __init__(self, memory: int, rows: int, row_bytes: int, store: BlockStore) -> None:
+        """Start the process.
+
+        Args:
+            memory: descriptor of vLLM's host memory.
+            rows, row_bytes: its shape.
+            store: whose directory, bounds and writer the process shares.
+        """
+        self.counters: dict[str, int] = {}
+        self._before: dict[str, int] = {}
+        self._memory = memory
+        about = {"rows": rows, "row_bytes": row_bytes, "root": str(store.root), "kind": store.kind}
+        self._about = about | {"bounds": asdict(store.bounds), "writer": store.writer}
+        self._under_way: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._started = -_RESTART_S
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._started = time.monotonic()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fds = (self._memory, theirs.fileno())
+            arguments = ["-P", "-m", __name__, *map(str, fds), json.dumps(self._about)]
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, *arguments], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            except OSError:
+                log.warning("semkv: no process for the disk can be started: no KV is read or written", exc_info=True)
+                ours.close()
+                return
+        self._connection = Connection(ours.detach())
+        self._outbox: queue.SimpleQueue[FileJob | None] = queue.SimpleQueue()
+        threading.Thread(
+            target=_send, args=(self._connection, self._outbox), name="semkv-disk-sender", daemon=True
+        ).start()
+
+    def submit(self, **job: Any) -> int:
+        """Hand over a job, given by the fields of `FileJob`; returns the number under which it is answered."""
+        number = next(self._numbers)
+        self._under_way.add(number)
+        if self._process is None and time.monotonic() - self._started > _RESTART_S:
+            self._start()
+        if self._process is not None:
+            self._outbox.put(FileJob(number, **job))
+        return number
+
+    def finished(self, wait_s: float = 0.0) -> Iterator[FileDone]:
+        """What has ended since the last call; of what the process left undone, that nothing came of it."""
+        while self._process is not None and self._under_way:
+            try:
+                if not self._connection.poll(wait_s):
+                    return
+                done = self._connection.recv()
+            except (OSError, EOFError):
+                self._ended()
+                break
+            self.counters = {
+                n: done.counters.get(n, 0) + self._before.get(n, 0) for n in {*done.counters, *self._before}
+            }
+            self._under_way.discard(done.number)
+            yield done
+        if self._process is None:
+            undone, self._under_way = self._under_way, set()
+            yield from (FileDone(number, [], {}) for number in undone)
+
+    def _ended(self) -> None:
+        log.warning("semkv: the process for the disk has ended; what it had to read is computed")
+        self._before = dict(self.counters)
+        if self._process is not None:
+            self._process.kill()  # it may hang, and nothing may write into host memory any more
+        self.close()
+
+    def drain(self) -> list[FileDone]:
+        """Wait until nothing is under way."""
+        done: list[FileDone] = []
+        while self._under_way:
+            done += self.finished(1.0)
+        return done
+
+    def close(self) -> None:
+        """Let the process write what it was given, and wait for its end."""
+        if (process := self._process) is None:
+            return
+        self._process = None
+        self._outbox.put(None)
+        with contextlib.suppress(OSError):
+            self._connection.close()
+        try:
+            process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _send(connection: Connection, outbox: queue.SimpleQueue[FileJob | None]) -> None:
+    """Send jobs in a thread of its own: a process that does not read must not hold up the engine."""
+    while (job := outbox.get()) is not None:
+        with contextlib.suppress(OSError, ValueError):  # `DiskProcess.finished` hears of it
+            connection.send(job)
+
+
+# ---------------------------------------------------------------------- the other side
+
+
+def main() -> None:
+    """Serve one engine until it closes its end of the socket."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's end is the sign
+    memory, end, about = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    shape = about["rows"], about["row_bytes"]
+    rows = np.frombuffer(mmap.mmap(memory, shape[0] * shape[1]), np.uint8).reshape(shape)
+    store = BlockStore(Path(about["root"]), about["kind"], Bounds(**about["bounds"]), about["writer"])
+    connection, lock = Connection(end), threading.Lock()
+
+    def run(job: FileJob) -> None:
+        try:
+            good = _read(store, rows, job) if job.file else _write(store, rows, job)
+        except Exception:
+            log.warning("semkv: a job for the disk failed", exc_info=True)
+            store.counters["errors"] += 1
+            good = []
+        with lock, contextlib.suppress(OSError):
+            connection.send(FileDone(job.number, good, dict(store.counters)))
+
+    with (
+        ThreadPoolExecutor(_READERS, "semkv-read") as readers,
+        ThreadPoolExecutor(_WRITERS, "semkv-write") as writers,
+        contextlib.suppress(EOFError, OSError),
+    ):
+        while True:
+            job = connection.recv()
+            (readers if job.file else writers).submit(run, job)
+    store.close()
+
+
+def _read(store: BlockStore, rows: Any, job: FileJob) -> list[bytes]:
+    refs = [BlockRef(job.file, place, 0.0, job.owner) for place in job.places]
+    good = store.read(job.layout, job.namespace, job.keys, refs, [rows[chunk] for chunk in job.chunks])
+    return list(itertools.compress(job.keys, good))
+
+
+def _write(store: BlockStore, rows: Any, job: FileJob) -> list[bytes]:
+    mine = [rows[chunk] for chunk in job.chunks]
+    done = store.write(job.namespace, job.layout, job.keys, mine, owner=job.owner, generation=job.generation)
+    return job.keys if done else []
+
+
+if __name__ == "__main__":
+    # Under its own name, since jobs are sent by the class's name.
+    from semkv.connectors import disk_process
+
+    disk_process.main()
