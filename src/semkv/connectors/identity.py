@@ -117,7 +117,7 @@ def hash_facts(vllm_config: Any) -> dict[str, object]:
             "set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256_cbor",
             algorithm,
         )
-    return {"hash": algorithm, "none_hash": bytes(kv_cache_utils.NONE_HASH).hex()}
+    return {"hash": algorithm, "none_hash": bytes(getattr(kv_cache_utils, "NONE_HASH", b"")).hex()}
 
 
 def namespace_digest(*facts: dict[str, object]) -> str:
