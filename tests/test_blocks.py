@@ -546,3 +546,16 @@ def test_a_find_waits_for_no_writer(tmp_path: Path) -> None:
             assert store.generation == generation
             assert store.purges_after(store.last_purge()) == []
     assert isinstance(store, BlockStore)
+
+
+def test_what_a_tenants_purge_overtakes_is_not_stored(tmp_path: Path) -> None:
+    """Blocks computed before the purge, written after it: the tenant's are refused, another tenant's are not."""
+    store = BlockStore(tmp_path / "kv", "kv")
+    row, since = np.ones(4096, np.uint8), store.last_purge()
+    store.purge(owner="mine")
+    assert store.write("ns", {}, [b"a" * 36], [row], owner="mine", since=since) is None
+    assert store.write("ns", {}, [b"b" * 36], [row], owner="yours", since=since)
+    assert store.write("ns", {}, [b"c" * 36], [row], owner="mine", since=store.last_purge())
+    store.purge()
+    assert store.write("ns", {}, [b"d" * 36], [row], owner="yours", since=since) is None
+    store.close()

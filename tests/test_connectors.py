@@ -8,6 +8,7 @@ import inspect
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -359,6 +360,22 @@ class TestEngine:
         again, outcome = engine.one(prompt)
         assert (again, set(outcome.sources)) == (cold, {"disk"})
 
+    def test_the_disks_process_may_fall_silent(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        from semkv.connectors import disk_process
+
+        prompt = engine.prompt("silent", picture=22)
+        cold, _ = engine.one(prompt)
+        engine.forget()
+        (tier,) = engine.connector.manager.secondary_tiers
+        monkeypatch.setattr(disk_process, "_SILENT_S", 0.5)
+        os.kill(tier._disk._process.pid, signal.SIGSTOP)
+        assert engine.one(prompt)[0] == cold
+        tier._disk._started -= 3600.0
+        monkeypatch.undo()
+        engine.one(engine.prompt("speaks again", picture=22))
+        engine.forget()
+        assert engine.one(prompt)[1].loaded_tokens
+
     def test_what_the_disk_cannot_take_stays_in_host_memory(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -552,6 +569,24 @@ def test_identity_by_family(models: Any, family: str, tmp_path: Path) -> None:
             assert tokens == expected
             assert (outcome.loaded_tokens, outcome.fusion_loaded, outcome.fusion_encoded) == (0, 1, 0)
         engine.close()
+
+
+@pytest.mark.engine
+def test_a_prompt_larger_than_host_memory_is_answered(models: Any, tmp_path: Path) -> None:
+    """Its blocks on disk would push each other out of host memory for ever."""
+    row = 32 * 128 * 3 * 2 * 4  # a block of 32 tokens of three layers of width 128, keys and values, in float32
+    kv = {"host_bytes": 14 * (row + 4096)}
+    first = Engine(models("opt"), tmp_path)
+    prompt = first.prompt("long " * 120)
+    (cold,) = first.run(prompt)
+    assert full_blocks(cold) > 16 * BLOCK
+    first.flush()
+    first.close()
+    small = Engine(models("opt"), tmp_path, kv)
+    tokens, outcome = small.one(prompt)
+    assert tokens == answer(cold)
+    assert 0 < (outcome.loaded_tokens or 0) < full_blocks(cold)
+    small.close()
 
 
 @pytest.mark.engine

@@ -39,6 +39,7 @@ log = logging.getLogger("semkv.connectors")
 _READERS, _WRITERS = 8, 4  # threads of the process
 _RESTART_S = 60.0  # between two starts, so that a process that cannot live costs next to nothing
 _CLOSE_S = 60.0  # how long an engine that ends waits for what is being written
+_SILENT_S = 60.0  # without an answer while something is under way, the process counts as dead
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class FileJob:
         namespace, layout, keys: as `BlockStore` takes them.
         chunks: the rows of host memory, one for each key.
         file, places: the file to read and the rows of it; empty for a job that writes.
-        owner, generation: as `BlockStore.write` takes them.
+        owner, since: as `BlockStore.write` takes them.
     """
 
     number: int
@@ -61,15 +62,16 @@ class FileJob:
     file: str = ""
     places: list[int] = field(default_factory=list)
     owner: str = ""
-    generation: str = ""
+    since: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FileDone:
-    """What became of a job: the keys of the blocks that are on disk now, or in host memory and right."""
+    """What became of a job: by place among its keys, whether the block is on disk now, or in host memory and right.
+    Small, so that it comes in one piece."""
 
     number: int
-    good: list[bytes]
+    good: bytes
     counters: Mapping[str, int]
 
 
@@ -100,31 +102,31 @@ class DiskProcess:
         self._start()
 
     def _start(self) -> None:
-        self._started = time.monotonic()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fds = (self._memory, theirs.fileno())
-            arguments = ["-P", "-m", __name__, *map(str, fds), json.dumps(self._about)]
-            try:
-                self._process = subprocess.Popen(
+        self._started = self._heard = time.monotonic()
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                fds = (self._memory, theirs.fileno())
+                arguments = ["-P", "-m", __name__, *map(str, fds), json.dumps(self._about)]
+                process = subprocess.Popen(
                     [sys.executable, *arguments], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
                 )
-            except OSError:
-                log.warning("semkv: no process for the disk can be started: no KV is read or written", exc_info=True)
-                ours.close()
-                return
-        self._connection = Connection(ours.detach())
-        self._outbox: queue.SimpleQueue[FileJob | None] = queue.SimpleQueue()
-        threading.Thread(
-            target=_send, args=(self._connection, self._outbox), name="semkv-disk-sender", daemon=True
-        ).start()
+            self._connection = Connection(ours.detach())
+            self._outbox: queue.SimpleQueue[FileJob | None] = queue.SimpleQueue()
+            self._sender = threading.Thread(target=_send, args=(self._connection, self._outbox), daemon=True)
+            self._sender.start()
+            self._process = process
+        except (OSError, RuntimeError):
+            log.warning("semkv: no process for the disk can be started: no KV is read or written", exc_info=True)
 
     def submit(self, **job: Any) -> int:
         """Hand over a job, given by the fields of `FileJob`; returns the number under which it is answered."""
-        number = next(self._numbers)
-        self._under_way.add(number)
         if self._process is None and time.monotonic() - self._started > _RESTART_S:
             self._start()
+        number = next(self._numbers)
+        if not self._under_way:
+            self._heard = time.monotonic()
+        self._under_way.add(number)
         if self._process is not None:
             self._outbox.put(FileJob(number, **job))
         return number
@@ -134,26 +136,37 @@ class DiskProcess:
         while self._process is not None and self._under_way:
             try:
                 if not self._connection.poll(wait_s):
+                    if time.monotonic() - self._heard > _SILENT_S:
+                        self._ended()
+                        break
                     return
                 done = self._connection.recv()
             except (OSError, EOFError):
                 self._ended()
                 break
-            self.counters = {
-                n: done.counters.get(n, 0) + self._before.get(n, 0) for n in {*done.counters, *self._before}
-            }
+            self._heard = time.monotonic()
+            names = {*done.counters, *self._before}
+            self.counters = {name: done.counters.get(name, 0) + self._before.get(name, 0) for name in names}
             self._under_way.discard(done.number)
             yield done
         if self._process is None:
             undone, self._under_way = self._under_way, set()
-            yield from (FileDone(number, [], {}) for number in undone)
+            yield from (FileDone(number, b"", {}) for number in undone)
 
     def _ended(self) -> None:
+        """The process is gone or silent. It must be dead before host memory is used for anything else; while the
+        kernel does not let go of it, what it had to do stays unanswered."""
+        process = self._process
+        assert process is not None
+        process.kill()
+        try:
+            process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._heard = time.monotonic()
+            return
         log.warning("semkv: the process for the disk has ended; what it had to read is computed")
-        self._before = dict(self.counters)
-        if self._process is not None:
-            self._process.kill()  # it may hang, and nothing may write into host memory any more
-        self.close()
+        self._before, self._process = dict(self.counters), None
+        self._outbox.put(None)
 
     def drain(self) -> list[FileDone]:
         """Wait until nothing is under way."""
@@ -164,24 +177,26 @@ class DiskProcess:
 
     def close(self) -> None:
         """Let the process write what it was given, and wait for its end."""
+        until = time.monotonic() + _CLOSE_S
+        while self._under_way and time.monotonic() < until:
+            for _ in self.finished(1.0):
+                pass
         if (process := self._process) is None:
             return
         self._process = None
-        self._outbox.put(None)
-        with contextlib.suppress(OSError):
-            self._connection.close()
+        self._outbox.put(None)  # the sender closes the connection, which ends the process
         try:
             process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
 
 
 def _send(connection: Connection, outbox: queue.SimpleQueue[FileJob | None]) -> None:
     """Send jobs in a thread of its own: a process that does not read must not hold up the engine."""
-    while (job := outbox.get()) is not None:
-        with contextlib.suppress(OSError, ValueError):  # `DiskProcess.finished` hears of it
+    with contextlib.suppress(OSError, ValueError):  # `DiskProcess.finished` hears of it
+        while (job := outbox.get()) is not None:
             connection.send(job)
+        connection.close()
 
 
 # ---------------------------------------------------------------------- the other side
@@ -202,7 +217,7 @@ def main() -> None:
         except Exception:
             log.warning("semkv: a job for the disk failed", exc_info=True)
             store.counters["errors"] += 1
-            good = []
+            good = b""
         with lock, contextlib.suppress(OSError):
             connection.send(FileDone(job.number, good, dict(store.counters)))
 
@@ -217,16 +232,15 @@ def main() -> None:
     store.close()
 
 
-def _read(store: BlockStore, rows: Any, job: FileJob) -> list[bytes]:
+def _read(store: BlockStore, rows: Any, job: FileJob) -> bytes:
     refs = [BlockRef(job.file, place, 0.0, job.owner) for place in job.places]
-    good = store.read(job.layout, job.namespace, job.keys, refs, [rows[chunk] for chunk in job.chunks])
-    return list(itertools.compress(job.keys, good))
+    return bytes(store.read(job.layout, job.namespace, job.keys, refs, [rows[chunk] for chunk in job.chunks]))
 
 
-def _write(store: BlockStore, rows: Any, job: FileJob) -> list[bytes]:
+def _write(store: BlockStore, rows: Any, job: FileJob) -> bytes:
     mine = [rows[chunk] for chunk in job.chunks]
-    done = store.write(job.namespace, job.layout, job.keys, mine, owner=job.owner, generation=job.generation)
-    return job.keys if done else []
+    done = store.write(job.namespace, job.layout, job.keys, mine, owner=job.owner, since=job.since)
+    return bytes([done is not None]) * len(job.keys)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ class ECWorker:
         if key is None or not self._saves:
             return
         store = FusionStore(self._blocks, step.namespace)
-        generation, kept = store.renew(), store.kept()
+        generation, kept, since = store.renew(), store.kept(), store.last_purge()
         if not self._blocks.on:
             self.counters.add("dropped")
             return
@@ -280,7 +280,7 @@ class ECWorker:
                 copied.synchronize()
             state = FusionState(key, flat.numpy(), shape, dtype)
             self.host.put(state, kept, ends)
-            store.save(state, generation, owner)
+            store.save(state, generation, owner, since)
 
         if not self._writer.submit(save, flat.nbytes):
             self.counters.add("dropped")

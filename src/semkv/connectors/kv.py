@@ -80,8 +80,18 @@ class SemKVConnector(OffloadingConnector):
             ConfigError: an unknown or wrong key in ``kv_connector_extra_config``.
         """
         reason = unsupported(vllm_config, kv_cache_config)
+        engine = (str(vllm_config.instance_id), role)
+        _MADE[engine] += 1
+        self = super().__new__(cls)
+        self._number = _MADE[engine]  # in the same order in every process of the engine
         if reason is None:
-            return super().__new__(cls)
+            config, settings = expand(vllm_config)
+            names = (str(config.kv_transfer_config.engine_id), engine[0], str(self._number))
+            self._engine = digest("engine", *names)[:24]
+            self._host_bytes = agreed_host_bytes(self._engine, settings.host_bytes or default_host_bytes())
+            reason = too_small(config, kv_cache_config, settings, self._host_bytes)
+        if reason is None:
+            return self
         if role == KVConnectorRole.SCHEDULER:
             log.warning("semkv: the KV connector stays idle: %s", reason)
         return IdleConnector(vllm_config, role, kv_cache_config)
@@ -95,13 +105,8 @@ class SemKVConnector(OffloadingConnector):
         register()
         config, settings = expand(vllm_config)
         transfer = config.kv_transfer_config
-        engine = (str(vllm_config.instance_id), role)
-        _MADE[engine] += 1
-        self._number = _MADE[engine]  # in the same order in every process of the engine
-        transfer.engine_id = digest("engine", str(transfer.engine_id), engine[0], str(self._number))[:24]
-        transfer.kv_connector_extra_config["cpu_bytes_to_use"] = agreed_host_bytes(
-            transfer.engine_id, settings.host_bytes or default_host_bytes()
-        )
+        transfer.engine_id = self._engine
+        transfer.kv_connector_extra_config["cpu_bytes_to_use"] = self._host_bytes
         self._settings, self._shared = settings, KVShared(settings, None, None, dict)
         if role == KVConnectorRole.SCHEDULER:
             self._shared = make_shared(config, kv_cache_config, settings)
@@ -296,32 +301,33 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     Raises:
         ConfigError: see `expand`.
     """
-    config, settings = expand(vllm_config)
+    config, _ = expand(vllm_config)
     parallel = vllm_config.parallel_config
-    if parallel.nnodes_within_dp > 1 or parallel.world_size > _local_devices():
-        return "its ranks are on several nodes, and host memory is one node's; use vLLM's p2p or obj tiers, or LMCache"
+    if parallel.nnodes_within_dp > 1 or parallel.distributed_executor_backend not in (None, "mp", "uni"):
+        return (
+            "its ranks may be on several nodes, and host memory is one node's; "
+            "use --distributed-executor-backend mp on one node"
+        )
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is off for this model; --enable-prefix-caching turns it on where vLLM can"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "calculate_kv_scales makes a block's bytes depend on the first batch; use scales from the checkpoint"
     try:
-        offloading = build_offloading_config(config, kv_cache_config)
-        for group in offloading.groups:
+        for group in build_offloading_config(config, kv_cache_config).groups:
             spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
             for layer in iter_layer_specs(spec):
                 get_sliding_window_size_in_chunks(layer, group.tokens_per_block)
     except Exception as error:
         kinds = sorted({type(g.kv_cache_spec).__name__ for g in kv_cache_config.kv_cache_groups})
         return f"vLLM cannot offload its KV cache ({', '.join(kinds)}): {error or type(error).__name__}"
-    row = offloading.worker_kv_bytes_per_block * (1 if offloading.replicated_layout else parallel.world_size)
-    row *= settings.blocks_per_chunk
-    host = settings.host_bytes or default_host_bytes()
-    if row <= 0 or host < 8 * row:
-        return f"host_bytes of {host} hold fewer than 8 blocks of {row} bytes; raise host_bytes"
     return None
 
 
-def _local_devices() -> int:
-    from vllm.platforms import current_platform
-
-    return 1 << 30 if current_platform.is_cpu() else int(current_platform.device_count())
+def too_small(config: Any, kv_cache_config: Any, settings: KVSettings, host_bytes: int) -> str | None:
+    """Why so much host memory is of no use to an engine of this expanded configuration, or None."""
+    offloading = build_offloading_config(config, kv_cache_config)
+    ranks = 1 if offloading.replicated_layout else offloading.parallel.world_size
+    row = offloading.worker_kv_bytes_per_block * ranks * settings.blocks_per_chunk
+    if row > 0 and host_bytes >= 8 * (row + 4096):
+        return None
+    return f"{host_bytes} bytes of host memory hold fewer than 8 blocks of {row}; raise host_bytes, or enlarge /dev/shm"

@@ -54,6 +54,7 @@ class KVShared:
         gate: whether a load from disk is worth it; None where that is not asked.
         counters: see `semkv.connectors.tier.COUNTERS`.
         records: of each block in host memory, its tenant's tag and when it was computed, in seconds since the epoch.
+        stamp: another object after each purge and reset; what was found in the index before does not count any more.
         storing: False while nothing may be stored.
         disk_counters: of the disk process's store.
         renamed: whether a reset gave this engine a namespace of its own, which ends with it.
@@ -66,6 +67,7 @@ class KVShared:
     gate: BreakEven | None = None
     counters: Counters = field(default_factory=Counters)
     records: dict[bytes, tuple[str, float]] = field(default_factory=dict)
+    stamp: object = field(default_factory=object)
     storing: bool = True
     disk_counters: Mapping[str, int] = field(default_factory=dict)
     renamed: bool = False
@@ -83,7 +85,7 @@ class KVShared:
     def rename(self) -> list[str]:
         """Go on under a namespace of this engine's own; returns the names that it used so far."""
         base, used = self.namespace(), self.used()
-        self._base, self.renamed = namespace_after(base), True
+        self._base, self.renamed, self.stamp = namespace_after(base), True, object()
         self._names.clear()
         return used
 

@@ -97,6 +97,7 @@ class SemKVManager(TieringOffloadingManager):
         """What was purged from the disk, by any process, goes from host memory too."""
         if self._shared.store is None or self._shared.store.last_purge() == self._heard:
             return
+        self._shared.stamp = object()
         for purge in self._shared.store.purges_after(self._heard):
             self._heard = max(self._heard, purge.id)
             self._doomed.update(
@@ -106,7 +107,8 @@ class SemKVManager(TieringOffloadingManager):
             )
 
     def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
-        if not self._shared.storing:
+        # vLLM takes a limit of 0 for none where it stores the tail of a block.
+        if not self._shared.storing or (req_context.kv_transfer_params or {}).get("max_offload_tokens") == 0:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         return super().prepare_store(keys, req_context)
 

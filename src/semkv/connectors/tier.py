@@ -41,9 +41,12 @@ _MOST = 512  # keys asked for at once, and blocks of one file
 
 @dataclass
 class _Lookups:
-    """What the index said of one request's keys. ``refused``: computing is faster than reading."""
+    """What the index said of one request's keys, as long as `KVShared.stamp` is the same. ``refused``: computing is
+    faster than reading. ``promised``: how many blocks were."""
 
+    stamp: object
     refs: dict[bytes, BlockRef | None] = field(default_factory=dict)
+    promised: int = 0
     judged: bool = False
     refused: bool = False
 
@@ -77,13 +80,14 @@ class SemKVTier(SecondaryTierManager):
         self._shared: KVShared = offloading_spec.extra_config["semkv"]
         rows, self._row_bytes = primary_kv_view.shape or (0, 0)
         self._queue_bytes = min(self._shared.settings.queue_bytes, primary_kv_view.nbytes // 4)
+        self._most_promised = max(1, rows // 2)
         per_chunk = offloading_spec.blocks_per_chunk
         self._tokens = {g.group_id: g.tokens_per_block * per_chunk for g in offloading_spec.config.groups}
         self._disk: DiskProcess | None = None
         if self._shared.store is not None and self._shared.store.on:
             memory = offloading_spec._scheduler_mmap.fd
             self._disk = DiskProcess(memory, rows, self._row_bytes, self._shared.store)
-        self._transfers: dict[int, _Transfer] = {}  # by the number of each of its parts
+        self._parts: dict[int, tuple[_Transfer, list[bytes]]] = {}  # by the number of the disk's job
         self._waiting_bytes = 0
         self._finished: deque[JobResult] = deque()
         self._events: list[OffloadingEvent] | None = None
@@ -97,11 +101,14 @@ class SemKVTier(SecondaryTierManager):
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         try:
             lookups = req_context.get_state(_Lookups)
-            if lookups is None:
-                req_context.set_state(lookups := _Lookups())
+            if lookups is None or lookups.stamp is not self._shared.stamp:
+                promised = 0 if lookups is None else lookups.promised
+                req_context.set_state(lookups := _Lookups(self._shared.stamp, promised=promised))
             if key not in lookups.refs:
                 self._look_up(key, req_context, lookups)
-            found = lookups.refs[key] is not None and not lookups.refused
+            # What does not fit into host memory at once would push itself out there for ever.
+            found = lookups.refs[key] is not None and not lookups.refused and lookups.promised < self._most_promised
+            lookups.promised += found
         except Exception:
             self._shared.fault("a lookup")
             found = False
@@ -150,12 +157,13 @@ class SemKVTier(SecondaryTierManager):
             return False
         facts, each = request_facts(job.req_context.kv_transfer_params), max(1, FILE_BYTES // self._row_bytes)
         about = {"namespace": self._shared.namespace(facts.adapter), "layout": self._shared.layout}
-        about |= {"owner": facts.owner, "generation": store.generation}
+        about |= {"owner": facts.owner, "since": store.last_purge()}
         parts = [slice(i, i + min(each, _MOST)) for i in range(0, len(keys), min(each, _MOST))]
         transfer, self._waiting_bytes = _Transfer(job, len(parts), nbytes), self._waiting_bytes + nbytes
         for part in parts:
             chunks = [int(chunk) for chunk in job.chunk_ids[part]]
-            self._transfers[self._disk.submit(keys=keys[part], chunks=chunks, **about)] = transfer
+            number = self._disk.submit(keys=keys[part], chunks=chunks, **about)
+            self._parts[number] = transfer, keys[part]
         return True
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -169,6 +177,8 @@ class SemKVTier(SecondaryTierManager):
     def _bring(self, job: TransferJob) -> bool:
         """Ask the disk for a load, file by file; False where nothing can be read."""
         lookups, files = job.req_context.get_state(_Lookups), dict[tuple[str, str], list[tuple[int, bytes, int]]]()
+        if lookups is None or lookups.stamp is not self._shared.stamp:
+            return False
         for key, chunk in zip(job.keys, job.chunk_ids, strict=True):
             if (ref := lookups.refs.get(key)) is not None:
                 files.setdefault((ref.file, ref.owner), []).append((ref.row, key, int(chunk)))
@@ -180,18 +190,20 @@ class SemKVTier(SecondaryTierManager):
         for (file, owner), part in files.items():
             places, keys, chunks = map(list, zip(*sorted(part), strict=True))
             number = self._disk.submit(file=file, owner=owner, places=places, keys=keys, chunks=chunks, **about)
-            self._transfers[number] = transfer
+            self._parts[number] = transfer, keys
         return True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        if self._transfers and self._disk is not None:
+        if self._parts and self._disk is not None:
             for done in self._disk.finished():
                 self._part_done(done)
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def _part_done(self, done: FileDone) -> None:
-        transfer = self._transfers.pop(done.number)
-        transfer.good += done.good
+        transfer, keys = self._parts.pop(done.number, (None, []))
+        if transfer is None:
+            return
+        transfer.good += itertools.compress(keys, done.good)
         transfer.parts -= 1
         self._shared.disk_counters = self._disk.counters if self._disk is not None else {}
         if transfer.parts == 0:

@@ -307,6 +307,7 @@ class BlockIndex:
         delete: Callable[[str], None],
         used: Mapping[str, tuple[float, bool]],
         generation: str | None,
+        since: int | None = None,
     ) -> Reservation:
         """Make room for a file and take it, in one step; `commit` or `remove` must follow.
 
@@ -316,13 +317,14 @@ class BlockIndex:
             delete: deletes a file that has to go, before anybody else may take its room.
             used: see `touch`.
             generation: None, or the one in which the blocks were computed.
+            since: None, or the last purge before that.
         """
         if (max_bytes and new.nbytes > max_bytes) or (max_blocks and len(new.keys) > max_blocks):
             return Reservation(False)
         with self._write() as db:
             _touch(db, used)
             now = db.execute("SELECT max(name) FROM generation").fetchone()[0]
-            if _disowned(db, new) or generation not in (None, _hex(now)):
+            if _disowned(db, new) or generation not in (None, _hex(now)) or _purged_since(db, new, since):
                 return Reservation(False)
             _, blocks, nbytes = _totals(db)
             over_bytes = nbytes + new.nbytes - max_bytes if max_bytes else 0
@@ -465,6 +467,11 @@ def _touch(db: sqlite3.Connection, used: Mapping[str, tuple[float, bool]]) -> No
 def _disowned(db: sqlite3.Connection, new: NewFile) -> bool:
     row = (new.writer.encode(), new.namespace.encode())
     return db.execute("SELECT 1 FROM disowned WHERE writer=? AND namespace=?", row).fetchone() is not None
+
+
+def _purged_since(db: sqlite3.Connection, new: NewFile, since: int | None) -> bool:
+    query = "SELECT 1 FROM purges WHERE id>? AND before IS NULL AND (owner IS NULL OR owner=?)"
+    return since is not None and db.execute(query, (since, new.owner.encode())).fetchone() is not None
 
 
 def _totals(db: sqlite3.Connection, namespace: str | None = None) -> tuple[int, int, int]:

@@ -359,6 +359,7 @@ class BlockStore:
         *,
         owner: str = "",
         generation: str | None = None,
+        since: int | None = None,
     ) -> str | None:
         """Store the blocks that are not stored yet in one file, from where they are in memory; returns the file's id.
 
@@ -369,7 +370,9 @@ class BlockStore:
             layout: a JSON value that says what a row means.
             rows: uint8 ``[row_bytes]`` each, one for each key; they must not change meanwhile.
             owner: `block_file.owner_of` the tenant.
-            generation: of the store when the blocks were computed; what was purged since is not stored again.
+            generation: of the store when the blocks were computed; after a purge of everything nothing is stored.
+            since: `last_purge` when the blocks were computed; after a purge of everything, or of this tenant, nothing
+                is stored.
 
         Raises:
             ValueError: the rows differ in length, are no bytes, or are not as many as the keys.
@@ -402,7 +405,7 @@ class BlockStore:
         entry = NewFile(
             file, len(head) + len(new) * row_bytes, time.time(), namespace, tuple(new), owner=owner, writer=self.writer
         )
-        if not self._reserve(index, entry, generation):
+        if not self._reserve(index, entry, generation, since):
             return None
         if not self._write_file(file, head, list(new.values())) or not self._ask(
             lambda index: index.commit(entry), False, index
@@ -429,11 +432,11 @@ class BlockStore:
                 self._used[ref.file] = time.time(), False
         return {key: row for (key, row), ref in zip(rows.items(), refs, strict=True) if ref is None}
 
-    def _reserve(self, index: BlockIndex, new: NewFile, generation: str | None) -> bool:
+    def _reserve(self, index: BlockIndex, new: NewFile, generation: str | None, since: int | None) -> bool:
         used, self._used = self._used, {}
         bounds = self.bounds.max_bytes, self.bounds.max_blocks
         none = Reservation(False)
-        made = self._ask(lambda index: index.reserve(new, *bounds, self._unlink, used, generation), none, index)
+        made = self._ask(lambda index: index.reserve(new, *bounds, self._unlink, used, generation, since), none, index)
         self.counters["evicted_files"] += made.files
         self.counters["evicted_blocks"] += made.blocks
         self.counters["rejected"] += not made.granted and made is not none

@@ -139,15 +139,20 @@ class FusionStore:
         """A name for what may be kept in memory of this store: it changes with every purge, and with `renew`."""
         return f"{self.namespace} {self._blocks.generation} {self._blocks.last_purge()}"
 
-    def save(self, state: FusionState, generation: str | None = None, owner: str = "") -> bool:
+    def save(
+        self, state: FusionState, generation: str | None = None, owner: str = "", since: int | None = None
+    ) -> bool:
         """Store a state; False when it was there already, or the disk or the bounds did not allow it.
 
-        ``generation``: of the store when the state was computed; what was purged since is not stored again.
-        ``owner``: see `block_file.owner_of`.
+        ``generation``, ``owner``, ``since``: see `BlockStore.write`.
         """
         block, layout = self._find(state.key)[0], {"shape": list(state.shape), "dtype": state.dtype}
-        rows = [state.data]
-        return self._blocks.write(self.namespace, layout, [block], rows, generation=generation, owner=owner) is not None
+        when: dict[str, Any] = {"generation": generation, "since": since}
+        return self._blocks.write(self.namespace, layout, [block], [state.data], owner=owner, **when) is not None
+
+    def last_purge(self) -> int:
+        """See `BlockStore.last_purge`."""
+        return self._blocks.last_purge()
 
     def stats(self) -> StoreStats:
         return StoreStats(*self._blocks.totals(self.namespace), dict(self._blocks.counters))
