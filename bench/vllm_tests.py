@@ -39,7 +39,9 @@ def fetch(folder: Path) -> Path:
     asked = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
     )
-    index = os.environ.get("PIP_INDEX_URL") or asked.stdout.strip() or "https://pypi.org/simple"
+    index = os.environ.get("PIP_INDEX_URL") or asked.stdout.strip()
+    if not index:
+        raise SystemExit("set PIP_INDEX_URL to the package index to ask, or unpack the archive and give --source")
     accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
     request = urllib.request.Request(f"{index.rstrip('/')}/vllm/", headers=accept)  # noqa: S310
     with urllib.request.urlopen(request, timeout=180) as answer:  # noqa: S310
