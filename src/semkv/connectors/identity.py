@@ -164,7 +164,7 @@ def cached_weights_digest(model: Path, cache_dir: Path) -> str:
         with model.open("rb") as f:
             value = hashlib.file_digest(f, "sha256").hexdigest()
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        cache_dir.mkdir(0o700, parents=True, exist_ok=True)
         replace_text(note, json.dumps({"files": state, "digest": value}))
     except OSError as error:
         log.warning("semkv: cannot note the digest of %s (%s)", model, error)
