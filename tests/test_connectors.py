@@ -590,6 +590,26 @@ def test_a_prompt_larger_than_host_memory_is_answered(models: Any, tmp_path: Pat
 
 
 @pytest.mark.engine
+def test_an_engine_whose_shared_memory_cannot_be_used_answers(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from semkv.connectors import kv
+
+    def unusable(*args: Any) -> int:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(kv, "agreed_host_bytes", unusable)
+    engine = Engine(models("opt"), tmp_path)
+    assert "stays idle" in caplog.text
+    prompt = engine.prompt("idle")
+    cold, outcome = engine.one(prompt)
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    assert engine.one(prompt) == (cold, outcome)
+    assert outcome.loaded_tokens is None
+    engine.close()
+
+
+@pytest.mark.engine
 def test_speculation_prompt_embeddings_and_an_fp8_cache(models: Any, tmp_path: Path) -> None:
     """In a process of its own: drafts from n-grams import numba, after which vLLM 0.32 starts no engine beside it."""
     script = Path(__file__).with_name("odd_engine.py")

@@ -1,11 +1,11 @@
 """The process that copies blocks between vLLM's host memory and block files.
 
-vLLM schedules in one Python thread. Threads of ours beside it would take the interpreter from it at every row that they
-check, and a step of the engine would wait for the disk. So another process does all reading and writing. It maps the
-same host memory, and gets a job for each file over a socket; what comes back says which blocks are right.
+vLLM schedules in one Python thread. Threads that read and write files in the same process compete with it for the
+interpreter, and the engine's steps get slower. So another process reads and writes. It maps the same host memory and
+gets one job for each file over a socket. Its answer says which blocks are right.
 
-It ends with the engine, however that ends, once it has done what it was given. Where it ends before, what it had to do
-counts as not done, and another one is started.
+The process finishes its jobs and exits when the engine has ended. If the process dies first, its jobs count as failed
+and another process is started.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class DiskProcess:
             self._sender = threading.Thread(target=_send, args=(self._connection, self._outbox), daemon=True)
             self._sender.start()
             self._process = process
-        except (OSError, RuntimeError):
+        except Exception:  # whatever it is, a job that is half handed over would leave rows in use
             log.warning("semkv: no process for the disk can be started: no KV is read or written", exc_info=True)
 
     def submit(self, **job: Any) -> int:

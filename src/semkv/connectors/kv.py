@@ -27,7 +27,7 @@ from semkv.connectors.lora import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.resets import Disowned
 from semkv.connectors.settings import KVSettings, read_settings
-from semkv.connectors.spec import SemKVManager, agreed_host_bytes
+from semkv.connectors.spec import SHM, SemKVManager, agreed_host_bytes
 from semkv.errors import StoreError
 from semkv.keys import digest
 from semkv.stores.block_file import owner_of
@@ -88,8 +88,11 @@ class SemKVConnector(OffloadingConnector):
             config, settings = expand(vllm_config)
             names = (str(config.kv_transfer_config.engine_id), engine[0], str(self._number))
             self._engine = digest("engine", *names)[:24]
-            self._host_bytes = agreed_host_bytes(self._engine, settings.host_bytes or default_host_bytes())
-            reason = too_small(config, kv_cache_config, settings, self._host_bytes)
+            try:
+                self._host_bytes = agreed_host_bytes(self._engine, settings.host_bytes or default_host_bytes())
+                reason = too_small(config, kv_cache_config, settings, self._host_bytes)
+            except OSError as error:
+                reason = f"{SHM} cannot be used ({error}); mount it, or give the container --ipc=host"
         if reason is None:
             return self
         if role == KVConnectorRole.SCHEDULER:
@@ -161,9 +164,12 @@ class SemKVConnector(OffloadingConnector):
             }
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        if self._shared.gate is not None:
-            self._shared.gate.step_begins(sum(scheduler_output.num_scheduled_tokens.values()))
-        self._disowned.settle()
+        try:
+            if self._shared.gate is not None:
+                self._shared.gate.step_begins(sum(scheduler_output.num_scheduled_tokens.values()))
+            self._disowned.settle()
+        except Exception:
+            self._shared.fault("a step")
         return super().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -184,7 +190,10 @@ class SemKVConnector(OffloadingConnector):
 
     def _reported(self, request: Any, wait: bool, params: dict[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:
         if self.on_finished is not None:
-            self.on_finished(request)
+            try:
+                self.on_finished(request)
+            except Exception:
+                self._shared.fault("a capture")
         outcome = self._outcomes.pop(request.request_id, {"loaded_tokens": 0, "sources": {}})
         if not self._settings.report:
             return wait, params
@@ -310,8 +319,6 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
         )
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is off for this model; --enable-prefix-caching turns it on where vLLM can"
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return "calculate_kv_scales makes a block's bytes depend on the first batch; use scales from the checkpoint"
     try:
         for group in build_offloading_config(config, kv_cache_config).groups:
             spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec

@@ -253,12 +253,15 @@ class SemKVTier(SecondaryTierManager):
         return {f"vllm:semkv_{name}": OffloadingCounterMetadata(text) for name, text in COUNTERS.items()}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        totals = self._shared.totals()
         stats = OffloadingConnectorStats()
-        for name in COUNTERS:
-            if (new := totals[name] - self._counted[name]) > 0:
-                stats.increase_counter(f"vllm:semkv_{name}", new)
-        self._counted = totals
+        try:
+            totals = self._shared.totals()
+            for name in COUNTERS:
+                if (new := totals[name] - self._counted[name]) > 0:
+                    stats.increase_counter(f"vllm:semkv_{name}", new)
+            self._counted = totals
+        except Exception:
+            self._shared.fault("counting")
         return None if stats.is_empty() else stats
 
 

@@ -147,7 +147,7 @@ def discard_files(root: Path) -> int:
 
 
 def discard_index(root: Path) -> None:
-    """Delete the index, so that whoever opens the directory next builds it again; in `opening`."""
+    """Delete the index. The next process that opens the directory builds it again. Call it in `opening`."""
     for suffix in ("", "-wal", "-shm"):
         with contextlib.suppress(OSError):
             (root / f"{INDEX}{suffix}").unlink()

@@ -210,7 +210,7 @@ class BlockIndex:
             times = ((_us(file.created), file) for file in found())
             rows = ((_number(f.file), b"", 0, f.nbytes, at, at, 0, 1, b"", b"") for at, f in times)
             db.executemany(_INSERT, rows)
-            _record(db, None, None)  # whoever used another index before cannot know what happened meanwhile
+            _record(db, None, None)  # a process that used the index before this one has missed purges
             db.execute("INSERT INTO generation VALUES(?)", (secrets.token_bytes(16),))
             db.execute(f"PRAGMA user_version={_VERSION}")
 
