@@ -15,9 +15,9 @@ import itertools
 import json
 import logging
 import mmap
-import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -39,6 +39,7 @@ log = logging.getLogger("semkv.connectors")
 _READERS, _WRITERS = 8, 4  # threads of the process
 _RESTART_S = 60.0  # between two starts, so that a process that cannot live costs next to nothing
 _CLOSE_S = 60.0  # how long an engine that ends waits for what is being written
+_SEND_S = 2  # how long sending a job may take
 _SILENT_S = 60.0  # without an answer while something is under way, the process counts as dead
 
 
@@ -76,7 +77,7 @@ class FileDone:
 
 
 class DiskProcess:
-    """The engine's side. For one thread, but for the one that sends.
+    """The engine's side. For one thread.
 
     Attributes:
         counters: of the other side's store, since it was first started.
@@ -111,10 +112,9 @@ class DiskProcess:
                 process = subprocess.Popen(
                     [sys.executable, *arguments], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
                 )
+            # A process that does not read must not hold up the engine: then sending fails.
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
             self._connection = Connection(ours.detach())
-            self._outbox: queue.SimpleQueue[FileJob | None] = queue.SimpleQueue()
-            self._sender = threading.Thread(target=_send, args=(self._connection, self._outbox), daemon=True)
-            self._sender.start()
             self._process = process
         except Exception:  # whatever it is, a job that is half handed over would leave rows in use
             log.warning("semkv: no process for the disk can be started: no KV is read or written", exc_info=True)
@@ -128,7 +128,10 @@ class DiskProcess:
             self._heard = time.monotonic()
         self._under_way.add(number)
         if self._process is not None:
-            self._outbox.put(FileJob(number, **job))
+            try:
+                self._connection.send(FileJob(number, **job))
+            except OSError:
+                self._ended()
         return number
 
     def finished(self, wait_s: float = 0.0) -> Iterator[FileDone]:
@@ -166,7 +169,7 @@ class DiskProcess:
             return
         log.warning("semkv: the process for the disk has ended; what it had to read is computed")
         self._before, self._process = dict(self.counters), None
-        self._outbox.put(None)
+        self._connection.close()
 
     def drain(self) -> list[FileDone]:
         """Wait until nothing is under way."""
@@ -184,19 +187,11 @@ class DiskProcess:
         if (process := self._process) is None:
             return
         self._process = None
-        self._outbox.put(None)  # the sender closes the connection, which ends the process
+        self._connection.close()  # which ends the process
         try:
             process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             process.kill()
-
-
-def _send(connection: Connection, outbox: queue.SimpleQueue[FileJob | None]) -> None:
-    """Send jobs in a thread of its own: a process that does not read must not hold up the engine."""
-    with contextlib.suppress(OSError, ValueError):  # `DiskProcess.finished` hears of it
-        while (job := outbox.get()) is not None:
-            connection.send(job)
-        connection.close()
 
 
 # ---------------------------------------------------------------------- the other side
