@@ -14,6 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,12 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
             return list(entries)
     except (FileNotFoundError, NotADirectoryError):  # a purge, or somebody else, took it away
         return []
+
+
+def unlink(root: Path, file: str) -> None:
+    """Delete a block file, where that is possible; what stays is swept later."""
+    with contextlib.suppress(OSError):
+        path_of(root, file).unlink()
 
 
 def found(root: Path) -> Iterator[NewFile]:
@@ -161,7 +168,12 @@ def open_index(root: Path) -> BlockIndex:
     """
     if not check_regular(root / INDEX):  # SQLite gives the files beside it the same mode
         os.close(open_file(root / INDEX, os.O_RDWR | os.O_CREAT | os.O_EXCL))
-    return BlockIndex(root / INDEX, lambda: found(root))
+    return BlockIndex(root / INDEX, lambda: found(root), partial(unlink, root))
+
+
+def open_read_only(root: Path) -> BlockIndex:
+    """The index of a prepared directory on a read-only disk; raises as `open_index`."""
+    return BlockIndex(root / INDEX, lambda: (), partial(unlink, root), read_only=True)
 
 
 def empty_index(root: Path) -> bool:
@@ -173,7 +185,7 @@ def empty_index(root: Path) -> bool:
     index = root / INDEX
     try:
         if read_marker(root) and check_regular(index):
-            opened = BlockIndex(index, lambda: ())
+            opened = BlockIndex(index, lambda: (), partial(unlink, root))
             try:
                 opened.purge(None, None, None)
             finally:

@@ -4,7 +4,9 @@ The index is never the only copy: it is built again from the block files where i
 of the files count at once, and their blocks are found as the headers are read: until then a file has no blocks here.
 
 It is also where the processes agree. Bytes are reserved, and what must go for them is chosen, in one transaction before
-a file is written, so that the bounds hold at every moment. A purge empties the index in place and says so to all.
+a file is written, so that the bounds hold at every moment. For the same reason every file that the index forgets is
+deleted in the transaction that forgets it: nobody else may take its room before. A purge empties the index in place
+and says so to all.
 
 Everything but numbers is stored as bytes, so that a flipped bit makes a row that is not found, and no fault. Moments
 are microseconds since the epoch here, and seconds everywhere else.
@@ -166,9 +168,19 @@ class BlockIndex:
     Every method may raise `INDEX_FAULTS`.
     """
 
-    def __init__(self, path: Path, found: Callable[[], Iterable[NewFile]], *, read_only: bool = False) -> None:
-        """Open the file, or create it and tell in it what ``found`` says of the block files that are there."""
-        self.read_only = read_only
+    def __init__(
+        self,
+        path: Path,
+        found: Callable[[], Iterable[NewFile]],
+        unlink: Callable[[str], None],
+        *,
+        read_only: bool = False,
+    ) -> None:
+        """Open the file, or create it and tell in it what ``found`` says of the block files that are there.
+
+        ``unlink`` deletes the block file of an id, and raises nothing.
+        """
+        self.read_only, self._unlink = read_only, unlink
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._disowned: set[tuple[str, str]] = set()
         self._reader = self._db = _connect(path, "mode=ro" if read_only else "mode=rw", _BUSY_S)
@@ -304,7 +316,6 @@ class BlockIndex:
         new: NewFile,
         max_bytes: int,
         max_blocks: int,
-        delete: Callable[[str], None],
         used: Mapping[str, tuple[float, bool]],
         generation: str | None,
         since: int | None = None,
@@ -314,7 +325,6 @@ class BlockIndex:
         Args:
             new: what is about to be written.
             max_bytes, max_blocks: of the directory; 0 for no bound.
-            delete: deletes a file that has to go, before anybody else may take its room.
             used: see `touch`.
             generation: None, or the one in which the blocks were computed.
             since: None, or the last purge before that.
@@ -332,9 +342,7 @@ class BlockIndex:
             gone = _victims(db, over_bytes, over_blocks, _us(new.created - PENDING_S))
             if gone is None:
                 return Reservation(False)
-            _delete(db, [number for number, _ in gone])
-            for number, _ in gone:
-                delete(_id(number))
+            self._delete(db, [number for number, _ in gone])
             at = _us(new.created)
             row = (_number(new.file), new.namespace.encode(), len(new.keys), new.nbytes, at, at, 0, 0)
             db.execute(_INSERT, (*row, new.owner.encode(), new.writer.encode()))
@@ -344,14 +352,13 @@ class BlockIndex:
         """Name the blocks of a reserved file, which is there now.
 
         Returns:
-            False where none was new, or the reservation is gone: then nothing is kept, and the file must go.
+            False where none was new, or the reservation is gone: then the file is deleted.
         """
         with self._write() as db:
-            if not db.execute("UPDATE files SET committed=1 WHERE number=?", (_number(new.file),)).rowcount:
-                return False
-            if _name(db, new):
+            reserved = db.execute("UPDATE files SET committed=1 WHERE number=?", (_number(new.file),)).rowcount
+            if reserved and _name(db, new):
                 return True
-            _delete(db, [_number(new.file)])
+            self._delete(db, [_number(new.file)])
             return False
 
     def unread(self, most: int) -> list[str]:
@@ -360,30 +367,33 @@ class BlockIndex:
             rows = self._db.execute("SELECT number FROM files WHERE blocks=0 ORDER BY created DESC LIMIT ?", (most,))
             return [_id(row[0]) for row in rows]
 
-    def adopt(self, read: Iterable[NewFile]) -> list[str]:
-        """Name the blocks of files that were `unread`; what another process adopted or evicted meanwhile is left.
+    def adopt(self, read: Iterable[NewFile], useless: Iterable[str]) -> None:
+        """Name the blocks of files that were `unread`, and delete ``useless`` ones.
 
-        Returns:
-            Those without a block that is not stored already, and disowned ones; they are forgotten, and must go.
+        What another process adopted or evicted meanwhile is left. Files without a block that is not stored already, and
+        disowned ones, are deleted too.
         """
         query = "UPDATE files SET namespace=?, blocks=?, owner=?, writer=? WHERE number=? AND blocks=0"
-        useless: list[str] = []
+        gone = list(map(_number, useless))
         with self._write() as db:
             for new in read:
                 row = (new.namespace.encode(), len(new.keys), new.owner.encode(), new.writer.encode())
                 mine = db.execute(query, (*row, _number(new.file))).rowcount
                 if mine and (_disowned(db, new) or not _name(db, new)):
-                    useless.append(new.file)
-            _delete(db, map(_number, useless))
-        return useless
+                    gone.append(_number(new.file))
+            self._delete(db, gone)
 
-    def remove(self, files: Iterable[str]) -> None:
+    def remove(self, files: Iterable[str]) -> bool:
+        """Delete files; True."""
         with self._write() as db:
-            _delete(db, map(_number, files))
+            self._delete(db, list(map(_number, files)))
+        return True
 
-    def disown(self, namespace: str, writer: str) -> list[str]:
-        """Forget what ``writer`` wrote under this namespace, and take nothing more of it there; the files must go.
-        The first call waits for others as all do, further ones do not: engines try again in each step."""
+    def disown(self, namespace: str, writer: str) -> None:
+        """Delete what ``writer`` wrote under this namespace, and take nothing more of it there.
+
+        The first call waits for others as all do, further ones do not: engines try again in each step.
+        """
         what, now = (writer, namespace), time.time()
         first = what not in self._disowned
         self._disowned.add(what)
@@ -391,30 +401,34 @@ class BlockIndex:
             db.execute("DELETE FROM disowned WHERE at<?", (_us(now - _DISOWNED_S),))
             row = (writer.encode(), namespace.encode())
             db.execute("INSERT OR REPLACE INTO disowned VALUES(?,?,?)", (*row, _us(now)))
-            gone = [n for (n,) in db.execute("SELECT number FROM files WHERE writer=? AND namespace=?", row)]
-            _delete(db, gone)
-        return [_id(number) for number in gone]
+            self._delete(db, _numbers(db, "SELECT number FROM files WHERE writer=? AND namespace=?", row))
 
-    def purge(self, owner: str | None, namespace: str | None, before: float | None) -> list[str]:
-        """Forget files, those that are being written too, and record that for all who use the index; they must go."""
+    def purge(self, owner: str | None, namespace: str | None, before: float | None) -> int:
+        """Delete files, those that are being written too, and record that for all who use the index; how many."""
         with self._write() as db:
-            gone = [number for (number,) in db.execute(*_chosen("number", owner, namespace, before))]
+            gone = _numbers(db, *_chosen("number", owner, namespace, before))
             if owner is None and namespace is None and before is None:
-                db.execute("DELETE FROM blocks")
-                db.execute("DELETE FROM files")
+                db.execute("DELETE FROM blocks")  # what is left of a damaged index too
                 db.execute("UPDATE generation SET name=?", (secrets.token_bytes(16),))
-            else:
-                _delete(db, gone)
+            self._delete(db, gone)
             _record(db, owner, before)
-        return [_id(number) for number in gone]
+        return len(gone)
 
-    def expire(self, before: float) -> list[str]:
-        """Forget what was written before this moment, and what writers reserved that died; the files must go."""
+    def expire(self, before: float) -> int:
+        """Delete what was written before this moment, and what writers reserved that died; how many files."""
         query = "SELECT number FROM files WHERE created<? OR (NOT committed AND created<?)"
         with self._write() as db:
-            gone = [number for (number,) in db.execute(query, (_us(before), _us(time.time() - PENDING_S)))]
-            _delete(db, gone)
-        return [_id(number) for number in gone]
+            gone = _numbers(db, query, (_us(before), _us(time.time() - PENDING_S)))
+            self._delete(db, gone)
+        return len(gone)
+
+    def _delete(self, db: sqlite3.Connection, numbers: Sequence[int]) -> None:
+        """Forget files and delete them, in one transaction of `_write`."""
+        rows = [(number,) for number in numbers]
+        db.executemany("DELETE FROM blocks WHERE file=?", rows)
+        db.executemany("DELETE FROM files WHERE number=?", rows)
+        for number in numbers:
+            self._unlink(_id(number))
 
     # -- looking at it ------------------------------------------------------------------------------------------
 
@@ -523,10 +537,8 @@ def _victims(
     return gone
 
 
-def _delete(db: sqlite3.Connection, numbers: Iterable[int]) -> None:
-    rows = [(number,) for number in numbers]
-    db.executemany("DELETE FROM blocks WHERE file=?", rows)
-    db.executemany("DELETE FROM files WHERE number=?", rows)
+def _numbers(db: sqlite3.Connection, query: str, values: Sequence[Any]) -> list[int]:
+    return [number for (number,) in db.execute(query, values)]
 
 
 def _record(db: sqlite3.Connection, owner: str | None, before: float | None) -> None:

@@ -146,7 +146,7 @@ class BlockStore:
                 if error.errno not in _READ_ONLY:
                     raise
                 block_folder.prepare(self.root, self.kind, read_only=True)
-                index = BlockIndex(self.root / block_folder.INDEX, lambda: (), read_only=True)
+                index = block_folder.open_read_only(self.root)
                 log.warning("semkv: nothing is written to %s (%s); what is there is used", self.root, error)
             self._file = file_id(self.root / block_folder.INDEX)
         except BlockingIOError:
@@ -407,10 +407,13 @@ class BlockStore:
         )
         if not self._reserve(index, entry, generation, since):
             return None
-        if not self._write_file(file, head, list(new.values())) or not self._ask(
-            lambda index: index.commit(entry), False, index
-        ):
+        if not self._write_file(file, head, list(new.values())):
             self.drop([file])
+            return None
+        committed = self._ask(lambda index: index.commit(entry), None, index)
+        if not committed:
+            if committed is None:  # a fault of the index
+                self.drop([file])
             return None
         self._failing = False
         self.counters["stored_blocks"] += len(new)
@@ -436,7 +439,7 @@ class BlockStore:
         used, self._used = self._used, {}
         bounds = self.bounds.max_bytes, self.bounds.max_blocks
         none = Reservation(False)
-        made = self._ask(lambda index: index.reserve(new, *bounds, self._unlink, used, generation, since), none, index)
+        made = self._ask(lambda index: index.reserve(new, *bounds, used, generation, since), none, index)
         self.counters["evicted_files"] += made.files
         self.counters["evicted_blocks"] += made.blocks
         self.counters["rejected"] += not made.granted and made is not none
@@ -454,16 +457,13 @@ class BlockStore:
 
     # -- deleting -------------------------------------------------------------------------------------------------
 
-    def _unlink(self, file: str) -> None:
-        with contextlib.suppress(OSError):
-            path_of(self.root, file).unlink()
-
     def drop(self, files: Iterable[str]) -> None:
         """Delete files and forget their blocks."""
         files = list(files)
-        self._ask(lambda index: index.remove(files), None)  # first, so that nobody finds a file that is going
-        for file in files:
-            self._unlink(file)
+        if self._ask(lambda index: index.remove(files), False):
+            return
+        for file in files:  # without an index nothing else says that they are useless
+            block_folder.unlink(self.root, file)
 
     def reject(self, file: str) -> None:
         """Count a file as damaged and delete it."""
@@ -487,16 +487,14 @@ class BlockStore:
         for _ in range(2):  # an index that turns out damaged is built anew for the second time
             self.adopt()
             if dry_run:
-                gone = self._ask(lambda index: index.files(owner=owner, namespace=namespace, before=before), None)
+                gone = self._ask(lambda index: len(index.files(owner=owner, namespace=namespace, before=before)), None)
             else:
                 gone = self._ask(lambda index: index.purge(owner, namespace, before), None)
             if gone is not None:
                 break
-        for file in gone or () if not dry_run else ():
-            self._unlink(file)
         if not dry_run and owner is None and namespace is None and before is None:
             self.sweep()  # what is being written
-        return len(gone or ())
+        return gone or 0
 
     def purges_after(self, id: int) -> list[Purge]:  # noqa: A002
         """What was purged after a purge, by any process. Where the index does not answer that is not known, and all
@@ -525,8 +523,7 @@ class BlockStore:
         return self._ask(lambda index: self._disown(index, namespace), False)
 
     def _disown(self, index: BlockIndex, namespace: str) -> bool:
-        for file in index.disown(namespace, self.writer):
-            self._unlink(file)
+        index.disown(namespace, self.writer)
         return True
 
     # -- looking after it -----------------------------------------------------------------------------------------
@@ -559,10 +556,7 @@ class BlockStore:
                     return False
                 useless.append(file)
         if batch:
-            useless += index.adopt(read)
-            index.remove(useless)
-        for file in useless:
-            self._unlink(file)
+            index.adopt(read, useless)
         return bool(batch)
 
     def sweep(self) -> int:
@@ -580,13 +574,11 @@ class BlockStore:
         def sweep(index: BlockIndex) -> int:
             if index.read_only:
                 return 0
-            expired = index.expire(time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0)
-            for file in expired:
-                self._unlink(file)
-            known, gone = set(index.files()), len(expired)
+            gone = index.expire(time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0)
+            known = set(index.files())
             if self._current():  # else it knows nothing of what is there now
-                for file, path in there:
-                    if path.name.partition(".")[0] not in known and file not in expired:
+                for _, path in there:
+                    if path.name.partition(".")[0] not in known:
                         with contextlib.suppress(OSError):
                             path.unlink()
                             gone += 1
