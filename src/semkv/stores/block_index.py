@@ -403,10 +403,11 @@ class BlockIndex:
 
     # -- looking at it --------------------------------------------------------------------------------------------
 
-    def files(self, which: Selection = Selection()) -> list[str]:
-        """Ids of files, also of those that are being written."""
+    def files(self, which: Selection = Selection(), *, committed: bool = False) -> list[str]:
+        """Ids of files; with ``committed`` without those that are being written."""
         where, values = which.where()
-        return [_id(number) for (number,) in self._read(f"SELECT number FROM files WHERE {where}", values)]  # noqa: S608
+        query = f"SELECT number FROM files WHERE committed>=? AND {where}"  # noqa: S608
+        return [_id(number) for (number,) in self._read(query, [committed, *values])]
 
     def totals(self, namespace: str | None = None) -> tuple[int, int, int]:
         """Files, blocks and bytes, of one namespace or of all; with what is being written."""

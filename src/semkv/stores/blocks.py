@@ -471,31 +471,33 @@ class BlockStore:
     # -- looking after it -----------------------------------------------------------------------------------------
 
     def sweep(self) -> int:
-        """Remove what is too old, and files that no index names; returns how many.
+        """Delete what is too old, and files that no index names; forget files that are gone. Returns how many went.
 
         A file is in the index before it is made, so one that is not there was left by a writer that died.
         """
         self._swept_at = time.monotonic()
-        there: list[tuple[str, Path]] = []
-        try:
-            there += ((file, path) for file, path, _ in block_folder.listed(self.root))
-        except OSError as error:
-            self._complain("list", error)
 
         def sweep(index: BlockIndex) -> int:
             if index.read_only:
                 return 0
             gone = index.expire(time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0)
+            committed = index.files(committed=True)
+            there = [(path.name.partition(".")[0], path) for _, path, _ in block_folder.listed(self.root)]
+            index.remove(set(committed).difference(file for file, _ in there))
             known = set(index.files())
             if self._is_current(index):  # else it knows nothing of what is there now
-                for _, path in there:
-                    if path.name.partition(".")[0] not in known:
+                for file, path in there:
+                    if file not in known:
                         with contextlib.suppress(OSError):
                             path.unlink()
                             gone += 1
             return gone
 
-        return self._ask(sweep, 0)
+        try:
+            return self._ask(sweep, 0)
+        except OSError as error:
+            self._complain("list", error)
+            return 0
 
     def files(self) -> list[str]:
         """Ids of all files."""
