@@ -82,7 +82,7 @@ class Bench:
     def facts(self) -> dict[str, Any]:
         if self.engine != "semkv":
             return {}
-        return {"counters": self.halves[0].counters.totals()}
+        return {"counters": dict(self.halves[0].counters)}
 
     @property
     def halves(self) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ from block_helpers import (
     value,
 )
 from semkv.errors import ConfigError, StoreError
-from semkv.stores import block_file, blocks
+from semkv.stores import block_file, block_index, blocks
 from semkv.stores.block_file import room
 from semkv.stores.blocks import BlockStore, Bounds
 
@@ -179,7 +179,6 @@ def test_a_hostile_file_does_not_keep_the_others_from_being_adopted(tmp_path: Pa
     lose_index(tmp_path)
     DAMAGE[damage](bad := files(tmp_path)[1])
     again = open_store(tmp_path)
-    again.adopt()
     assert found(again, 0, 3) + found(again, 6, 3) == 6
     right(again, 3, 3)
     unnoticed = ("other namespace", "other tenant", "other keys")  # well-formed, and nobody's question
@@ -292,7 +291,6 @@ def test_a_folder_that_cannot_be_read_ends_no_writing(tmp_path: Path, monkeypatc
         lose_index(tmp_path)
         assert not open_store(tmp_path).on, "no index is built of a part of what is there"
     again = open_store(tmp_path)
-    again.adopt()
     assert right(again, 0, 2) == 2
 
 
@@ -380,7 +378,7 @@ def test_unusable_directory_turns_the_store_off(caplog: pytest.LogCaptureFixture
     assert save(store, 0) is None
     assert found(store, 0) == 0
     assert store.totals() == (0, 0, 0)
-    assert store.generation != store.generation
+    assert store.last_purge() == 0
     assert store.purges_after(store.last_purge())[0].owner is None  # nothing kept in memory is to be used
 
 
@@ -423,7 +421,7 @@ def test_what_a_later_version_adds_to_a_header_is_ignored(tmp_path: Path) -> Non
 
 def test_a_purge_takes_what_is_chosen_and_others_hear_of_it(tmp_path: Path) -> None:
     store, other = open_store(tmp_path), open_store(tmp_path)
-    start, generation = other.last_purge(), other.generation
+    start = other.last_purge()
     for i, (namespace, owner) in enumerate([("a", ""), ("a", "x"), ("b", "x"), ("b", "y")]):
         assert save(store, i, namespace=namespace, owner=owner)
     now = time.time()
@@ -440,14 +438,14 @@ def test_a_purge_takes_what_is_chosen_and_others_hear_of_it(tmp_path: Path) -> N
     assert store.purge(namespace="b") == 1
     assert left() == [1, 0, 0, 0]
     assert len(files(tmp_path)) == 1
-    assert other.generation == generation
     assert store.purge() == 1
     assert files(tmp_path) == []
-    assert other.generation != generation
     assert save(other, 1)
     assert store.purge(owner="y", before=now) == 0
+    heard = [(p.owner, p.namespace, p.before and round(p.before)) for p in other.purges_after(start)]
+    then = [(None, None, round(now - 100)), ("x", None, None), (None, "b", None), (None, None, None)]
+    assert heard == [*then, ("y", None, round(now))]
     heard = other.purges_after(start)
-    assert [(p.owner, p.before and round(p.before)) for p in heard] == [(None, None), ("y", round(now))]
     assert other.purges_after(heard[-1].id) == []
     assert other.last_purge() == heard[-1].id > heard[0].id > start
 
@@ -463,14 +461,30 @@ def test_a_new_index_counts_purges_on(tmp_path: Path) -> None:
     assert (told.owner, told.before) == (None, None)
 
 
-def test_what_was_computed_before_a_purge_is_not_stored_after_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", [{}, {"owner": "x"}, {"namespace": "ns"}])
+def test_what_was_computed_before_a_purge_is_not_stored_after_it(tmp_path: Path, what: dict[str, str]) -> None:
     store = open_store(tmp_path)
-    generation = store.generation
-    assert save(store, 0, generation=generation)
-    open_store(tmp_path).purge()
-    assert save(store, 1, generation=generation) is None
+    since = store.last_purge()
+    assert save(store, 0, owner="x", since=since)
+    open_store(tmp_path).purge(**what)  # type: ignore[arg-type]
+    assert save(store, 1, owner="x", since=since) is None
     assert store.counters["rejected"] == 1
-    assert save(store, 1, generation=store.generation)
+    assert (save(store, 2, owner="y", namespace="other", since=since) is None) == (not what)
+    assert save(store, 1, owner="x", since=store.last_purge())
+
+
+def test_a_purge_that_is_too_old_to_be_on_record_counts_as_one_of_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_index, "_MOST_PURGES", 2)
+    store = open_store(tmp_path)
+    since = store.last_purge()
+    for owner in "abc":
+        store.purge(owner=owner)
+    (purge,) = store.purges_after(since)
+    assert (purge.owner, purge.id) == (None, store.last_purge())
+    assert not save(store, 1, since=since)
+    assert not save(store, 1, since=0), "a moment that is not known"
 
 
 def test_a_writer_may_take_back_what_it_wrote_and_has_under_way(tmp_path: Path) -> None:
@@ -478,11 +492,12 @@ def test_a_writer_may_take_back_what_it_wrote_and_has_under_way(tmp_path: Path) 
     for i, store in enumerate((mine, same, yours)):
         assert save(store, i)
     assert save(mine, 3, namespace="other")
+    since = mine.last_purge()
     assert mine.disown("ns")
     assert len(files(tmp_path)) == 2
     assert (found(mine, 0, 3), found(mine, 3, namespace="other")) == (1, 1)
-    assert not save(same, 4)
-    assert save(yours, 5)
+    assert not save(same, 4, since=since)
+    assert save(yours, 5, since=since)
 
     def begun(*args: Any) -> bool:
         yours.disown("ns")  # when its room is reserved
@@ -492,25 +507,41 @@ def test_a_writer_may_take_back_what_it_wrote_and_has_under_way(tmp_path: Path) 
     assert not save(yours, 7)
     assert len(files(tmp_path)) == len(mine.files()) == 1
     lose_index(tmp_path)  # who wrote it stands in the file too
-    with mine._adopting:  # before its head is read
-        assert mine.disown("other")
-    mine.adopt()
+    assert mine.disown("other")
     assert not files(tmp_path)
-    assert not save(mine, 8)  # what was said to the index that is gone still holds
+    assert not save(mine, 8, since=since)
 
 
-def test_taking_back_says_where_it_failed(tmp_path: Path) -> None:
+def test_taking_back_says_where_it_failed_and_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_index, "BUSY_S", 0.0)
     store = open_store(tmp_path, writer="me")
     assert save(store, 0)
     other = open_store(tmp_path)
     assert other._index is not None
-    assert store._index is not None
-    store._index._db.execute("PRAGMA busy_timeout=0")
     with other._index._write():
         assert not store.disown("ns")
+        assert not store.disown()
         assert found(store, 0) == 1  # and nobody who asks waits
-    assert store.disown("ns")
+    assert store.disown()
     assert found(store, 0) == 0
+
+
+def test_a_purge_leaves_its_room_to_what_is_being_written(tmp_path: Path) -> None:
+    """Until its writer has deleted it, nobody else may take it."""
+    store, other = open_store(tmp_path), open_store(tmp_path)
+    sizes = []
+
+    def begun(*args: Any) -> bool:
+        done = write(*args)
+        other.purge()
+        sizes.append(other.totals()[2])
+        return done
+
+    write, store._write_file = store._write_file, begun  # type: ignore[method-assign]
+    assert not save(store, 1)
+    assert sizes[0] > 0
+    assert store.totals() == (0, 0, 0)
+    assert files(tmp_path) == []
 
 
 def test_threads_share_a_store(tmp_path: Path) -> None:
@@ -537,14 +568,11 @@ def test_threads_share_a_store(tmp_path: Path) -> None:
 def test_a_find_waits_for_no_writer(tmp_path: Path) -> None:
     store, other = open_store(tmp_path), open_store(tmp_path)
     save(store, 0)
-    generation = store.generation
-    for writer in (store, other):
-        assert writer._index is not None
-        with writer._index._write() as db:
-            db.execute("UPDATE files SET again=1")
-            assert found(store, 0) == 1
-            assert store.generation == generation
-            assert store.purges_after(store.last_purge()) == []
+    assert other._index is not None
+    with other._index._write() as db:
+        db.execute("UPDATE files SET again=1")
+        assert found(store, 0) == 1
+        assert store.purges_after(store.last_purge()) == []
     assert isinstance(store, BlockStore)
 
 

@@ -156,7 +156,6 @@ def test_killed_at_any_moment_the_store_opens_and_serves_only_what_is_right(
             assert store.on
             assert {path.name.partition(".")[0] for path in files(root)} <= set(store.files())
             assert on_disk(root) <= bounds.max_bytes
-            store.adopt()
             kept += sum(right(store, first, 1) for first in saved[-8:])
             assert not store.counters.get("corrupt")
             store.close()
@@ -268,11 +267,10 @@ def test_any_flipped_bit_of_the_index_stops_nothing(memory: Path, pristine: Path
             data[rng.choice(used)] ^= 1 << rng.randrange(8)
             (root / "index.sqlite").write_bytes(data)
             store = open_store(root)
-            store.adopt()
             right(store, 0, 12)
             save(store, 20, 2)
             right(store, 0, 22)
-            store.ages(), store.totals(), store.files(), store.purges_after(0), store.last_purge(), store.generation
+            store.ages(), store.totals(), store.files(), store.purges_after(0), store.last_purge()
             store.ages(["x"]), store.owned("x"), store.disown("other"), store.sweep()
             store.purge(owner="x")
             store.purge()
@@ -295,12 +293,13 @@ def test_a_damaged_index_is_rebuilt_with_one_warning(
     store.close()
     (tmp_path / "index.sqlite").write_bytes(content)
     store = open_store(tmp_path)
-    store.adopt()
     assert right(store, 0, 3) == 3
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == (1 if content else 0)
 
 
-def test_an_index_damaged_while_it_is_open_is_rebuilt_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_index_damaged_while_it_is_open_is_rebuilt_once_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(tmp_path)
     for _ in range(2):
         save(store, 0, 3)
@@ -311,9 +310,11 @@ def test_an_index_damaged_while_it_is_open_is_rebuilt_once(tmp_path: Path, caplo
 
         store._index._read = broken  # type: ignore[method-assign, assignment]
         assert found(store, 0, 3) == 0
-        store.adopt()
+        store.totals()  # which may wait
     assert not store.on, "damaged again so soon"
-    assert [r.levelname for r in caplog.records].count("WARNING") == 3  # damaged, opened anew, off
+    assert [r.levelname for r in caplog.records].count("WARNING") == 1
+    monkeypatch.setattr(store, "_open_after", 0.0)  # a minute later
+    assert store.totals()[1] == 3
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -415,7 +416,7 @@ if os.geteuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
 store = open_store(Path(sys.argv[1]))
-store.purge(owner="x"), store.sweep(), store.adopt()
+store.purge(owner="x"), store.sweep()
 print(store.on, store.writable, right(store, 0, 4), save(store, 9), store.totals()[1])
 store.close()
 """
@@ -448,14 +449,14 @@ def test_a_directory_deleted_underneath_is_one_warning(
     (tmp_path / "cache").mkdir(0o700)
     store = open_store(tmp_path / "cache" / "kv")
     save(store, 0, 4)
-    before, generation = store.last_purge(), store.generation
+    before = store.last_purge()
     shutil.rmtree(tmp_path / "cache" if whole else tmp_path / "cache" / "kv")
     for first in range(8, 80, 8):
         assert (save(store, first, 8) is None) == whole
         assert right(store, 0, 4) == 0
     assert right(store, 8, 72) == (0 if whole else 72)
     assert store.purges_after(before)[0].owner is None
-    assert store.generation != generation
+    assert store.last_purge() != before
     assert (tmp_path / "cache").exists() != whole
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
@@ -496,7 +497,6 @@ class AgainstModel(RuleBasedStateMachine):
         if lost:
             lose_index(self.root)
         self.store = open_store(self.root, self.bounds)
-        self.store.adopt()
 
     @rule()
     def purge(self) -> None:

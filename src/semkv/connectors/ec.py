@@ -8,28 +8,30 @@ A promised item that then cannot be loaded ends the engine, so `has_cache_item` 
 travel to the workers inside the step's metadata. What was encoded or read recently is kept in host memory.
 
 vLLM tells an encoder-cache connector nothing of weights that are exchanged in a running engine. Where the KV connector
-is in the same engine, it passes on what it is told (`resets`); without it such an engine must not use this one.
+is in the same engine, it calls this one's `ECScheduler.reset` at each reset of its own (`resets`). Without it such an
+engine must not use this connector.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cachetools import TLRUCache
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
 from semkv.connectors import identity, resets
-from semkv.connectors.counters import Counters
 from semkv.connectors.lora import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
-from semkv.connectors.resets import Disowned, namespace_after
+from semkv.connectors.resets import namespace_after
 from semkv.connectors.settings import ECSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.keys import digest
@@ -46,9 +48,10 @@ log = logging.getLogger("semkv.connectors")
 @dataclass
 class SemECMetadata(ECConnectorMetadata):
     """One step's work, by identifier: states to put in, the keys under which to save what gets encoded, and whose it is
-    (`block_file.owner_of`)."""
+    (`block_file.owner_of`). ``since``: the last purge when the step was planned."""
 
     namespace: str = ""
+    since: int = 0
     loads: dict[str, FusionState] = field(default_factory=dict)
     saves: dict[str, str] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
@@ -74,21 +77,22 @@ class ECScheduler:
         namespace: str,
         host: HostStates,
     ) -> None:
-        self.settings, self.store, self.namespace, self.counters = settings, store, namespace, Counters()
-        self._named, self._disowned = namespace, Disowned()
+        self.settings, self.store, self.namespace = settings, store, namespace
+        self.counters: Counter[str] = Counter()
+        self._named = namespace
         self.host, self._adapters = host, Adapters(settings.cache_dir)
         self._live: dict[str, _Live] = {}
         self._promised: dict[str, tuple[str, FusionState]] = {}  # by identifier: key and state
         self._step = SemECMetadata(namespace)
 
     def reset(self) -> bool:
-        """See `KVScheduler.reset`, which goes the same way."""
+        """See `semkv.connectors.kv.SemKVConnector.reset_cache`, which calls this."""
         before = self.store
         self.namespace = namespace_after(self.namespace)
         self.store = self.store.apart(self.namespace)
         self._promised.clear()
         self._step = SemECMetadata(self.namespace)
-        return self._disowned.add((before,))
+        return before.blocks.disown(before.namespace)
 
     def observe(self, request: Any) -> _Live:
         """Remember whose items these are; called before `has` for the same request."""
@@ -130,13 +134,14 @@ class ECScheduler:
         return True
 
     def _read(self, key: str) -> FusionState | None:
-        generation = self.store.kept()
-        if (held := self.host.get(key, generation)) is not None:
+        since = self.store.last_purge()
+        if since and (held := self.host.get(key, _kept(self.store, since))) is not None:
             return held
         ends = self.store.ends(key)
         if (state := self.store.load(key)) is not None:
             state = _page_locked(state)
-            self.host.put(state, generation, ends)
+            if since:
+                self.host.put(state, _kept(self.store, since), ends)
         return state
 
     def allocated(self, request: Any, index: int) -> None:
@@ -146,16 +151,17 @@ class ECScheduler:
         if (promised := self._promised.get(identifier)) is not None:
             self._step.loads[identifier] = promised[1]
             live.loaded += 1
-            self.counters.add("loaded")
+            self.counters["loaded"] += 1
             return
         live.encoded += 1
-        self.counters.add("encoded")
+        self.counters["encoded"] += 1
         if identifier in live.rows and (key := self._key(identifier)) is not None:
+            self._step.since = self._step.since or self.store.last_purge()
             self._step.saves[identifier] = key
             self._step.owners[identifier] = owner_of(request.cache_salt)
 
     def build_step(self) -> SemECMetadata:
-        self._disowned.settle()
+        self.store.blocks.disown()  # what failed at a reset
         step, self._step = self._step, SemECMetadata(self.namespace)
         self._promised.clear()
         return step
@@ -167,8 +173,9 @@ class ECScheduler:
         return {REPORT_KEY: {"loaded": live.loaded, "encoded": live.encoded}}
 
     def close(self) -> None:
-        """See `KVScheduler.close`."""
-        self._disowned.add((self.store,) if self.namespace != self._named else ())
+        """Delete what nobody will find: what this engine stored since a reset."""
+        if self.namespace != self._named:
+            self.store.blocks.disown(self.store.namespace)
 
 
 class HostStates:
@@ -178,8 +185,10 @@ class HostStates:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._nbytes, self._lock = max_bytes, 0, threading.Lock()
-        self._held: OrderedDict[tuple[str, str], tuple[FusionState, float]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._held: TLRUCache[tuple[str, str], tuple[FusionState, float]] = TLRUCache(
+            max_bytes, ttu=lambda _, held, __: held[1], timer=time.time, getsizeof=lambda held: len(held[0].data)
+        )
 
     @classmethod
     def of_engine(cls, engine: str, max_bytes: int) -> HostStates:
@@ -189,33 +198,27 @@ class HostStates:
                 states = _ENGINES[engine] = cls(max_bytes)
             return states
 
-    def get(self, key: str, generation: str) -> FusionState | None:
-        """The state, where it was put under the same generation of the store and is not too old."""
+    def get(self, key: str, namespace: str) -> FusionState | None:
+        """The state, where it was put under the same namespace and is not too old."""
         with self._lock:
-            state, ends = self._held.get((generation, key), (None, 0.0))
-            if state is None or ends <= time.time():
-                return None
-            self._held.move_to_end((generation, key))
-            return state
+            held = self._held.get((namespace, key))
+        return None if held is None else held[0]
+
+    def put(self, state: FusionState, namespace: str, ends: float) -> None:
+        """Keep a state until it is pushed out, or too old at ``ends`` (seconds since the epoch)."""
+        with self._lock, contextlib.suppress(ValueError):  # it is larger than the bound
+            self._held[namespace, state.key] = state, ends
 
     def clear(self) -> None:
         """Let go of all of them."""
         with self._lock:
             self._held.clear()
-            self._nbytes = 0
 
-    def put(self, state: FusionState, generation: str, ends: float) -> None:
-        """Keep a state until it is pushed out, or too old at ``ends`` (seconds since the epoch)."""
-        nbytes = len(state.data)
-        if nbytes > self._max_bytes:
-            return
-        with self._lock:
-            old = self._held.pop((generation, state.key), None)
-            self._nbytes += nbytes - (0 if old is None else len(old[0].data))
-            self._held[generation, state.key] = state, ends
-            while self._nbytes > self._max_bytes:
-                _, (gone, _) = self._held.popitem(last=False)
-                self._nbytes -= len(gone.data)
+
+def _kept(store: FusionStore, since: int) -> str:
+    """The namespace in host memory of what was read or computed after the purge ``since``: nothing of it is found once
+    anything was purged."""
+    return f"{store.namespace} {since}"
 
 
 _ENGINES: weakref.WeakValueDictionary[str, HostStates] = weakref.WeakValueDictionary()
@@ -235,7 +238,8 @@ class ECWorker:
     """Loads into and saves from the runner's encoder cache; rank 0 of the tensor-parallel group saves."""
 
     def __init__(self, settings: ECSettings, blocks: BlockStore, device: str, *, saves: bool, host: HostStates) -> None:
-        self.counters, self.host = Counters(), host
+        self.counters: Counter[str] = Counter()
+        self.host = host
         self._settings, self._blocks, self._device, self._saves = settings, blocks, device, saves
         self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes, blocks.counters)
         self._stream: torch.cuda.Stream | None = None
@@ -264,10 +268,9 @@ class ECWorker:
         key = step.saves.get(identifier)
         if key is None or not self._saves:
             return
-        store = FusionStore(self._blocks, step.namespace)
-        generation, kept, since = store.renew(), store.kept(), store.last_purge()
-        if not self._blocks.on:
-            self.counters.add("dropped")
+        store, since = FusionStore(self._blocks, step.namespace), step.since
+        if not since:  # the index does not answer
+            self.counters["dropped"] += 1
             return
         tensor = encoder_cache[identifier].detach()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -279,11 +282,11 @@ class ECWorker:
             if copied is not None:
                 copied.synchronize()
             state = FusionState(key, flat.numpy(), shape, dtype)
-            self.host.put(state, kept, ends)
-            store.save(state, generation, owner, since)
+            self.host.put(state, _kept(store, since), ends)
+            store.save(state, owner, since)
 
         if not self._writer.submit(save, flat.nbytes):
-            self.counters.add("dropped")
+            self.counters["dropped"] += 1
 
     def _to_host(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Start a copy to the host that the engine does not wait for, and the event that ends it on a GPU."""

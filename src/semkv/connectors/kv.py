@@ -25,7 +25,6 @@ from semkv.connectors.break_even import BreakEven
 from semkv.connectors.kv_shared import KVShared, RequestFacts
 from semkv.connectors.lora import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
-from semkv.connectors.resets import Disowned
 from semkv.connectors.settings import KVSettings, read_settings
 from semkv.connectors.spec import SHM, SemKVManager, agreed_host_bytes
 from semkv.errors import StoreError
@@ -115,7 +114,7 @@ class SemKVConnector(OffloadingConnector):
             self._shared = make_shared(config, kv_cache_config, settings)
         transfer.kv_connector_extra_config["semkv"] = self._shared
         super().__init__(config, role, kv_cache_config)
-        self._adapters, self._disowned = Adapters(settings.cache_dir), Disowned()
+        self._adapters = Adapters(settings.cache_dir)
         self._outcomes: dict[str, dict[str, Any]] = {}
         self.on_finished: Callable[[Any], None] | None = None
         self._loads, self._stores = transfer.is_kv_consumer, transfer.is_kv_producer
@@ -140,7 +139,7 @@ class SemKVConnector(OffloadingConnector):
         facts = None
         try:
             facts = describe(request, self._adapters)
-            self._shared.counters.add("lora_skipped", int(facts is None and not wants_skip(params)))
+            self._shared.counters["lora_skipped"] += facts is None and not wants_skip(params)
         except Exception:
             self._shared.fault("a request")
         if facts is None:
@@ -167,7 +166,8 @@ class SemKVConnector(OffloadingConnector):
         try:
             if self._shared.gate is not None:
                 self._shared.gate.step_begins(sum(scheduler_output.num_scheduled_tokens.values()))
-            self._disowned.settle()
+            if self._shared.store is not None:
+                self._shared.store.disown()
         except Exception:
             self._shared.fault("a step")
         return super().build_connector_meta(scheduler_output)
@@ -217,7 +217,7 @@ class SemKVConnector(OffloadingConnector):
         shared = self._shared
         used = shared.rename()
         if shared.store is not None:
-            done = self._disowned.add(_Written(shared.store, name) for name in used) and done
+            done = shared.store.disown(*used) and done
         clean = self._kv_cache_manager is None or self._kv_cache_manager.block_pool.get_usage() == 0
         if not clean:
             log.warning("semkv: requests were running during a reset: no KV is stored until a reset finds none")
@@ -232,8 +232,8 @@ class SemKVConnector(OffloadingConnector):
             log.warning("semkv: a half of the KV connector could not be closed", exc_info=True)
         if (store := self._shared.store) is not None:
             self._shared.store = None
-            for name in self._shared.used() if self._shared.renamed else ():
-                store.disown(name)  # nobody else has this name
+            if self._shared.renamed:  # nobody else has these names
+                store.disown(*self._shared.used())
             store.close()
 
     @classmethod
@@ -248,16 +248,6 @@ def describe(request: Any, adapters: Adapters) -> RequestFacts | None:
     if adapter is None or wants_skip(request.kv_transfer_params):
         return None
     return RequestFacts(owner_of(request.cache_salt), adapter)
-
-
-class _Written:
-    """What this engine stored under a namespace, for `Disowned`."""
-
-    def __init__(self, store: BlockStore, namespace: str) -> None:
-        self._store, self._namespace = store, namespace
-
-    def disown(self) -> bool:
-        return self._store.disown(self._namespace)
 
 
 def default_host_bytes() -> int:

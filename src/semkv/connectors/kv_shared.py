@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from semkv.connectors.break_even import BreakEven
-from semkv.connectors.counters import Counters
 from semkv.connectors.resets import namespace_after
 from semkv.connectors.settings import KVSettings
 from semkv.keys import digest
@@ -65,7 +64,7 @@ class KVShared:
     layout: Any
     facts: Callable[[], dict[str, object]]
     gate: BreakEven | None = None
-    counters: Counters = field(default_factory=Counters)
+    counters: Counter[str] = field(default_factory=Counter)
     records: dict[bytes, tuple[str, float]] = field(default_factory=dict)
     stamp: object = field(default_factory=object)
     storing: bool = True
@@ -96,9 +95,9 @@ class KVShared:
     def fault(self, where: str) -> None:
         """Count and log the exception that is being handled: it is a miss."""
         log.warning("semkv: %s of KV blocks failed; the request goes on without", where, exc_info=True)
-        self.counters.add("errors")
+        self.counters["errors"] += 1
 
     def totals(self) -> Counter[str]:
         """All counts since the start, the store's among them."""
         mine = Counter(self.store.counters) if self.store is not None else Counter()
-        return Counter(self.counters.totals()) + mine + Counter(self.disk_counters)
+        return self.counters + mine + Counter(self.disk_counters)

@@ -7,41 +7,15 @@ their scheduler halves in one process, and in one thread of it.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from semkv.keys import digest
 
 
-class Store(Protocol):
-    """Some values under one namespace."""
-
-    def disown(self) -> bool:
-        """Delete what this engine wrote, and take nothing more of it; False where that failed."""
-
-
 def namespace_after(namespace: str) -> str:
     """A namespace that nobody else has, for what an engine computes from now on."""
     return digest("after reset", namespace, uuid.uuid4().hex)
-
-
-class Disowned:
-    """Stores of one directory of which an engine takes back what it wrote; what fails is tried again."""
-
-    def __init__(self) -> None:
-        self._left: list[Store] = []
-
-    def add(self, stores: Iterable[Store]) -> bool:
-        """Take back what is in these too, each of which waits for a busy index this once; see `settle`."""
-        self._left[:0] = [store for store in stores if not store.disown()]
-        return self.settle()
-
-    def settle(self) -> bool:
-        """Try again, up to the first that fails, since all are in one index; whether nothing is left."""
-        while self._left and self._left[0].disown():
-            del self._left[0]
-        return not self._left
 
 
 class Follower(Protocol):

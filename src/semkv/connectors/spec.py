@@ -94,12 +94,17 @@ class SemKVManager(TieringOffloadingManager):
         return super().on_new_request(req_context, exclude_tier_idx=exclude_tier_idx)
 
     def _hear_of_purges(self) -> None:
-        """What was purged from the disk, by any process, goes from host memory too."""
+        """What was purged from the disk, by any process, goes from host memory too.
+
+        Which engine wrote a block is not known here: what one takes back goes as if it were everybody's.
+        """
         if self._shared.store is None or self._shared.store.last_purge() == self._heard:
             return
         self._shared.stamp = object()
         for purge in self._shared.store.purges_after(self._heard):
             self._heard = max(self._heard, purge.id)
+            if purge.namespace not in (None, *self._shared.used()):
+                continue
             self._doomed.update(
                 key
                 for key, (owner, computed) in self._shared.records.items()
@@ -114,7 +119,7 @@ class SemKVManager(TieringOffloadingManager):
 
     def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
         if not self._spoiled.isdisjoint(keys):
-            self._shared.counters.add("spoiled_blocks", len(keys))
+            self._shared.counters["spoiled_blocks"] += len(keys)
             self._spoiled.difference_update(keys)
             success = False
         if success:
@@ -151,7 +156,7 @@ class SemKVManager(TieringOffloadingManager):
                 gone.append(key)
             self._doomed.discard(key)
             self._shared.records.pop(key, None)
-        self._shared.counters.add("purged_blocks", len(gone))
+        self._shared.counters["purged_blocks"] += len(gone)
         if gone and primary.events is not None:
             primary.events.append(OffloadingEvent(gone, primary.medium, removed=True))
 

@@ -135,7 +135,7 @@ class SemKVTier(SecondaryTierManager):
             run = [key, *itertools.takewhile(lambda k: lookups.refs[k] is not None, more)]
             tokens = places.get(run[-1], 0) - at + self._tokens.get(int.from_bytes(group, "big"), 0)
             lookups.refused = not self._shared.gate.worth(tokens, len(run) * self._row_bytes)
-            self._shared.counters.add("refused_loads", int(lookups.refused))
+            self._shared.counters["refused_loads"] += lookups.refused
 
     def _namespace(self, context: Any) -> str:
         return self._shared.namespace(request_facts(context.kv_transfer_params).adapter)
@@ -153,7 +153,7 @@ class SemKVTier(SecondaryTierManager):
         store, keys, nbytes = self._shared.store, list(job.keys), len(job.keys) * self._row_bytes
         full = self._waiting_bytes > 0 and self._waiting_bytes + nbytes > self._queue_bytes
         if self._disk is None or store is None or full or not store.writable:
-            self._shared.counters.add("dropped", len(keys))
+            self._shared.counters["dropped"] += len(keys)
             return False
         facts, each = request_facts(job.req_context.kv_transfer_params), max(1, FILE_BYTES // self._row_bytes)
         about = {"namespace": self._shared.namespace(facts.adapter), "layout": self._shared.layout}

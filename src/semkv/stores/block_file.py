@@ -26,7 +26,7 @@ import xxhash
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
-from semkv.stores.files import new_name, open_file
+from semkv.stores.files import open_file
 
 FORMAT_VERSION = 2
 """Version of the files. The store empties a directory of an older version, and refuses one of a newer version."""
@@ -115,6 +115,11 @@ def _head_checksum(text: str, tensor: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([text, tensor]).encode())
 
 
+def part_of(path: Path) -> Path:
+    """The name of a block file while it is being written."""
+    return path.with_name(f"{path.name}.tmp")
+
+
 def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
     """Write a file from where its rows are in memory.
 
@@ -126,7 +131,7 @@ def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
     """
     for folder in (path.parent.parent, path.parent):  # a purge may have deleted both
         folder.mkdir(0o700, exist_ok=True)
-    part = new_name(path)
+    part = part_of(path)
     try:
         descriptor = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
@@ -234,7 +239,7 @@ class BlockFile:
         Raises:
             OSError: the disk fails.
         """
-        if first + len(rows) > len(self.keys) or any(len(row) != self.row_bytes for row in rows):
+        if not 0 <= first <= len(self.keys) - len(rows) or any(len(row) != self.row_bytes for row in rows):
             return [False] * len(rows)
         views, at = [row.data for row in rows], self.nbytes - self.row_bytes * (len(self.keys) - first)
         nbytes = self.row_bytes * len(rows)

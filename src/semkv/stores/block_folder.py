@@ -13,15 +13,16 @@ import errno
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from semkv.errors import StoreError
-from semkv.stores.block_file import FORMAT_VERSION
-from semkv.stores.block_index import INDEX_FAULTS, BlockIndex, NewFile
-from semkv.stores.files import check_private, check_regular, file_id, lock, make_folder, open_file, replace_text
+from semkv.errors import CorruptValue, StoreError
+from semkv.stores.block_file import FORMAT_VERSION, BlockFile, part_of
+from semkv.stores.block_index import INDEX_FAULTS, BlockIndex, NewFile, Selection, is_damage
+from semkv.stores.files import FileId, check_private, check_regular, file_id, lock, make_folder, open_file, replace_text
 
 log = logging.getLogger("semkv.stores")
 
@@ -62,16 +63,36 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def unlink(root: Path, file: str) -> None:
-    """Delete a block file, where that is possible; what stays is swept later."""
-    with contextlib.suppress(OSError):
-        path_of(root, file).unlink()
+    """Delete a block file, also one that is being written, where that is possible; what stays is swept later."""
+    path = path_of(root, file)
+    for name in (path, part_of(path)):
+        with contextlib.suppress(OSError):
+            name.unlink()
 
 
-def found(root: Path) -> Iterator[NewFile]:
-    """The block files that are there, by name, size and time; nothing is read. Raises as `listed`."""
-    for file, _, status in listed(root):
-        if file:
-            yield NewFile(file, status.st_size, min(max(0.0, status.st_mtime), 1e11))
+def _found(root: Path, kind: str, counters: Counter[str]) -> Iterator[NewFile]:
+    """The block files that are there, by their headers, the youngest first. Damaged ones are deleted, and counted as
+    ``corrupt``.
+
+    Raises:
+        OSError: a folder cannot be read, or the process has no descriptor or memory left.
+    """
+    there = sorted((-status.st_mtime, file) for file, _, status in listed(root) if file)
+    for mtime, file in there:
+        try:
+            with BlockFile.open(path_of(root, file), kind, file) as opened:
+                head, created = opened.header, min(max(0.0, -mtime), 1e11)
+                yield NewFile(
+                    file, opened.nbytes, created, head.namespace, opened.keys, owner=head.owner, writer=head.writer
+                )
+        except CorruptValue as error:
+            counters["corrupt"] += 1
+            log.warning("semkv: dropped a damaged block file of %s: %s", root, error)
+            unlink(root, file)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # the file is not to blame
+                raise
+            unlink(root, file)
 
 
 @contextlib.contextmanager
@@ -160,20 +181,48 @@ def discard_index(root: Path) -> None:
             (root / f"{INDEX}{suffix}").unlink()
 
 
-def open_index(root: Path) -> BlockIndex:
-    """The index of a directory that is prepared, built anew where it is damaged; in `opening`.
+def open_index(root: Path, kind: str, counters: Counter[str], *, damaged: FileId | None, wait_s: float) -> BlockIndex:
+    """Prepare a directory and open its index, which is built anew where it is missing or damaged.
+
+    A read-only directory is opened as it is, with a warning.
+
+    Args:
+        root, kind: see `prepare`.
+        counters: where damaged block files are counted, as ``corrupt``.
+        damaged: an index that is known to be damaged.
+        wait_s: how long to wait for another process that opens the directory.
 
     Raises:
+        StoreError: see `prepare`.
+        BlockingIOError: another process is still at it.
         OSError, sqlite3.Error: the disk fails.
     """
-    if not check_regular(root / INDEX):  # SQLite gives the files beside it the same mode
-        os.close(open_file(root / INDEX, os.O_RDWR | os.O_CREAT | os.O_EXCL))
-    return BlockIndex(root / INDEX, lambda: found(root), partial(unlink, root))
+    path, unlink_file = root / INDEX, partial(unlink, root)
 
+    def opened() -> BlockIndex:
+        if not check_regular(path):  # SQLite gives the files beside it the same mode
+            os.close(open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        return BlockIndex(path, lambda: _found(root, kind, counters), unlink_file)
 
-def open_read_only(root: Path) -> BlockIndex:
-    """The index of a prepared directory on a read-only disk; raises as `open_index`."""
-    return BlockIndex(root / INDEX, lambda: (), partial(unlink, root), read_only=True)
+    try:
+        with opening(root, wait_s=wait_s):
+            prepare(root, kind)
+            if damaged is not None and file_id(path) == damaged:
+                discard_index(root)
+            try:
+                return opened()
+            except INDEX_FAULTS as error:
+                if not is_damage(error):
+                    raise
+                log.warning("semkv: rebuilding the index of %s (%s)", root, error)
+                discard_index(root)
+                return opened()
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        prepare(root, kind, read_only=True)
+        log.warning("semkv: nothing is written to %s (%s); what is there is used", root, error)
+        return BlockIndex(path, lambda: (), unlink_file, read_only=True)
 
 
 def empty_index(root: Path) -> bool:
@@ -187,7 +236,7 @@ def empty_index(root: Path) -> bool:
         if read_marker(root) and check_regular(index):
             opened = BlockIndex(index, lambda: (), partial(unlink, root))
             try:
-                opened.purge(None, None, None)
+                opened.purge(Selection())
             finally:
                 opened.close()
             # The last connection takes the log along.

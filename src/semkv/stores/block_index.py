@@ -1,12 +1,14 @@
 """Which block file holds which block: one SQLite file for each store directory, shared by all processes that use it.
 
-The index is never the only copy: it is built again from the block files where it is missing or damaged. Then the sizes
-of the files count at once, and their blocks are found as the headers are read: until then a file has no blocks here.
+The index is never the only copy: it is built again from the headers of the block files where it is missing or damaged.
 
-It is also where the processes agree. Bytes are reserved, and what must go for them is chosen, in one transaction before
-a file is written, so that the bounds hold at every moment. For the same reason every file that the index forgets is
-deleted in the transaction that forgets it: nobody else may take its room before. A purge empties the index in place
-and says so to all.
+It is also where the processes agree:
+
+- Room: the bytes of a file are reserved, and what must go for them is chosen, in one transaction before the file is
+  written. A file is deleted in the transaction that forgets it. So the bounds hold at every moment.
+- Purges: each deletion by choice leaves a record. A writer says which record was the last one when its blocks were
+  computed; they are not stored where a later record covers them. A process that keeps blocks in memory reads the later
+  records and drops what they cover.
 
 Everything but numbers is stored as bytes, so that a flipped bit makes a row that is not found, and no fault. Moments
 are microseconds since the epoch here, and seconds everywhere else.
@@ -21,11 +23,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_VERSION = 5
+from semkv.stores.files import file_id
+
+_VERSION = 6
 _SCHEMA = """
 CREATE TABLE files(
   number INTEGER PRIMARY KEY, namespace BLOB NOT NULL, blocks INTEGER NOT NULL, nbytes INTEGER NOT NULL,
@@ -34,29 +38,27 @@ CREATE TABLE files(
 CREATE INDEX files_by_use ON files(again, used);
 CREATE TABLE blocks(key BLOB PRIMARY KEY, file INTEGER NOT NULL, row INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX blocks_by_file ON blocks(file);
-CREATE TABLE purges(id INTEGER PRIMARY KEY, owner BLOB, before INTEGER);
-CREATE TABLE disowned(writer BLOB NOT NULL, namespace BLOB NOT NULL, at INTEGER NOT NULL,
-  PRIMARY KEY(writer, namespace)) WITHOUT ROWID;
-CREATE TABLE generation(name BLOB NOT NULL);
+CREATE TABLE purges(id INTEGER PRIMARY KEY, owner BLOB, writer BLOB, namespace BLOB, before INTEGER);
 """
-_INSERT = "INSERT INTO files VALUES(?,?,?,?,?,?,?,?,?,?)"
-_ASKED = (256, 32, 4, 1)  # keys in one query: few forms, which SQLite prepares once
-_FIND = """SELECT group_concat(hex(key) || ' ' || CAST(file AS INTEGER) || ' ' || CAST(row AS INTEGER), ';')
-FROM blocks WHERE key IN (%s)"""
-_FILES = """SELECT group_concat(number || ' ' || CAST(created AS INTEGER) || ' ' || hex(owner), ';')
-FROM files WHERE committed AND number IN (%s)"""
+# One row for all keys: the interpreter may be handed to another thread at each row of SQLite's.
+_FIND = """SELECT group_concat(hex(key) || ' ' || file || ' ' || row || ' ' || created || ' ' || hex(owner), ';')
+FROM blocks JOIN files ON number=file WHERE committed AND key IN (%s)"""
+_ASKED = (1, 32, 256)  # keys in one query: few forms, which SQLite prepares once
 _AGES = """SELECT namespace, count(*), total(blocks), total(nbytes), CAST(min(created) AS INTEGER),
 CAST(max(used) AS INTEGER) FROM files WHERE committed AND (owner IN (%s) OR ?) GROUP BY namespace"""
-_BUSY_S = 10.0  # how long a writer waits for another process's transaction
-_DISOWNED_S = 86_400.0  # by then nothing of what was under way waits any more
+_MOST_PURGES = 1000  # records that are kept
+_POLL_S = 0.002
 _TRANSIENT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_NOMEM)
 _DISK = (
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN),
     *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOLFS),
 )
 
+BUSY_S = 10.0
+"""How long a writer waits for another process's transaction."""
+
 PENDING_S = 600.0
-"""A reserved file whose writer has said nothing for so long is given up: the writer died."""
+"""A reserved file that is not there after so long is given up: its writer died."""
 
 INDEX_FAULTS = (sqlite3.Error, ValueError, TypeError)
 """What a faulty disk raises here: a damaged index may answer with anything."""
@@ -94,21 +96,6 @@ class BlockRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Purge:
-    """What was deleted: of one tenant, what was written before a moment, both, or everything.
-
-    Attributes:
-        id: a later purge has a higher one, in a new index too.
-        owner: `block_file.owner_of` the tenant.
-        before: in seconds since the epoch.
-    """
-
-    id: int
-    owner: str | None
-    before: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class NewFile:
     """A block file that is about to be written, or was found: with the length of the whole file in bytes, and when it
     was written."""
@@ -116,17 +103,62 @@ class NewFile:
     file: str
     nbytes: int
     created: float
-    namespace: str = ""
-    keys: Sequence[bytes] = ()
+    namespace: str
+    keys: Sequence[bytes]
     owner: str = ""
     writer: str = ""
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Files that meet all that is given; all files where nothing is.
+
+    Attributes:
+        owner: `block_file.owner_of` the tenant.
+        writer: see `blocks.BlockStore.writer`.
+        namespace: of the blocks.
+        before: written before this moment, in seconds since the epoch.
+    """
+
+    owner: str | None = None
+    writer: str | None = None
+    namespace: str | None = None
+    before: float | None = None
+
+    def covers(self, new: NewFile) -> bool:
+        """Whether a file is among them."""
+        return (
+            self.owner in (None, new.owner)
+            and self.writer in (None, new.writer)
+            and self.namespace in (None, new.namespace)
+            and (self.before is None or new.created < self.before)
+        )
+
+    def values(self) -> tuple[Any, ...]:
+        """As the index stores them."""
+        words = (None if word is None else word.encode() for word in (self.owner, self.writer, self.namespace))
+        return (*words, None if self.before is None else _us(self.before))
+
+    def where(self) -> tuple[str, list[Any]]:
+        """A condition over the table ``files``, with its values."""
+        tests = zip(("owner=?", "writer=?", "namespace=?", "created<?"), self.values(), strict=True)
+        given = [(test, value) for test, value in tests if value is not None]
+        return " AND ".join(["1", *(test for test, _ in given)]), [value for _, value in given]
+
+
+@dataclass(frozen=True)
+class Purge(Selection):
+    """The record of a deletion. A later one has a higher ``id``, in a new index too; 0 where it is not known."""
+
+    id: int = field(default=0, kw_only=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Whether there is room for a file, and what went for it."""
+    """Whether there is room for a file, which purge was the last before, and what went for the file."""
 
     granted: bool
+    since: int = 0
     files: int = 0
     blocks: int = 0
 
@@ -153,10 +185,6 @@ def _text(stored: Any) -> str:
     return stored.decode(errors="replace") if isinstance(stored, bytes) else ""
 
 
-def _block(namespace: str, key: bytes) -> bytes:
-    return _space(namespace) + key
-
-
 def _space(namespace: str) -> bytes:
     return hashlib.blake2b(namespace.encode(), digest_size=16).digest()
 
@@ -164,8 +192,11 @@ def _space(namespace: str) -> bytes:
 class BlockIndex:
     """The index of one directory. Safe to use from several threads and processes.
 
-    It has two connections: what only reads (`find`, `purges_after`, `last_purge`, `generation`) waits for no writer.
-    Every method may raise `INDEX_FAULTS`.
+    A question waits for no other process. Every method may raise `INDEX_FAULTS`.
+
+    Attributes:
+        read_only: nothing can be written.
+        file: device and inode of the index.
     """
 
     def __init__(
@@ -176,14 +207,12 @@ class BlockIndex:
         *,
         read_only: bool = False,
     ) -> None:
-        """Open the file, or create it and tell in it what ``found`` says of the block files that are there.
+        """Open the index, or create it of the block files that ``found`` says are there, the youngest first.
 
-        ``unlink`` deletes the block file of an id, and raises nothing.
+        ``unlink`` deletes what there is of the block file of an id, and raises nothing.
         """
-        self.read_only, self._unlink = read_only, unlink
-        self._lock, self._reading = threading.Lock(), threading.Lock()
-        self._disowned: set[tuple[str, str]] = set()
-        self._reader = self._db = _connect(path, "mode=ro" if read_only else "mode=rw", _BUSY_S)
+        self.read_only, self._unlink, self._lock = read_only, unlink, threading.Lock()
+        self._db = _connect(path, "mode=ro" if read_only else "mode=rw")
         try:
             if read_only:
                 self._see_content(path)
@@ -192,133 +221,100 @@ class BlockIndex:
                 # A lost commit is a lost block, and its file is swept; a damaged index cannot come of it.
                 self._db.execute("PRAGMA synchronous=NORMAL")
                 self._create(found)
-                self._reader = _connect(path, "mode=rw", 0.0)
-                self._reader.execute("PRAGMA query_only=1")
-            version = self._reader.execute("PRAGMA user_version").fetchone()[0]
-            if version != _VERSION:
-                raise sqlite3.DatabaseError(f"an index of version {version}, this one is {_VERSION}")
-            self._reader.execute("SELECT number FROM files LIMIT 1").fetchone()
+            self._check_version()
+            self._db.execute("SELECT number FROM files LIMIT 1").fetchone()
+            self._db.execute("PRAGMA busy_timeout=0")  # from now on `_write` waits, without the lock
+            self.file = file_id(path)
         except BaseException:
             self.close()
             raise
 
     def _see_content(self, path: Path) -> None:
-        """Open the file without its log where that is not there, and cannot be made on a read-only disk."""
+        """Open the index without its log where that is not there, and cannot be made on a read-only disk."""
         try:
             self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         except sqlite3.OperationalError:
             self._db.close()
-            self._reader = self._db = _connect(path, "immutable=1", _BUSY_S)
+            self._db = _connect(path, "immutable=1")
+
+    def _check_version(self) -> None:
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version != _VERSION:
+            raise sqlite3.DatabaseError(f"an index of version {version}, this one is {_VERSION}")
 
     def _create(self, found: Callable[[], Iterable[NewFile]]) -> None:
         with self._write() as db:  # one transaction: another process sees all of it or nothing
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version == _VERSION:
+            if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 return
-            if version or db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                raise sqlite3.DatabaseError(f"an index of version {version}, this one is {_VERSION}")
             for statement in _SCHEMA.split(";"):
                 db.execute(statement)
-            times = ((_us(file.created), file) for file in found())
-            rows = ((_number(f.file), b"", 0, f.nbytes, at, at, 0, 1, b"", b"") for at, f in times)
-            db.executemany(_INSERT, rows)
-            _record(db, None, None)  # a process that used the index before this one has missed purges
-            db.execute("INSERT INTO generation VALUES(?)", (secrets.token_bytes(16),))
+            for new in found():
+                self._insert(db, new, committed=True)
+                if not _name(db, new):
+                    self._delete(db, [_number(new.file)])
+            _record(db, Selection())  # a process that used the index before this one has missed purges
             db.execute(f"PRAGMA user_version={_VERSION}")
 
     def close(self) -> None:
-        with self._reading, suppress(sqlite3.Error):
-            self._reader.close()
         with self._lock, suppress(sqlite3.Error):
             self._db.close()
 
     @contextmanager
-    def _write(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
-        """One transaction that no other process writes beside; without ``wait`` it begins at once or not at all."""
-        if not self._lock.acquire(blocking=wait):  # a thread of this process, which may wait for another process
-            error = sqlite3.OperationalError("the index is in use")
-            error.sqlite_errorcode = sqlite3.SQLITE_BUSY
-            raise error
-        try:
-            with self._db:
-                if not wait:
-                    self._db.execute("PRAGMA busy_timeout=0")
+    def _write(self, wait_s: float = BUSY_S) -> Iterator[sqlite3.Connection]:
+        """One transaction that no other process writes beside. Where it has not begun after ``wait_s``, another
+        process's is going on, and SQLITE_BUSY is raised. Questions of this process do not wait for that."""
+        until = time.monotonic() + wait_s
+        while True:
+            with self._lock, self._db:
                 try:
                     self._db.execute("BEGIN IMMEDIATE")
-                finally:
-                    if not wait:
-                        self._db.execute(f"PRAGMA busy_timeout={_BUSY_S * 1000:.0f}")
-                yield self._db
-        finally:
-            self._lock.release()
-
-    # -- reading beside writers -----------------------------------------------------------------------------------
+                except sqlite3.OperationalError as error:
+                    if not is_transient(error) or time.monotonic() >= until:
+                        raise
+                else:
+                    yield self._db
+                    return
+            time.sleep(_POLL_S)
 
     def _read(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._reading:
-            return self._reader.execute(query, values).fetchall()
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    # -- finding --------------------------------------------------------------------------------------------------
 
     def find(self, namespace: str, keys: Sequence[bytes]) -> list[BlockRef | None]:
-        """Where each block is, None for what is not stored.
-
-        A query answers in one row, because the interpreter may be handed to another thread at each row of SQLite's.
-        """
+        """Where each block is, None for what is not stored."""
         space = _space(namespace)
-        wanted = [space + key for key in keys]
-        blocks = {row[0]: (int(row[1]), int(row[2])) for row in self._ask(_FIND, wanted)}
-        files = {
-            int(row[0]): (_id(int(row[0])), int(row[1]) / 1e6, _text(bytes.fromhex(row[2].decode())))
-            for row in self._ask(_FILES, list({file for file, _ in blocks.values()}))
-        }
-        found: list[BlockRef | None] = []
-        for key in wanted:
-            number, place = blocks.get(key.hex().upper().encode(), (None, 0))
-            file = None if number is None else files.get(number)
-            found.append(None if file is None else BlockRef(file[0], place, file[1], file[2]))
-        return found
+        wanted, found = [space + key for key in keys], dict[bytes, BlockRef]()
+        for at in range(0, len(wanted), _ASKED[-1]):
+            asked = wanted[at : at + _ASKED[-1]]
+            size = next(size for size in _ASKED if size >= len(asked))
+            ((answer,),) = self._read(_FIND % ",".join("?" * size), asked + [b""] * (size - len(asked)))
+            for row in (answer or b"").split(b";"):
+                if row:
+                    key, file, place, created, owner = row.split(b" ")
+                    text = _text(bytes.fromhex(owner.decode()))
+                    found[key] = BlockRef(_id(int(file)), int(place), int(created) / 1e6, text)
+        return [found.get(key.hex().upper().encode()) for key in wanted]
 
-    def _ask(self, query: str, values: Sequence[Any]) -> Iterator[list[bytes]]:
-        """The rows of a query for many values, as text."""
-        at = 0
-        while at < len(values):
-            size = next(size for size in _ASKED if size <= len(values) - at)
-            ((answer,),) = self._read(query % ",".join("?" * size), values[at : at + size])
-            yield from (row.split(b" ") for row in (answer or b"").split(b";") if row)
-            at += size
-
-    @property
-    def generation(self) -> str:
-        """A name that is drawn when an index is created, and anew when a purge deletes everything."""
-        return _hex(self._read("SELECT max(name) FROM generation")[0][0])
-
-    def purges_after(self, purge: int) -> list[Purge]:
-        rows = self._read("SELECT id, owner, CAST(before AS INTEGER) FROM purges WHERE id>? ORDER BY id", (purge,))
-        return [
-            Purge(i, None if owner is None else _text(owner), None if at is None else at / 1e6) for i, owner, at in rows
-        ]
+    def purges_after(self, id: int) -> list[Purge]:  # noqa: A002
+        """What was purged after a purge; everything, where that one is not on record."""
+        with self._lock:
+            return _purges_after(self._db, id)
 
     def last_purge(self) -> int:
-        return int(self._read("SELECT coalesce(max(id), 0) FROM purges")[0][0])
+        """Id of the last purge."""
+        return int(self._read("SELECT max(id) FROM purges")[0][0])
 
-    # -- writing ------------------------------------------------------------------------------------------------
+    # -- writing --------------------------------------------------------------------------------------------------
 
-    def touch(self, used: Mapping[str, tuple[float, bool]]) -> None:
-        """Note when files were used last, and whether that was a use of its own; without waiting for anybody."""
-        try:
-            with self._write(wait=False) as db:
-                _touch(db, used)
-        except sqlite3.OperationalError as error:
-            if not is_transient(error):
-                raise
+    def touch(self, used: Mapping[str, float]) -> None:
+        """Note when files were used last, where no other process is in the way."""
+        with suppress(sqlite3.OperationalError), self._write(0.0) as db:
+            _touch(db, used)
 
     def reserve(
-        self,
-        new: NewFile,
-        max_bytes: int,
-        max_blocks: int,
-        used: Mapping[str, tuple[float, bool]],
-        generation: str | None,
-        since: int | None = None,
+        self, new: NewFile, max_bytes: int, max_blocks: int, used: Mapping[str, float], since: int | None
     ) -> Reservation:
         """Make room for a file and take it, in one step; `commit` or `remove` must follow.
 
@@ -326,15 +322,14 @@ class BlockIndex:
             new: what is about to be written.
             max_bytes, max_blocks: of the directory; 0 for no bound.
             used: see `touch`.
-            generation: None, or the one in which the blocks were computed.
-            since: None, or the last purge before that.
+            since: the last purge when the blocks were computed; None for now.
         """
         if (max_bytes and new.nbytes > max_bytes) or (max_blocks and len(new.keys) > max_blocks):
             return Reservation(False)
         with self._write() as db:
             _touch(db, used)
-            now = db.execute("SELECT max(name) FROM generation").fetchone()[0]
-            if _disowned(db, new) or generation not in (None, _hex(now)) or _purged_since(db, new, since):
+            last = db.execute("SELECT max(id) FROM purges").fetchone()[0]
+            if any(purge.covers(new) for purge in _purges_after(db, last if since is None else since)):
                 return Reservation(False)
             _, blocks, nbytes = _totals(db)
             over_bytes = nbytes + new.nbytes - max_bytes if max_bytes else 0
@@ -343,45 +338,24 @@ class BlockIndex:
             if gone is None:
                 return Reservation(False)
             self._delete(db, [number for number, _ in gone])
-            at = _us(new.created)
-            row = (_number(new.file), new.namespace.encode(), len(new.keys), new.nbytes, at, at, 0, 0)
-            db.execute(_INSERT, (*row, new.owner.encode(), new.writer.encode()))
-        return Reservation(True, len(gone), sum(blocks for _, blocks in gone))
+            self._insert(db, new, committed=False)
+        return Reservation(True, last, len(gone), sum(blocks for _, blocks in gone))
 
-    def commit(self, new: NewFile) -> bool:
-        """Name the blocks of a reserved file, which is there now.
+    def commit(self, new: NewFile, since: int) -> bool:
+        """Name the blocks of a file that was reserved after the purge ``since``, and is there now.
 
         Returns:
-            False where none was new, or the reservation is gone: then the file is deleted.
+            False where none was new, they were purged meanwhile, or the reservation is gone: then the file is deleted.
         """
         with self._write() as db:
-            reserved = db.execute("UPDATE files SET committed=1 WHERE number=?", (_number(new.file),)).rowcount
-            if reserved and _name(db, new):
-                return True
-            self._delete(db, [_number(new.file)])
-            return False
-
-    def unread(self, most: int) -> list[str]:
-        """Files that were found without an index and not read yet, the youngest first."""
-        with self._lock:
-            rows = self._db.execute("SELECT number FROM files WHERE blocks=0 ORDER BY created DESC LIMIT ?", (most,))
-            return [_id(row[0]) for row in rows]
-
-    def adopt(self, read: Iterable[NewFile], useless: Iterable[str]) -> None:
-        """Name the blocks of files that were `unread`, and delete ``useless`` ones.
-
-        What another process adopted or evicted meanwhile is left. Files without a block that is not stored already, and
-        disowned ones, are deleted too.
-        """
-        query = "UPDATE files SET namespace=?, blocks=?, owner=?, writer=? WHERE number=? AND blocks=0"
-        gone = list(map(_number, useless))
-        with self._write() as db:
-            for new in read:
-                row = (new.namespace.encode(), len(new.keys), new.owner.encode(), new.writer.encode())
-                mine = db.execute(query, (*row, _number(new.file))).rowcount
-                if mine and (_disowned(db, new) or not _name(db, new)):
-                    gone.append(_number(new.file))
-            self._delete(db, gone)
+            kept = (
+                db.execute("UPDATE files SET committed=1 WHERE number=?", (_number(new.file),)).rowcount
+                and not any(purge.covers(new) for purge in _purges_after(db, since))
+                and _name(db, new)
+            )
+            if not kept:
+                self._delete(db, [_number(new.file)])
+        return bool(kept)
 
     def remove(self, files: Iterable[str]) -> bool:
         """Delete files; True."""
@@ -389,122 +363,93 @@ class BlockIndex:
             self._delete(db, list(map(_number, files)))
         return True
 
-    def disown(self, namespace: str, writer: str) -> None:
-        """Delete what ``writer`` wrote under this namespace, and take nothing more of it there.
+    def purge(self, which: Selection, wait_s: float = BUSY_S) -> int:
+        """Delete files and record that for all who use the index; returns how many.
 
-        The first call waits for others as all do, further ones do not: engines try again in each step.
+        What is being written keeps its room until its writer comes to commit it, and is told to delete it.
         """
-        what, now = (writer, namespace), time.time()
-        first = what not in self._disowned
-        self._disowned.add(what)
-        with self._write(wait=first) as db:
-            db.execute("DELETE FROM disowned WHERE at<?", (_us(now - _DISOWNED_S),))
-            row = (writer.encode(), namespace.encode())
-            db.execute("INSERT OR REPLACE INTO disowned VALUES(?,?,?)", (*row, _us(now)))
-            self._delete(db, _numbers(db, "SELECT number FROM files WHERE writer=? AND namespace=?", row))
-
-    def purge(self, owner: str | None, namespace: str | None, before: float | None) -> int:
-        """Delete files, those that are being written too, and record that for all who use the index; how many."""
-        with self._write() as db:
-            gone = _numbers(db, *_chosen("number", owner, namespace, before))
-            if owner is None and namespace is None and before is None:
+        with self._write(wait_s) as db:
+            where, values = which.where()
+            query = f"SELECT number, committed OR created<? FROM files WHERE {where}"  # noqa: S608
+            rows = db.execute(query, (_us(time.time() - PENDING_S), *values)).fetchall()
+            if which == Selection():
                 db.execute("DELETE FROM blocks")  # what is left of a damaged index too
-                db.execute("UPDATE generation SET name=?", (secrets.token_bytes(16),))
-            self._delete(db, gone)
-            _record(db, owner, before)
-        return len(gone)
+            self._delete(db, [number for number, done in rows if done])
+            for number, done in rows:
+                if not done:
+                    self._unlink(_id(number))
+            _record(db, which)
+        return len(rows)
 
     def expire(self, before: float) -> int:
         """Delete what was written before this moment, and what writers reserved that died; how many files."""
         query = "SELECT number FROM files WHERE created<? OR (NOT committed AND created<?)"
         with self._write() as db:
-            gone = _numbers(db, query, (_us(before), _us(time.time() - PENDING_S)))
-            self._delete(db, gone)
-        return len(gone)
+            rows = db.execute(query, (_us(before), _us(time.time() - PENDING_S))).fetchall()
+            self._delete(db, [number for (number,) in rows])
+        return len(rows)
+
+    def _insert(self, db: sqlite3.Connection, new: NewFile, *, committed: bool) -> None:
+        at = _us(new.created)
+        row = (_number(new.file), new.namespace.encode(), len(new.keys), new.nbytes, at, at, 0, committed)
+        db.execute("INSERT INTO files VALUES(?,?,?,?,?,?,?,?,?,?)", (*row, new.owner.encode(), new.writer.encode()))
 
     def _delete(self, db: sqlite3.Connection, numbers: Sequence[int]) -> None:
-        """Forget files and delete them, in one transaction of `_write`."""
         rows = [(number,) for number in numbers]
         db.executemany("DELETE FROM blocks WHERE file=?", rows)
         db.executemany("DELETE FROM files WHERE number=?", rows)
         for number in numbers:
             self._unlink(_id(number))
 
-    # -- looking at it ------------------------------------------------------------------------------------------
+    # -- looking at it --------------------------------------------------------------------------------------------
 
-    def files(
-        self, *, owner: str | None = None, namespace: str | None = None, before: float | None = None
-    ) -> list[str]:
-        """All files, or those of a tenant, of a namespace, written before a moment, or of all that is given."""
-        with self._lock:
-            return [_id(number) for (number,) in self._db.execute(*_chosen("number", owner, namespace, before))]
+    def files(self, which: Selection = Selection(), *, committed: bool = False) -> list[str]:
+        """Ids of files; with ``committed`` without those that are being written."""
+        where, values = which.where()
+        query = f"SELECT number FROM files WHERE committed>=? AND {where}"  # noqa: S608
+        return [_id(number) for (number,) in self._read(query, [committed, *values])]
 
     def totals(self, namespace: str | None = None) -> tuple[int, int, int]:
-        """Files, blocks and bytes, of one namespace or of all; reserved and unread ones are among all."""
+        """Files, blocks and bytes, of one namespace or of all; with what is being written."""
         with self._lock:
-            return _totals(self._db, namespace)
+            return _totals(self._db, Selection(namespace=namespace))
 
     def ages(self, owners: Sequence[str] | None = None) -> dict[str, tuple[int, int, int, float, float]]:
         """By namespace: files, blocks, bytes, when the oldest was written and the latest used; of some tenants."""
         query, tags = _AGES % ",".join("?" * len(owners or ())), [owner.encode() for owner in owners or ()]
-        with self._lock:
-            rows = self._db.execute(query, [*tags, owners is None]).fetchall()
+        rows = self._read(query, [*tags, owners is None])
         return {_text(row[0]): (row[1], int(row[2]), int(row[3]), row[4] / 1e6, row[5] / 1e6) for row in rows}
 
 
-def _connect(path: Path, how: str, wait_s: float) -> sqlite3.Connection:
+def _connect(path: Path, how: str) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?{how}"
-    db = sqlite3.connect(uri, uri=True, timeout=wait_s, check_same_thread=False, isolation_level=None)
+    db = sqlite3.connect(uri, uri=True, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
     db.text_factory = bytes
     return db
 
 
-def _hex(stored: Any) -> str:
-    return stored.hex() if isinstance(stored, bytes) else ""
-
-
 def _name(db: sqlite3.Connection, new: NewFile) -> int:
     """How many blocks of a file are found there now. What another file has stays, but for one that is not known."""
-    rows = ((_block(new.namespace, key), _number(new.file), row) for row, key in enumerate(new.keys))
+    space = _space(new.namespace)
     query = (
         "INSERT INTO blocks VALUES(?,?,?) ON CONFLICT(key) DO UPDATE SET file=excluded.file, row=excluded.row "
         "WHERE file NOT IN (SELECT number FROM files)"
     )
+    rows = ((space + key, _number(new.file), row) for row, key in enumerate(new.keys))
     return int(db.executemany(query, rows).rowcount)
 
 
-def _touch(db: sqlite3.Connection, used: Mapping[str, tuple[float, bool]]) -> None:
-    rows = [(_us(at), again, _number(file)) for file, (at, again) in used.items()]
-    db.executemany("UPDATE files SET used=?, again=max(again, ?) WHERE number=?", rows)
+def _touch(db: sqlite3.Connection, used: Mapping[str, float]) -> None:
+    rows = [(_us(at), _number(file)) for file, at in used.items()]
+    db.executemany("UPDATE files SET used=?, again=1 WHERE number=?", rows)
 
 
-def _disowned(db: sqlite3.Connection, new: NewFile) -> bool:
-    row = (new.writer.encode(), new.namespace.encode())
-    return db.execute("SELECT 1 FROM disowned WHERE writer=? AND namespace=?", row).fetchone() is not None
-
-
-def _purged_since(db: sqlite3.Connection, new: NewFile, since: int | None) -> bool:
-    query = "SELECT 1 FROM purges WHERE id>? AND before IS NULL AND (owner IS NULL OR owner=?)"
-    return since is not None and db.execute(query, (since, new.owner.encode())).fetchone() is not None
-
-
-def _totals(db: sqlite3.Connection, namespace: str | None = None) -> tuple[int, int, int]:
+def _totals(db: sqlite3.Connection, which: Selection = Selection()) -> tuple[int, int, int]:
+    where, values = which.where()
     # total() is exact below 2**53, and no sum of what is stored makes it fail.
-    return tuple(map(int, db.execute(*_chosen("count(*), total(blocks), total(nbytes)", None, namespace)).fetchone()))  # type: ignore[return-value]
-
-
-def _chosen(
-    columns: str, owner: str | None, namespace: str | None, before: float | None = None
-) -> tuple[str, list[Any]]:
-    """A query over files, with its values."""
-    given = {
-        "owner=?": None if owner is None else owner.encode(),
-        "namespace=?": None if namespace is None else namespace.encode(),
-        "created<?": None if before is None else _us(before),
-    }
-    where = [test for test, value in given.items() if value is not None]
-    query = f"SELECT {columns} FROM files" + (f" WHERE {' AND '.join(where)}" if where else "")  # noqa: S608
-    return query, [value for value in given.values() if value is not None]
+    query = f"SELECT count(*), total(blocks), total(nbytes) FROM files WHERE {where}"  # noqa: S608
+    files, blocks, nbytes = db.execute(query, values).fetchone()
+    return int(files), int(blocks), int(nbytes)
 
 
 def _victims(
@@ -537,14 +482,22 @@ def _victims(
     return gone
 
 
-def _numbers(db: sqlite3.Connection, query: str, values: Sequence[Any]) -> list[int]:
-    return [number for (number,) in db.execute(query, values)]
+def _purges_after(db: sqlite3.Connection, id: int) -> list[Purge]:  # noqa: A002
+    query = "SELECT id, owner, writer, namespace, CAST(before AS INTEGER) FROM purges WHERE id>=? ORDER BY id"
+    rows = db.execute(query, (id,)).fetchall()
+    if not rows or rows[0][0] != id:  # of an index before this one, or too long ago
+        return [Purge(id=rows[-1][0] if rows else 0)]
+    found = []
+    for number, *words, before in rows[1:]:
+        owner, writer, namespace = (None if word is None else _text(word) for word in words)
+        found.append(Purge(owner, writer, namespace, None if before is None else before / 1e6, id=number))
+    return found
 
 
-def _record(db: sqlite3.Connection, owner: str | None, before: float | None) -> None:
-    """Note a purge in the place of those that it includes."""
-    tag, at = None if owner is None else owner.encode(), None if before is None else _us(before)
+def _record(db: sqlite3.Connection, which: Selection) -> None:
     last = db.execute("SELECT coalesce(max(id), 0) FROM purges").fetchone()[0]
-    db.execute("DELETE FROM purges WHERE (?1 IS NULL OR owner IS ?1) AND (?2 IS NULL OR before<=?2)", (tag, at))
-    # From the clock, so that a later index has higher ones.
-    db.execute("INSERT INTO purges VALUES(?,?,?)", (max(last + 1, _us(time.time())), tag, at))
+    now = max(last + 1, _us(time.time()))  # from the clock, so that a later index has higher ones
+    db.execute("INSERT INTO purges VALUES(?,?,?,?,?)", (now, *which.values()))
+    db.execute(
+        "DELETE FROM purges WHERE id<=(SELECT id FROM purges ORDER BY id DESC LIMIT 1 OFFSET ?)", (_MOST_PURGES,)
+    )

@@ -1,10 +1,15 @@
 """Blocks on disk: opaque rows of bytes, found by namespace and key. KV blocks and fusion states lie in such stores.
 
-Reading and writing never raise for what happened to the disk. A damaged or vanished block is a counted miss. On a full
-disk writing pauses, a read-only disk is only read, a store that cannot be used at all is off: each with one warning.
+Where things are: `BlockStore.write` reserves room in the index, writes a file and commits it. `BlockStore.find` asks
+the index, `BlockStore.read` opens the files and checks every row. `block_index` decides what is evicted and what a
+purge covers, `block_folder` how a directory is opened, `block_file` what a file looks like.
 
-Any thread may call. `BlockStore.find`, `purges_after`, `last_purge` and ``generation`` are for a thread that must not
-wait: they ask by a connection of their own, and where the directory has to be opened anew, another thread does it.
+Reading and writing never raise for what happened to the disk. A damaged or vanished block is a counted miss. On a full
+disk writing pauses, a read-only disk is only read. Where the index was deleted, replaced or damaged, the store opens
+the directory anew; where that fails, everything is a miss, and it is tried again after a minute.
+
+Any thread may call. `BlockStore.find`, `purges_after` and `last_purge` are for a thread that must not wait: where the
+directory has to be opened anew, another thread does it.
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import secrets
 import threading
 import time
 from collections import Counter
@@ -22,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores import block_file, block_folder
+from semkv.stores import block_file, block_folder, block_index
 from semkv.stores.block_file import BlockFile, BlockHeader, Bytes, checksum, encode_head, layout_text
 from semkv.stores.block_folder import path_of
 from semkv.stores.block_index import (
@@ -32,6 +36,7 @@ from semkv.stores.block_index import (
     NewFile,
     Purge,
     Reservation,
+    Selection,
     is_damage,
     is_transient,
     new_file_id,
@@ -48,12 +53,13 @@ SWEEP_S = 600.0
 RETRY_S = 5.0
 """How long nothing is written after the disk was full or failed."""
 
+REOPEN_S = 60.0
+"""How long everything is a miss after the directory could not be opened, or its index was damaged twice."""
+
 _LOOK_S = 0.2  # between two looks of `find` whether the index is still the one in use
 _FLUSH_S = 1.0  # between two notes of what was read, unless something is written
 _OPEN_S, _OPEN_ANEW_S = 60.0, 1.0  # how long to wait for another process that opens the directory
-_REBUILD_S = 60.0  # an index that is damaged again so soon is not rebuilt
-_BATCH = 128  # files whose blocks are named in one transaction
-_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_WARN_S = 60.0
 
 _T = TypeVar("_T")
 
@@ -83,7 +89,7 @@ class BlockStore:
 
     Attributes:
         counters: ``stored_blocks``, ``stored_bytes``, ``read_blocks``; ``corrupt`` and ``missing`` files;
-            ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds, purged or disowned meanwhile);
+            ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds, or purged meanwhile);
             ``errors``.
         swept: how many files went when the directory was opened.
         writer: the engine on whose behalf blocks are written, in any of its processes; see `disown`.
@@ -100,186 +106,136 @@ class BlockStore:
         self.counters: Counter[str] = Counter()
         self.swept = 0
         self._index: BlockIndex | None = None
-        self._file: FileId | None = None  # of the index
-        self._stale: BlockIndex | None = None  # the one before, not closed yet
-        self._damaged: FileId | None = None  # whose file must go
-        self._rebuilt_at = -_REBUILD_S
-        self._off, self._opening, self._looked_at = False, threading.RLock(), 0.0
-        self._failing, self._resume_at = False, 0.0
-        self._used: dict[str, tuple[float, bool]] = {}  # noted in the index later: see `BlockIndex.touch`
-        self._flushed_at = self._swept_at = self._warned_at = self._helped_at = 0.0
-        self._disowned: set[str] = set()
-        self._adopting, self._closing = threading.Lock(), threading.Event()
-        self._helper: threading.Thread | None = None
+        self._damaged: FileId | None = None  # an index to delete before the directory is opened anew
+        self._opening, self._opener = threading.RLock(), threading.Thread()
+        self._closed, self._looked_at = False, 0.0
+        self._open_after = self._rebuild_after = self._write_after = self._warn_after = 0.0
+        self._used: dict[str, float] = {}  # noted in the index later: see `BlockIndex.touch`
+        self._flushed_at = self._swept_at = 0.0
+        self._disowned: list[str] = []  # namespaces that are still to be purged of what this writer wrote
         self._open(_OPEN_S)
 
     # -- the index as it is now -----------------------------------------------------------------------------------
 
     @property
     def on(self) -> bool:
-        """Whether anything can be read; False after a fault that put the store out of use."""
-        return not self._off
+        """Whether anything can be read at this moment."""
+        return self._index is not None
 
     @property
     def writable(self) -> bool:
         """Whether anything is written at this moment; False on a read-only disk, and for a while where it failed."""
         index = self._index
-        return index is not None and not index.read_only and time.monotonic() >= self._resume_at
-
-    @property
-    def generation(self) -> str:
-        """A name that changes when everything is purged or another index takes this one's place.
-
-        Without an index nobody hears of a purge. Then each question gets another answer, so that nothing kept is found.
-        """
-        return self._ask(lambda index: index.generation, "", wait=False) or secrets.token_hex(16)
-
-    def _open(self, wait_s: float) -> bool:
-        """Whether `_index` is the directory's now; else the store is off, or another process opens it."""
-        try:
-            try:
-                with block_folder.opening(self.root, wait_s=wait_s):
-                    self._let_go()
-                    block_folder.prepare(self.root, self.kind)
-                    index = self._open_or_rebuild()
-            except OSError as error:
-                if error.errno not in _READ_ONLY:
-                    raise
-                block_folder.prepare(self.root, self.kind, read_only=True)
-                index = block_folder.open_read_only(self.root)
-                log.warning("semkv: nothing is written to %s (%s); what is there is used", self.root, error)
-            self._file = file_id(self.root / block_folder.INDEX)
-        except BlockingIOError:
-            self.counters["errors"] += 1
-            return False
-        except (OSError, *INDEX_FAULTS) as error:
-            self._switch_off("cannot be used", error)
-            return False
-        self._index = index
-        self._ask(self._opened, None, index)
-        return True
-
-    def _open_or_rebuild(self) -> BlockIndex:
-        try:
-            return block_folder.open_index(self.root)
-        except INDEX_FAULTS as error:
-            if not is_damage(error):
-                raise
-            log.warning("semkv: rebuilding the index of %s (%s)", self.root, error)
-            block_folder.discard_index(self.root)
-            return block_folder.open_index(self.root)
-
-    def _let_go(self) -> None:
-        """Close the index before this one; a damaged one's file goes where no other process has built it again."""
-        if self._damaged is not None and file_id(self.root / block_folder.INDEX) == self._damaged:
-            block_folder.discard_index(self.root)
-        if self._stale is not None:
-            self._stale.close()
-        self._stale = self._damaged = None
-
-    def _opened(self, index: BlockIndex) -> None:
-        for namespace in list(self._disowned):
-            self._disown(index, namespace)
-        self.swept = self.sweep()
-        if index.unread(1) and not index.read_only:
-            self._help()
-
-    def _help(self) -> None:
-        """Open the directory anew where that is due, and adopt its files, in another thread."""
-        if not self._closing.is_set() and (self._helper is None or not self._helper.is_alive()):
-            self._helper = threading.Thread(target=self.adopt, name="semkv-blocks", daemon=True)
-            self._helper.start()
-
-    def _current(self, *, now: bool = True) -> bool:
-        """Whether the index is the directory's, as of a fifth of a second ago unless ``now``."""
-        if not now and time.monotonic() - self._looked_at < _LOOK_S:
-            return True
-        try:
-            current = file_id(self.root / block_folder.INDEX) == self._file
-        except OSError:  # a disk that does not answer has no other index
-            current = True
-        self._looked_at = time.monotonic() if current else 0.0
-        return current
+        return index is not None and not index.read_only and time.monotonic() >= self._write_after
 
     def _get(self, *, wait: bool = True) -> BlockIndex | None:
-        """The directory's index; None after a fault that put the store out of use, or until it is opened anew."""
+        """The directory's index, which is opened anew where it is another one by now; None while there is none.
+        Without ``wait`` another thread opens it, and what is known is a fifth of a second old."""
         index = self._index
-        if self._off or (index is not None and self._current(now=wait)):
+        if index is not None and (self._is_current(index) if wait else self._was_current(index)):
             return index
+        if self._closed or time.monotonic() < self._open_after:
+            return None
         if not wait:
-            if time.monotonic() - self._helped_at > _LOOK_S:
-                self._helped_at = time.monotonic()
-                self._help()
+            if not self._opener.is_alive():
+                self._opener = threading.Thread(target=self._get, name="semkv-blocks", daemon=True)
+                self._opener.start()
             return None
         with self._opening:
-            if self._index is index and not self._off:
-                self._open_anew(index)
+            if self._index is index and not self._closed:
+                self._open(_OPEN_ANEW_S, again=True)
         return self._index
 
-    def _open_anew(self, old: BlockIndex | None) -> None:
-        self._index, self._stale = None, old or self._stale
-        if self.root.parent.is_dir():
-            if self._open(_OPEN_ANEW_S if old is not None else 0.0):
-                log.warning("semkv: the index of %s was deleted or replaced: opened anew", self.root)
-        else:  # the whole cache directory, or the disk it was on, is gone
-            self._switch_off("is gone", FileNotFoundError(errno.ENOENT, "no such directory", str(self.root.parent)))
+    def _is_current(self, index: BlockIndex) -> bool:
+        try:
+            return file_id(self.root / block_folder.INDEX) == index.file
+        except OSError:  # a disk that does not answer has no other index
+            return True
 
-    def _ask(
-        self, what: Callable[[BlockIndex], _T], otherwise: _T, index: BlockIndex | None = None, *, wait: bool = True
-    ) -> _T:
-        """What the index says (that of now, or the one given), or ``otherwise`` where there is none or it fails.
+    def _was_current(self, index: BlockIndex) -> bool:
+        """`_is_current` as of a fifth of a second ago."""
+        if time.monotonic() - self._looked_at > _LOOK_S and self._is_current(index):
+            self._looked_at = time.monotonic()
+        return time.monotonic() - self._looked_at <= _LOOK_S
+
+    def _open(self, wait_s: float, *, again: bool = False) -> None:
+        """Open the directory; where that fails, there is no index until a later time.
+
+        Raises:
+            StoreError: see `block_folder.prepare`; the first time only.
+        """
+        old, self._index = self._index, None
+        try:
+            if old is not None:
+                old.close()
+            if again and not self.root.parent.is_dir():  # the cache directory, or the disk it was on, is gone
+                raise FileNotFoundError(errno.ENOENT, "no such directory", str(self.root.parent))
+            index = block_folder.open_index(self.root, self.kind, self.counters, damaged=self._damaged, wait_s=wait_s)
+        except BlockingIOError:  # another process opens it
+            self.counters["errors"] += 1
+            self._open_after = time.monotonic() + _LOOK_S
+            return
+        except (OSError, StoreError, *INDEX_FAULTS) as error:
+            if isinstance(error, StoreError) and not again:
+                raise
+            self.counters["errors"] += 1
+            self._open_after = time.monotonic() + REOPEN_S
+            self._warn("semkv: %s cannot be used (%s); requests go on without it", self.root, error)
+            return
+        self._index, self._damaged = index, None
+        self.swept = self.sweep()
+        if again:
+            self._warn("semkv: the index of %s was deleted, replaced or damaged: opened anew", self.root)
+
+    def _ask(self, what: Callable[[BlockIndex], _T], otherwise: _T, *, wait: bool = True) -> _T:
+        """What the index says, or ``otherwise`` where there is none or it fails.
 
         This is the one place where faults of the index are handled.
         """
+        index = self._get(wait=wait)
+        if index is None:
+            return otherwise
         try:
-            if (index := index or self._get(wait=wait)) is None:
-                return otherwise
             return what(index)
-        except StoreError as error:  # of a directory that has to be opened anew
-            self._switch_off("cannot be used", error)
         except INDEX_FAULTS as error:
             self.counters["errors"] += 1
             if index is not self._index or is_transient(error):  # closed under this call, or another process is busy
                 pass
-            elif not is_damage(error):
-                if self.writable:
-                    self._pause(error)
-            elif index is None or index.read_only or time.monotonic() - self._rebuilt_at < _REBUILD_S:
-                self._switch_off("has a damaged index", error)
-            else:
-                log.warning("semkv: the index of %s is damaged (%s): it is rebuilt", self.root, error)
-                self._rebuilt_at = time.monotonic()
-                self._index, self._stale, self._damaged = None, index, self._file
+            elif is_damage(error):
+                self._give_up(index, error)
+            elif self.writable:
+                self._pause(error)
         return otherwise
 
-    def _switch_off(self, what: str, error: Exception) -> None:
-        if not self._off:
-            log.warning(
-                "semkv: the %s store in %s %s (%s); requests go on without it", self.kind, self.root, what, error
-            )
-        self.counters["errors"] += 1
-        self._stale, self._index, self._off = self._index or self._stale, None, True
+    def _give_up(self, index: BlockIndex, error: Exception) -> None:
+        """Close a damaged index. It is built anew at once, but not twice in a minute."""
+        self._warn("semkv: the index of %s is damaged (%s): it is rebuilt", self.root, error)
+        self._index, self._damaged = None, index.file
+        index.close()
+        self._open_after, self._rebuild_after = self._rebuild_after, time.monotonic() + REOPEN_S
 
     def _pause(self, error: Exception) -> None:
         """The disk is full or fails: nothing is written for a while."""
-        if not self._failing:
-            log.warning(
-                "semkv: cannot write to %s (%s); tried again every %g s, what is there is used",
-                *(self.root, error, RETRY_S),
-            )
-        self._failing, self._resume_at = True, time.monotonic() + RETRY_S
+        text = "semkv: cannot write to %s (%s); tried again every %g s, what is there is used"
+        self._warn(text, self.root, error, RETRY_S)
+        self._write_after = time.monotonic() + RETRY_S
+
+    def _warn(self, text: str, *values: object) -> None:
+        """At most once a minute."""
+        if time.monotonic() >= self._warn_after:
+            self._warn_after = time.monotonic() + _WARN_S
+            log.warning(text, *values)
 
     # -- finding and reading --------------------------------------------------------------------------------------
 
     def find(self, namespace: str, keys: Sequence[bytes]) -> list[BlockRef | None]:
         """Where each block is, None for what is not stored or too old. Waits for nobody."""
-        refs = self._ask(lambda index: index.find(namespace, keys), None, wait=False)
-        if refs is None:
-            return [None] * len(keys)
-        if self.bounds.max_age_s:
-            oldest = time.time() - self.bounds.max_age_s
-            return [ref if ref is not None and ref.created >= oldest else None for ref in refs]
-        return refs
+        none: list[BlockRef | None] = [None] * len(keys)
+        refs = self._ask(lambda index: index.find(namespace, keys), none, wait=False)
+        return [None if ref is None or self._is_too_old(ref) else ref for ref in refs]
+
+    def _is_too_old(self, ref: BlockRef) -> bool:
+        return bool(self.bounds.max_age_s) and ref.created < time.time() - self.bounds.max_age_s
 
     def read(
         self, layout: Any, namespace: str, keys: Sequence[bytes], refs: Sequence[BlockRef], rows: Sequence[Bytes]
@@ -320,7 +276,7 @@ class BlockStore:
             except OSError as error:
                 self._complain("read", error)
             else:
-                self._used[file] = time.time(), True
+                self._used[file] = time.time()
         self.counters["read_blocks"] += sum(good)
         if self._used and time.monotonic() - self._flushed_at > _FLUSH_S:
             self._flush()
@@ -337,11 +293,8 @@ class BlockStore:
         return BlockFile.open(path_of(self.root, file), self.kind, file)
 
     def _complain(self, what: str, error: OSError) -> None:
-        """Count a failure of the disk; one warning a minute."""
         self.counters["errors"] += 1
-        if not self._warned_at or time.monotonic() - self._warned_at > 60:
-            self._warned_at = time.monotonic()
-            log.warning("semkv: cannot %s %s: %s", what, self.root, error)
+        self._warn("semkv: cannot %s %s: %s", what, self.root, error)
 
     def _flush(self) -> None:
         used, self._used, self._flushed_at = self._used, {}, time.monotonic()
@@ -358,35 +311,31 @@ class BlockStore:
         rows: Sequence[Bytes],
         *,
         owner: str = "",
-        generation: str | None = None,
         since: int | None = None,
     ) -> str | None:
         """Store the blocks that are not stored yet in one file, from where they are in memory; returns the file's id.
 
         None when nothing was kept: all blocks were there already, they exceed the bounds, the disk failed, or they were
-        purged or disowned meanwhile. The content is durable before the index names it.
+        purged meanwhile. The content is durable before the index names it.
 
         Args:
             layout: a JSON value that says what a row means.
             rows: uint8 ``[row_bytes]`` each, one for each key; they must not change meanwhile.
             owner: `block_file.owner_of` the tenant.
-            generation: of the store when the blocks were computed; after a purge of everything nothing is stored.
-            since: `last_purge` when the blocks were computed; after a purge of everything, or of this tenant, nothing
-                is stored.
+            since: `last_purge` when the blocks were computed; None for now. What was purged after that is not stored.
 
         Raises:
             ValueError: the rows differ in length, are no bytes, or are not as many as the keys.
         """
         if len({len(row) for row in rows}) > 1 or any(row.ndim != 1 or row.dtype.itemsize != 1 for row in rows):
             raise ValueError("rows of different lengths, or not of bytes")
+        given = dict(zip(keys, rows, strict=True))
         index = self._get()
-        if index is None or not self.writable or not keys:
+        if index is None or not self.writable or not given:
             return None
         if time.monotonic() - self._swept_at > SWEEP_S:
             self.sweep()
-        if self.bounds.max_blocks:  # how many there are is known when all headers have been read
-            self.adopt()
-        new = self._not_stored(index, namespace, dict(zip(keys, rows, strict=True)))
+        new = self._not_stored(namespace, given)
         if not new:
             return None
         file, row_bytes = new_file_id(), len(rows[0])
@@ -402,48 +351,44 @@ class BlockStore:
             writer=self.writer,
         )
         head = encode_head(header, len(new), row_bytes)
-        entry = NewFile(
-            file, len(head) + len(new) * row_bytes, time.time(), namespace, tuple(new), owner=owner, writer=self.writer
-        )
-        if not self._reserve(index, entry, generation, since):
+        nbytes = len(head) + len(new) * row_bytes
+        entry = NewFile(file, nbytes, time.time(), namespace, tuple(new), owner=owner, writer=self.writer)
+        made = self._reserve(entry, since)
+        if not made.granted:
             return None
-        if not self._write_file(file, head, list(new.values())):
+        written = self._write_file(file, head, list(new.values()))
+        # Another index may have taken this one's place meanwhile; that one does not know the file.
+        if not (
+            written and self._ask(lambda index: index.commit(entry, made.since), False) and self._is_current(index)
+        ):
             self.drop([file])
             return None
-        committed = self._ask(lambda index: index.commit(entry), None, index)
-        if not committed:
-            if committed is None:  # a fault of the index
-                self.drop([file])
-            return None
-        self._failing = False
         self.counters["stored_blocks"] += len(new)
-        self.counters["stored_bytes"] += entry.nbytes
+        self.counters["stored_bytes"] += nbytes
         return file
 
-    def _not_stored(self, index: BlockIndex, namespace: str, rows: dict[bytes, Bytes]) -> dict[bytes, Bytes]:
+    def _not_stored(self, namespace: str, rows: dict[bytes, Bytes]) -> dict[bytes, Bytes]:
         """What of ``rows`` is not stored; what is counts as used now."""
 
         def find() -> list[BlockRef | None]:
-            return self._ask(lambda index: index.find(namespace, list(rows)), [None] * len(rows), index)
+            return self._ask(lambda index: index.find(namespace, list(rows)), [None] * len(rows))
 
-        refs, oldest = find(), time.time() - self.bounds.max_age_s
-        if self.bounds.max_age_s and any(ref is not None and ref.created < oldest for ref in refs):
+        refs = find()
+        if any(ref is not None and self._is_too_old(ref) for ref in refs):
             self.sweep()
             refs = find()
-        for ref in refs:
-            if ref is not None and ref.file not in self._used:
-                self._used[ref.file] = time.time(), False
+        now = time.time()
+        self._used |= {ref.file: now for ref in refs if ref is not None}
         return {key: row for (key, row), ref in zip(rows.items(), refs, strict=True) if ref is None}
 
-    def _reserve(self, index: BlockIndex, new: NewFile, generation: str | None, since: int | None) -> bool:
+    def _reserve(self, new: NewFile, since: int | None) -> Reservation:
         used, self._used = self._used, {}
-        bounds = self.bounds.max_bytes, self.bounds.max_blocks
-        none = Reservation(False)
-        made = self._ask(lambda index: index.reserve(new, *bounds, used, generation, since), none, index)
+        bounds, none = (self.bounds.max_bytes, self.bounds.max_blocks), Reservation(False)
+        made = self._ask(lambda index: index.reserve(new, *bounds, used, since), none)
         self.counters["evicted_files"] += made.files
         self.counters["evicted_blocks"] += made.blocks
         self.counters["rejected"] += not made.granted and made is not none
-        return made.granted
+        return made
 
     def _write_file(self, file: str, head: bytes, rows: Sequence[Bytes]) -> bool:
         try:
@@ -484,107 +429,75 @@ class BlockStore:
         Returns:
             How many files went, or with ``dry_run`` would go.
         """
+        which = Selection(owner=owner, namespace=namespace, before=before)
+        gone: int | None = None
         for _ in range(2):  # an index that turns out damaged is built anew for the second time
-            self.adopt()
             if dry_run:
-                gone = self._ask(lambda index: len(index.files(owner=owner, namespace=namespace, before=before)), None)
+                gone = self._ask(lambda index: len(index.files(which)), None)
             else:
-                gone = self._ask(lambda index: index.purge(owner, namespace, before), None)
+                gone = self._ask(lambda index: index.purge(which), None)
             if gone is not None:
                 break
-        if not dry_run and owner is None and namespace is None and before is None:
-            self.sweep()  # what is being written
+        if not dry_run and which == Selection():
+            self.sweep()  # what a writer that died has left
         return gone or 0
 
     def purges_after(self, id: int) -> list[Purge]:  # noqa: A002
-        """What was purged after a purge, by any process. Where the index does not answer that is not known, and all
-        counts as purged. Waits for nobody."""
-        return self._ask(lambda index: index.purges_after(id), [Purge(self._never(), None, None)], wait=False)
+        """What was purged after a purge, by any process; everything, where that is not known. Waits for nobody."""
+        return self._ask(lambda index: index.purges_after(id), [Purge()], wait=False)
 
     def last_purge(self) -> int:
-        """Id of the last purge. Waits for nobody."""
-        return self._ask(lambda index: index.last_purge(), 0, wait=False) or self._never()
+        """Id of the last purge; 0 where that is not known, which no purge has. Waits for nobody."""
+        return self._ask(lambda index: index.last_purge(), 0, wait=False)
 
-    @staticmethod
-    def _never() -> int:
-        """An id between those of the purges before and after now."""
-        return time.time_ns() // 1000
+    def disown(self, *namespaces: str) -> bool:
+        """Delete what this store's writer, in any process, stored under some namespaces, and has under way there.
 
-    def disown(self, namespace: str) -> bool:
-        """Delete what this store's writer, in any process, stored under a namespace.
-
-        What it has under way there, or comes with later, is not stored; what others stored stays. An index that takes
-        this one's place is told too.
+        What others stored stays. A namespace where that fails is tried again with each later call, which need not name
+        any and then waits for nobody.
 
         Returns:
-            False where the index could not be told now: it must be tried again.
+            Whether nothing is left to be tried again.
         """
-        self._disowned.add(namespace)
-        return self._ask(lambda index: self._disown(index, namespace), False)
-
-    def _disown(self, index: BlockIndex, namespace: str) -> bool:
-        index.disown(namespace, self.writer)
+        self._disowned += namespaces
+        wait_s = block_index.BUSY_S if namespaces else 0.0
+        while self._disowned:
+            mine = Selection(writer=self.writer, namespace=self._disowned[0])
+            if self._ask(lambda index: index.purge(mine, wait_s), None, wait=bool(namespaces)) is None:  # noqa: B023
+                return False
+            del self._disowned[0]
         return True
 
     # -- looking after it -----------------------------------------------------------------------------------------
 
-    def adopt(self) -> None:
-        """Read the headers of all files that were found without an index; on return their blocks are found.
-
-        A thread does so from the start on. Until it has come to a file, its blocks are misses.
-        """
-        with self._adopting:
-            while not self._closing.is_set() and self._ask(self._adopt_some, False):
-                pass
-
-    def _adopt_some(self, index: BlockIndex) -> bool:
-        batch = [] if index.read_only else index.unread(_BATCH)
-        read: list[NewFile] = []
-        useless: list[str] = []
-        for file in batch:
-            try:
-                with self._block_file(file) as opened:
-                    head = opened.header
-                    read.append(NewFile(file, 0, 0.0, head.namespace, opened.keys, head.owner, head.writer))
-            except CorruptValue as error:
-                useless.append(file)
-                self.counters["corrupt"] += 1
-                log.warning("semkv: dropped a damaged block file of %s: %s", self.root, error)
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # the file is not to blame
-                    self._complain("read", error)
-                    return False
-                useless.append(file)
-        if batch:
-            index.adopt(read, useless)
-        return bool(batch)
-
     def sweep(self) -> int:
-        """Remove what is too old, and files that no index names; returns how many.
+        """Delete what is too old, and files that no index names; forget files that are gone. Returns how many went.
 
         A file is in the index before it is made, so one that is not there was left by a writer that died.
         """
         self._swept_at = time.monotonic()
-        there: list[tuple[str, Path]] = []
-        try:
-            there += ((file, path) for file, path, _ in block_folder.listed(self.root))
-        except OSError as error:
-            self._complain("list", error)
 
         def sweep(index: BlockIndex) -> int:
             if index.read_only:
                 return 0
             gone = index.expire(time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0)
+            committed = index.files(committed=True)
+            there = [(path.name.partition(".")[0], path) for _, path, _ in block_folder.listed(self.root)]
+            index.remove(set(committed).difference(file for file, _ in there))
             known = set(index.files())
-            if self._current():  # else it knows nothing of what is there now
-                for _, path in there:
-                    if path.name.partition(".")[0] not in known:
+            if self._is_current(index):  # else it knows nothing of what is there now
+                for file, path in there:
+                    if file not in known:
                         with contextlib.suppress(OSError):
                             path.unlink()
                             gone += 1
             return gone
 
-        return self._ask(sweep, 0)
+        try:
+            return self._ask(sweep, 0)
+        except OSError as error:
+            self._complain("list", error)
+            return 0
 
     def files(self) -> list[str]:
         """Ids of all files."""
@@ -592,7 +505,7 @@ class BlockStore:
 
     def owned(self, owner: str) -> list[str]:
         """Ids of a tenant's files, of all namespaces; see `block_file.owner_of`."""
-        return self._ask(lambda index: index.files(owner=owner), list[str]())
+        return self._ask(lambda index: index.files(Selection(owner=owner)), list[str]())
 
     def totals(self, namespace: str | None = None) -> tuple[int, int, int]:
         """Files, blocks and bytes stored, of one namespace or of the directory."""
@@ -614,16 +527,12 @@ class BlockStore:
 
     def close(self) -> None:
         """Nothing more is asked or written."""
-        self._closing.set()
-        if self._helper is not None:
-            self._helper.join()
         self._flush()
         with self._opening:
-            self._stale, self._index, self._off = self._index or self._stale, None, True
-            with contextlib.suppress(OSError, StoreError), block_folder.opening(self.root, wait_s=0, make=False):
-                self._let_go()
-            if self._stale is not None:
-                self._stale.close()
+            self._closed = True
+            if self._index is not None:
+                self._index.close()
+                self._index = None
 
 
 def _runs(which: Sequence[int], rows: Sequence[int]) -> Iterator[list[int]]:

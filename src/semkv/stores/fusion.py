@@ -73,10 +73,15 @@ class StoreStats:
 
 
 class FusionStore:
-    """Fusion states of one namespace on disk. Safe to use from several threads and processes."""
+    """Fusion states of one namespace on disk. Safe to use from several threads and processes.
+
+    Attributes:
+        blocks: the store in which they lie.
+        namespace: their namespace there.
+    """
 
     def __init__(self, blocks: BlockStore, namespace: str) -> None:
-        self._blocks = blocks
+        self.blocks = blocks
         self.namespace = digest("fusion", namespace)
 
     @classmethod
@@ -96,15 +101,15 @@ class FusionStore:
     @property
     def writer(self) -> str:
         """See `BlockStore.writer`."""
-        return self._blocks.writer
+        return self.blocks.writer
 
     def apart(self, namespace_digest: str) -> FusionStore:
         """The states of another namespace in the same directory."""
-        return FusionStore(self._blocks, namespace_digest)
+        return FusionStore(self.blocks, namespace_digest)
 
     def _find(self, key: str) -> tuple[bytes, BlockRef | None]:
         block = bytes.fromhex(digest("item", key))
-        return block, self._blocks.find(self.namespace, [block])[0]
+        return block, self.blocks.find(self.namespace, [block])[0]
 
     def __contains__(self, key: str) -> bool:
         return self._find(key)[1] is not None
@@ -114,56 +119,41 @@ class FusionStore:
         block, ref = self._find(key)
         if ref is None:
             return None
-        layout, row_bytes = self._blocks.layout(ref) or ("null", 0)
+        layout, row_bytes = self.blocks.layout(ref) or ("null", 0)
         row = room(1, row_bytes)[0]
         # Counts and deletes what is damaged.
-        if not self._blocks.read(json.loads(layout), self.namespace, [block], [ref], [row])[0]:
+        if not self.blocks.read(json.loads(layout), self.namespace, [block], [ref], [row])[0]:
             return None
         try:
             document = json.loads(layout)
             return FusionState(key, row, tuple(int(n) for n in document["shape"]), str(document["dtype"]))
         except (KeyError, TypeError, ValueError, OverflowError, CorruptValue):  # another writer's header
-            self._blocks.reject(ref.file)
+            self.blocks.reject(ref.file)
             return None
 
     def ends(self, key: str) -> float:
         """When a stored state is too old to be served, in seconds since the epoch."""
-        max_age_s, ref = self._blocks.bounds.max_age_s, self._find(key)[1]
+        max_age_s, ref = self.blocks.bounds.max_age_s, self._find(key)[1]
         return ref.created + max_age_s if ref is not None and max_age_s else math.inf
 
-    def renew(self) -> str:
-        """See `BlockStore.generation`."""
-        return self._blocks.generation
-
-    def kept(self) -> str:
-        """A name for what may be kept in memory of this store: it changes with every purge, and with `renew`."""
-        return f"{self.namespace} {self._blocks.generation} {self._blocks.last_purge()}"
-
-    def save(
-        self, state: FusionState, generation: str | None = None, owner: str = "", since: int | None = None
-    ) -> bool:
+    def save(self, state: FusionState, owner: str = "", since: int | None = None) -> bool:
         """Store a state; False when it was there already, or the disk or the bounds did not allow it.
 
-        ``generation``, ``owner``, ``since``: see `BlockStore.write`.
+        ``owner``, ``since``: see `BlockStore.write`.
         """
         block, layout = self._find(state.key)[0], {"shape": list(state.shape), "dtype": state.dtype}
-        when: dict[str, Any] = {"generation": generation, "since": since}
-        return self._blocks.write(self.namespace, layout, [block], [state.data], owner=owner, **when) is not None
+        return self.blocks.write(self.namespace, layout, [block], [state.data], owner=owner, since=since) is not None
 
     def last_purge(self) -> int:
         """See `BlockStore.last_purge`."""
-        return self._blocks.last_purge()
+        return self.blocks.last_purge()
 
     def stats(self) -> StoreStats:
-        return StoreStats(*self._blocks.totals(self.namespace), dict(self._blocks.counters))
-
-    def disown(self) -> bool:
-        """See `BlockStore.disown`."""
-        return self._blocks.disown(self.namespace)
+        return StoreStats(*self.blocks.totals(self.namespace), dict(self.blocks.counters))
 
     def purge(self) -> int:
         """Delete what this namespace holds; returns the number of states."""
-        return self._blocks.purge(namespace=self.namespace)
+        return self.blocks.purge(namespace=self.namespace)
 
     def close(self) -> None:
-        self._blocks.close()
+        self.blocks.close()
