@@ -23,8 +23,8 @@ from typing import Any
 from traps import DATA, PAIRS, load
 
 from semkv.encoders.text import SentenceEncoder
+from semkv.guards import veto
 from semkv.tiers.checking import SameMeaning, same_text, wilson
-from semkv.tiers.guards import veto
 
 GQA = PAIRS.with_name("gqa_testdev_llava13b.jsonl.gz")
 THRESHOLD = 0.92

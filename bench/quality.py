@@ -32,7 +32,7 @@ from semkv.experiments.quality.calibrate import Fit, fit
 from semkv.experiments.quality.corpus import Corpus, build_corpus
 from semkv.experiments.quality.replay import TIER, Outcome, Replay
 from semkv.experiments.quality.rows import Asked, clusters, read_pairs
-from semkv.tiers.guards import no_veto, veto
+from semkv.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibrated, Calibration, Decider, FixedThreshold
 from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
 

@@ -30,7 +30,7 @@ from semkv.experiments.quality.corpus import build_corpus
 from semkv.experiments.quality.figures import figure
 from semkv.experiments.quality.replay import Replay
 from semkv.experiments.quality.rows import clusters, read_pairs
-from semkv.tiers.guards import veto
+from semkv.guards import veto
 
 # Both as dense at the far end as the lists that they extend are at the near one.
 COSINES = sorted({*quality.COSINES, 0.72, 0.74, 0.76, 0.78, 0.82, 0.83, 0.85, 0.87, 0.89})

@@ -27,7 +27,7 @@ from semkv.experiments.quality.calibrate import fit
 from semkv.experiments.quality.corpus import Corpus, build_corpus
 from semkv.experiments.quality.replay import Replay
 from semkv.experiments.quality.rows import Asked, Pair, clusters, read_pairs
-from semkv.tiers.guards import no_veto, veto
+from semkv.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibration
 
 Stream = list[Asked]

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from semkv import guards
 from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
-from semkv.tiers import guards
-from semkv.tiers.guards import veto
+from semkv.guards import veto
 
 DATA = Path(__file__).parent / "data"
 PAIRS = Path(__file__).parents[2] / "shared" / "data" / "question_pairs_dev.jsonl.gz"
@@ -168,9 +168,10 @@ def latency(rows: Sequence[Row], rounds: int) -> Row:
 def _timed(a: str, b: str, clock: Callable[[], int], known: bool, words: bool) -> float:
     """Microseconds of the guards and the wording; the texts of earlier calls are forgotten first, and unless ``words``
     their words as well."""
-    guards.forget(words=not words)
+    for cache in guards._CACHES[:2] if words else guards._CACHES:
+        cache.cache_clear()
     if known:
-        guards.words(b)
+        guards._short_text(b, guards.languages()[0])
     start = clock()
     guards.veto(a, b)
     guards.wording(a, b)

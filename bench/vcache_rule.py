@@ -35,7 +35,7 @@ from semkv.encoders.text import DEFAULT_MODEL
 from semkv.experiments.quality.corpus import build_corpus
 from semkv.experiments.quality.replay import Replay
 from semkv.experiments.quality.rows import clusters, read_pairs
-from semkv.tiers.guards import no_veto
+from semkv.guards import no_veto
 from semkv.tiers.policies import Decision
 from semkv.tiers.policies.base import Stateless
 from semkv.tiers.policies.calibrated import chance

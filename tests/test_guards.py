@@ -14,12 +14,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from growth import assert_linear
+from semkv import guards
 from semkv.encoders.text import SentenceEncoder
+from semkv.guards import REASONS, Language, no_veto, veto, wording
+from semkv.guards.language import languages
+from semkv.guards.quantities import differ
+from semkv.guards.text import read
 from semkv.keys import LITERAL
-from semkv.tiers.guards import ENGLISH, REASONS, Lexicon, no_veto, veto, wording, words
-from semkv.tiers.guards.lexicon import pairs, senses
-from semkv.tiers.guards.quantities import differ, measure
-from semkv.tiers.guards.text import read
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 ACCEPTED = 0.85
@@ -176,18 +177,24 @@ SAME = [
     ("Which places should I see in Rome?", "Which places in Rome must I see?"),
 ]
 
-GERMAN = Lexicon(
-    negations=frozenset(("nicht", "kein", "keine", "ohne")),
-    numbers={"zwei": 2.0, "drei": 3.0},
-    units={"km": ("length", 1000.0), "meter": ("length", 1.0), "m": ("length", 1.0), "meilen": ("length", 1609.0)},
-    dates={"weekday": senses("montag", "dienstag")},
-    groups={"direction": senses("links", "rechts")},
-    opposites={"antonym": pairs("kaufen / verkaufen; öffnen / schließen")},
-    synonyms=("auto wagen",),
-    function_words=frozenset("der die das ein eine ich wie kann den ist am".split()),
-    questions={"wer": "person", "wann": "time", "was": ""},
-    suffixes=((("en", ""), ("e", "")),),
-)
+ENGLISH = languages()[0]
+GERMAN_FILE = """
+negations = "nicht kein keine ohne"
+numbers = "2 = zwei; 3 = drei"
+synonyms = "auto wagen"
+function = "der die das ein eine ich wie kann den ist am"
+questions = "person = wer; time = wann; = was"
+suffixes = "en= e="
+[units]
+length = "1000 = km; 1 = meter m; 1609 = meilen"
+[dates]
+weekday = "montag; dienstag"
+[groups]
+direction = "links; rechts"
+[opposites]
+antonym = "kaufen / verkaufen; öffnen / schließen"
+"""
+GERMAN = Language(GERMAN_FILE)
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -268,17 +275,42 @@ def test_the_paraphrases_that_cosine_accepts_are_kept() -> None:
         ("Wie kann ich das Auto öffnen?", "Wie kann ich den Wagen öffnen?", None),
     ],
 )
-def test_another_language_is_one_lexicon(a: str, b: str, reason: str | None) -> None:
+def test_another_language_is_one_file(a: str, b: str, reason: str | None) -> None:
     assert veto(a, b, GERMAN) == reason
     assert veto(b, a, GERMAN) == reason
 
 
-def test_an_empty_lexicon_still_compares_figures_and_code() -> None:
-    bare = Lexicon(negations=frozenset())
+def test_a_language_needs_no_more_than_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    english = (Path(guards.__file__).parent / "words" / "en.toml").read_text(encoding="utf-8")
+    (tmp_path / "en.toml").write_text(english, encoding="utf-8")
+    (tmp_path / "de.toml").write_text(f'telling = "ich der das ist wie wer"\n{GERMAN_FILE}', encoding="utf-8")
+    monkeypatch.setattr("semkv.guards.language.WORDS", tmp_path)
+    for cached in (languages, guards.forget):
+        getattr(cached, "cache_clear", cached)()
+    try:
+        assert veto("Wie kann ich das Auto öffnen?", "Wie kann ich den Wagen öffnen?") is None
+        assert veto("Ist der Ball links?", "Ist der Ball rechts?") == "direction"
+        assert veto("Is the ball left?", "Is the ball right?") == "direction"
+        assert veto("How do I fix a bike?", "How do I repair a bike?") is None
+        assert veto("Puis-je prendre du lait ?", "Puis-je ne pas prendre du lait ?") == "language"
+    finally:
+        monkeypatch.undo()
+        languages.cache_clear()
+        guards.forget()
+    assert veto("Wie kann ich das Auto öffnen?", "Wie kann ich den Wagen öffnen?")
+
+
+def test_an_empty_language_still_compares_figures_and_code() -> None:
+    bare = Language("")
     assert veto("x 5", "x 6", bare) == "number"
     assert veto("run a_b", "run a_c", bare) == "code"
     assert veto("is it not so", "is it so", bare) is None
     assert no_veto("x 5", "x 6") is None
+
+
+def test_a_table_that_no_guard_knows_is_named() -> None:
+    with pytest.raises(ValueError, match=r"de\.toml: no guard knows negation; the tables are .*negations"):
+        Language('[grammar]\nnegation = "nicht"', "de.toml")
 
 
 MARKS = st.sampled_from(
@@ -363,9 +395,7 @@ def test_the_time_is_linear_in_different_words() -> None:
 
 def test_the_time_is_linear_in_numbers_that_miss_their_units() -> None:
     def work(count: int) -> Callable[[], object]:
-        first, second = (
-            measure(read(f" {unit} ".join(map(str, range(count))), ENGLISH).tokens, ENGLISH) for unit in ("kg", "km")
-        )
+        first, second = (read(f" {unit} ".join(map(str, range(count))), ENGLISH).quantities for unit in ("kg", "km"))
         assert differ(first, second, ENGLISH) == "unit"
         return partial(differ, first, second, ENGLISH)
 
@@ -380,5 +410,5 @@ def test_long_texts_of_other_words_are_not_taken_apart() -> None:
 
 
 def test_words_are_folded_with_phrases_replaced() -> None:
-    assert words("How come it's OK, Bob?")[:3] == ["why", "it", "'s"]
+    assert [t.word for t in read("How come it's OK, Bob?", ENGLISH).tokens][:3] == ["why", "it", "'s"]
     assert ENGLISH.stem("running") == ENGLISH.stem("runs") == ENGLISH.stem("ran")

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from growth import assert_linear
+from semkv import guards
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
-from semkv.tiers import guards
-from semkv.tiers.guards import ENGLISH, REASONS, veto, wording
-from semkv.tiers.guards.operators import folded, operators
-from semkv.tiers.guards.quantities import measure
-from semkv.tiers.guards.text import _remembered, _taken, read
+from semkv.guards import REASONS, veto, wording
+from semkv.guards.language import languages, short_token
+from semkv.guards.text import read, short_chunk
 from semkv.types import Namespace, Request, TextSegment
 
 CHANGED = [
@@ -173,7 +172,7 @@ def test_a_rewording_passes(a: str, b: str) -> None:
     ],
 )
 def test_operators_by_hand(text: str, found: tuple[str, ...]) -> None:
-    assert operators(folded(text), typed=False) == found
+    assert read(text, languages()[0]).operators == found
 
 
 @pytest.mark.parametrize(
@@ -189,7 +188,7 @@ def test_operators_by_hand(text: str, found: tuple[str, ...]) -> None:
     ],
 )
 def test_a_unit_has_a_dimension_and_a_value(text: str, dimension: str, value: float) -> None:
-    (found,) = measure(read(text, ENGLISH).tokens, ENGLISH).found
+    (found,) = read(text, languages()[0]).quantities.found
     assert (found.dimension, found.value) == (dimension, pytest.approx(value))
 
 
@@ -211,20 +210,19 @@ def test_veto_and_wording_do_not_depend_on_which_text_came_first(a: str, b: str)
 def test_a_deletion_takes_the_pieces_of_users_texts_from_memory(tmp_path: Path) -> None:
     cache = SemanticCache(CacheConfig(tmp_path, semantic=False))
     cache.add_observation(cache.try_reuse(Request("1", Namespace(), (TextSegment("Who is Ann?"),))), "a friend")
-    for text in ("Who is Ann?", "Who is Bob?"):
-        guards.words(text)
+    assert veto("Who is Ann?", "Who is Bob?")
     cache.invalidate(namespace=Namespace(), dry_run=True)
-    assert _taken.cache_info().currsize > 0 < _remembered.cache_info().currsize
+    assert all(remembered.cache_info().currsize for remembered in guards._CACHES)
     cache.invalidate(namespace=Namespace())
     cache.close()
-    assert _taken.cache_info().currsize == 0 == _remembered.cache_info().currsize
+    assert not any(remembered.cache_info().currsize for remembered in guards._CACHES)
 
 
 def test_long_chunks_and_words_are_not_remembered() -> None:
-    guards.forget(words=True)
-    assert guards.words(f"{'a1' * 13} {'b' * 25}") == [*["a", "1"] * 13, "b" * 25]
-    assert _taken.cache_info().currsize == 0
-    assert _remembered.cache_info().currsize == 2
+    guards.forget()
+    assert [t.word for t in read(f"{'a1' * 13} {'b' * 25}", languages()[0]).tokens] == [*["a", "1"] * 13, "b" * 25]
+    assert short_chunk.cache_info().currsize == 0
+    assert short_token.cache_info().currsize == 2
 
 
 def test_the_time_is_linear_in_passives_put_in_another_order() -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from gateway_helpers import wait_until
 from other_process import Other, obey
+from semkv import guards
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError, StoreError
@@ -32,8 +33,6 @@ from semkv.purging import purge_entries
 from semkv.stores.cachedir import prepare
 from semkv.stores.catalog import Catalog
 from semkv.stores.graphs import GraphFiles, _checked, graph_files
-from semkv.tiers import guards
-from semkv.tiers.guards import text as guard_text
 from semkv.types import EmbeddingLayer, Namespace, Plan, Request, ReuseReport, TextSegment
 from test_indexes import clustered, drawn
 
@@ -120,8 +119,7 @@ def on_disk(folder: Path, tenant: str, numbers: Sequence[int]) -> int:
 
 def words() -> int:
     """How many texts and pieces of texts the guards remember."""
-    caches = (guards._remembered, guards._paired, guard_text._remembered, guard_text._taken)
-    return sum(cache.cache_info().currsize for cache in caches)
+    return sum(cache.cache_info().currsize for cache in guards._CACHES)
 
 
 def _serve(folder: Path, pipe: Connection) -> None:

@@ -23,7 +23,7 @@ from semkv.experiments.quality.corpus import build_corpus
 from semkv.experiments.quality.judge import judge
 from semkv.experiments.quality.replay import TIER, Replay
 from semkv.experiments.quality.rows import Asked, Pair, clusters, read_pairs, read_stream
-from semkv.tiers.guards import no_veto, veto
+from semkv.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibrated, FixedThreshold
 
 ENCODER = WrittenEncoder(window=40)

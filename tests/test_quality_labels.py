@@ -14,7 +14,7 @@ from cache_helpers import WrittenEncoder
 from semkv.experiments.quality.corpus import build_corpus
 from semkv.experiments.quality.replay import TIER
 from semkv.experiments.quality.rows import Asked
-from semkv.tiers.guards import no_veto
+from semkv.guards import no_veto
 from semkv.tiers.policies import FixedThreshold
 
 STREAM = [

@@ -29,12 +29,12 @@ from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook, NoHook, build_hook, declared, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import StoreError
+from semkv.guards import forget, no_veto, veto
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Removed
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Boundary, GuardedEncoder, Tally
 from semkv.tiers.checking import Checking, Comparator, HitLog, SameMeaning, same_text
-from semkv.tiers.guards import forget, no_veto, veto
 from semkv.tiers.matching import Matching
 from semkv.tiers.plan import Planner
 from semkv.tiers.policies import Decider, build_policy
@@ -294,7 +294,7 @@ class SemanticCache:
             raise StoreError(f"catalog {self._catalog.path}: {error}") from error
         if removed.entry_ids and not dry_run:
             self._forget(removed)
-            forget(words=True)  # pieces of the texts that are gone
+            forget()  # pieces of the texts that are gone
         return len(removed.entry_ids)
 
     def stats(self) -> CacheStats:

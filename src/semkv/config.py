@@ -137,7 +137,7 @@ class CacheConfig:
         semantic: the semantic text tier (L1).
         fusion: the fusion tier (L1.5).
         guards: words may veto an approximate match: a changed number, unit, date, negation, direction, name,
-            code or word order (see `semkv.tiers.guards`). ``--match any`` goes without them.
+            code or word order (see `semkv.guards`). ``--match any`` goes without them.
         similarity_threshold: least cosine of the semantic text tier. At 1 even an equal vector may fall short of it,
             here and in a layer: cosines are float32, good to a millionth.
         embedding_layers: layers of the embedding tier (L2); empty turns it off.

@@ -197,7 +197,7 @@ class Match:
         exactness: of the weakest substituted segment.
         veto: what a guard objected and the policy overruled; empty where none did.
         whole: whether the donor's whole prompt matched, so that its own answer would do.
-        wording: how the words differ (`semkv.tiers.guards.Wording`); None where nobody asked.
+        wording: how the words differ (`semkv.guards.Wording`); None where nobody asked.
         others: what the other layers scored that this match rests on.
     """
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
+from semkv.guards import veto
 from semkv.keys import digest, normalise
 from semkv.tiers.base import Boundary, Tally
-from semkv.tiers.guards import veto
 from semkv.tiers.memory import load_memory, save_memory
 from semkv.tiers.policies import Decider
 from semkv.types import Exactness, Match, Request, ReuseReport

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook
 from semkv.errors import ConfigError
+from semkv.guards import Guard, forget
 from semkv.indexes.base import VectorIndex
 from semkv.stores.catalog import Catalog
 from semkv.tiers import exact_text, semantic_text
 from semkv.tiers.base import Boundary, Candidate, GuardedEncoder, PartError, Tally
 from semkv.tiers.embedding import VISION, EmbeddingTier, status_of
 from semkv.tiers.exact_text import ExactTextTier
-from semkv.tiers.guards import Guard, forget
 from semkv.tiers.keying import Keyed
 from semkv.tiers.plan import Planner
 from semkv.tiers.record import entry_of, has_chunk_text
@@ -265,7 +265,7 @@ class Matching:
         self.remove(known)
         for index in self._indexes():
             index.heed(purge)
-        forget(words=True)
+        forget()
         if self._encoder is not None:
             self._encoder.forget()
         self._purge = purge

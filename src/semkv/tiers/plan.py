@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from semkv.guards import Guard, wording
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Candidate, PartError, Tally
 from semkv.tiers.checking import HitLog
-from semkv.tiers.guards import Guard, wording
 from semkv.tiers.keying import exactness_of
 from semkv.tiers.policies import Decider, Decision
 from semkv.types import Entry, Exactness, Match, MediaSegment, Near, Plan, Request, Segment

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from semkv.encoders.text import TextEncoder
+from semkv.guards import Guard
 from semkv.keys import LITERAL, digest, normalise, one_style, segment_key
 from semkv.stores.catalog import Catalog
 from semkv.tiers.base import Candidate
-from semkv.tiers.guards import Guard
 from semkv.tiers.keying import Keyed, is_context
 from semkv.types import Entry, Scope, Segment, TextSegment
 

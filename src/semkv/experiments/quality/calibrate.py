@@ -19,7 +19,7 @@ import numpy as np
 from semkv.errors import ConfigError, DatasetError
 from semkv.experiments.quality.corpus import FLOOR, Corpus
 from semkv.experiments.quality.rows import Pair, clusters
-from semkv.tiers.guards import Wording
+from semkv.guards import Wording
 from semkv.tiers.policies.calibrated import FEATURES, Calibration, features
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semkv.encoders.text import TextEncoder
-from semkv.tiers.guards import Guard, Wording, wording
+from semkv.guards import Guard, Wording, wording
 
 if TYPE_CHECKING:
     from semkv.encoders.text import Matrix

@@ -15,8 +15,8 @@ from semkv.experiments.quality.corpus import Corpus, Item, build_corpus
 from semkv.experiments.quality.judge import Judgement, judge
 from semkv.experiments.quality.replay import Outcome, Replay
 from semkv.experiments.quality.rows import clusters, read_pairs, read_stream
+from semkv.guards import no_veto, veto
 from semkv.tiers.checking import wilson
-from semkv.tiers.guards import no_veto, veto
 from semkv.tiers.policies import Decider, build_policy
 from semkv.types import PolicyName
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from semkv.errors import ConfigError
-from semkv.tiers.guards.wording import MOST_UNMATCHED, Wording
+from semkv.guards import MOST_UNMATCHED, Wording
 from semkv.tiers.policies.base import Decider, Decision, ServedTexts, Stateless
 from semkv.types import Entry, Match, Request
 

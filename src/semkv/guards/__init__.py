@@ -1,0 +1,164 @@
+"""Guards: words that turn a similar sentence into a different question.
+
+Sentence embeddings place a sentence and its reversal almost on the same spot: "left of" against "right of" has a cosine
+of 0.99 with all-MiniLM-L6-v2. A guard looks at the words instead. It is a pure function of two texts, costs some
+microseconds, and can only veto a match, never make one. A language is one file in ``words``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from semkv.guards.language import Language, languages, short_token
+from semkv.guards.meaning import (
+    choice,
+    groups,
+    knows,
+    modality,
+    nation,
+    negation,
+    opposites,
+    particle,
+    person,
+    question,
+    relation,
+    substitution,
+    tense,
+    unknown_language,
+)
+from semkv.guards.order import order, role, sides
+from semkv.guards.pairs import MOST, Pair
+from semkv.guards.text import STOPS, Text, read, short_chunk
+from semkv.guards.values import case, code, date, quantity, quote
+from semkv.keys import LITERAL, normalise
+
+__all__ = ["MOST_UNMATCHED", "REASONS", "Guard", "Language", "Wording", "forget", "no_veto", "veto", "wording"]
+
+Guard = Callable[[str, str], str | None]
+"""Takes two similar texts; says why they must not stand in for each other, or None."""
+
+REASONS = (
+    "code", "quote", "case", "number", "unit", "date", "negation", "direction", "color", "choice", "antonym",
+    "comparison", "quantity", "question word", "modality", "tense", "person", "word order", "relation", "entity",
+    "substitution", "language",
+)  # fmt: skip
+"""Every reason for a veto in English, in the order in which the guards are asked."""
+
+MOST_UNMATCHED = 8.0
+"""Unmatched words from which more make no difference to a calibration."""
+
+_CHECKS: tuple[Callable[[Pair], str | None], ...] = (
+    code, quote, case, quantity, date, negation, groups, choice, sides, opposites, question, modality, tense, person,
+    role, order, particle, relation, nation, substitution, unknown_language,
+)  # fmt: skip
+_REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
+_PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well
+_SHORT = 1000  # characters of a text that is remembered
+_LONG = 10_000  # characters of two texts, from which it pays to count their words first
+_UNLIKE = 10 * MOST  # words that each of two long texts has alone, none of which need be a form of another
+_WORD = re.compile(r"\w+")
+
+
+class Wording(NamedTuple):
+    """How the words of two texts differ: zero throughout for the same words in the same order."""
+
+    unmatched: float
+    """Content words that have neither synonym nor other form in the other text, up to `MOST_UNMATCHED`."""
+    unshared: float
+    """Share of the distinct words that only one text has, 0 to 1."""
+    reordered: float
+    """1 where the shared content words come in another order."""
+
+
+def veto(a: str, b: str, language: Language | None = None) -> str | None:
+    """Why two similar texts must not stand in for each other, or None where no guard objects.
+
+    Symmetric; texts that differ in white space and the case of typing alone are vetoed only where there is code or a
+    quotation. Linear in the length of the texts.
+
+    Args:
+        a: one text.
+        b: the other.
+        language: theirs; by default the first with a file in ``words`` that has most of their words, else English.
+
+    Returns:
+        One of `REASONS`.
+    """
+    alike = _alike(a, b)
+    if alike and normalise(a) == normalise(b):
+        return None
+    if alike and a.split() == b.split() and LITERAL.search(a):  # `len('a  b')`, the indents of a program
+        return "code"
+    if min(len(a), len(b)) > _LONG and _unlike(a, b):
+        return "substitution"
+    found = _pair(a, b, language)
+    typed = alike and (found.a.cased is None or found.b.cased is None)
+    for check in (code,) if typed else _CHECKS:
+        reason = check(found)
+        if reason is not None:
+            return reason
+    return None
+
+
+def no_veto(_a: str, _b: str) -> None:
+    """The guard that never objects: what ``--disable-guards`` and ``--match any`` use."""
+
+
+def wording(a: str, b: str, language: Language | None = None) -> Wording:
+    """How the words of two similar texts differ: symmetric; a calibration weighs it in addition to the cosine."""
+    p = _pair(a, b, language)
+    left, right = p.unmatched
+    first, second = p.a.stems.keys() - STOPS, p.b.stems.keys() - STOPS
+    shared, every = first & second, first | second
+    quiet = p.language.quiet
+    said = [
+        [t.stem for t in text.tokens if t.stem in shared and (t.name or t.stem not in quiet)] for text in (p.a, p.b)
+    ]
+    return Wording(
+        min(MOST_UNMATCHED, float(len(left) + len(right))),
+        1.0 - len(shared) / len(every) if every else 0.0,
+        float(said[0] != said[1]),
+    )
+
+
+def forget() -> None:
+    """Drop all pieces of what users wrote that are remembered."""
+    for cache in _CACHES:
+        cache.cache_clear()
+
+
+def _alike(a: str, b: str) -> bool:
+    """Whether nothing but case, white space and Unicode form may differ."""
+    if a.isascii() and b.isascii():
+        first, second = a.split(), b.split()
+        return len(first) == len(second) and a.lower().split() == b.lower().split()
+    return a.split() == b.split() or normalise(a).casefold() == normalise(b).casefold()
+
+
+def _unlike(a: str, b: str) -> bool:
+    """Whether the words of two texts tell without a closer look that one is another text."""
+    first, second = (set(_WORD.findall(text.casefold())) for text in (a, b))
+    return min(len(first - second), len(second - first)) > _UNLIKE
+
+
+def _paired(a: str, b: str, language: Language | None) -> Pair:
+    known = (language,) if language else languages()
+    pairs = (Pair(_text(a, one), _text(b, one), one) for one in known)
+    first = next(pairs)
+    return first if len(known) == 1 or knows(first) else next(filter(knows, pairs), first)
+
+
+def _pair(a: str, b: str, language: Language | None) -> Pair:
+    return (_short_pair if len(a) + len(b) <= _SHORT else _paired)(a, b, language)
+
+
+def _text(text: str, language: Language) -> Text:
+    return (_short_text if len(text) <= _SHORT else read)(text, language)
+
+
+_short_text = lru_cache(maxsize=_REMEMBERED)(read)
+_short_pair = lru_cache(maxsize=_PAIRS)(_paired)
+_CACHES = (_short_text, _short_pair, short_chunk, short_token)

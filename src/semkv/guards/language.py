@@ -1,0 +1,299 @@
+"""What the guards know of a language: the tables of one data file, and the stems by which they are looked up.
+
+``words/en.toml`` says in its head what each table means and how it is written.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Words = frozenset[str]
+Senses = Mapping[str, str]
+Phrases = Mapping[str, str]
+Numbers = Mapping[str, float]
+Pairs = tuple[tuple[str, str], ...]
+Steps = tuple[Pairs, ...]
+Entries = tuple[str, ...]
+Endings = tuple[str, ...]
+Unit = tuple[str, float]
+"""A dimension and how many of its base units one of these is: ``("length", 1000.0)``."""
+
+WORDS = Path(__file__).parent / "words"
+KEPT = 24
+"""Characters of a word that is remembered."""
+_SHORTEST = 3  # letters that a stem keeps
+_LONGEST = 40  # no word of a language is longer; a longer one is taken as it is
+_ROMAN = "ii iii iv v vi vii viii ix x xi xii xiii xiv xv xvi".split()
+
+
+class Token(NamedTuple):
+    """One word, number or sign."""
+
+    word: str
+    """Folded."""
+    stem: str
+    name: bool
+    """Looks like a name: a capital inside a sentence, or several."""
+
+
+@dataclass(eq=False)
+class Tables:
+    """A language's file as it is written; every table may be missing, and its guard then never objects."""
+
+    suffixes: Steps
+    spellings: Pairs
+    forms: Senses
+    nations: Senses
+    peoples: Words
+    demonyms: Words
+    participles: Endings
+    gerund: Endings
+    degrees: Endings
+    vowels: str
+
+    fillers: Words
+    attributes: Words
+    synonyms: Entries
+    phrases: Phrases
+    beside: Pairs
+    denying: Endings
+    contraries: Pairs
+    particles: Pairs
+    twofold: Words
+    capitals: Senses
+    spelling: Words
+
+    opposites: Mapping[str, Pairs]
+    groups: Mapping[str, Senses]
+    dates: Mapping[str, Senses]
+
+    function: Words
+    telling: Words
+    negations: Words
+    denials: Words
+    relations: Words
+    symmetric: Words
+    choices: Words
+    articles: Words
+    joints: Words
+    relatives: Words
+    shifts: Words
+    open: Words
+    helpers: Words
+    spots: Words
+    hearer: Words
+    third: Words
+    owners: Words
+    questions: Senses
+    how: str
+    how_much: Words
+    persons: Senses
+    speaker: Words
+    spoken: Words
+    owns: str
+    modals: Senses
+    tenses: Senses
+    ways: Senses
+    pivots: Words
+    lessening: Words
+    by: str
+    passive: Words
+
+    numbers: Numbers
+    ordinals: Words
+    multipliers: Numbers
+    bounds: Senses
+    bounds_before: Senses
+    before: Words
+    clock: Numbers
+    past: Numbers
+    per: str
+    ambiguous: Senses
+    prefixes: Entries
+    prefixed: Entries
+    symbols: Words
+    units: Mapping[str, Numbers]
+
+
+def _entries(text: str) -> list[str]:
+    return [" ".join(entry.split()) for entry in text.split(";") if not entry.isspace() and entry]
+
+
+def _senses(text: str, between: str | None = None) -> dict[str, str]:
+    """``may = may can; must``: words, or phrases with slashes ``between``, to their sense, or the first of them."""
+    found: dict[str, str] = {}
+    for entry in _entries(text):
+        sense, equals, words = (part.strip() for part in entry.partition("="))
+        if not equals:
+            sense, words = entry.split()[0], entry
+        found.update((" ".join(word.split()), sense) for word in words.split(between))
+    return found
+
+
+def _numbers(text: str) -> dict[str, float]:
+    return {word: float(value) for word, value in _senses(text).items()}
+
+
+def _pairs(text: str) -> Pairs:
+    """``en/de; /un``, or ``grey=gray`` with blanks between: two sides each."""
+    entries = text.split() if "=" in text else _entries(text)
+    sides = (entry.partition("=" if "=" in entry else "/") for entry in entries)
+    return tuple((left.strip(), right.strip()) for left, _, right in sides)
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "str": str,
+    "Words": lambda text: frozenset(text.split()),
+    "Senses": _senses,
+    "Phrases": lambda text: _senses(text, "/"),
+    "Numbers": _numbers,
+    "Pairs": _pairs,
+    "Steps": lambda text: tuple(map(_pairs, _entries(text))),
+    "Entries": lambda text: tuple(_entries(text)),
+    "Endings": lambda text: tuple(text.split()),
+}
+
+
+def _tables(text: str, source: str) -> dict[str, Any]:
+    kinds = {field.name: str(field.type) for field in fields(Tables)}
+    found: dict[str, Any] = {}
+    for section, table in tomllib.loads(text).items():
+        found |= {section: table} if section in kinds else table
+    if unknown := found.keys() - kinds:
+        raise ValueError(f"{source}: no guard knows {', '.join(sorted(unknown))}; the tables are {', '.join(kinds)}")
+    read: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        if kind.startswith("Mapping"):
+            one = _READ[kind.removeprefix("Mapping[str, ").removesuffix("]")]
+            read[name] = {key: one(value) for key, value in found.get(name, {}).items()}
+        else:
+            read[name] = _READ[kind](found.get(name, ""))
+    return read
+
+
+def _prefixed(t: Tables) -> dict[str, Unit]:
+    """Every prefix with every unit; of the symbols those that are used."""
+    prefixes = {name: (letter, float(times)) for name, letter, times in map(str.split, t.prefixes)}
+    found: dict[str, Unit] = {}
+    for entry in t.prefixed:
+        measure, names, symbol, taken = (part.strip() for part in f"{entry} ".split(" / "))
+        dimension, factor = measure.split()[0], float(measure.split()[1])
+        for name in names.split():
+            for prefix, (_, times) in (("", ("", 1.0)), *prefixes.items()):
+                found |= dict.fromkeys((f"{prefix}{name}", f"{prefix}{name}s"), (dimension, factor * times))
+        for prefix in taken.split():
+            letter, times = prefixes[prefix]
+            found[letter + symbol] = (dimension, factor * times)
+        if symbol in t.symbols:
+            found[symbol] = (dimension, factor)
+    return found
+
+
+class Language(Tables):
+    """One language's words, by word or by stem as the guards ask for them.
+
+    Args:
+        text: a data file as it is written.
+        source: names it in errors.
+
+    Raises:
+        ValueError: the file has a table that no guard knows.
+    """
+
+    def __init__(self, text: str, source: str = "language") -> None:
+        super().__init__(**_tables(text, source))
+        self._irregular = {**self.forms, **self.nations}
+        self.natives = self.nations.keys() - set(self.nations.values())
+        self.all_units = _prefixed(self)
+        self.all_units |= {word: (name, times) for name, table in self.units.items() for word, times in table.items()}
+        self.compounds = {dimension for dimension, _ in self.all_units.values() if "/" in dimension}
+        self.roman = {word: float(number) for number, word in enumerate(_ROMAN, 2) if len(word) > 1}
+        self.measures = {*self.numbers, *self.multipliers, *self.all_units, *self.roman}
+        self.senses = {word: (name, sense) for name, table in self.dates.items() for word, sense in table.items()}
+        months = dict.fromkeys(self.dates.get("month", {}).values())
+        self.senses |= {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}
+        self.grouped = {word for table in self.groups.values() for word in table}
+        self.around = self.groups.get("direction", {}).keys() | self.pivots
+        self.speaking = {word for word in self.speaker | self.function if word.partition("'")[0] in self.speaker}
+        self.selves = self.speaking | self.spoken
+        self.quiet = self.stems(self.fillers | self.function)
+        self.ties, self.joined, self.joining, self.denying_verbs = map(
+            self.stems, (self.relations, self.symmetric, self.joints, self.denials)
+        )
+        self.after = {self.stem(verb): frozenset(words.split()) for verb, words in self.particles}
+        self.classes: dict[str, set[int]] = {}
+        for number, group in enumerate(self.synonyms):
+            for stem in self.stems(group.split()):
+                self.classes.setdefault(stem, set()).add(number)
+        self.opposed: dict[str, dict[str, str]] = {}
+        for name, pairs in self.opposites.items():
+            for left, right in pairs:
+                for one in self.stems(left.split()):
+                    for other in self.stems(right.split()):
+                        self.opposed.setdefault(one, {}).setdefault(other, name)
+                        self.opposed.setdefault(other, {}).setdefault(one, name)
+        said = (*self.numbers, *self.multipliers, *self.all_units, *self.senses, *self.grouped)
+        self.known = self.stems((*self.fillers, *self.function, *said))
+        self.known |= self.opposed.keys() | self.classes.keys()
+        self.starts: dict[str, dict[str, list[tuple[list[str], list[str], str]]]] = {}
+        """By its first and its second word ("" for none) each phrase's words after the first, those in its place, and
+        one that must be in the text; the longest first."""
+        needs = dict(self.beside)
+        for phrase, instead in sorted(self.phrases.items(), key=lambda entry: -len(entry[0].split())):
+            first, *rest = phrase.split()
+            seconds = self.starts.setdefault(first, {})
+            seconds.setdefault(rest[0] if rest else "", []).append((rest, instead.split(), needs.get(phrase, "")))
+
+    def stems(self, words: Iterable[str]) -> frozenset[str]:
+        """The stems of some words."""
+        return frozenset(map(self.stem, words))
+
+    def stem(self, word: str) -> str:
+        """What the forms of a word have in common."""
+        if word in self._irregular or len(word) > _LONGEST:
+            return self._irregular.get(word, word)
+        for letters, others in self.spellings:
+            word = word.replace(letters, others)
+        for step in self.suffixes:
+            for ending, instead in step:
+                if word.endswith(ending) and len(word) - len(ending) >= _SHORTEST:
+                    word = word[: len(word) - len(ending)] + instead
+                    break
+        if len(word) > _SHORTEST and word[-1] == "e":
+            word = word[:-1]
+        if len(word) > _SHORTEST and word[-1] == word[-2] and word[-1] not in "aeiousz":
+            word = word[:-1]
+        if len(word) > _SHORTEST and word[-1] == "i":
+            word = f"{word[:-1]}y"  # "movie" as "movies"
+        return self._irregular.get(word, word)
+
+    def unit(self, word: str) -> Unit | None:
+        """A unit, or a compound one: "km/h"."""
+        over, _, under = word.partition("/")
+        if not under or word in self.symmetric or over not in self.all_units or under not in self.all_units:
+            return self.all_units.get(word)
+        (one, times), (other, parts) = self.all_units[over], self.all_units[under]
+        return (f"{one}/{other}", times / parts)
+
+
+@lru_cache(maxsize=16384)
+def short_token(word: str, name: bool, language: Language) -> Token:
+    """A word with its stem; remembered."""
+    return Token(word, language.stem(word), name and word not in language.function)
+
+
+def token(word: str, name: bool, language: Language) -> Token:
+    """A word with its stem."""
+    return (short_token if len(word) <= KEPT else short_token.__wrapped__)(word, name, language)
+
+
+@cache
+def languages() -> tuple[Language, ...]:
+    """The languages that have a file in ``words``, English first."""
+    files = sorted(WORDS.glob("*.toml"), key=lambda file: (file.stem != "en", file.stem))
+    return tuple(Language(file.read_text(encoding="utf-8"), file.name) for file in files)

@@ -1,0 +1,380 @@
+"""Guards over who does what to whom: shared words that come in another order, speakers and owners in other roles."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
+
+from semkv.guards.language import Language, Token
+from semkv.guards.pairs import Pair, Tokens
+from semkv.guards.text import END, STOPS, Text
+
+_HELPER = 5  # words among which the auxiliary of a question stands
+_REACH = 16  # shared words between two that may have changed places
+_VERB = 4  # words from a subject to its verb: "I have not yet been asked"
+
+Places = tuple[int, int]
+"""Where a shared word stands in the one text and in the other."""
+
+
+def order(p: Pair) -> str | None:
+    """Subject and object exchanged."""
+    return "word order" if not p.converse and _Spines(p).reversed() else None
+
+
+def sides(p: Pair) -> str | None:
+    """Shared words in another order around a side or a "than": "left of the cone", where the cone moved, is
+    another place."""
+    around = p.language.around
+    if around.isdisjoint(p.a.words) or around.isdisjoint(p.b.words) or p.converse:
+        return None
+    shared = {stem for stem, times in p.a.stems.items() if times == 1 and p.b.stems.get(stem) == 1} - p.language.quiet
+    first, second = (_around(text.tokens, shared, around) for text in (p.a, p.b))
+    return "word order" if first != second else None
+
+
+def _around(tokens: Iterable[Token], shared: Collection[str], around: Collection[str]) -> list[str]:
+    """The shared words in order; sides that follow one another, as in a choice of two, are one."""
+    found = ["" if t.word in around else t.stem for t in tokens if t.word in around or t.stem in shared]
+    return [stem for stem, before in zip(found, ["-", *found], strict=False) if stem or before]
+
+
+class _Spines:
+    """The stems of both texts without articles and signs."""
+
+    def __init__(self, p: Pair) -> None:
+        self.p, self.language = p, p.language
+        self.first, self.second = ([t.stem for t in text.spine if t.word not in STOPS] for text in (p.a, p.b))
+
+    @cached_property
+    def names(self) -> set[str]:
+        return {t.stem for text in (self.p.a, self.p.b) for t in text.tokens if t.name}
+
+    @cached_property
+    def participles(self) -> set[str]:
+        """Verbs that one text alone has in the passive."""
+        return _participles(self.p.a, self.language) ^ _participles(self.p.b, self.language)
+
+    @cached_property
+    def agents(self) -> tuple[list[int], list[int]]:
+        """How many words for the agent of a passive stand before each place."""
+        return self._counts({self.language.by})
+
+    @cached_property
+    def joints(self) -> tuple[list[int], list[int]]:
+        return self._counts(self.language.joining)
+
+    def _counts(self, among: Collection[str]) -> tuple[list[int], list[int]]:
+        first, second = (
+            list(itertools.accumulate([stem in among for stem in stems], initial=0))
+            for stems in (self.first, self.second)
+        )
+        return first, second
+
+    def reversed(self) -> bool:
+        """Whether two shared words have changed places around a third that ties them together.
+
+        "A X B" against "B X A" is an exchange when the neighbours of A and B are exchanged too: "In Python, how do I
+        sort a list?" moves a phrase and keeps its neighbours. A passive on one side turns the expectation round.
+        """
+        a, b, language = self.p.a, self.p.b, self.language
+        passive = _passive(a, language) != _passive(b, language)
+        places = _once(self.second)
+        shared = [(i, places[stem]) for stem, i in _once(self.first).items() if stem in places]
+        if self._transposed():
+            return True
+        if not passive and all(x[1] < y[1] for x, y in itertools.pairwise(shared)):
+            return _fronted(a, language) != _fronted(b, language)
+        if self._asks_other_side() or self._turned_clause():
+            return True
+        return any(self._contradicts(*moved, passive) for moved in self._moved(shared, passive))
+
+    def quiet(self, stem: str) -> bool:
+        return stem in self.language.quiet and stem not in self.names
+
+    def _transposed(self) -> bool:
+        """Whether two words have changed places, wherever they come, and nothing else: "Mary's father's boss", "Mary's
+        boss's father"."""
+        if len(self.first) != len(self.second):
+            return False
+        apart = [i for i, (x, y) in enumerate(zip(self.first, self.second, strict=True)) if x != y]
+        stems = {self.first[i] for i in apart}
+        if len(stems) != 2 or any(self.second[i] not in stems for i in apart):
+            return False
+        if apart[1] - apart[0] < 2:
+            one, other = stems
+            texts = (self.p.a, self.p.b)
+            return other in self.language.opposed.get(one, {}) or all(self._parted(text, stems) for text in texts)
+        return not self.language.joined.issuperset(self.first[apart[0] + 1 : apart[1]])
+
+    def _parted(self, text: Text, stems: set[str]) -> bool:
+        """Whether an article alone stands between two words: "is every square a rectangle"."""
+        articles = self.language.articles
+        return any(y.word in articles and {x.stem, z.stem} == stems for x, y, z in _triples(text.tokens))
+
+    def _asks_other_side(self) -> bool:
+        """Whether one asks for the subject and the other for the object: "who killed Bill", "who did Bill kill"."""
+        p, language = self.p, self.language
+        if not all(asks_for_one(text, language) for text in (p.a, p.b)):
+            return False
+        passives = [_passive(text, language) for text in (p.a, p.b)]
+        if any(_open(text, language) and not passive for text, passive in zip((p.a, p.b), passives, strict=True)):
+            return False
+        first, second = ([t.stem for t in text.tokens if not self.quiet(t.stem)] for text in (p.a, p.b))
+        turned = first != second or passives[0] != passives[1]
+        return turned and sorted(first) == sorted(second) and self._asks_object(p.a) != self._asks_object(p.b)
+
+    def _asks_object(self, text: Text) -> bool:
+        """Whether a "who" is not the one who acts: "who did he call", "who was called"; not "who was it built by"."""
+        helped = any(t.word in self.language.helpers for t in text.tokens[1:_HELPER])
+        words = [t.word for t in text.tokens if t.word not in STOPS]
+        passive = not self.participles.isdisjoint(_participles(text, self.language))
+        return (helped or passive) and self.language.by not in (words[0], words[-1])
+
+    def _turned_clause(self) -> bool:
+        """Whether a clause has its subject and its object exchanged: "birds that eat owls", "birds that owls eat"."""
+        if sorted(self.first) != sorted(self.second):
+            return False
+        first, second = self._clauses(self.p.a), self._clauses(self.p.b)
+        return any((y, x) in second and (x, y) not in second for x, y in first)
+
+    def _clauses(self, text: Text) -> set[tuple[str, str]]:
+        """The first content word behind each "that" or "which", with the next."""
+        found = set()
+        for i in [i for i, t in enumerate(text.tokens) if t.word in self.language.relatives]:
+            after = [t.stem for t in text.tokens[i + 1 : i + _HELPER] if t.word not in self.language.joints]
+            if len(after) > 1 and not (self.quiet(after[0]) or self.quiet(after[1])):
+                found.add((after[0], after[1]))
+        return found
+
+    def _moved(self, shared: list[Places], passive: bool) -> Iterator[tuple[Places, Places, list[Places]]]:
+        """Content words that may have changed places, or kept them in a passive, with the ties between them."""
+        stems = [self.first[i] for i, _ in shared]
+        fillers = self.language.fillers
+        telling = [
+            not self.quiet(stem) or (stem in fillers and self._goal(*places))
+            for stem, places in zip(stems, shared, strict=True)
+        ]
+        ties = self._ties(stems)
+        kept = passive and bool(self.participles)
+        for x, one in enumerate(shared):
+            for y in range(x + 2, min(x + _REACH, len(shared))) if telling[x] else ():
+                if telling[y] and (kept or shared[y][1] < one[1]):
+                    between = [shared[k] for k in range(x + 1, y) if stems[k] in ties]
+                    if between:
+                        yield one, shared[y], between
+
+    def _goal(self, i: int, j: int) -> bool:
+        """Whether a filler is where something goes in one text and what goes there in the other: "into main"."""
+        ways = self.language.ways
+        here, there = _at(self.first, i - 1) in ways, _at(self.second, j - 1) in ways
+        return here != there and (_at(self.second, j + 1) if here else _at(self.first, i + 1)) in ways
+
+    def _ties(self, shared: Iterable[str]) -> set[str]:
+        """Words that tie a subject to an object. A gerund on one side does not: "book a room", "room booking site"."""
+        ties = {s for s in shared if s not in self.language.joined and (s in self.language.ties or not self.quiet(s))}
+        gerund = self.language.gerund
+        first, second = ({t.stem for t in text.tokens if t.word.endswith(gerund)} for text in (self.p.a, self.p.b))
+        return ties - (first ^ second)
+
+    def _contradicts(self, one: Places, other: Places, between: list[Places], passive: bool) -> bool:
+        (i, j), (k, m) = one, other
+        if m >= j:
+            tied = any(j < q < m and self.first[n] in self.participles for n, q in between)
+            first, second = self.agents
+            return passive and tied and (first[k] > first[i]) != (second[m] > second[j])
+        ties = [(n, q) for n, q in between if m < q < j and self.first[n] not in self.participles]
+        if passive:  # who refuses to be treated is not who refuses to treat
+            ways = self.language.ways
+            return any(_at(self.first, n + 1) in ways and _at(self.second, q + 1) in ways for n, q in ties)
+        return bool(ties) and self._swapped(one, other) and not self._compound(one, other, [n for n, _ in ties])
+
+    def _swapped(self, one: Places, other: Places) -> bool:
+        """Whether at least two of the four neighbours have changed places with the words."""
+        (i, j), (k, m) = one, other
+        low, high = self._block(i, j)
+        left, right = self._block(k, m)
+        a, b = self.first, self.second
+        exchanged = (
+            (_at(a, i - low - 1) == _at(b, m - left - 1))
+            + (_at(a, k - left - 1) == _at(b, j - low - 1))
+            + (_at(a, i + high + 1) == _at(b, m + right + 1))
+            + (_at(a, k + right + 1) == _at(b, j + high + 1))
+        )
+        return exchanged >= 2
+
+    def _block(self, i: int, j: int) -> tuple[int, int]:
+        """How far the two texts agree to the left and to the right of a shared word."""
+        a, b = self.first, self.second
+        low = agreeing(a[max(0, i - _REACH) : i][::-1], b[max(0, j - _REACH) : j][::-1])
+        return low, agreeing(a[i + 1 : i + _REACH], b[j + 1 : j + _REACH])
+
+    def _compound(self, one: Places, other: Places, ties: Iterable[int]) -> bool:
+        """Whether what is one noun here is parted by a preposition there: "tax deadline in May", "May tax deadline"."""
+        (i, j), (k, m) = one, other
+        first, second = self.joints
+        return self.language.ties.isdisjoint([self.first[n] for n in ties]) and (first[k] > first[i]) != (
+            second[j] > second[m]
+        )
+
+
+def agreeing(first: Sequence[str], second: Sequence[str]) -> int:
+    """How many items two sequences share at the start."""
+    short = min(len(first), len(second))
+    return next((n for n in range(short) if first[n] != second[n]), short)
+
+
+def participle(token: Token, language: Language) -> bool:
+    """Whether a word may be the participle of a passive."""
+    return token.word != token.stem and token.word.endswith(language.participles)
+
+
+def asks_for_one(text: Text, language: Language) -> bool:
+    """Whether a text starts with "who", "what" or "which"."""
+    return bool(text.tokens) and language.questions.get(text.tokens[0].word) in ("", "person")
+
+
+def _at(stems: list[str], i: int) -> str:
+    return stems[i] if 0 <= i < len(stems) else ""
+
+
+def _triples(tokens: Tokens) -> Iterable[tuple[Token, Token, Token]]:
+    return zip(tokens, tokens[1:], tokens[2:], strict=False)
+
+
+def _once(stems: list[str]) -> dict[str, int]:
+    """Where each stem stands that comes once, in order."""
+    places: dict[str, int] = {}
+    for i, stem in enumerate(stems):
+        places[stem] = -1 if stem in places else i
+    return {stem: i for stem, i in places.items() if i >= 0}
+
+
+def _open(text: Text, language: Language) -> bool:
+    """Whether an auxiliary leaves it open who acts: "which laws can judges", "which laws can bind"."""
+    words = [t.word for t in text.tokens[1:_HELPER]]
+    return any(word in language.modals or language.tenses.get(word) == "perfect" for word in words)
+
+
+def _passive(text: Text, language: Language) -> bool:
+    """Whether an agent is named after an auxiliary: "was built by"."""
+    if language.by not in text.words or language.passive.isdisjoint(text.words):
+        return False
+    start = next(i for i, t in enumerate(text.tokens) if t.word in language.passive)
+    return any(
+        x.word == language.by and not y.word.endswith(language.gerund)
+        for x, y in itertools.pairwise(text.tokens[start:])
+    )
+
+
+def _participles(text: Text, language: Language) -> set[str]:
+    """Verbs that may be passive: "was built", "is the house built", "hit by"."""
+    found: set[str] = set()
+    left = 0
+    for token, after in itertools.pairwise((*text.tokens, END)) if not language.passive.isdisjoint(text.words) else ():
+        if token.word in language.passive:
+            left = _REACH
+        elif token.stem in language.ties or token.word in STOPS:
+            left = 0
+        elif (
+            left and token.word not in language.function and (after.word == language.by or participle(token, language))
+        ):
+            found.add(token.stem)
+        left = max(0, left - 1)
+    return found
+
+
+def _fronted(text: Text, language: Language) -> bool:
+    """Whether the agent of a passive is asked for: "by whom"."""
+    words = [t.word for t in text.tokens[:2]]
+    return len(words) > 1 and words[0] == language.by and words[1] in language.questions
+
+
+def role(p: Pair) -> str | None:
+    """The speaker, or an owner, in the place of another.
+
+    The speaker does in one text what is done to him in the other, or what somebody does there whom he does it to; or an
+    owner has another of two things: "my neighbour's tree fell on my fence".
+    """
+    if _owns_another(p):
+        return "person"
+    first, second = _acts(p.a, p.language), _acts(p.b, p.language)
+    if _turned(p.a, first, p.b, second, p.language) or _turned(p.b, second, p.a, first, p.language):
+        return "person"
+    return None
+
+
+_Acts = tuple[dict[str, str], set[str]]
+
+
+def _turned(mine: Text, acted: _Acts, other: Text, others: _Acts, language: Language) -> bool:
+    """Whether the speaker acts in the first text alone, and is acted on or replaced in the other."""
+    acts, suffers = acted
+    own = acts.keys() - suffers - others[0].keys()
+    if not own or own & others[1]:
+        return bool(own)
+    first = next(i for i, t in enumerate(mine.tokens) if t.stem in own)
+    before, after = ({t.stem for t in part} for part in (mine.tokens[:first], mine.tokens[first:]))
+    objects = after - before - others[0].keys()
+    return any(
+        x.stem in own and acts[x.stem] == y.stem and _subject(other.spine[max(0, i - _VERB) : i], language) in objects
+        for i, (x, y) in enumerate(itertools.pairwise(other.spine))
+    )
+
+
+def _acts(text: Text, language: Language) -> _Acts:
+    """Verbs of which the speaker is the subject, each with the word after it, and verbs of which he is the object."""
+    acts: dict[str, str] = {}
+    suffers: set[str] = set()
+    spine = () if language.selves.isdisjoint(text.words) else text.spine
+    for i, token in enumerate(spine):
+        if token.word in language.speaking:
+            start = i + 1
+            while start < len(spine) and spine[start].stem in language.joining:  # "I in Canada send"
+                start += 2
+            k = next((k for k in range(start, min(start + _VERB, len(spine))) if _verb(spine[k], language)), None)
+            if k is None or any(t.word in STOPS or t.word in language.ways for t in spine[start:k]):
+                continue
+            if spine[k - 1].word in language.passive and participle(spine[k], language):
+                suffers.add(spine[k].stem)
+            else:
+                acts.setdefault(spine[k].stem, spine[k + 1].stem if k + 1 < len(spine) else "")
+        elif i and token.word in language.spoken and _verb(spine[i - 1], language):
+            suffers.add(spine[i - 1].stem)
+    return acts, suffers
+
+
+def _verb(token: Token, language: Language) -> bool:
+    return token.word[0].isalpha() and token.word not in language.function
+
+
+def _subject(tokens: Tokens, language: Language) -> str:
+    """The word before a verb and its auxiliaries; "" where something else stands between them."""
+    helpers = (language.tenses, language.modals, language.negations)
+    found = next((t for t in reversed(tokens) if not any(t.word in table for table in helpers)), None)
+    return found.stem if found is not None and _verb(found, language) else ""
+
+
+def _owns_another(p: Pair) -> bool:
+    """Whether an owner has one thing in one text and another in the other, and both texts speak of both."""
+    if p.language.owns not in p.a.words & p.b.words:
+        return False
+    first, second = _owners(p.a, p.language), _owners(p.b, p.language)
+    both = p.a.stems.keys() & p.b.stems.keys()
+    return any(
+        things & both and second[owner] & both and things.isdisjoint(second[owner])
+        for owner, things in first.items()
+        if owner in second
+    )
+
+
+def _owners(text: Text, language: Language) -> dict[str, set[str]]:
+    """Owners with the words for what they own: "Ann's old dog"."""
+    tokens = text.tokens
+    found: dict[str, set[str]] = {}
+    for i, token in enumerate(tokens):
+        if token.word == language.owns and i and _verb(tokens[i - 1], language):
+            things = itertools.takewhile(lambda t: _verb(t, language), tokens[i + 1 : i + 1 + _VERB])
+            found.setdefault(tokens[i - 1].stem, set()).update(t.stem for t in things)
+    return found

@@ -1,0 +1,322 @@
+"""A text as the guards see it: words with stems, numbers, code, quotations and operators. Linear in its length."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from semkv.guards.language import KEPT, Language, Token, token
+from semkv.guards.quantities import Quantities, measure
+from semkv.keys import LITERAL, one_style
+
+_LONGEST = 200  # characters of a chunk that is still looked into
+_FLAG = 5  # characters of a flag with one hyphen; a longer one is a word with a stray hyphen
+_EDGE = ".,;:!?\"“”„«»…‘'`*"
+_BRACKETS = "()[]{}<>"
+_SIGNS = "%°$€£¥₹"
+STOPS = frozenset(",;?")
+"""Signs that are tokens, since a question may start after one."""
+END = Token("?", "?", False)
+_NONE: frozenset[str] = frozenset()
+
+_PART = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)*|[%°$€£¥₹]|[^\w\s]")
+_CODE = re.compile(
+    r"""
+    --?[a-zA-Z][\w-]*=?\S*              # a flag
+    | \S*(?:://|::|->|=>|\\|\+\+|\w--)\S*
+    | [~.]{0,2}/\S+                     # a path
+    | [\w.%+-]+@[\w.-]+                 # an address
+    | [a-z_][\w.]*\((?!e?s\))\S*        # a call
+    | \#(?=\S*\d)\S+
+    | \S*[_@=|^~\[\]{}<>]\S*
+    | \S*/\S*/\S*
+    | [vV]\d+(?:\.\d+)*                 # versions
+    | \d+(?:\.\d+){2,}
+    """,
+    re.VERBOSE,
+)
+_CAMEL = re.compile(r"[a-z]{2,}[A-Z]\w*")
+_DOTTED = re.compile(r"[\w-]{2,}(?:\.[\w-]+)*\.[a-z][\w-]+|\w\.[a-z][\w-]+")
+_RATIO = re.compile(r"(\d[\d.,]*)?([^\W\d_]+/[^\W\d_]+)")
+_DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}")
+_MARK = re.compile("[\"“„«`'‘]")
+_QUOTES = re.compile(
+    r"\"([^\"]{1,200})\"|“([^”]{1,200})”|„([^“”]{1,200})[“”]|«([^»]{1,200})»|`([^`]{1,200})`"
+    r"|(?<!\w)['‘]([^'‘]{1,200})'(?!\w)"
+)
+
+_ONE_FORM = str.maketrans(
+    {"→": "->", "⇒": "=>", "×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "≤": "<=", "≥": ">=", "≠": "!="}
+)
+_SIZE = re.compile(r"\b([ckmd]?m)([²³])")
+_POWER = re.compile(r"(?<=[\w)\]])[²³]")
+_SUM = re.compile(r"(?<![\d.,])\d[\d.,]*+(?:\s*+[-+*/%^]{1,2}\s*+\d[\d.,]*+)+")
+_OPERATOR = re.compile(r"[<>=*+^|~%&]|[-/](?![^\W\d])|\b(?:AND|X?OR|NOT)\b")
+_INSIDE = re.compile(r"(?<=[\w)\]])(?:[<>]=?|[=!]=+|<>|=|[*^|~]{1,2}|\+|&&|->|=>|\.[*/^])(?=[\w(\[])")
+_ALONE = re.compile(r"[<>=!+*/^%&|~:-]*[<>=+*/^%&|~-]|\.[*/^]")
+_CONNECTIVES = frozenset(("AND", "OR", "NOT", "XOR"))
+
+
+@dataclass(eq=False, slots=True)
+class Text:
+    """What the guards compare."""
+
+    tokens: tuple[Token, ...]
+    spine: tuple[Token, ...]
+    """The tokens but for articles."""
+    words: frozenset[str]
+    stems: Mapping[str, int]
+    """How often each occurs."""
+    quantities: Quantities
+    code: frozenset[str]
+    """Identifiers, flags, paths and versions; folded where their case may be a way of typing."""
+    spelled: frozenset[str]
+    """Chunks between blanks that are no plain words, as written and folded: where the code of the other text is looked
+    for."""
+    operators: tuple[str, ...]
+    """Signs between operands, sorted."""
+    quotes: frozenset[str]
+    dates: frozenset[str]
+    """Dates in figures whose order of day and month is open."""
+    cased: frozenset[str] | None
+    """Words with capitals that are no way of typing, as written; None where the case of the text says nothing."""
+    starts: frozenset[str]
+    """Words whose capital is that of their sentence, folded."""
+
+
+def read(text: str, language: Language) -> Text:
+    """Take a text apart."""
+    plain = text if text.isascii() else unicodedata.normalize("NFKC", _one_form(text)).replace("’", "'")
+    typed = (plain.isupper() or plain.istitle()) and one_style(plain)
+    pieces = plain.split()
+    titled = typed or _titled(pieces)
+    tokens: list[Token] = []
+    telling: list[Chunk] = []
+    capitals: set[int] = set()
+    start = True
+    for piece in pieces:
+        chunk = (short_chunk if len(piece) <= KEPT else Chunk)(piece, start, titled, typed, language)
+        start = chunk.ends
+        if chunk.telling:
+            telling.append(chunk)
+            if chunk.capitals:
+                capitals.update([len(tokens) + i for i in chunk.capitals])
+        tokens += chunk.tokens
+    if capitals:
+        _tell_letters(tokens, capitals, language)
+    final = tuple(_phrased(tokens, capitals, language))
+    words = frozenset([t.word for t in final])
+    articles = language.articles
+    stems = dict.fromkeys([t.stem for t in final], 1)
+    odd = " ".join([chunk.odd for chunk in telling if chunk.odd])
+    return Text(
+        tokens=final,
+        spine=final if words.isdisjoint(articles) else tuple([t for t in final if t.word not in articles]),
+        words=words,
+        stems=stems if len(stems) == len(final) else Counter([t.stem for t in final]),
+        quantities=measure(final, language),
+        code=_union([chunk.code for chunk in telling]),
+        spelled=_union([chunk.spelled for chunk in telling]),
+        operators=operators(plain, typed=typed) if _OPERATOR.search(odd) else (),
+        quotes=_quoted(plain) if _MARK.search(odd) else _NONE,
+        dates=_union([chunk.dates for chunk in telling]),
+        cased=None if titled else _union([chunk.cased for chunk in telling]),
+        starts=_union([chunk.starts for chunk in telling]),
+    )
+
+
+def _union(sets: list[frozenset[str]]) -> frozenset[str]:
+    return _NONE.union(*sets) if sets else _NONE
+
+
+class Chunk:
+    """What stands between two blanks, taken apart: words, code and dates.
+
+    Args:
+        chunk: the chunk.
+        start: whether it starts a sentence.
+        titled: whether its capitals say nothing.
+        typed: whether the text is in capitals or Title Case.
+    """
+
+    def __init__(self, chunk: str, start: bool, titled: bool, typed: bool, language: Language) -> None:
+        self._start, self._titled, self._typed, self._language = start, titled, typed, language
+        self.ends = False
+        """Whether a sentence starts after it."""
+        self.tokens: list[Token] = []
+        self.capitals: list[int] = []
+        """Places of function words that are written like names."""
+        self.cased = self.starts = self.code = self.spelled = self.dates = _NONE
+        self.odd = ""
+        """The chunk, unless it is a plain word: all that has signs or several capitals."""
+        word = chunk[:-1] if chunk[-1] in ",.?!" else chunk
+        if word.isalpha() and (len(word) == 1 or word[1:].islower()):
+            self._plain(word)
+            if chunk[-1] in STOPS:
+                self._add(chunk[-1])
+            self.ends = chunk[-1] in ".?!"
+        else:
+            self.odd = chunk
+            self._mixed(chunk)
+        self.telling = bool(self.odd or self.cased or self.starts)
+        """Whether there is more to it than its tokens."""
+
+    def _add(self, word: str, name: bool = False) -> None:
+        found = token(word, name, self._language)
+        if name and not found.name:
+            self.capitals.append(len(self.tokens))
+        self.tokens.append(found)
+
+    def _plain(self, chunk: str) -> None:
+        word = chunk.casefold()
+        if word != chunk and self._start:
+            self.starts = frozenset((word,))
+        elif word != chunk:
+            self.cased = frozenset((chunk,))
+        self._add(word, bool(self.cased) and not self._titled)
+
+    def _mixed(self, chunk: str) -> None:
+        core = chunk.strip(_EDGE)
+        inner = core.strip(_BRACKETS + _EDGE)
+        folded = inner.casefold()
+        self.spelled = frozenset((inner, folded))
+        if len(core) > _LONGEST:
+            self.code = frozenset((folded,))
+        elif _DATE.fullmatch(core):
+            self._date(core)
+        elif is_code(core):
+            literal = LITERAL.search(core) or ("[" in core and not self._typed)
+            cased = literal and not core.isalpha() and not _DOTTED.fullmatch(inner)
+            self.code = frozenset(((inner if cased else folded) or core,))
+            self.spelled |= {core}
+            self._add(folded or core)
+        else:
+            self._parts(chunk, folded)
+        self.ends = chunk[-1] in ".?!:" or (self._start and not core)
+
+    def _date(self, core: str) -> None:
+        parts = re.split(r"[-/.]", core)
+        if len(parts[0]) == 4 and 1 <= int(parts[1]) <= 12:
+            for word in (parts[2], f"month:{int(parts[1])}", parts[0]):
+                self._add(word)
+        else:
+            self.dates = frozenset(("/".join(str(int(part)) for part in parts),))
+
+    def _parts(self, chunk: str, folded: str) -> None:
+        compound = _RATIO.fullmatch(folded) if "/" in folded else None
+        if folded in self._language.clock:
+            parts = [folded]
+        elif compound and self._language.unit(compound[2]):
+            parts = [part for part in compound.groups() if part]
+        else:
+            parts = _PART.findall(chunk)
+        for i, part in enumerate(parts):
+            if part in STOPS:
+                self._add(part)
+            elif part[0].isalnum() or part in _SIGNS:
+                self._part(part, parts[i + 1] if i + 1 < len(parts) else "", first=self._start and i == 0)
+
+    def _part(self, part: str, after: str, *, first: bool) -> None:
+        bare = part.removesuffix("'s")
+        if bare.casefold() != bare:
+            if first and bare.istitle():
+                self.starts |= {bare.casefold()}
+            else:
+                self.cased |= {bare}
+        name = part[0].isupper() and not self._titled and (part[1:].isupper() or not first)
+        if part == "C" and after in ("+", "#"):
+            self._add(f"c{after}", True)
+            self.code |= {f"c{after}"}
+        elif part.endswith(("'s", "'S")):
+            self._add(part[:-2].casefold(), name)
+            self._add("'s")
+        else:
+            apart = None if self._typed else self._language.capitals.get(part)
+            self._add(apart or part.casefold(), name)
+
+
+short_chunk = lru_cache(maxsize=8192)(Chunk)
+
+
+def is_code(core: str) -> bool:
+    """Whether a chunk without the marks around it is an identifier, a flag, a path or a version."""
+    if not core or core.isalpha():
+        return bool(_CAMEL.fullmatch(core))
+    if core[0] in _SIGNS or not any(map(str.isalnum, core)):
+        return False
+    if core[0].isdigit() and not core[-1].isalpha() and core.count(".") < 2:
+        return False
+    inner = core if "(" in core.lstrip("(") else core.strip(_BRACKETS)
+    inner = inner.lstrip("([{<").strip(_EDGE)
+    if not inner or inner.isalpha():
+        return bool(_CAMEL.fullmatch(inner))
+    if inner[0] == "-" and inner[1:2] != "-" and len(inner) > _FLAG:
+        return False
+    return bool(_CODE.fullmatch(inner)) or bool(_DOTTED.fullmatch(inner) and not inner.replace(".", "").isdigit())
+
+
+def _titled(pieces: Sequence[str]) -> bool:
+    """Whether capitals say nothing here: A Title Like This, OR SHOUTING."""
+    heads = [piece[0] for piece in pieces[1:30]]
+    capitals = sum(map(str.isupper, heads))
+    return capitals > 2 and 3 * capitals > 2 * sum(map(str.isalpha, heads))
+
+
+def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Language) -> None:
+    """Tell the letter from the article where letters stand for things: "if A implies B"."""
+    if any(t.name and len(t.word) == 1 for t in tokens):
+        for i in capitals:
+            word, before = tokens[i].word, tokens[i - 1].word if i else ""
+            spelled = len(before) == 1 and before.isalpha()  # "U.S.A."
+            if len(word) == 1 and word in language.articles and not spelled:
+                tokens[i] = token(f"{word}_", True, language)
+
+
+def _phrased(tokens: list[Token], capitals: Iterable[int], language: Language) -> list[Token]:
+    """Tokens with every phrase of the language replaced by what is read in its place."""
+    found: list[Token] = []
+    done = 0
+    for i in [i for i, t in enumerate(tokens) if t.word in language.starts]:
+        if i < done:
+            continue
+        seconds = language.starts[tokens[i].word]
+        following = tokens[i + 1].word if i + 1 < len(tokens) else ""
+        for rest, instead, needed in (*seconds.get(following, ()), *seconds.get("", ())):
+            if [t.word for t in tokens[i + 1 : i + 1 + len(rest)]] == rest and (
+                not needed or any(t.word == needed for t in tokens)
+            ):
+                name = tokens[i].name or i in capitals
+                found += tokens[done:i]
+                found += [token(part, name, language) for part in instead]
+                done = i + 1 + len(rest)
+                break
+    return found + tokens[done:] if done else tokens
+
+
+def _quoted(text: str) -> frozenset[str]:
+    found = (next(filter(None, m.groups())) for m in _QUOTES.finditer(text.replace('""', '"')))
+    return frozenset(" ".join(_PART.findall(content.casefold())) for content in found)
+
+
+def _one_form(text: str) -> str:
+    """A text with one form of every sign, powers as "x^2" and sizes as "sqm"."""
+    text = _SIZE.sub(lambda found: ("sq" if found[2] == "²" else "cb") + found[1], text)
+    return _POWER.sub(lambda found: "^2" if found[0] == "²" else "^3", text).translate(_ONE_FORM)
+
+
+def operators(text: str, *, typed: bool) -> tuple[str, ...]:
+    """Signs of arithmetic, comparison and shells, sorted; figures with a sign between them are one with their operands.
+
+    ``typed``: the text's capitals are a way of typing.
+    """
+    sums = ["".join(found.split()).rstrip(".,") for found in _SUM.findall(text) if not _DATE.match(found)]
+    chunks = _SUM.sub(" 0 ", text).split() or [""]
+    found = [sign for chunk in chunks for sign in _INSIDE.findall(chunk)]
+    alone = (chunk if _ALONE.fullmatch(chunk) else chunk.strip(".,:;?!'\"`()") for chunk in chunks[1:])
+    found += [sign for sign in alone if _ALONE.fullmatch(sign)]
+    found += [] if typed else [word for word in chunks[1:] if word in _CONNECTIVES]
+    return tuple(sorted([*sums, *("!=" if sign == "<>" else sign for sign in found)]))

@@ -1,0 +1,135 @@
+"""Guards over what is written rather than said: code, quotations, case, numbers, units and dates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from semkv.guards.language import Token
+from semkv.guards.pairs import MOST, Pair
+from semkv.guards.quantities import Quantity, differ
+from semkv.guards.text import STOPS, Text
+
+_WILD = frozenset("%*_^~|\\")  # signs of patterns
+_PROSE = frozenset(("-", "--", "---", "/", "&", "%", "~"))  # operators that may be marks of prose
+
+
+def code(p: Pair) -> str | None:
+    """An identifier, flag, path or version that the other text does not have; or other operators."""
+    for mine, other in ((p.a, p.b), (p.b, p.a)):
+        if any(found not in other.spelled and found not in other.words for found in mine.code):
+            return "code"
+    a, b = p.a.operators, p.b.operators
+    if not a or not b or a == b:
+        return None
+    first, second = ([sign for sign in own if sign not in _PROSE] for own in (a, b))
+    return "code" if first != second or (len(first) < len(a) and len(second) < len(b)) else None
+
+
+def quote(p: Pair) -> str | None:
+    """Quoted words that the other text does not have, where it has other words instead."""
+    if p.a.quotes == p.b.quotes:
+        return None
+    wild = [{quoted for quoted in text.quotes if not _WILD.isdisjoint(quoted)} for text in (p.a, p.b)]
+    if all(wild) and wild[0] != wild[1]:
+        return "quote"
+    first, second = _unquoted(p.a, p.b), _unquoted(p.b, p.a)
+    left, right = p.content
+    return "quote" if (first and second) or (first and right) or (second and left) else None
+
+
+def _unquoted(mine: Text, other: Text) -> bool:
+    missing = mine.quotes - other.quotes
+    text = f" {' '.join(t.word for t in other.tokens if t.word not in STOPS)} "
+    plain = (" ".join(w for w in quoted.split() if w[0].isalnum()) for quoted in missing)
+    return len(missing) > MOST or any(
+        f" {words} " not in text and quoted.replace(" ", "") not in other.spelled
+        for quoted, words in zip(missing, plain, strict=True)
+    )
+
+
+def case(p: Pair) -> str | None:
+    """Other letters, beyond the case of typing: a word in capitals and the same one small; a name and the word that it
+    is when small; any capital where letters are asked about.
+    """
+    first, second = p.a.cased, p.b.cased
+    if first == second or first is None or second is None:
+        return None
+    spelling = p.language.spelling
+    asked = not (spelling.isdisjoint(p.a.words) or spelling.isdisjoint(p.b.words))
+    small = {mine: _small_acronyms(mine, other, p) for mine, other in ((p.a, p.b), (p.b, p.a))}
+    for written in first ^ second:
+        mine, other = (p.a, p.b) if written in first else (p.b, p.a)
+        word = written.casefold()
+        pronoun = len(word) == 1 and word in p.language.persons
+        typed = small[mine] and not asked and written.isupper() and not _is_word(word, other, p)
+        if not typed and word in mine.words and word in other.words and word not in other.starts and not pronoun:
+            theirs = {w for w in other.cased or () if w.casefold() == word}
+            if not theirs and any(t.word == word and not t.name for t in other.tokens):
+                theirs = {word}
+            if any(asked or _apart(written, their, other, p) for their in theirs):
+                return "case"
+    return None
+
+
+def _small_acronyms(mine: Text, other: Text, p: Pair) -> bool:
+    """Whether a text writes small what can only be an acronym: it may do so with others, "tcp and udp"."""
+    sure = (w.casefold() for w in mine.cased or () if len(w) > 1 and w.isupper() and w.isalpha())
+    written = {w.casefold() for w in other.cased or ()}
+    vowels = p.language.vowels
+    return any(vowels and set(w).isdisjoint(vowels) and w in other.words and w not in written for w in sure)
+
+
+def _is_word(small: str, text: Text, p: Pair) -> bool:
+    """Whether what is an acronym in capitals is another word when small: "AIDS", "aids"."""
+    return any(t.word == small and t.stem in p.language.known for t in text.tokens)
+
+
+def _apart(written: str, their: str, other: Text, p: Pair) -> bool:
+    """Whether a word with capitals is another one than the same word as the other text writes it."""
+    if not their.islower():
+        return their.casefold() in p.language.twofold
+    if their in other.quantities.words:
+        return False
+    if written.isupper() and len(written) > 1:
+        return not p.language.vowels or not set(their).isdisjoint(p.language.vowels)
+    return their in p.language.twofold and bool(other.cased or other.starts)
+
+
+def quantity(p: Pair) -> str | None:
+    """Another number or unit, or the same number of something else."""
+    a, b = p.a.quantities, p.b.quantities
+    reason = None if a == b else differ(a, b, p.language, converse=bool(p.converse))
+    if reason or not a.after or not b.after:
+        return reason
+    mine, other = (_counted(text, only, p) for text, only, _, _ in p.views)
+    if len(mine) > MOST or len(other) > MOST:
+        return None
+    quiet = p.language.quiet
+    apart = (
+        q.raw == r.raw
+        and not (q.dimension and r.dimension)
+        and not (x.stem in quiet and y.stem in quiet)
+        and not p.akin(x, y)
+        for q, x in mine
+        for r, y in other
+    )
+    return "unit" if any(apart) else None
+
+
+def _counted(text: Text, only: Sequence[Token], p: Pair) -> list[tuple[Quantity, Token]]:
+    """Quantities with what they count, where that is in this text alone."""
+    stems = {t.stem for t in only if t.word not in p.language.function and t.word[0].isalpha()}
+    return [(quantity, token) for quantity, token in text.quantities.after if token.stem in stems]
+
+
+def date(p: Pair) -> str | None:
+    """Another day, month, season or time of day."""
+    if p.a.dates != p.b.dates:
+        return "date"
+    only_a, only_b = p.only
+    alone = (*only_a, *only_b)
+    if len(alone) == 1 and alone[0].word in p.language.shifts:
+        return "date"
+    first, second = ({p.language.senses[t.word] for t in only if t.word in p.language.senses} for only in p.only)
+    both = {name for name, _ in first} & {name for name, _ in second}
+    return "date" if any(name in both for name, _ in first ^ second) else None
