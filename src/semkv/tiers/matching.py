@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook
 from semkv.errors import ConfigError
-from semkv.indexes.base import VectorIndex
+from semkv.index import VectorIndex
 from semkv.stores.catalog import Catalog
 from semkv.tiers import exact_text, semantic_text
 from semkv.tiers.base import Boundary, Candidate, GuardedEncoder, PartError, Tally
