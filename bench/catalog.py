@@ -30,7 +30,6 @@ from rich.progress import track
 
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
-from semkv.indexes.faiss import FaissIndex
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Record
 from semkv.tiers.keying import Keyed
@@ -120,7 +119,7 @@ def filled(folder: Path, count: int, lock: Path | None) -> dict[str, Any]:
         row["add_when_full"] = make_room(file, count)
     start = time.perf_counter()
     with SemanticCache(CacheConfig(folder, max_entries=2 * count), text_encoder=Drawn()) as cache:
-        assert isinstance(cache._matching._semantic._index, FaissIndex)
+        assert cache._matching._semantic is not None
         cache._matching._semantic._index.settle()
         row["graphs_built_s"] = round(time.perf_counter() - start, 1)
         start = time.perf_counter()

@@ -1,38 +1,38 @@
-"""The vector index at several sizes: search, recall, writes, memory by part; beside FAISS by itself. Prints JSON.
+"""The vector index at several sizes: search, recall, writes, memory, restart; and two libraries by themselves. JSON.
 
-One partition of clustered unit vectors: questions through the real encoder are the centres, and the rows lie about them
-at cosines of .6 to .97, in directions drawn with the centres' own covariance. A query lies at a cosine of .8 to .99
-from a row. The nearest row by brute force is the truth. Each size runs in a process of its own, for its memory. Graphs
-are built before the lock is taken, where one is given; what is timed afterwards holds it. Last come restarts: an index
-that takes up the first one's graphs, and one without. With ``--folder`` the rows and graphs stay, and
-``--restart`` does the last part alone on them, with ``--load`` once the machine is as quiet as that.
+One partition of clustered unit vectors: questions through the real encoder are the centers, and the rows lie about them
+at cosines of 0.6 to 0.97, in directions drawn with the centers' own covariance. A query lies at a cosine of 0.8 to 0.99
+from a row. The nearest row by brute force is the truth. Each measurement runs in a process of its own, for its memory.
+``--against`` names the source tree of another version, which is measured in turn with this one, ``--rounds`` times: on
+a shared machine only such pairs can be compared, and the processor's time more than the clock's.
 
-    python bench/index.py --sizes 100000 300000 1000000 > bench/results/index.json
+    python bench/index.py --sizes 20000 100000 500000 --against ../before/src --rounds 2 > bench/results/index.json
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
+import importlib.util
 import json
+import os
 import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quiet import quiet, resident
+from quiet import resident
 from rich.console import Console
 from rich.progress import Progress
 
 from semkv.encoders.text import SentenceEncoder
-from semkv.indexes.base import Row
-from semkv.indexes.faiss import FaissIndex
-from semkv.stores.graphs import GraphFiles
 
 PAGE = 10_000
 QUERIES = 500
@@ -51,7 +51,7 @@ PLACES = "Norway Lima Texas Cairo Kyoto".split()
 console = Console(stderr=True)
 
 
-def centres(encoder: SentenceEncoder) -> np.ndarray:
+def centers(encoder: SentenceEncoder) -> np.ndarray:
     texts = [
         t.format(a=a, b=b, c=PLACES[(len(a) + i) % 5]) for i, a in enumerate(THINGS) for b in THINGS for t in ASKED
     ]
@@ -91,29 +91,6 @@ class Draw:
         return self.near(rows, 0.8, 0.99, random)
 
 
-def by_part(index: FaissIndex) -> dict[str, int]:
-    """Bytes an entry of what the index is made of, counted object by object."""
-    partitions, table = index._partitions.values(), index._table
-    graphs = [graph for partition in partitions for graph in partition.graphs]
-    blocks = [block for partition in partitions for block in partition.blocks]
-    hnsw = [graph.index.hnsw for graph in graphs]
-    found = {
-        "float16_vectors": sum(2 * index.dim * graph.count for graph in graphs),
-        "links": sum(4 * h.neighbors.size() + 8 * h.offsets.size() + 4 * h.levels.size() for h in hnsw),
-        "plain_rows": sum(block.vectors.nbytes + block.slots.nbytes for block in blocks),
-        "rows_of_graphs": sum(graph.slots.nbytes + graph._alive.nbytes for graph in graphs),
-        "item_names": sum(sys.getsizeof(item) for item in table._items if item is not None),
-        "slot_of_item": sys.getsizeof(table._slot_of) + 32 * len(table),
-        "columns_by_slot": sys.getsizeof(table._items)
-        + sys.getsizeof(table._home)
-        + table._part.nbytes
-        + table._row.nbytes
-        + table._named_in.nbytes,
-    }
-    sizes = {name: round(size / len(index)) for name, size in found.items()}
-    return sizes | {"together": sum(sizes.values())}
-
-
 def times(act: Callable[[Any], object], values: Any) -> dict[str, float]:
     """Milliseconds of one call per value, by the clock and of the processor (which other work delays less)."""
     taken, worked = [], []
@@ -138,109 +115,142 @@ def raised(error: Exception) -> None:
     raise error
 
 
-def ours(
-    draw: Draw, queries: np.ndarray, truth: np.ndarray, progress: Progress, lock: Path | None, folder: Path
-) -> dict[str, Any]:
-    def find(query: np.ndarray) -> int:
-        return int(index.search("p", query, 1)[0].item, 16)
+def opened(dim: int, folder: Path | None) -> tuple[Any, Any]:
+    """An index of the version that is on the path, and its class of rows."""
+    if importlib.util.find_spec("semkv.indexes"):
+        base, faiss = importlib.import_module("semkv.indexes.base"), importlib.import_module("semkv.indexes.faiss")
+        graphs = importlib.import_module("semkv.stores.graphs")
+        return faiss.FaissIndex(dim, store=graphs.GraphFiles(folder, "bench", raised) if folder else None), base.Row
+    index, graphs = importlib.import_module("semkv.index"), importlib.import_module("semkv.kept_graphs")
+    kept = graphs.KeptGraphs(folder, "bench", lambda: "", raised) if folder else None
+    return index.VectorIndex(dim, kept=kept), index.Row
 
-    index = FaissIndex(queries.shape[1], store=GraphFiles(folder, "bench", raised))
+
+def measured(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) -> dict[str, Any]:
+    def find(query: np.ndarray) -> int:
+        near = index.search("p", query, 1)
+        return int(near[0].item[-32:], 16)
+
+    index, kind = opened(queries.shape[1], folder)
     index.loaded()
-    index.extend([Row("first", "p", queries[0])])  # what is loaded once is no part of an entry
+    index.extend([kind("first", "p", queries[0])])  # what is loaded once is no part of an entry
     index.search("p", queries[0])
     index.remove(["first"])
-    before = resident()
-    start = time.perf_counter()
+    before, start = resident(), time.perf_counter()
     for number, page in enumerate(draw.pages()):
-        index.extend(Row(f"{number * PAGE + i:032x}", "p", vector) for i, vector in enumerate(page))
-    loaded = time.perf_counter() - start
-    early = searched(find, queries[:50], truth[:50])
-    task = progress.add_task(f"graph of {draw.count:,}", total=draw.count)
+        index.extend(kind(f"{number * PAGE + i:032x}", "p", vector) for i, vector in enumerate(page))
+    row: dict[str, Any] = {"load_s": round(time.perf_counter() - start, 2)}
+    row["search_before_graph"] = searched(find, queries[:50], truth[:50])
     during, most = [], resident()
-    while not index.settle(2.0):
+    while not index.settle(1.0):
         most = max(most, resident())
-        progress.update(task, completed=index.sizes().graph)
-        during.append(times(find, queries[:20])["p50_ms"])
-    progress.update(task, completed=draw.count)
-    built = time.perf_counter() - start
-    row: dict[str, Any] = {
-        "load_s": round(loaded, 2),
-        "graph_ready_s": round(built, 1),
+        during += [times(find, [query])["p50_ms"] for query in queries[:20]]
+    row |= {
+        "graph_ready_s": round(time.perf_counter() - start, 1),
+        "processor_s": round(time.process_time(), 1),
         "bytes_per_entry": round((resident() - before) / draw.count),
         "bytes_per_entry_at_most": round((most - before) / draw.count),
-        "bytes_per_entry_by_part": by_part(index),
-        "search_before_graph": early,
-        "search_while_building_p50_ms": [round(x, 2) for x in during[:: max(1, len(during) // 8)]],
     }
-    with quiet(lock, row):
-        row["search"] = searched(find, queries, truth)
-        row["search_k4"] = times(lambda q: index.search("p", q, 4), queries)
-        fresh = [Row(f"new{i}", "p", vector) for i, vector in enumerate(queries)]
-        row["add_one"] = times(lambda r: index.extend([r]), fresh)
-        row["remove_one"] = times(lambda r: index.remove([r.item]), fresh)
-        gone = [f"{i:032x}" for i in range(0, draw.count, 10)]
-        index.remove(gone)
-        left = np.flatnonzero(truth % 10)
-        row["search_with_a_tenth_removed"] = searched(find, queries[left], truth[left])
+    if during:
+        row["search_while_building_ms"] = {q: round(float(np.percentile(during, q)), 2) for q in (50, 99)}
+    row["search"] = searched(find, queries, truth)
+    row["search_k4"] = times(lambda q: index.search("p", q, 4), queries)
+    fresh = [kind(f"new{i}", "p", vector) for i, vector in enumerate(queries)]
+    row["add_one"] = times(lambda r: index.extend([r]), fresh)
+    row["remove_one"] = times(lambda r: index.remove([r.item]), fresh)
+    done = threading.Event()
+
+    def write() -> None:
+        turn = 0
+        while not done.is_set():
+            index.extend(kind(f"{turn}-{i:032x}", "p", -vector) for i, vector in enumerate(queries))
+            turn += 1
+            if turn % 4 == 0:
+                index.remove(f"{t}-{i:032x}" for t in range(turn - 4, turn) for i in range(len(queries)))
+            done.wait(0.05)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    row["search_while_writing"] = searched(find, np.tile(queries, (4, 1)), np.tile(truth, 4))
+    done.set()
+    writer.join()
+    index.remove([item for item in index.items() if len(item) > 32])
+    index.settle()
+    index.remove([f"{i:032x}" for i in range(0, draw.count, 10)])
+    left = np.flatnonzero(truth % 10)
+    row["search_with_a_tenth_removed"] = searched(find, queries[left], truth[left])
     start = time.perf_counter()
     index.close()
     row["close_s"] = round(time.perf_counter() - start, 2)
     return row
 
 
-def restarted(
-    draw: Draw, queries: np.ndarray, truth: np.ndarray, lock: Path | None, folder: Path | None, load: float
-) -> dict[str, Any]:
-    """Until an index has all rows again but the removed tenth, and how it answers; kept graphs lie in ``folder``."""
+def restarted(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) -> dict[str, Any]:
+    """Until an index has all rows again but the removed tenth, and how it answers."""
 
     def find(query: np.ndarray) -> int:
         return int(index.search("p", query, 1)[0].item, 16)
 
-    row: dict[str, Any] = {}
     left = np.flatnonzero(truth % 10)
-    queries, truth = queries[left], truth[left]
-    gone = {f"{i:032x}" for i in range(0, draw.count, 10)}
-    files = [] if folder is None else list(folder.glob("*/*.graph"))
-    if files:
-        row["kept_bytes_per_entry"] = round(sum(file.stat().st_size for file in files) / draw.count)
-    with quiet(lock, row, load):
-        before, start = resident(), time.perf_counter()
-        index = FaissIndex(queries.shape[1], store=GraphFiles(folder, "bench", raised) if folder else None)
-        for number, page in enumerate(draw.pages()):
-            names = (f"{number * PAGE + i:032x}" for i in range(len(page)))
-            index.extend(Row(name, "p", vector) for name, vector in zip(names, page, strict=True) if name not in gone)
-        index.loaded()
-        row["load_s"] = round(time.perf_counter() - start, 2)
-        row["bytes_per_entry"] = round((resident() - before) / draw.count)
-        row["plain_rows"] = index.sizes().flat
-        most = len(queries) if folder else 50
-        row["search"] = searched(find, queries[:most], truth[:most])
-        if folder:
-            row["search_k4"] = times(lambda q: index.search("p", q, 4), queries)
+    files = list(folder.glob("*/*.graph"))
+    row: dict[str, Any] = {"kept_bytes_per_entry": round(sum(file.stat().st_size for file in files) / draw.count)}
+    before, start = resident(), time.perf_counter()
+    index, kind = opened(queries.shape[1], folder)
+    for number, page in enumerate(draw.pages()):
+        rows = ((number * PAGE + i, vector) for i, vector in enumerate(page))
+        index.extend(kind(f"{at:032x}", "p", vector) for at, vector in rows if at % 10)
+    index.loaded()
+    row["load_s"] = round(time.perf_counter() - start, 2)
+    row["bytes_per_entry"] = round((resident() - before) / draw.count)
+    row["plain_rows"] = index.sizes().flat
+    row["search"] = searched(find, queries[left], truth[left])
     index.close()
     return row
 
 
-def faiss_alone(draw: Draw, queries: np.ndarray, truth: np.ndarray, graph: bool, lock: Path | None) -> dict[str, Any]:
-    import faiss
+def many_partitions(queries: np.ndarray, count: int) -> dict[str, Any]:
+    """As of entries about ``count`` images: partitions of one to eight rows."""
+    index, kind = opened(queries.shape[1], None)
+    before, start, made = resident(), time.perf_counter(), 0
+    for number in range(count):
+        rows = [
+            kind(f"{made + i:032x}", f"{number:032x}", queries[(made + i) % QUERIES]) for i in range(number % 8 + 1)
+        ]
+        for row in rows:
+            index.extend([row])
+        made += len(rows)
+    found: dict[str, Any] = {"rows": made, "load_s": round(time.perf_counter() - start, 2)}
+    found["bytes_per_entry"] = round((resident() - before) / made)
+    found["search"] = times(lambda i: index.search(f"{i:032x}", queries[i], 4), range(QUERIES))
+    index.close()
+    return found
 
-    faiss.omp_set_num_threads(1)
+
+def library(name: str, draw: Draw, queries: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
+    """A library's graph by itself: the same links and breadths, float16 vectors, one thread."""
     dim = queries.shape[1]
-    index = faiss.IndexHNSWFlat(dim, 16, faiss.METRIC_INNER_PRODUCT) if graph else faiss.IndexFlatIP(dim)
-    if graph:
-        index.hnsw.efConstruction, index.hnsw.efSearch = 80, 96
-    before, start = resident(), time.perf_counter()
-    for page in draw.pages():
-        index.add(page)
-    built = time.perf_counter() - start
-    row: dict[str, Any] = {"build_s": round(built, 1), "bytes_per_entry": round((resident() - before) / draw.count)}
-    with quiet(lock, row):
-        row["search"] = searched(lambda q: int(index.search(q[None], 1)[1][0, 0]), queries, truth)
-    return row
+    if name == "faiss":
+        import faiss
+
+        faiss.omp_set_num_threads(1)
+        graph = faiss.IndexHNSWSQ(dim, faiss.ScalarQuantizer.QT_fp16, 16, faiss.METRIC_INNER_PRODUCT)
+        graph.hnsw.efConstruction, graph.hnsw.efSearch = 80, 96
+        add, find = lambda at, page: graph.add(page), lambda q: int(graph.search(q[None], 1)[1][0, 0])
+    else:
+        from usearch.index import Index
+
+        graph = Index(ndim=dim, metric="ip", dtype="f16", connectivity=16, expansion_add=80, expansion_search=96)
+        add = lambda at, page: graph.add(np.arange(at, at + len(page), dtype=np.uint64), page, threads=1)  # noqa: E731
+        find = lambda q: int(graph.search(q, 1, threads=1).keys[0])  # noqa: E731
+    before, busy = resident(), time.process_time()
+    for number, page in enumerate(draw.pages()):
+        add(number * PAGE, page)
+    row: dict[str, Any] = {"build_processor_s": round(time.process_time() - busy, 1)}
+    row["bytes_per_entry"] = round((resident() - before) / draw.count)
+    return row | {"search": searched(find, queries, truth)}
 
 
-def one_size(middles: np.ndarray, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    count, lock = options.one, options.lock
+def one(middles: np.ndarray, folder: Path, count: int, what: str) -> dict[str, Any]:
     draw = Draw(middles, count, folder / "rows.npy")
     queries = draw.queries()
     best, truth = np.full(QUERIES, -2.0, np.float32), np.zeros(QUERIES, np.int64)
@@ -249,48 +259,51 @@ def one_size(middles: np.ndarray, folder: Path, options: argparse.Namespace) -> 
         top = cosines.argmax(1)
         better = cosines[np.arange(QUERIES), top] > best
         truth[better], best[better] = number * PAGE + top[better], cosines[better, top[better]]
-    row: dict[str, Any] = {"entries": count}
-    if not options.restart:
-        with Progress(console=console) as progress:
-            row["semkv"] = ours(draw, queries, truth, progress, lock, folder / "graphs")
-    row["restarted"] = restarted(draw, queries, truth, lock, folder / "graphs", options.load)
-    row["restarted_without_kept_graphs"] = restarted(draw, queries, truth, lock, None, 0.0)
-    if count <= options.alone_up_to and not options.restart:
-        row["faiss_flat"] = faiss_alone(draw, queries, truth, graph=False, lock=lock)
-        row["faiss_hnsw_float32"] = faiss_alone(draw, queries, truth, graph=True, lock=lock)
-    return row
+    (folder / "catalog.sqlite").touch()  # an older version keeps graphs only beside one
+    if what != "index":
+        return library(what, draw, queries, truth)
+    row = measured(draw, queries, truth, folder / "graphs")
+    row["restarted"] = restarted(draw, queries, truth, folder / "graphs")
+    return row | {"partitions_20000": many_partitions(queries, 20_000)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 300_000, 1_000_000])
-    parser.add_argument("--alone-up-to", type=int, default=100_000, help="largest size at which FAISS alone is run too")
-    parser.add_argument("--centres", type=Path, help="a .npy of unit vectors instead of encoded questions")
-    parser.add_argument("--lock", type=Path, help="a file to lock while times are taken")
-    parser.add_argument("--folder", type=Path, help="where rows and graphs stay")
-    parser.add_argument("--restart", action="store_true", help="only start again on what is in --folder")
-    parser.add_argument("--load", type=float, default=0.0, help="wait until the machine's load is below this")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[20_000, 100_000, 500_000])
+    parser.add_argument("--against", type=Path, help="the src folder of another version, measured in turn")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--libraries", nargs="*", default=[], help="faiss, usearch: by themselves, up to 100,000 rows")
+    parser.add_argument("--centers", type=Path, help="a .npy of unit vectors instead of encoded questions")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    middles = np.load(options.centres) if options.centres else centres(SentenceEncoder())
+    middles = np.load(options.centers) if options.centers else centers(SentenceEncoder())
     if options.one:
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = (options.folder or Path(temporary)) / str(options.one)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "catalog.sqlite").touch()  # graphs are kept only beside one
-            print(json.dumps(one_size(middles, folder, options)))
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(one(middles, Path(folder), int(options.one[0]), options.one[1])))
         return
-    rows = []
-    for size in options.sizes:
-        again = [sys.executable, __file__, *sys.argv[1:], "--one", str(size)]
-        rows.append(json.loads(subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True).stdout))
+    here = Path(__file__).parents[1] / "src"
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder) / "centers.npy", middles)
+        for size in options.sizes:
+            for _ in range(options.rounds):
+                trees = [("before", options.against), ("this", here)] if options.against else [("this", here)]
+                for name, tree, what in [(name, tree, "index") for name, tree in trees] + [
+                    (name, here, name) for name in options.libraries if size <= 100_000
+                ]:
+                    again = [sys.executable, __file__, "--centers", f"{folder}/centers.npy", "--one", str(size), what]
+                    environment = os.environ | {"PYTHONPATH": str(tree)}
+                    output = subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+                    rows.append({"entries": size, "version": name, **json.loads(output.stdout)})
+                    console.print(rows[-1])
+    packages = ("faiss-cpu", "numpy", *(("usearch",) if "usearch" in options.libraries else ()))
     result = {
         "dim": int(middles.shape[1]),
-        "centres": len(middles),
+        "centers": len(middles),
         "queries": QUERIES,
-        "machine": {"arch": platform.machine(), "python": platform.python_version()},
-        "versions": {name: importlib.metadata.version(name) for name in ("faiss-cpu", "numpy")},
-        "sizes": rows,
+        "machine": {"arch": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "measured": rows,
     }
     print(json.dumps(result, indent=1))
 

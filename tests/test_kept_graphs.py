@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from stat import S_ISDIR
@@ -23,18 +24,25 @@ from hypothesis.stateful import rule
 
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
-from semkv.indexes.base import Row
-from semkv.indexes.faiss import FaissIndex, IndexSizes
-from semkv.indexes.kept import pour_graph, read_graph
-from semkv.indexes.parts import Graph
+from semkv.index import Graph, IndexSizes, Partition, Row, VectorIndex
+from semkv.kept_graphs import (
+    KeptGraphs,
+    damage_of,
+    folder_of,
+    forget_kept,
+    kept_beside,
+    kept_files,
+    read_graph,
+    write_graph,
+)
 from semkv.keys import digest, namespace_key
 from semkv.maintenance import inspect, verify
 from semkv.purging import collect, purge_entries
 from semkv.stores import cachedir
 from semkv.stores.cachedir import prepare, purge_directory
-from semkv.stores.graphs import GraphFiles, damage_of, folder_of, graph_files, sweep
+from semkv.stores.catalog import Catalog
 from semkv.types import Namespace, Plan, Request, ReuseReport, TextSegment
-from test_indexes import HALF, AgainstBruteForce, clustered, drawn
+from test_index import HALF, AgainstBruteForce, clustered, drawn
 
 COUNT, DIM = 3000, 64
 
@@ -44,17 +52,18 @@ class Disk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.catalog = folder.with_name("catalog.sqlite")  # whose vectors they are
-        self.catalog.touch()
+        self.purge: str | None = ""  # the catalog's last one
         self.faults: list[Exception] = []
 
-    def files(self, layer: str = "layer", **bounds: int) -> GraphFiles:
-        return GraphFiles(self.folder, layer, self.faults.append, **bounds)
+    def files(self, layer: str = "layer", **bounds: int) -> KeptGraphs:
+        return KeptGraphs(self.folder, layer, lambda: self.purge, self.faults.append, **bounds)
 
-    def index(self, layer: str = "layer", dim: int = DIM, **bounds: int) -> FaissIndex:
-        return FaissIndex(dim, flat=512, graph=2048, store=self.files(layer, **bounds))
+    def index(self, layer: str = "layer", dim: int = DIM, **bounds: int) -> VectorIndex:
+        return VectorIndex(dim, flat=512, graph=2048, kept=self.files(layer, **bounds))
 
-    def opened(self, vectors: np.ndarray, items: Sequence[str] = (), layer: str = "layer", **bounds: int) -> FaissIndex:
+    def opened(
+        self, vectors: np.ndarray, items: Sequence[str] = (), layer: str = "layer", **bounds: int
+    ) -> VectorIndex:
         """An index that was given vectors in pages, as a cache does when it starts."""
         index = self.index(layer, vectors.shape[1], **bounds)
         items = items or [str(i) for i in range(len(vectors))]
@@ -69,7 +78,7 @@ class Disk:
         index = self.opened(vectors)
         assert index.settle(60)
         index.close()
-        assert graph_files(self.folder)
+        assert kept_files(self.folder)
 
 
 @pytest.fixture
@@ -119,12 +128,12 @@ def test_a_name_that_stands_for_another_vector_now_gets_no_row(disk: Disk) -> No
 
 def test_two_names_of_one_hash_share_no_row(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = np.tile(np.repeat(clustered(700), 2, axis=0), (2, 1))  # every vector twice in a page, and in two pages
-    monkeypatch.setattr("semkv.indexes.slots.hashes", lambda items: np.full(len(items), 5, dtype=np.uint64))
+    monkeypatch.setattr("semkv.index.name_hashes", lambda items: np.full(len(items), 5, dtype=np.uint64))
     disk.filled(vectors)
     index = disk.opened(vectors)
     assert len(index) == 2800
-    slots = [slot for graph in index._partitions["p"].graphs for slot in graph.slots.tolist() if slot >= 0]
-    assert len(slots) == len(set(slots)) == index.sizes().graph
+    named = [item for graph in index._partitions["p"].graphs for item in graph.items if item]
+    assert len(named) == len(set(named)) == index.sizes().graph
     assert all(index.score(str(i), v) == pytest.approx(1.0, abs=HALF) for i, v in enumerate(vectors))
     index.close()
 
@@ -133,7 +142,7 @@ def test_two_names_of_one_hash_share_no_row(disk: Disk, monkeypatch: pytest.Monk
 def test_a_damaged_file_is_counted_and_built_anew(disk: Disk, where: float) -> None:
     vectors = clustered(COUNT)
     disk.filled(vectors)
-    victim = graph_files(disk.folder)[0]
+    victim = kept_files(disk.folder)[0]
     data = bytearray(victim.read_bytes())
     data[where if isinstance(where, int) else int(where * len(data))] ^= 4
     victim.write_bytes(data)
@@ -143,14 +152,14 @@ def test_a_damaged_file_is_counted_and_built_anew(disk: Disk, where: float) -> N
     assert index.settle(60)
     assert np.mean([index.search("p", v)[0].item == str(i) for i, v in enumerate(vectors)]) >= 0.98
     index.close()
-    assert [damage_of(file) for file in graph_files(disk.folder)] == [""] * 2
+    assert [damage_of(file) for file in kept_files(disk.folder)] == [""] * 2
 
 
 @pytest.mark.parametrize("left", [0, 10, 40, 5000])
 def test_a_file_that_is_cut_off_is_counted(disk: Disk, left: int) -> None:
     vectors = clustered(COUNT)
     disk.filled(vectors)
-    victim = graph_files(disk.folder)[0]
+    victim = kept_files(disk.folder)[0]
     os.truncate(victim, left)
     index = disk.opened(vectors)
     assert len(disk.faults) == 1
@@ -160,11 +169,11 @@ def test_a_file_that_is_cut_off_is_counted(disk: Disk, left: int) -> None:
 
 def test_faiss_never_reads_what_was_not_checked(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.filled(clustered(COUNT))
-    for file in graph_files(disk.folder):
+    for file in kept_files(disk.folder):
         data = bytearray(file.read_bytes())
         data[-40] ^= 1
         file.write_bytes(data)
-    monkeypatch.setattr("semkv.indexes.faiss.read_graph", lambda *_: pytest.fail("unchecked bytes"))
+    monkeypatch.setattr("semkv.index.read_graph", lambda *_: pytest.fail("unchecked bytes"))
     disk.opened(clustered(COUNT)).close()
     assert len(disk.faults) == 2
 
@@ -173,8 +182,8 @@ def test_a_graph_of_another_layer_partition_or_dimension_is_refused(disk: Disk) 
     vectors = clustered(COUNT)
     disk.filled(vectors)
     disk.files("another").save("ns", "p", 0, lambda write: write(b"something"))
-    (theirs,) = [file for file in graph_files(disk.folder) if file.name.startswith(digest("layer", "another")[:16])]
-    theirs.replace(next(file for file in graph_files(disk.folder) if file != theirs))
+    (theirs,) = [file for file in kept_files(disk.folder) if file.name.startswith(digest("layer", "another")[:16])]
+    theirs.replace(next(file for file in kept_files(disk.folder) if file != theirs))
     disk.opened(clustered(COUNT, 32)).close()
     assert sorted(str(fault).split(": ")[-1] for fault in disk.faults) == [
         "a graph of another kind, dimension or size",
@@ -185,7 +194,7 @@ def test_a_graph_of_another_layer_partition_or_dimension_is_refused(disk: Disk) 
 def test_a_graph_larger_than_the_index_makes_them_is_refused(disk: Disk) -> None:
     vectors = clustered(COUNT)
     disk.filled(vectors)
-    index = FaissIndex(DIM, flat=512, graph=1024, store=disk.files())
+    index = VectorIndex(DIM, flat=512, graph=1024, kept=disk.files())
     index.extend(Row(str(i), "p", v, "ns") for i, v in enumerate(vectors))
     index.loaded()
     assert len(disk.faults) == 1
@@ -207,8 +216,7 @@ def test_a_forged_graph_with_a_right_checksum_is_refused(disk: Disk, where: str)
     else:
         ends = faiss.vector_to_array(links.neighbors)
         faiss.copy_array_to_vector(np.where(ends >= 0, 10**9, ends).astype(ends.dtype), links.neighbors)
-    names = index._table._names[graph.slots[: graph.count]]
-    disk.files().save("ns", "p", graph.number, lambda write: pour_graph(graph.index, names, write))
+    disk.files().save("ns", "p", graph.file, lambda write: write_graph(graph.index, graph.items, write))
     again = disk.opened(vectors)
     assert len(disk.faults) == 1
     assert again.settle(60)
@@ -220,25 +228,25 @@ def test_files_go_with_their_rows(disk: Disk) -> None:
     vectors = clustered(COUNT)
     index = disk.opened(vectors)
     assert index.settle(60)
-    assert len(graph_files(disk.folder)) == 2
+    assert len(kept_files(disk.folder)) == 2
     index.remove([str(i) for i in range(COUNT)])
-    assert graph_files(disk.folder) == []
+    assert kept_files(disk.folder) == []
     index.close()
 
 
 def test_what_is_removed_while_a_graph_is_written_leaves_no_file(disk: Disk) -> None:
-    class Slow(GraphFiles):
+    class Slow(KeptGraphs):
         def save(self, *arguments: Any) -> None:
             index.remove([str(i) for i in range(COUNT)])
             super().save(*arguments)
 
     vectors = clustered(COUNT)
-    index = FaissIndex(DIM, flat=512, graph=4096, store=Slow(disk.folder, "layer", disk.faults.append))
+    index = VectorIndex(DIM, flat=512, graph=4096, kept=Slow(disk.folder, "layer", lambda: "", disk.faults.append))
     index.loaded()
     index.extend(Row(str(i), "p", v, "ns") for i, v in enumerate(vectors))
     assert index.settle(60)
     index.close()
-    assert graph_files(disk.folder) == []
+    assert kept_files(disk.folder) == []
 
 
 def test_a_graph_waits_for_all_of_the_catalog(disk: Disk) -> None:
@@ -259,22 +267,23 @@ def test_a_row_that_nobody_has_taken_up_yet_keeps_its_vector(disk: Disk, purged:
     """The upkeep goes on while the catalog is read: those rows are no removed ones."""
     vectors = clustered(COUNT + 2500)
 
-    def opened() -> FaissIndex:
-        return FaissIndex(DIM, flat=512, graph=1 << 14, store=disk.files())
+    def opened() -> VectorIndex:
+        return VectorIndex(DIM, flat=512, graph=1 << 14, kept=disk.files())
 
     def rows(first: int, end: int) -> list[Row]:
         return [Row(str(i), "p", vectors[i], "ns") for i in range(first, end)]
 
     index = opened()
+    index.loaded()
     index.extend(rows(0, COUNT))
     assert index.settle(60)
     index.close()
 
-    def kept() -> Graph:
+    def kept() -> Any:
         ((_, body),) = disk.files().read("p")
-        return read_graph(body, DIM, 1 << 14)
+        return read_graph(body, Graph(0, Partition(0, "p", "ns"), DIM, 1 << 14).index, 1 << 14)[0]
 
-    before = kept().count
+    before = kept().ntotal
 
     index = opened()
     index.extend(rows(0, 500))
@@ -288,10 +297,10 @@ def test_a_row_that_nobody_has_taken_up_yet_keeps_its_vector(disk: Disk, purged:
     index.loaded()
     assert index.settle(60)
     there = [i for i in range(COUNT + 2500) if not purged or i != 7]
-    assert index.sizes().dead == len(index._partitions["p"].graphs[0].gone()) == purged
+    assert index.sizes().dead == purged
     assert all(index.score(str(i), vectors[i]) == pytest.approx(1.0, abs=HALF) for i in there)
     index.close()
-    in_file = kept().vectors(np.arange(kept().count))
+    in_file = kept().reconstruct_n(0, kept().ntotal)
     assert bool(np.abs(in_file - vectors[7]).max(axis=1).min() < HALF) is not purged
     again = opened()
     again.extend(rows(0, COUNT + 2500))
@@ -311,7 +320,7 @@ def test_what_a_purge_took_out_of_a_graph_costs_no_build_at_the_next_start(
     index.remove(["5"])
     index.heed("")
     assert index.settle(60)
-    assert len(graph_files(disk.folder)) == 2, "before anybody closes"
+    assert len(kept_files(disk.folder)) == 2, "before anybody closes"
     monkeypatch.setattr(Graph, "grown", lambda *_: pytest.fail("a graph was built"))
     again = disk.opened(np.delete(vectors, 5, axis=0), [str(i) for i in range(COUNT) if i != 5])
     assert again.sizes().flat < 512
@@ -321,7 +330,7 @@ def test_what_a_purge_took_out_of_a_graph_costs_no_build_at_the_next_start(
 
 
 def test_a_store_that_refuses_is_asked_once_a_purge(disk: Disk) -> None:
-    class Refuses(GraphFiles):
+    class Refuses(KeptGraphs):
         asked = 0
 
         def save(self, *_: Any) -> bool:
@@ -330,8 +339,8 @@ def test_a_store_that_refuses_is_asked_once_a_purge(disk: Disk) -> None:
 
     vectors = clustered(COUNT)
     disk.filled(vectors)
-    store = Refuses(disk.folder, "layer", disk.faults.append)
-    index = FaissIndex(DIM, flat=512, graph=4096, store=store)
+    store = Refuses(disk.folder, "layer", lambda: "", disk.faults.append)
+    index = VectorIndex(DIM, flat=512, graph=4096, kept=store)
     index.extend(Row(str(i), "p", v, "ns") for i, v in enumerate(vectors))
     index.loaded()
     for purge in range(3):
@@ -346,26 +355,26 @@ def test_a_store_that_refuses_is_asked_once_a_purge(disk: Disk) -> None:
 
 def test_a_graph_built_anew_takes_the_place_of_its_file(disk: Disk) -> None:
     vectors = clustered(COUNT)
-    index = FaissIndex(DIM, flat=512, graph=1024, store=disk.files())
+    index = VectorIndex(DIM, flat=512, graph=1024, kept=disk.files())
     index.loaded()
     index.extend(Row(str(i), "p", v, "ns") for i, v in enumerate(vectors))
     assert index.settle(60)
     _, second, third = index._partitions["p"].graphs
-    index.remove([item for slot in second.slots.tolist() if slot >= 0 and (item := index._table._items[slot])])
-    assert [file.stem[-2:] for file in graph_files(disk.folder)] == ["-0", "-2"]
-    index.remove([item for slot in third.slots[::2].tolist() if slot >= 0 and (item := index._table._items[slot])])
+    index.remove([item for item in second.items if item])
+    assert [file.stem[-2:] for file in kept_files(disk.folder)] == ["-0", "-2"]
+    index.remove([item for item in third.items[::2] if item])
     assert index.settle(60)
     assert third not in index._partitions["p"].graphs
     index.close()
-    assert [file.stem[-2:] for file in graph_files(disk.folder)] == ["-0", "-2"]
+    assert [file.stem[-2:] for file in kept_files(disk.folder)] == ["-0", "-1"]
 
 
 def test_graphs_are_written_before_anybody_closes(disk: Disk) -> None:
     index = disk.opened(clustered(COUNT))
     assert index.settle(60)
     graphs = index._partitions["p"].graphs
-    assert [graph.kept >= 0.75 * graph.count for graph in graphs] == [True, True]
-    assert len(graph_files(disk.folder)) == 2
+    assert [graph.kept >= 0.75 * len(graph.items) for graph in graphs] == [True, True]
+    assert len(kept_files(disk.folder)) == 2
     index.close()
 
 
@@ -373,27 +382,27 @@ def test_files_of_partitions_that_are_gone_are_deleted_at_the_start(disk: Disk) 
     disk.filled(clustered(COUNT))
     other = disk.opened(clustered(COUNT), layer="another")
     other.close()
-    both = len(graph_files(disk.folder))
+    both = len(kept_files(disk.folder))
     index = disk.index()
     index.loaded()
     index.close()
-    assert len(graph_files(disk.folder)) == both - 2, "another layer's stay"
+    assert len(kept_files(disk.folder)) == both - 2, "another layer's stay"
     late = disk.index()
     late.loaded()
     late.extend(Row(str(i), "p", v, "ns") for i, v in enumerate(clustered(COUNT)))
     assert late.settle(60)
     late.close()
-    assert len(graph_files(disk.folder)) == both
+    assert len(kept_files(disk.folder)) == both
 
 
 def test_all_files_stay_under_the_bound_and_the_longest_unused_goes(disk: Disk) -> None:
     vectors = clustered(COUNT)
     disk.filled(vectors)
-    files = graph_files(disk.folder)
+    files = kept_files(disk.folder)
     size = sum(file.stat().st_size for file in files)
     os.utime(files[0], (1, 1))
     disk.files("another", max_bytes=size + 1).save("ns", "p", 0, lambda write: write(b"x" * 5000))
-    left = graph_files(disk.folder)
+    left = kept_files(disk.folder)
     assert files[0] not in left
     assert files[1] in left
     assert len(left) == 2
@@ -429,7 +438,7 @@ def test_a_write_that_fails_leaves_nothing_and_the_old_file(disk: Disk) -> None:
 def test_a_reader_never_finds_half_a_file(disk: Disk) -> None:
     files = disk.files()
     files.save("ns", "p", 0, lambda write: write(b"x" * 2_000_000))
-    (file,) = graph_files(disk.folder)
+    (file,) = kept_files(disk.folder)
 
     def save_often() -> None:
         for number in range(60):
@@ -458,16 +467,16 @@ def test_sweep_leaves_the_living(disk: Disk) -> None:
     files = disk.files()
     for namespace in ("a", "b"):
         files.save(namespace, "p", 0, lambda write: write(b"x"))
-    folder = graph_files(disk.folder)[0].parent
+    folder = kept_files(disk.folder)[0].parent
     old, young = folder / "1.tmp", folder / "2.tmp"
     for part in (old, young):
         part.write_bytes(b"half")
     os.utime(old, (1, 1))
-    assert sweep(disk.folder, ["a", "b"]) == 1
+    assert forget_kept(disk.folder, ["a", "b"]) == 1
     assert (old.exists(), young.exists()) == (False, True)
     young.unlink()
-    assert sweep(disk.folder, ["b", "c"]) == 1
-    assert len(list(disk.folder.iterdir())) == len(graph_files(disk.folder)) == 1
+    assert forget_kept(disk.folder, ["b", "c"]) == 1
+    assert len(list(disk.folder.iterdir())) == len(kept_files(disk.folder)) == 1
 
 
 KILLED = """
@@ -475,7 +484,7 @@ import sys, threading
 from pathlib import Path
 sys.path[:0] = {path!r}
 from test_kept_graphs import Disk, clustered
-from semkv.indexes.base import Row
+from semkv.index import Row
 vectors = clustered(9000)
 disk = Disk(Path({folder!r}))
 index = disk.opened(vectors[:2000])
@@ -487,7 +496,7 @@ for start in range(2000, 9000, 250):
     index.settle()
     for partition in index._partitions.values():
         for graph in partition.graphs:
-            index._upkeep.keep(partition, graph)
+            index._keep(graph)
 """
 
 
@@ -502,7 +511,7 @@ def test_killed_at_any_moment_the_next_start_is_right(disk: Disk) -> None:
             assert child.stdout.readline() == "ready\n"
             time.sleep(random.uniform(0.05, 1.2))
             child.send_signal(signal.SIGKILL)
-        assert [damage_of(file) for file in graph_files(disk.folder)] == [""] * len(graph_files(disk.folder))
+        assert [damage_of(file) for file in kept_files(disk.folder)] == [""] * len(kept_files(disk.folder))
         first = random.randrange(0, 1000)  # the catalog is not where the graphs are: some rows are gone, some new
         there = list(range(first, first + 6000))
         index = disk.opened(vectors[there], [str(i) for i in there])
@@ -529,9 +538,8 @@ class WithRestarts(AgainstBruteForce):
 
     def open(self) -> None:
         folder = Path(self.folder.name) / "graphs"
-        folder.with_name("catalog.sqlite").touch()
-        store = GraphFiles(folder, "layer", self.faults.append)
-        self.index = FaissIndex(4, flat=16, graph=64, store=store)
+        kept = KeptGraphs(folder, "layer", lambda: "", self.faults.append)
+        self.index = VectorIndex(4, flat=16, graph=64, kept=kept)
         items = list(self.table)
         for start in range(0, len(items), 50):
             self.index.extend(Row(item, *self.table[item], "ns") for item in items[start : start + 50])
@@ -593,10 +601,9 @@ def opened(folder: Path, encoder: Seeded) -> SemanticCache:
     return SemanticCache(CacheConfig(folder), text_encoder=encoder)
 
 
-def index_of(cache: SemanticCache) -> FaissIndex:
+def index_of(cache: SemanticCache) -> VectorIndex:
     """Its index of texts, once nothing is left to do there."""
     assert cache._matching._semantic is not None
-    assert isinstance(cache._matching._semantic._index, FaissIndex)
     assert cache._matching._semantic._index.settle(60)
     return cache._matching._semantic._index
 
@@ -607,7 +614,7 @@ def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, mon
         record(cache, "alice", 1100)
         record(cache, "bob", 1100)
         index_of(cache)
-    graphs = graph_files(folder / "graphs")
+    graphs = kept_files(folder / "graphs")
     assert len({file.parent for file in graphs}) == len(graphs) == 2
     (use,) = [use for use in inspect(folder).stores if use.store == "graphs"]
     assert (use.items, use.nbytes) == (2, sum(file.stat().st_size for file in graphs))
@@ -618,7 +625,6 @@ def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, mon
         with opened(folder, Seeded()) as cache:
             assert cache._matching._semantic is not None
             index = cache._matching._semantic._index
-            assert isinstance(index, FaissIndex)
             assert index.sizes() == IndexSizes(2200 - index.sizes().graph, index.sizes().graph, 0)
             assert index.sizes().graph > 2000
             assert cache.stats().faults == {}
@@ -631,15 +637,15 @@ def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, mon
 
     with opened(folder, Reseeded()):
         pass
-    assert len(graph_files(folder / "graphs")) == 2, "the other encoder may come back"
+    assert len(kept_files(folder / "graphs")) == 2, "the other encoder may come back"
     assert purge_entries(folder, ["alice"], None, dry_run=True).entries == 1100
-    assert len(graph_files(folder / "graphs")) == 2
+    assert len(kept_files(folder / "graphs")) == 2
     purge_entries(folder, ["alice"], None, dry_run=False)
-    assert len(graph_files(folder / "graphs")) == 1
+    assert len(kept_files(folder / "graphs")) == 1
     assert collect(folder).graphs == 0
     with opened(folder, Seeded()) as cache:
         cache.invalidate(namespace=Namespace("bob", "m"))
-        assert graph_files(folder / "graphs") == []
+        assert kept_files(folder / "graphs") == []
 
 
 def test_a_purge_takes_graphs_too(tmp_path: Path) -> None:
@@ -647,7 +653,7 @@ def test_a_purge_takes_graphs_too(tmp_path: Path) -> None:
     with opened(folder, Seeded()) as cache:
         record(cache, "alice", 1100)
         index_of(cache)
-    (graph,) = graph_files(folder / "graphs")
+    (graph,) = kept_files(folder / "graphs")
     (graph.parent / "x.tmp").write_bytes(b"half")
     (folder / "semkv.json").write_text('{"format": 1}')
     purge_directory(folder)
@@ -664,7 +670,7 @@ def test_what_was_purged_is_not_written_back(tmp_path: Path, moment: str, monkey
     with opened(folder, Seeded()) as cache:
         record(cache, "alice", 1100)
         index = index_of(cache)
-        (graph,) = graph_files(folder / "graphs")
+        (graph,) = kept_files(folder / "graphs")
         if moment == "before":
             purge_directory(folder)
         for partition in index._partitions.values():
@@ -682,7 +688,7 @@ def test_what_was_purged_is_not_written_back(tmp_path: Path, moment: str, monkey
     monkeypatch.undo()
     if moment == "after":
         purge_directory(folder)
-    assert graph_files(folder / "graphs") == []
+    assert kept_files(folder / "graphs") == []
     if moment == "before it has its name":
         purge_directory(folder)  # and finds the sign, which goes last
     assert [path.name for path in folder.rglob("*")] == ["media"], "which was empty before"
@@ -690,12 +696,14 @@ def test_what_was_purged_is_not_written_back(tmp_path: Path, moment: str, monkey
     assert purge_directory(folder) == 1
 
 
-def test_another_catalog_gets_no_graphs_of_the_one_before(disk: Disk) -> None:
-    files = disk.files()
-    disk.catalog.rename(disk.folder.with_name("held"))  # as one that is open
-    disk.catalog.touch()
-    disk.files().save("ns", "p", 0, lambda write: write(b"new"))
-    files.save("ns", "p", 0, lambda write: write(b"purged"))
+def test_another_catalog_gets_no_graphs_of_the_one_before(disk: Disk, tmp_path: Path) -> None:
+    with closing(Catalog(tmp_path / "catalog.sqlite")) as catalog:
+        first = kept_beside(catalog, "layer", disk.faults.append)
+        catalog.path.rename(tmp_path / "held")  # as one that is open
+        with closing(Catalog(tmp_path / "catalog.sqlite")) as another:
+            second = kept_beside(another, "layer", disk.faults.append)
+            assert second.save("ns", "p", 0, lambda write: write(b"new"))
+            assert not first.save("ns", "p", 0, lambda write: write(b"purged"))
     assert [bytes(body) for _, body in disk.files().read("p")] == [b"new"]
     assert disk.faults == []
 
@@ -705,7 +713,7 @@ def test_a_graph_written_when_a_purge_has_looked_does_not_stay(tmp_path: Path, m
     prepare(CacheConfig(folder))
     with opened(folder, Seeded()) as cache:
         record(cache, "alice", 1)
-        files = GraphFiles(folder / "graphs", "layer", lambda error: pytest.fail(str(error)))
+        files = kept_beside(cache._catalog, "layer", lambda error: pytest.fail(str(error)))
         real, looked = cachedir._files, []
 
         def look(*arguments: Any) -> set[Path]:
@@ -729,23 +737,23 @@ def test_a_purge_by_tag_takes_the_graphs_in_which_its_vectors_are(tmp_path: Path
         request = ask(5000, "bob")
         cache.add_observation(ReuseReport(request, Plan(request.segments), {}), "red", tags=("secret",))
         index_of(cache)
-    graphs = graph_files(folder / "graphs")
+    graphs = kept_files(folder / "graphs")
     purge_entries(folder, None, "secret", dry_run=True)
-    assert graph_files(folder / "graphs") == graphs
+    assert kept_files(folder / "graphs") == graphs
     assert purge_entries(folder, None, "secret", dry_run=False).entries == 1
-    (left,) = graph_files(folder / "graphs")
+    (left,) = kept_files(folder / "graphs")
     assert left.parent.name == folder_of(namespace_key(Namespace("alice", "m")))
     with opened(folder, Seeded()) as cache:
         index_of(cache)
-    assert graph_files(folder / "graphs") == graphs
+    assert kept_files(folder / "graphs") == graphs
 
 
 def test_gc_deletes_graphs_of_nobody(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     with opened(folder, Seeded()) as cache:
         record(cache, "alice", 3)
-    files = GraphFiles(folder / "graphs", "layer", lambda error: pytest.fail(str(error)))
+    files = KeptGraphs(folder / "graphs", "layer", lambda: "", lambda error: pytest.fail(str(error)))
     files.save(namespace_key(Namespace("alice", "m")), "p", 0, lambda write: write(b"x"))
     files.save(namespace_key(Namespace("bob", "m")), "p", 0, lambda write: write(b"x"))
     assert collect(folder).graphs == 1
-    assert len(graph_files(folder / "graphs")) == 1
+    assert len(kept_files(folder / "graphs")) == 1

@@ -17,13 +17,13 @@ from gateway_helpers import Pair, wait_until
 from maintenance_helpers import SECRET, block_files, call, files_of, make_used, store_kv
 from semkv.cli import app
 from semkv.engines.base import EnginePrompt
+from semkv.kept_graphs import KeptGraphs
 from semkv.keys import namespace_key
 from semkv.maintenance import inspect
 from semkv.server.admission import named_tenant
 from semkv.server.salt import tenant_salt
 from semkv.stores.block_file import owner_of
 from semkv.stores.fusion import FusionState, FusionStore
-from semkv.stores.graphs import GraphFiles
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.open import FILE
 from semkv.stores.responses.sqlite import SqliteStore
@@ -69,7 +69,7 @@ def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeyp
     answers.put(StoredResponse("stale", "alice", "model", b"{}", 1.0, 2.0, 3.0))
     answers.close()
     for tenant, size in (("alice", 100), ("bob", 2000)):
-        graphs = GraphFiles(used / "graphs", "layer", pytest.fail)
+        graphs = KeptGraphs(used / "graphs", "layer", lambda: "", pytest.fail)
         graphs.save(namespace_key(Namespace(tenant, "model")), "p", 0, lambda write, size=size: write(b"g" * size))
 
     def held(tenant: str) -> tuple[list[tuple[str, int]], dict[str, tuple[int, int]]]:

@@ -24,17 +24,16 @@ from semkv import guards
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError, StoreError
-from semkv.indexes.faiss import FaissIndex
-from semkv.indexes.kept import read_graph
-from semkv.indexes.parts import Graph, _codes
+from semkv.index import Graph, Partition, VectorIndex, codes_of
+from semkv.kept_graphs import kept_beside, kept_files, read_graph
 from semkv.keys import digest
 from semkv.maintenance import inspect
 from semkv.purging import purge_entries
 from semkv.stores.cachedir import prepare
 from semkv.stores.catalog import Catalog
-from semkv.stores.graphs import GraphFiles, _checked, graph_files
+from semkv import guards
 from semkv.types import EmbeddingLayer, Namespace, Plan, Request, ReuseReport, TextSegment
-from test_indexes import clustered, drawn
+from test_index import clustered, drawn
 
 COUNT, DIM = 1100, 32  # above `FLAT`, so that there are graphs
 TAGGED = range(0, COUNT, 25)
@@ -84,10 +83,10 @@ def record(cache: SemanticCache, tenant: str, count: int = COUNT) -> None:
         cache.add_observation(ReuseReport(request, Plan(request.segments), {}), "red", tags=tags)
 
 
-def indexes(cache: SemanticCache) -> list[FaissIndex]:
+def indexes(cache: SemanticCache) -> list[VectorIndex]:
     found = cache._matching._indexes()
     assert len(found) == 2
-    return found  # type: ignore[return-value]
+    return found
 
 
 def settled(cache: SemanticCache) -> None:
@@ -99,7 +98,7 @@ def in_memory(cache: SemanticCache, tenant: str, numbers: Sequence[int]) -> int:
     count = 0
     for index in indexes(cache):
         for partition in index._partitions.values():
-            rows = [block.vectors[: block.count] for block in partition.blocks]
+            rows = [partition.last(len(partition.items))] if partition.items else []
             for graph in partition.graphs:
                 held = graph.index  # the upkeep may put another in its place
                 rows.append(held.reconstruct_n(0, held.ntotal))
@@ -110,11 +109,15 @@ def in_memory(cache: SemanticCache, tenant: str, numbers: Sequence[int]) -> int:
 def on_disk(folder: Path, tenant: str, numbers: Sequence[int]) -> int:
     """How many vectors the graphs' files have of some questions."""
     count = 0
-    for file in graph_files(folder / "graphs"):
-        _, _, body = bytes(_checked(file, b"semkv graph 1\n")).partition(b"\n")
-        index = read_graph(memoryview(body), DIM, 1 << 18).index
+    for file in kept_files(folder / "graphs"):
+        _, _, body = file.read_bytes()[:-16].split(b"\n", 2)
+        index, _ = read_graph(memoryview(body), empty(COUNT).index, 1 << 18)
         count += found(index.reconstruct_n(0, index.ntotal), tenant, numbers)
     return count
+
+
+def empty(room: int) -> Graph:
+    return Graph(0, Partition(0, "p", "ns"), DIM, room)
 
 
 def words() -> int:
@@ -187,7 +190,7 @@ def test_tagged_entries_leave_the_graphs_that_the_rest_stays_in(tmp_path: Path, 
     wait_until(lambda: (other("settle"), other("in memory", "bob", TAGGED))[1] == 0)
     assert on_disk(tmp_path, "bob", TAGGED) == 0
     other("close")
-    assert graph_files(tmp_path / "graphs")
+    assert kept_files(tmp_path / "graphs")
     assert on_disk(tmp_path, "bob", TAGGED) == 0
     stay = [number for number in range(COUNT) if number not in TAGGED]
     assert on_disk(tmp_path, "bob", stay) > 1000
@@ -199,7 +202,7 @@ def test_tagged_entries_leave_the_graphs_that_the_rest_stays_in(tmp_path: Path, 
             assert len(names) >= 0.98 * left
 
 
-def _partition(index: FaissIndex) -> str:
+def _partition(index: VectorIndex) -> str:
     (name,) = index._partitions
     return name
 
@@ -209,7 +212,7 @@ def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, ot
     purge(tmp_path)
     wait_until(lambda: other("known") == [0, 0])
     other("close")
-    assert not graph_files(tmp_path / "graphs")
+    assert not kept_files(tmp_path / "graphs")
     assert other("in memory", "bob", range(COUNT)) == 0
 
 
@@ -219,7 +222,7 @@ def test_a_run_that_begins_with_a_purge_empties_what_others_have_open(tmp_path: 
     other("record", "bob"), other("settle")
     file = (tmp_path / "catalog.sqlite").stat().st_ino
     prepare(CacheConfig(tmp_path), purge=True)
-    assert not graph_files(tmp_path / "graphs")
+    assert not kept_files(tmp_path / "graphs")
     wait_until(lambda: other("known") == [0, 0])
     other("record", "alice")
     assert (tmp_path / "catalog.sqlite").stat().st_ino == file
@@ -249,7 +252,7 @@ def test_who_closes_before_it_has_looked_writes_nothing_of_a_purge(tmp_path: Pat
     else:
         cache.invalidate(tag="secret")
     cache.close()
-    assert graph_files(tmp_path / "graphs")
+    assert kept_files(tmp_path / "graphs")
     assert on_disk(tmp_path, "bob", TAGGED) == 0
     assert in_memory(cache, "bob", TAGGED) == 0
 
@@ -275,21 +278,21 @@ def test_a_graph_that_is_written_during_a_purge_does_not_stay(tmp_path: Path, mo
         (partition,) = index._partitions.values()
         with monkeypatch.context() as patch:
             patch.setattr(Path, "replace", late)
-            index._upkeep.keep(partition, partition.graphs[0])
-        assert partition.graphs[0].number == -1
+            index._keep(partition.graphs[0])
+        assert partition.graphs[0].file == -1
     assert purged.is_set()
-    assert graph_files(tmp_path / "graphs") == []
+    assert kept_files(tmp_path / "graphs") == []
     cache.close()
-    assert graph_files(tmp_path / "graphs")
+    assert kept_files(tmp_path / "graphs")
     assert on_disk(tmp_path, "bob", TAGGED) == 0
 
 
 def test_nothing_is_written_while_the_catalog_cannot_be_asked(tmp_path: Path) -> None:
-    catalog = tmp_path / "catalog.sqlite"
-    catalog.write_bytes(b"garbage" * 1000)
-    files = GraphFiles(tmp_path / "graphs", "layer", lambda error: pytest.fail(str(error)))
-    assert not files.save("ns", "p", 0, lambda write: write(b"x"))
-    assert graph_files(tmp_path / "graphs") == []
+    catalog = Catalog(tmp_path / "catalog.sqlite")
+    kept = kept_beside(catalog, "layer", lambda error: pytest.fail(str(error)))
+    catalog.close()
+    assert not kept.save("ns", "p", 0, lambda write: write(b"x"))
+    assert kept_files(tmp_path / "graphs") == []
 
 
 def test_what_makes_room_is_no_purge(tmp_path: Path) -> None:
@@ -318,23 +321,22 @@ def test_a_cache_that_nobody_has_any_more_is_not_followed(tmp_path: Path) -> Non
 @given(st.integers(40, 400), st.floats(0.0, 1.0), st.integers(0, 99))
 def test_a_blanked_graph_shows_no_removed_vector_and_leads_to_all_others(count: int, share: float, seed: int) -> None:
     rows = clustered(count, DIM, seed)
-    graph = Graph(DIM, count)
-    graph.publish(graph.grown([rows], lambda: True), np.arange(count))
+    graph = empty(count)
+    graph.index = graph.grown(rows, lambda: True)
     random = np.random.default_rng(seed)
-    gone = np.flatnonzero(random.random(count) < share)[: count - 1]
-    for row in gone.tolist():
-        graph.drop(row)
-    assert graph.gone().tolist() == gone.tolist()
-    before = _codes(graph.index).copy()
+    living = random.random(count) >= share
+    living[0] = True
+    graph.set_alive(living)
+    gone = np.flatnonzero(~living)
+    before = codes_of(graph.index).copy()
     copy = graph.blanked(gone)
-    assert (_codes(graph.index) == before).all(), "a search may be reading it"
-    after, stay = _codes(copy), np.setdiff1d(np.arange(count), gone)
+    assert (codes_of(graph.index) == before).all(), "a search may be reading it"
+    after, stay = codes_of(copy), np.setdiff1d(np.arange(count), gone)
     assert (after[stay] == before[stay]).all()
     living = {code.tobytes() for code in before[stay]}
     assert {code.tobytes() for code in after} <= living
-    graph.index = copy
-    found = [int(graph.search(rows[row], 4)[1][np.argmax(graph.search(rows[row], 4)[0])]) for row in stay.tolist()]
-    assert np.mean(np.array(found) == stay) >= 0.95
+    found = copy.search(rows[stay], 1, params=graph.params)[1][:, 0]
+    assert np.mean(found == stay) >= 0.95
 
 
 def test_what_is_recorded_again_during_a_purge_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from semkv.errors import StoreError
+from semkv.kept_graphs import FOLDER as GRAPHS
+from semkv.kept_graphs import damage_of, kept_files
 from semkv.keys import namespace_key
 from semkv.stores.block_file import owner_of
 from semkv.stores.block_folder import MARKER
@@ -19,8 +21,6 @@ from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import CACHE_FILES, CATALOG, open_catalog
 from semkv.stores.catalog_rows import NamespaceUse
 from semkv.stores.files import described, matching, remove_strays
-from semkv.stores.graphs import FOLDER as GRAPHS
-from semkv.stores.graphs import damage_of, graph_files
 from semkv.stores.media import MediaStore
 from semkv.stores.responses import use
 from semkv.stores.responses.ahead import FOLDER as AHEAD
@@ -135,7 +135,7 @@ def inspect(
             unread.append(str(error))
     spaces = None if tenants is None else [namespace_key(Namespace(row.tenant, row.model)) for row in entries]
     media = [file for file in pictures(cache_dir) if tenants is None or file.name in theirs]
-    for name, listed in (("media", media), ("graphs", graph_files(cache_dir / GRAPHS, spaces))):
+    for name, listed in (("media", media), ("graphs", kept_files(cache_dir / GRAPHS, spaces))):
         files = [status for _, status in described(listed)]
         if files:
             times, nbytes = [status.st_mtime for status in files], sum(status.st_size for status in files)
@@ -182,7 +182,7 @@ def verify(
     check_is_cache(cache_dir)
     damaged: list[str] = []
     unread: list[str] = []
-    images, graphs, answers = pictures(cache_dir), graph_files(cache_dir / GRAPHS), cache_dir / ANSWERS
+    images, graphs, answers = pictures(cache_dir), kept_files(cache_dir / GRAPHS), cache_dir / ANSWERS
     with open_blocks(cache_dir, fusion_dir) as opened:
         blocks = [(name, store, file) for name, store in opened for file in store.files()]
         for name, store in opened:  # deleted when a lost index was built again

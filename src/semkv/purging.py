@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
+from semkv.kept_graphs import FOLDER as GRAPHS
+from semkv.kept_graphs import forget_kept
 from semkv.maintenance import check_is_cache, drop_strays, filled, open_blocks, owners, pictures
 from semkv.stores.block_folder import MARKER
 from semkv.stores.blocks import Bounds
@@ -30,8 +32,6 @@ from semkv.stores.cachedir import (
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Removed
 from semkv.stores.files import described
-from semkv.stores.graphs import FOLDER as GRAPHS
-from semkv.stores.graphs import sweep
 from semkv.stores.responses import use
 from semkv.stores.responses.ahead import FOLDER as AHEAD
 from semkv.stores.responses.ahead import discard
@@ -114,7 +114,7 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     if filled(cache_dir / CATALOG):
         try:
             with open_catalog(cache_dir / CATALOG) as catalog:
-                graphs = sweep(cache_dir / GRAPHS, catalog.spaces())
+                graphs = forget_kept(cache_dir / GRAPHS, catalog.spaces())
                 for image, status in described(pictures(cache_dir)):
                     young = time.time() - status.st_mtime < _DAY_S  # its entry may be about to be written
                     if not young and not catalog.has_media(image.name):
@@ -156,7 +156,7 @@ def purge_entries(
     images = [image for image in pictures(cache_dir) if image.name in loose]
     unread = ""
     if not dry_run:
-        sweep(cache_dir / GRAPHS, others)
+        forget_kept(cache_dir / GRAPHS, others)
         for image in images:
             image.unlink(missing_ok=True)
         drop_strays(cache_dir)

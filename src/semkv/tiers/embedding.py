@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from semkv.errors import CorruptValue
-from semkv.indexes.base import Neighbour, Row, VectorIndex
-from semkv.indexes.faiss import FaissIndex
+from semkv.index import Neighbour, Row, VectorIndex
+from semkv.kept_graphs import KeptGraphs, kept_beside
 from semkv.keys import digest
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import MediaRow, VectorRow, unpack
-from semkv.stores.graphs import FOLDER, GraphFiles
 from semkv.tiers.base import Candidate, Tally
 from semkv.tiers.keying import SPELLINGS, Keyed, same_texts, with_media
 from semkv.types import EmbeddingLayer, Entry, MatchPolicy, Namespace, Score
@@ -83,9 +82,7 @@ class EmbeddingTier:
         # The prompt layer is searched first; the others are asked whether they agree.
         self._texts = sorted((x for x in layers if x.name != VISION), key=lambda x: x.name != "prompt")
         self.keys = {layer.name: f"{layer.name}:{layer.dim}@{fingerprint}" for layer in layers}
-        self._text_indexes: dict[str, VectorIndex] = {
-            x.name: FaissIndex(x.dim, store=self._kept(self.keys[x.name])) for x in self._texts
-        }
+        self._text_indexes = {x.name: VectorIndex(x.dim, kept=self._kept(self.keys[x.name])) for x in self._texts}
         self._run_indexes: dict[int, VectorIndex] = {}  # by number of media items
         self._members: dict[str, dict[str, None]] = {}  # run item -> its entries, oldest first
         self._run_of: dict[str, str] = {}  # entry -> run item
@@ -96,8 +93,8 @@ class EmbeddingTier:
         """Whether every text layer has an entry's vector."""
         return all(entry_id in index for index in self._text_indexes.values())
 
-    def _kept(self, layer: str) -> GraphFiles:
-        return GraphFiles(self._catalog.path.parent / FOLDER, layer, functools.partial(self._tally.fault, "graph"))
+    def _kept(self, layer: str) -> KeptGraphs:
+        return kept_beside(self._catalog, layer, functools.partial(self._tally.fault, "graph"))
 
     # -- keeping the indexes ------------------------------------------------------------------------------------
 
@@ -147,7 +144,7 @@ class EmbeddingTier:
     def _run_index(self, count: int, vision: EmbeddingLayer) -> VectorIndex:
         if count not in self._run_indexes:
             kept = self._kept(f"{self.keys[VISION]} of {count}")
-            self._run_indexes[count] = FaissIndex(vision.dim * count, store=kept)
+            self._run_indexes[count] = VectorIndex(vision.dim * count, kept=kept)
         return self._run_indexes[count]
 
     def loaded(self) -> None:

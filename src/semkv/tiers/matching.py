@@ -16,7 +16,7 @@ from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook
 from semkv.errors import ConfigError
 from semkv.guards import Guard, forget
-from semkv.indexes.base import VectorIndex
+from semkv.index import VectorIndex
 from semkv.stores.catalog import Catalog
 from semkv.tiers import exact_text, semantic_text
 from semkv.tiers.base import Boundary, Candidate, GuardedEncoder, PartError, Tally

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from semkv.encoders.text import TextEncoder
 from semkv.errors import CorruptValue
-from semkv.indexes.base import Row, VectorIndex
-from semkv.indexes.faiss import FaissIndex
+from semkv.index import Row, VectorIndex
+from semkv.kept_graphs import kept_beside
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import VectorRow, unpack
-from semkv.stores.graphs import FOLDER, GraphFiles
 from semkv.tiers.base import Candidate, Tally
 from semkv.tiers.keying import Keyed, same_texts
 from semkv.types import Scope
@@ -50,8 +49,8 @@ class SemanticTextTier:
         self._catalog, self._encoder, self._tally = catalog, encoder, tally
         self._scope, self._threshold, self._lost, self._normalised = scope, threshold, lost, normalised
         self.layer = f"{STATUS}@{encoder.fingerprint}"
-        kept = GraphFiles(catalog.path.parent / FOLDER, self.layer, functools.partial(tally.fault, "graph"))
-        self._index: VectorIndex = FaissIndex(encoder.dim, store=kept)
+        kept = kept_beside(catalog, self.layer, functools.partial(tally.fault, "graph"))
+        self._index = VectorIndex(encoder.dim, kept=kept)
 
     def __contains__(self, entry_id: str) -> bool:
         return entry_id in self._index

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import faiss
 import numpy as np
@@ -13,12 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from semkv.indexes.base import Row
-from semkv.indexes.faiss import FaissIndex, IndexSizes
-from semkv.indexes.partition import Partition
-from semkv.indexes.parts import Block, Graph, _codes
-from semkv.indexes.slots import SlotTable
-from semkv.indexes.upkeep import Upkeep
+from semkv.index import Graph, IndexSizes, Row, VectorIndex, codes_of
 
 HALF = 1e-3  # what float16 may cost a score
 
@@ -42,18 +36,18 @@ def clustered(count: int, dim: int = 64, seed: int = 0) -> np.ndarray:
     return (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float32)
 
 
-def filled(count: int, partitions: int = 1, dim: int = 8) -> tuple[FaissIndex, np.ndarray]:
+def filled(count: int, partitions: int = 1, dim: int = 8) -> tuple[VectorIndex, np.ndarray]:
     vectors = drawn(count, dim)
-    index = FaissIndex(dim)
+    index = VectorIndex(dim)
     index.extend(Row(str(i), f"p{i % partitions}", v) for i, v in enumerate(vectors))
     return index, vectors
 
 
 @pytest.fixture
-def grown() -> Iterator[tuple[FaissIndex, np.ndarray]]:
+def grown() -> Iterator[tuple[VectorIndex, np.ndarray]]:
     """6,000 clustered vectors in one partition, all but the last few in graphs of 2,048."""
     vectors = clustered(6000)
-    index = FaissIndex(64, flat=512, graph=2048)
+    index = VectorIndex(64, flat=512, graph=2048)
     index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
     assert index.settle(60)
     yield index, vectors
@@ -93,7 +87,7 @@ def test_removed_items_are_gone_and_the_rest_stays_right() -> None:
 
 
 def test_an_item_keeps_its_first_vector() -> None:
-    index = FaissIndex(2)
+    index = VectorIndex(2)
     index.extend([Row("a", "p", unit(1, 0)), Row("a", "p", unit(0, 1))])
     index.extend([Row("a", "p", unit(0, 1)), Row("a", "q", unit(0, 1))])
     assert len(index) == 1
@@ -102,7 +96,7 @@ def test_an_item_keeps_its_first_vector() -> None:
 
 
 def test_a_vector_of_another_length_is_refused_and_nothing_is_added() -> None:
-    index = FaissIndex(8)
+    index = VectorIndex(8)
     with pytest.raises(ValueError, match="dimension 8"):
         index.extend([Row("b", "p", drawn(1)[0]), Row("a", "p", unit(1, 0))])
     assert len(index) == 0
@@ -111,10 +105,10 @@ def test_a_vector_of_another_length_is_refused_and_nothing_is_added() -> None:
 @pytest.mark.parametrize(("flat", "graph"), [(3, 100), (100, 99)])
 def test_sizes_that_make_no_sense_are_refused(flat: int, graph: int) -> None:
     with pytest.raises(ValueError, match="flat must be 4 or more"):
-        FaissIndex(8, flat=flat, graph=graph)
+        VectorIndex(8, flat=flat, graph=graph)
 
 
-def test_graphs_find_what_brute_force_finds(grown: tuple[FaissIndex, np.ndarray]) -> None:
+def test_graphs_find_what_brute_force_finds(grown: tuple[VectorIndex, np.ndarray]) -> None:
     index, vectors = grown
     sizes = index.sizes()
     assert sizes.graph > 5000
@@ -132,7 +126,7 @@ def test_graphs_find_what_brute_force_finds(grown: tuple[FaissIndex, np.ndarray]
         assert scores == pytest.approx([row[int(n.item)] for n in neighbours], abs=HALF)
 
 
-def test_a_graph_returns_nothing_removed_and_is_built_anew(grown: tuple[FaissIndex, np.ndarray]) -> None:
+def test_a_graph_returns_nothing_removed_and_is_built_anew(grown: tuple[VectorIndex, np.ndarray]) -> None:
     index, vectors = grown
     index.remove([str(i) for i in range(0, 6000, 50)])  # too few for a new build: marked only
     assert index.sizes().dead == 120
@@ -150,17 +144,7 @@ def test_a_graph_returns_nothing_removed_and_is_built_anew(grown: tuple[FaissInd
     assert index.sizes() == IndexSizes(0, 0, 0)
 
 
-def test_what_moved_into_a_graph_leaves_no_plain_rows_behind() -> None:
-    index = FaissIndex(8, flat=512)
-    for start in range(0, 3000, 100):  # the tables of slots grow on the way
-        index.extend(Row(str(start + i), "p", v) for i, v in enumerate(drawn(100, seed=start)))
-    assert index.settle(60)
-    held = {part for part in index._table._part if isinstance(part, Block)}
-    assert held <= set(index._partitions["p"].blocks)
-    index.close()
-
-
-def test_searches_and_writes_at_once(grown: tuple[FaissIndex, np.ndarray]) -> None:
+def test_searches_and_writes_at_once(grown: tuple[VectorIndex, np.ndarray]) -> None:
     """No search finds an item under another's vector; those that stay are found as often as at rest, or nearly."""
     index, vectors = grown
     wrong: list[str] = []
@@ -193,39 +177,19 @@ def test_searches_and_writes_at_once(grown: tuple[FaissIndex, np.ndarray]) -> No
     assert len(index) == 1000 + 3000
 
 
-@pytest.mark.parametrize("count", [100, 3000])
-def test_a_search_passes_over_what_took_the_place_of_its_finding(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = clustered(count + 1)
-    index = FaissIndex(64, flat=512, graph=8192)
-    index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors[:-1]))
-    assert index.settle(60)
-    named = SlotTable.named
-
-    def overtaken(*arguments: Any) -> Any:
-        index.remove(["7"])
-        index.extend([Row("another", "p", vectors[-1])])  # in the slot that was just given up
-        return named(*arguments)
-
-    monkeypatch.setattr(SlotTable, "named", overtaken)
-    near = index.search("p", vectors[7], 3)
-    assert len(near) == 2
-    assert not {"7", "another"} & {n.item for n in near}
-
-
 def test_what_is_removed_while_a_graph_is_built_stays_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = clustered(4000)
-    index = FaissIndex(64, flat=512, graph=8192)
-    gone = iter([range(1, 500), range(500, 1400), range(2000, 2400), range(3000, 3900)])
+    index = VectorIndex(64, flat=512, graph=8192)
+    removed = {*range(1, 1400), *range(2000, 2400), *range(3000, 3900)}
     grown = Graph.grown
 
     def slow(graph: Graph, rows: np.ndarray, wanted: Callable[[], bool]) -> object:
-        index.remove(str(i) for i in next(gone, ()))  # between the copy of the rows and its publication
+        index.remove(str(i) for i in removed)  # between the copy of the rows and its publication
         return grown(graph, rows, wanted)
 
     monkeypatch.setattr(Graph, "grown", slow)
     index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
     assert index.settle(60)
-    removed = {*range(1, 1400), *range(2000, 2400), *range(3000, 3900)}
     sizes = index.sizes()
     assert sizes.flat + sizes.graph == len(index) == 4000 - len(removed)
     for i in range(0, 4000, 7):
@@ -235,45 +199,9 @@ def test_what_is_removed_while_a_graph_is_built_stays_removed(monkeypatch: pytes
     index.close()
 
 
-def test_what_is_removed_before_its_turn_ends_no_upkeep(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    improve, vectors = Upkeep._improve, clustered(1200)
-    index = FaissIndex(64, flat=512)
-
-    def late(upkeep: Upkeep, partition: Partition) -> None:
-        if partition.name == "p":
-            index.remove(str(i) for i in range(600))
-        improve(upkeep, partition)
-
-    monkeypatch.setattr(Upkeep, "_improve", late)
-    index.extend(Row(str(i), "pq"[i // 600], v) for i, v in enumerate(vectors))
-    assert index.settle(60)
-    assert not caplog.records
-    assert index.sizes().graph >= 512
-    index.close()
-
-
-def test_a_row_that_moved_during_a_search_comes_once() -> None:
-    index, _ = filled(3)
-    found = index._table.named([0.9, 0.5, 0.8, 0.7], [1, 2, 1, -1], 3, 1)
-    assert [(n.item, n.score) for n in found] == [("1", 0.9), ("2", 0.5)]
-
-
-def test_slots_of_removed_items_are_used_again() -> None:
-    vectors = drawn(100)
-    index = FaissIndex(8)
-    for turn in range(100):
-        index.extend(Row(f"{turn}-{i}", "p", v) for i, v in enumerate(vectors))
-        assert index.search("p", vectors[5])[0].item == f"{turn}-5"
-        index.remove(f"{turn}-{i}" for i in range(100))
-    assert len(index._table._items) < 4500
-    assert index.sizes() == IndexSizes(0, 0, 0)
-
-
 def test_a_closed_index_still_answers_and_builds_no_more() -> None:
     vectors = clustered(3000)
-    index = FaissIndex(64, flat=512)
+    index = VectorIndex(64, flat=512)
     index.close()
     index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
     assert index.settle(5)
@@ -287,7 +215,7 @@ def test_a_fault_of_the_upkeep_costs_no_answer(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Graph, "grown", short_of_memory)
     vectors = clustered(1000)
-    index = FaissIndex(64, flat=512)
+    index = VectorIndex(64, flat=512)
     index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
     assert index.settle(10)
     assert index.search("p", vectors[7])[0].item == "7"
@@ -309,7 +237,7 @@ def test_a_purge_of_whole_clusters_hides_nothing_of_those_that_stay() -> None:
         return points / np.linalg.norm(points, axis=1, keepdims=True)
 
     vectors = about(label)
-    index = FaissIndex(64)
+    index = VectorIndex(64)
     index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
     assert index.settle(60)
     index.remove([str(i) for i in np.flatnonzero(label < 4)[:1500]])
@@ -336,7 +264,7 @@ class AgainstBruteForce(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = FaissIndex(4, flat=16, graph=64)
+        self.index = VectorIndex(4, flat=16, graph=64)
         self.table: dict[str, tuple[str, np.ndarray]] = {}
         self.made = 0
 
@@ -375,10 +303,10 @@ class AgainstBruteForce(RuleBasedStateMachine):
             for graph in partition.graphs:
                 storage = faiss.downcast_index(graph.index.storage)
                 stored = {row.tobytes() for row in storage.sa_encode(there)}
-                assert {row.tobytes() for row in _codes(graph.index)} <= stored
-            for block in partition.blocks:
-                stored = {row.tobytes() for row in there} | {np.zeros(4, np.float32).tobytes()}
-                assert {row.tobytes() for row in block.vectors[: block.count]} <= stored
+                assert {row.tobytes() for row in codes_of(graph.index)} <= stored
+            stored = {row.tobytes() for row in there} | {np.zeros(4, np.float32).tobytes()}
+            for chunk in partition.chunks[: len(partition.items) // 1024 + 1]:
+                assert {row.tobytes() for row in chunk[: len(partition.items)]} <= stored
 
     @invariant()
     def the_same_as_the_table(self) -> None:
