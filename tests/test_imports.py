@@ -32,10 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "experiments": VOCABULARY
     | {"presets", "stores", "indexes", "encoders", "tiers", "cache", "connectors", "engines", "adapter"},
     "server": VOCABULARY | {"presets", "stores", "indexes", "encoders", "tiers", "cache", "connectors", "engines"},
-    "maintenance": VOCABULARY | {"stores"},
-    "purging": VOCABULARY | {"stores", "maintenance"},
     "cli": VOCABULARY
-    | {"presets", "stores", "connectors", "cache", "engines", "experiments", "server", "maintenance", "purging"},
+    | {"presets", "stores", "connectors", "cache", "engines", "experiments", "server"},
     "__main__": {"cli"},
 }
 

@@ -28,11 +28,10 @@ from semkv.indexes.faiss import FaissIndex, IndexSizes
 from semkv.indexes.kept import pour_graph, read_graph
 from semkv.indexes.parts import Graph
 from semkv.keys import digest, namespace_key
-from semkv.maintenance import inspect, verify
-from semkv.purging import collect, purge_entries
 from semkv.stores import cachedir
 from semkv.stores.cachedir import prepare, purge_directory
 from semkv.stores.graphs import GraphFiles, damage_of, folder_of, graph_files, sweep
+from semkv.stores.maintenance import collect, inspect, purge_entries, verify
 from semkv.types import Namespace, Plan, Request, ReuseReport, TextSegment
 from test_indexes import HALF, AgainstBruteForce, clustered, drawn
 
