@@ -34,6 +34,7 @@ from semkv.stores.entry_cache import EntryCache
 from semkv.types import Entry, MediaSegment, Namespace
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
+_COUNT_WRITE = "UPDATE sqlite_sequence SET seq=seq+1 WHERE name='writes' RETURNING seq"
 _HITS = 8192  # entries whose hits wait for a write
 
 
@@ -63,7 +64,7 @@ class Catalog:
 
     def _written(self) -> tuple[int, int]:
         """Another value whenever a catalog on this file has written, or the file was replaced."""
-        number = self._number("SELECT number FROM writes")
+        number = self._number("SELECT seq FROM sqlite_sequence WHERE name='writes'")
         return self.database.opened, number
 
     def _number(self, statement: str, *values: object) -> int:
@@ -77,7 +78,7 @@ class Catalog:
         with self.database.lock:
             try:
                 with self.database.use(write=True) as db:
-                    ((number,),) = db.execute("UPDATE writes SET number=number+1 RETURNING number").fetchall()
+                    ((number,),) = db.execute(_COUNT_WRITE).fetchall()
                     for entry_id, (count, now) in self._hits.items():
                         self._count(db, entry_id, count, now)
                     yield db

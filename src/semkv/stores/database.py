@@ -12,7 +12,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -37,6 +37,7 @@ class Database:
     Args:
         path: the file; made when missing, as is its folder.
         timeout_s: how long to wait for another process's write.
+        fault: makes the exception that `use` raises in place of SQLite's; None for SQLite's own.
         replace: do all of that. Without it a file is only looked after: one that is missing, damaged or of another
             format is refused, and one that this user cannot write is read.
 
@@ -49,11 +50,19 @@ class Database:
         StoreError: the file cannot be opened, is another program's, or was written by a newer format version.
     """
 
-    def __init__(self, path: Path, *, timeout_s: float = 2.0, replace: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        timeout_s: float = 2.0,
+        fault: Callable[[sqlite3.Error], Exception] | None = None,
+        replace: bool = True,
+    ) -> None:
         self.path, self.lock = path, threading.RLock()
         self.opened = self.damaged = 0
         self._file: FileId | None = None  # that is open
-        self._timeout_s, self._replace, self._closed = timeout_s, replace, False
+        self._timeout_s, self._fault, self._replace, self._closed = timeout_s, fault, replace, False
+        self._name = os.fspath(path)
         try:
             if replace:
                 make_folder(path.parent)
@@ -69,8 +78,8 @@ class Database:
             sqlite3.Error: the file is locked, damaged or closed, or the disk is full.
         """
         with self.lock:
-            self._follow()
             try:
+                self._follow()
                 if write:
                     self.connection.execute("BEGIN IMMEDIATE")
                 yield self.connection
@@ -81,7 +90,10 @@ class Database:
                     if self.connection.in_transaction:  # some errors have rolled back already
                         self.connection.execute("ROLLBACK")
                 if self._replace and is_damage(error):
-                    self._open_anew()
+                    with suppress(sqlite3.Error):  # the next use tries again
+                        self._open_anew(damaged=self._file)
+                if self._fault is not None and isinstance(error, sqlite3.Error):
+                    raise self._fault(error) from error
                 raise
 
     def version(self) -> tuple[int, int]:
@@ -118,29 +130,28 @@ class Database:
         """Open anew what another process deleted or replaced: what is written to the old file is lost."""
         if self._closed or not self._replace or (self._file is not None and self.connection.in_transaction):
             return
-        try:
-            moved = self._file is None or file_id(self.path) != self._file
-        except OSError as error:
-            raise sqlite3.OperationalError(f"{self.path}: {error}") from error
-        if moved:
-            self._open_anew()
+        if self._file is not None:
+            with suppress(OSError):  # it is gone
+                status = os.stat(self._name)  # noqa: PTH116 (half the time of a path's)
+                if (status.st_dev, status.st_ino) == self._file:
+                    return
+        self._open_anew()
 
-    def _open_anew(self) -> None:
-        """Open the file again, which is a new one where it is damaged."""
+    def _open_anew(self, damaged: FileId | None = None) -> None:
         self.connection.close()
-        known, self._file = self._file, None  # so that the next use tries again where this fails
+        self._file = None  # so that the next use tries again where this fails
         try:
-            self._open(known)
+            self._open(damaged)
         except (OSError, sqlite3.Error, StoreError) as error:
             raise sqlite3.OperationalError(f"{self.path} cannot be opened anew: {error}") from error
 
-    def _open(self, known: FileId | None = None) -> None:
-        """Open the file; ``known``: the one that was found to be damaged, unless its place was taken since."""
+    def _open(self, damaged: FileId | None = None) -> None:
+        """Open the file, or a new one in place of the one that was found to be damaged."""
         if not self._replace:
             self.connection = self._connect()
             return
         with _opening(self.path):
-            if known is not None and known == file_id(self.path):
+            if damaged is not None and damaged == file_id(self.path):  # else another process has replaced it
                 self._put_aside("it was found to be damaged")
             try:
                 self.connection = self._connect()

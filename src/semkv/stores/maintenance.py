@@ -332,8 +332,8 @@ def verify(
     try:
         with _database(cache_dir) as database:
             if database is not None:
-                _, responses = database
-                if reason := responses.database.check():
+                catalog, responses = database
+                if reason := catalog.database.check():
                     damaged.append(f"catalog: {reason} (a purge of everything deletes it)")
                     kept = 1
                 total = len(checks) + responses.usage()[0]

@@ -41,8 +41,6 @@ CREATE TABLE sentences (
   hash INTEGER NOT NULL, context INTEGER NOT NULL REFERENCES contexts ON DELETE CASCADE,
   PRIMARY KEY (hash, context)) WITHOUT ROWID;
 CREATE INDEX sentences_context ON sentences (context);
-CREATE TABLE writes (number INTEGER NOT NULL);
-INSERT INTO writes VALUES (0);
 CREATE TABLE purge (mark TEXT NOT NULL);
 INSERT INTO purge VALUES (hex(randomblob(16)));
 
@@ -62,8 +60,8 @@ CREATE TABLE invalidations (number INTEGER PRIMARY KEY AUTOINCREMENT, selector T
 """
 
 # Numbers of rows go on from the time (microseconds since the epoch), so that no reader takes a new file's for those of
-# an older file that it has read already.
+# an older file that it has read already. `Catalog` counts its writes among them: the page is written anyway.
 FIRST_NUMBERS = """
-INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
+INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now), ('writes', 0);
 INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 """

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,15 +75,11 @@ class SqliteStore(ResponseStore):
         self._clock = clock
         self._touched: dict[str, float] = {}
         self._touching = threading.Lock()
-        self.database = Database(path, timeout_s=timeout_s, replace=replace)
+        self.database = Database(path, timeout_s=timeout_s, fault=self._error, replace=replace)
+        self._use = self.database.use
 
-    @contextmanager
-    def _use(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
-        try:
-            with self.database.use(write=write) as db:
-                yield db
-        except sqlite3.Error as error:
-            raise StoreError(f"responses {self.path}: {error}") from error
+    def _error(self, error: sqlite3.Error) -> StoreError:
+        return StoreError(f"responses {self.path}: {error}")
 
     def get(self, key: str) -> StoredResponse | None:
         with self._use() as db:
