@@ -121,7 +121,7 @@ def opened(dim: int, folder: Path | None) -> tuple[Any, Any]:
         base, faiss = importlib.import_module("semkv.indexes.base"), importlib.import_module("semkv.indexes.faiss")
         graphs = importlib.import_module("semkv.stores.graphs")
         return faiss.FaissIndex(dim, store=graphs.GraphFiles(folder, "bench", raised) if folder else None), base.Row
-    index, graphs = importlib.import_module("semkv.index"), importlib.import_module("semkv.kept_graphs")
+    index, graphs = importlib.import_module("semkv.index"), importlib.import_module("semkv.stores.kept_graphs")
     kept = graphs.KeptGraphs(folder, "bench", lambda: "", raised) if folder else None
     return index.VectorIndex(dim, kept=kept), index.Row
 

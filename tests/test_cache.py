@@ -691,7 +691,7 @@ def test_a_vector_that_is_not_finite_is_a_counted_miss(bench: Bench) -> None:
 
 
 def test_a_locked_catalog_is_a_counted_miss(bench: Bench) -> None:
-    bench.cache._catalog._db.execute("PRAGMA busy_timeout=20")
+    bench.cache._catalog.database.connection.execute("PRAGMA busy_timeout=20")
     other = sqlite3.connect(bench.root / "cache" / "catalog.sqlite", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     report = bench.ask("color", "car")
@@ -705,7 +705,7 @@ def test_a_locked_catalog_is_a_counted_miss(bench: Bench) -> None:
 
 def test_a_tier_that_breaks_leaves_the_others(bench: Bench) -> None:
     bench.ask("color", "car")
-    bench.cache._catalog._db.execute("DROP TABLE entry_keys")
+    bench.cache._catalog.database.connection.execute("DROP TABLE entry_keys")
     report = bench.look("color", "car")
     assert report.statuses["exact_text"] == "miss"
     assert seen(report.plan.segments) == "<car> | color"
@@ -776,7 +776,7 @@ def test_a_hook_that_declares_nothing_is_held_to_the_dimension_at_first_use(tmp_
 
 
 def test_another_format_version_is_an_error_at_open(bench: Bench) -> None:
-    bench.cache._catalog._db.execute("PRAGMA user_version=99")
+    bench.cache._catalog.database.connection.execute("PRAGMA user_version=99")
     bench.cache.close()
     with pytest.raises(StoreError, match=r"99.*--purge"):
         bench.open()

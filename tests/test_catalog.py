@@ -22,7 +22,9 @@ from semkv.keys import namespace_key
 from semkv.stores import catalog as catalog_module
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Record, pack, unpack
-from semkv.stores.catalog_schema import FORMAT
+from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses.sqlite import SqliteStore
+from semkv.stores.schema import FORMAT
 from semkv.types import Entry, MediaSegment, Namespace, Request, Role, TextSegment
 
 HERE, THERE = Namespace("here", "m"), Namespace("there", "m")
@@ -113,7 +115,7 @@ def test_hits_are_written_with_the_next_write_and_cause_none(tmp_path: Path) -> 
     catalog = Catalog(path)
     catalog.add(record("a"))
     said: list[str] = []
-    catalog._db.set_trace_callback(said.append)
+    catalog.database.connection.set_trace_callback(said.append)
     threads = threading.active_count()
     for i in range(3):
         catalog.hit("a", 2.0 + i)
@@ -257,11 +259,8 @@ def test_another_format_version_is_refused_by_name(tmp_path: Path) -> None:
 def test_another_programs_database_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "c.sqlite") as db:
         db.execute("CREATE TABLE entries (x)")
-    with pytest.raises(StoreError, match="not a semkv catalog"):
+    with pytest.raises(StoreError, match="not a semkv database"):
         Catalog(tmp_path / "c.sqlite")
-    (tmp_path / "d.sqlite").write_bytes(b"no database at all, but some bytes " * 100)
-    with pytest.raises(StoreError, match=r"d\.sqlite"):
-        Catalog(tmp_path / "d.sqlite")
 
 
 def test_a_damaged_entry_is_deleted(tmp_path: Path) -> None:
@@ -289,13 +288,18 @@ def test_two_processes_see_each_others_entries(tmp_path: Path) -> None:
     assert not two.changed()
     assert two.get("a") is not None
     assert not one.changed()
+    with closing(SqliteStore(tmp_path / "c.sqlite")) as responses:
+        responses.put(StoredResponse("key", "", "model", b"{}", 1.0))
+    assert not one.changed(), "a response is nothing to an index"
+    two.add(record("b"))
+    assert one.changed()
 
 
 def test_a_repeated_find_reads_nothing_until_something_changes(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path / "c.sqlite")
     catalog.add(record("a"))
     read: list[str] = []
-    catalog._db.set_trace_callback(read.append)
+    catalog.database.connection.set_trace_callback(read.append)
     assert [e.entry_id for e in catalog.find("shared")] == ["a"]
     first = len(read)
     assert first
@@ -319,10 +323,10 @@ def test_long_entries_are_not_kept_in_memory(tmp_path: Path) -> None:
     long = record("a")
     catalog.add(replace(long, entry=replace(long.entry, response="x" * 10_000)))
     for name in (str(i) for i in range(5000)):
-        catalog._recent.put(name, 4, [record(name).entry])
+        catalog._entry_cache.put(name, 4, [record(name).entry])
     assert catalog.find("shared")
-    assert len(catalog._recent._found) == 4096
-    assert "shared" not in catalog._recent._found
+    assert len(catalog._entry_cache._found) == 4096
+    assert "shared" not in catalog._entry_cache._found
 
 
 def test_another_process_invalidates_and_this_one_misses(tmp_path: Path) -> None:
@@ -357,11 +361,11 @@ def test_the_cache_does_not_serve_what_another_process_took_away(tmp_path: Path)
 def test_the_bound_holds_although_entries_are_not_counted_each_time(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path / "c.sqlite", max_entries=100)
     counted: list[str] = []
-    catalog._db.set_trace_callback(lambda sql: counted.append(sql) if "COUNT" in sql else None)
+    catalog.database.connection.set_trace_callback(lambda sql: counted.append(sql) if "COUNT" in sql else None)
     most = 0
     for i in range(300):
         catalog.add(record(str(i), created=float(i)))
-        most = max(most, catalog._db.execute("SELECT COUNT (*) FROM entries").fetchone()[0])
+        most = max(most, catalog.database.connection.execute("SELECT COUNT (*) FROM entries").fetchone()[0])
     assert most == 100
     assert len([sql for sql in counted[:120] if "COUNT(*)" in sql]) < 60
 

@@ -29,10 +29,10 @@ from semkv.connectors.settings import ECSettings, KVSettings, read_settings
 from semkv.connectors.writer import BackgroundWriter
 from semkv.errors import ConfigError
 from semkv.keys import digest
-from semkv.purging import purge_salts
 from semkv.stores.block_file import owner_of
 from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
+from semkv.stores.maintenance import purge_salts
 
 pytest.importorskip("vllm")
 

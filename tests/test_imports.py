@@ -34,10 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "experiments": VOCABULARY
     | {"presets", "stores", "index", "encoders", "guards", "tiers", "cache", "connectors", "engines", "adapter"},
     "server": VOCABULARY | {"presets", "stores", "index", "encoders", "tiers", "cache", "connectors", "engines"},
-    "maintenance": VOCABULARY | {"stores", "kept_graphs"},
-    "purging": VOCABULARY | {"stores", "kept_graphs", "maintenance"},
     "cli": VOCABULARY
-    | {"presets", "stores", "connectors", "cache", "engines", "experiments", "server", "maintenance", "purging"},
+    | {"presets", "stores", "connectors", "cache", "engines", "experiments", "server"},
     "__main__": {"cli"},
 }
 

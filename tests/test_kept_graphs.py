@@ -25,7 +25,11 @@ from hypothesis.stateful import rule
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.index import Graph, IndexSizes, Partition, Row, VectorIndex
-from semkv.kept_graphs import (
+from semkv.keys import digest, namespace_key
+from semkv.stores import cachedir
+from semkv.stores.cachedir import prepare, purge_directory
+from semkv.stores.catalog import Catalog
+from semkv.stores.kept_graphs import (
     KeptGraphs,
     damage_of,
     folder_of,
@@ -35,12 +39,7 @@ from semkv.kept_graphs import (
     read_graph,
     write_graph,
 )
-from semkv.keys import digest, namespace_key
-from semkv.maintenance import inspect, verify
-from semkv.purging import collect, purge_entries
-from semkv.stores import cachedir
-from semkv.stores.cachedir import prepare, purge_directory
-from semkv.stores.catalog import Catalog
+from semkv.stores.maintenance import collect, inspect, purge_entries, verify
 from semkv.types import Namespace, Plan, Request, ReuseReport, TextSegment
 from test_index import HALF, AgainstBruteForce, clustered, drawn
 

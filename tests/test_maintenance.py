@@ -18,12 +18,11 @@ from semkv.cache import SemanticCache
 from semkv.cli import EXIT_ERROR, app, main
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
-from semkv.maintenance import inspect, verify
-from semkv.purging import collect
 from semkv.stores.blocks import BlockStore
+from semkv.stores.maintenance import collect, inspect, verify
 from semkv.stores.responses.base import StoredResponse
-from semkv.stores.responses.open import FILE
 from semkv.stores.responses.sqlite import SqliteStore
+from semkv.stores.schema import CATALOG
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
 from test_media import vanish
 
@@ -155,7 +154,7 @@ def test_gc_deletes_what_is_too_old_and_nothing_else(used: Path, monkeypatch: py
     with closing(sqlite3.connect(used / "catalog.sqlite")) as db, db:
         db.execute("UPDATE entries SET created=created-40*86400 WHERE tenant='alice' OR segments LIKE '%question 0%'")
     monkeypatch.setenv("SEMKV_SECRET", GATEWAYS_SECRET)
-    with closing(SqliteStore(used / FILE)) as store:
+    with closing(SqliteStore(used / CATALOG)) as store:
         for days, key in ((40, "old"), (20, "young")):
             store.put(StoredResponse(key * 16, "t", "m", b"{}", created=time.time() - days * 86_400))
     running = SemanticCache(CacheConfig(used, semantic=False))

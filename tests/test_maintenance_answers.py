@@ -1,4 +1,4 @@
-"""A store of answers that cannot be read is told by every command, and not touched."""
+"""Every command says that the database cannot be read, does not touch it, and does the rest."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from maintenance_helpers import files_of, make_used
+from maintenance_helpers import files_of, make_used, store_kv
 from semkv.cli import EXIT_ERROR, main
-from semkv.maintenance import inspect
+from semkv.cli.store import EXIT_DAMAGED
+from semkv.stores.block_file import owner_of
+from semkv.stores.maintenance import inspect
 from semkv.stores.responses.base import StoredResponse
-from semkv.stores.responses.open import FILE
 from semkv.stores.responses.sqlite import SqliteStore
+from semkv.stores.schema import CATALOG
 
 
 @pytest.fixture
@@ -52,32 +54,42 @@ def make_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [break_whole, break_page, make_foreign, make_newer, make_folder])
 @pytest.mark.parametrize("command", ["stats", "verify", "verify --repair", "purge --tenant alice"])
-def test_answers_that_cannot_be_read_are_told_and_not_touched(
+def test_a_database_that_cannot_be_read_is_named_and_not_touched(
     used: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     harm: Callable[[Path], None],
     command: str,
 ) -> None:
-    with closing(SqliteStore(used / FILE)) as store:
+    store_kv(used, 9, owner_of("alice"))
+    with closing(SqliteStore(used / CATALOG)) as store:
         for i in range(50):
             store.put(StoredResponse(str(i), "alice", "model", b"x" * 1000, time.time()))
     inspect(used)  # the other stores' own files are there now
-    harm(used / FILE)
+    harm(used / CATALOG)
     before = files_of(used)
     monkeypatch.setattr("sys.argv", ["semkv", *command.split(), "--cache-dir", str(used)])
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr()
-    assert ended.value.code == EXIT_ERROR
-    told = [line for line in said.err.splitlines() if line.strip() and not line.startswith("left: ")]
-    assert len(told) == 1
-    assert str(used / FILE) in told[0]
+    damaged = command.startswith("verify") and harm in (break_whole, break_page)
+    lines = [
+        line for line in said.err.splitlines() if line.strip() and not line.startswith(("left: ", "not counted: "))
+    ]
+    if not damaged:
+        assert ended.value.code == EXIT_ERROR
+        assert len(lines) == 1
+        assert str(used / CATALOG) in lines[0]
+    elif harm is break_whole:
+        assert ended.value.code == EXIT_DAMAGED
+    if damaged:
+        assert "catalog: " in said.out
+        assert "1 damaged" in said.out
     after = files_of(used)
-    assert after[FILE] == before[FILE]
+    assert after[CATALOG] == before[CATALOG]
+    assert [name for name in after if CATALOG in name] == [name for name in before if CATALOG in name]
     if command.startswith("purge"):
-        assert "3 entries, 0 answers and 1 files deleted" in said.out, "the rest is done all the same"
-    assert [name for name in after if FILE in name] == [name for name in before if FILE in name]
+        assert "0 entries, 0 answers and 1 files deleted" in said.out, "the rest is done all the same"
     if command == "stats":
         assert sorted(after) == sorted(before)
-        assert all(word in said.out for word in ("alice", "kv", "fusion", "media"))
+        assert all(word in said.out for word in ("kv", "fusion", "media"))

@@ -21,12 +21,11 @@ from semkv.stores.block_file import owner_of
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import prepare
 from semkv.stores.catalog import Catalog
-from semkv.stores.responses.ahead import FOLDER as AHEAD
+from semkv.stores.maintenance import verify
 from semkv.stores.responses.ahead import AheadLog
 from semkv.stores.responses.base import StoredResponse
-from semkv.stores.responses.open import FILE
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.responses.use import examine
+from semkv.stores.schema import CATALOG
 
 PROXY = {"trusted_proxies": ("127.0.0.1",)}
 
@@ -47,7 +46,7 @@ def tier(pair: Pair, text: str, tenant: str) -> str:
 
 
 def fill(folder: Path, count: int = 600) -> None:
-    with closing(SqliteStore(folder / FILE)) as store:
+    with closing(SqliteStore(folder / CATALOG)) as store:
         for i in range(count):
             store.put(StoredResponse(f"{i:064x}", "alice", "model", b'{"a": %d}' % i, time.time()))
 
@@ -71,17 +70,17 @@ def test_hits_of_a_gateways_entries_are_counted_while_it_runs(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "harm",
     [
-        "UPDATE answers SET payload='{}' WHERE rowid IN (1, 300, 600)",
-        "UPDATE answers SET payload=CAST(payload || ' ' AS BLOB) WHERE rowid IN (1, 300, 600)",
-        "UPDATE answers SET head=CAST(head || ' ' AS BLOB) WHERE rowid IN (1, 300, 600)",
-        "UPDATE answers SET head=7 WHERE rowid IN (1, 300, 600)",
-        "UPDATE answers SET key=CAST(x'ff' || substr(key, 2) AS TEXT) WHERE rowid IN (1, 300, 600)",
+        "UPDATE responses SET payload='{}' WHERE rowid IN (1, 300, 600)",
+        "UPDATE responses SET payload=CAST(payload || ' ' AS BLOB) WHERE rowid IN (1, 300, 600)",
+        "UPDATE responses SET head=CAST(head || ' ' AS BLOB) WHERE rowid IN (1, 300, 600)",
+        "UPDATE responses SET head=7 WHERE rowid IN (1, 300, 600)",
+        "UPDATE responses SET key=CAST(x'ff' || substr(key, 2) AS TEXT) WHERE rowid IN (1, 300, 600)",
     ],
 )
 def test_verify_finds_answers_that_fail_and_repair_deletes_those_alone(tmp_path: Path, harm: str) -> None:
     fill(tmp_path)
     assert "0 files and 600 answers checked, 0 damaged" in call("verify", "--cache-dir", str(tmp_path))
-    with closing(sqlite3.connect(tmp_path / FILE)) as db, db:
+    with closing(sqlite3.connect(tmp_path / CATALOG)) as db, db:
         db.execute(harm)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     said = call("verify", "--cache-dir", str(tmp_path), exit_code=1)
@@ -90,14 +89,16 @@ def test_verify_finds_answers_that_fail_and_repair_deletes_those_alone(tmp_path:
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert "3 damaged, 3 of them deleted" in call("verify", "--cache-dir", str(tmp_path), "--repair")
     assert "597 answers checked, 0 damaged" in call("verify", "--cache-dir", str(tmp_path))
-    with closing(SqliteStore(tmp_path / FILE)) as store:
+    with closing(SqliteStore(tmp_path / CATALOG)) as store:
         assert store.usage()[0] == 597
         assert store.get(f"{1:064x}") is not None
 
 
 def test_verify_counts_up_to_what_there_is(tmp_path: Path) -> None:
     fill(tmp_path)
-    assert list(examine(tmp_path / FILE)) == [""] * 600
+    seen: list[tuple[int, int]] = []
+    verify(tmp_path, advance=lambda done, total: seen.append((done, total)))
+    assert seen == [(done, 600) for done in range(1, 601)]
 
 
 def test_verify_and_repair_beside_a_running_gateway(tmp_path: Path) -> None:
@@ -108,8 +109,8 @@ def test_verify_and_repair_beside_a_running_gateway(tmp_path: Path) -> None:
         names = sorted(path.name for path in tmp_path.iterdir())
         assert "3 answers checked, 0 damaged" in call("verify", "--cache-dir", str(tmp_path))
         assert sorted(path.name for path in tmp_path.iterdir()) == names
-        with closing(sqlite3.connect(tmp_path / FILE)) as db, db:
-            db.execute("UPDATE answers SET payload=CAST('{}' AS BLOB) WHERE rowid=2")
+        with closing(sqlite3.connect(tmp_path / CATALOG)) as db, db:
+            db.execute("UPDATE responses SET payload=CAST('{}' AS BLOB) WHERE rowid=2")
         assert "1 damaged, 1 of them deleted" in call("verify", "--cache-dir", str(tmp_path), "--repair")
         assert answers(tmp_path) == 2
         assert pair.post("another").headers["x-semkv"] == "miss"
@@ -144,7 +145,8 @@ def test_purge_of_a_tenant_reaches_a_running_gateway_and_outlives_it(
 def test_purge_by_digest_and_by_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SEMKV_SECRET", raising=False)
     purge = ("purge", "--cache-dir", str(tmp_path))
-    with closing(SqliteStore(tmp_path / FILE)) as store:
+    (tmp_path / "ahead").mkdir()  # a gateway was here
+    with closing(SqliteStore(tmp_path / CATALOG)) as store:
         for i, tenant in enumerate(("a" * 32, "a" * 32, "b" * 32, "b" * 32)):
             store.put(StoredResponse(str(i), tenant, "model", b"{}", time.time(), tags=("even",) * (i % 2 == 0)))
         cursor = store.news("").cursor
@@ -158,28 +160,28 @@ def test_purge_by_digest_and_by_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "0 answers" in result.stdout
         assert "its --store" in result.stderr
         assert "set SEMKV_SECRET" in result.stderr
-    (tmp_path / f"{FILE}.damaged").write_bytes(b"what was put aside")
-    assert f"{FILE}.damaged" in CliRunner().invoke(app, [*purge, "--tenant", "nobody"]).stderr
+    (tmp_path / f"{CATALOG}.damaged").write_bytes(b"what was put aside")
+    assert f"{CATALOG}.damaged" in CliRunner().invoke(app, [*purge, "--tenant", "nobody"]).stderr
 
 
 def test_purge_of_a_gateways_whole_directory(tmp_path: Path) -> None:
-    """It has no sign as a cache of engines has: what the gateway has open is emptied, and it goes on."""
-    (tmp_path / f"{FILE}.damaged").write_bytes(b"what was put aside")
+    """It has no marker as a cache of engines has. The gateway goes on with a new database."""
+    (tmp_path / f"{CATALOG}.damaged").write_bytes(b"what was put aside")
     mine = tmp_path / "notes.txt"
     mine.write_text("a user's own file")
     purge = ("purge", "--cache-dir", str(tmp_path))
     with Pair(tmp_path, semantic=True) as pair:
         pair.post("What is the capital of Italy?")
-        wait_until(lambda: "1 entries, 1 answers and 1 files would" in call(*purge, "--dry-run"))
-        assert "1 entries, 1 answers and 1 files deleted" in call(*purge)
+        wait_until(lambda: "1 entries, 1 answers and 2 files would" in call(*purge, "--dry-run"))
+        assert "1 entries, 1 answers and 2 files deleted" in call(*purge)
         wait_until(lambda: pair.post("What is the capital of Italy?").headers["x-semkv"] == "miss")
-        wait_until(lambda: "1 entries, 1 answers and 0 files would" in call(*purge, "--dry-run"))
+        wait_until(lambda: "1 entries, 1 answers and 1 files would" in call(*purge, "--dry-run"))
         assert pair.post("what is  the capital of Italy?").headers["x-semkv"].startswith("hit tier=text:normalised")
     assert mine.exists()
 
 
 def test_purge_of_a_directory_that_engines_share_with_a_running_gateway(tmp_path: Path) -> None:
-    """Its catalog is emptied in place: it serves nothing of before, and goes on recording what comes."""
+    """It begins a new database: it serves nothing of before, and goes on recording what comes."""
     prepare(CacheConfig(tmp_path))
     BlockStore(tmp_path / "kv", "kv", Bounds(max_bytes=0)).close()
     purge = ("purge", "--cache-dir", str(tmp_path))
@@ -201,8 +203,7 @@ def test_purge_of_a_directory_that_engines_share_with_a_running_gateway(tmp_path
         assert "text:normalised" in pair.post("who wrote  Faust?").headers["x-semkv"]
     call(*purge)
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {FILE, f"{FILE}.lock", "semkv.json", "secret"} & left
-    assert "catalog.sqlite" not in left, "nobody has it open"
+    assert left <= {"secret"}
 
 
 def damage_head(catalog: Path) -> None:
@@ -216,25 +217,22 @@ def damage_pages(catalog: Path) -> None:
     catalog.write_bytes(data)
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("harm", [damage_head, damage_pages])
-def test_a_damaged_catalog_stops_no_purge(tmp_path: Path, harm: Callable[[Path], None], shared: bool) -> None:
-    if shared:
-        prepare(CacheConfig(tmp_path))
+def test_a_damaged_catalog_stops_no_purge(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    prepare(CacheConfig(tmp_path))
     fill(tmp_path, 3)
     with closing(BlockStore(tmp_path / "kv", "kv")) as kv:
         kv.write("ns", {}, [b"k" * 32], [np.zeros(256, np.uint8)], owner=owner_of("alice"))
-    harm(tmp_path / "catalog.sqlite")
+    harm(tmp_path / CATALOG)
     purge = ("purge", "--cache-dir", str(tmp_path))
     result = CliRunner().invoke(app, [*purge, "--tenant", "alice"])
-    assert "0 entries, 3 answers and 1 files deleted" in result.stdout
+    assert "0 entries, 0 answers and 1 files deleted" in result.stdout
     assert isinstance(result.exception, StoreError)
     assert "a purge without --tenant and --tag deletes it" in str(result.exception)
-    fill(tmp_path, 2)
-    assert "0 entries, 2 answers" in call(*purge, "--dry-run")
-    assert (tmp_path / "catalog.sqlite").exists()
-    assert "0 entries, 2 answers" in call(*purge)
-    assert not (tmp_path / "catalog.sqlite").exists()
+    call(*purge, "--dry-run")
+    assert (tmp_path / CATALOG).exists()
+    call(*purge)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_another_programs_catalog_is_told_and_stays(tmp_path: Path) -> None:
@@ -244,23 +242,25 @@ def test_another_programs_catalog_is_told_and_stays(tmp_path: Path) -> None:
     picture.parent.mkdir(parents=True)
     picture.write_bytes(b"a user's own")
     before = (tmp_path / "catalog.sqlite").read_bytes()
-    with pytest.raises(StoreError, match="not a semkv catalog"):
+    with pytest.raises(StoreError, match="not known to be semkv's"):
         call("purge", "--cache-dir", str(tmp_path))
     assert picture.exists()
-    fill(tmp_path, 2)
+    (tmp_path / "semkv.json").write_text('{"format": 1}')
     result = CliRunner().invoke(app, ["purge", "--cache-dir", str(tmp_path)])
-    assert "0 entries, 2 answers and 1 files deleted" in result.stdout
-    assert "not a semkv catalog" in str(result.exception)
-    assert (tmp_path / "catalog.sqlite").read_bytes() == before
+    assert "0 entries, 0 answers and 2 files deleted" in result.stdout
+    assert "not a semkv database" in str(result.exception)
+    assert (tmp_path / CATALOG).read_bytes() == before
 
 
 def test_purge_takes_answers_that_an_ended_gateway_had_on_their_way(tmp_path: Path) -> None:
     def leave() -> None:
         """As a gateway that was killed: the store never took them."""
-        log = AheadLog(tmp_path / AHEAD, lambda response, since: False)
+        with closing(SqliteStore(tmp_path / CATALOG)) as store:
+            since = store.news("").cursor
+        log = AheadLog(tmp_path / "ahead", lambda response, since: False)
         for i, tenant in enumerate(("alice", "alice", "bob")):
             tags = ("even",) * (i % 2 == 0)
-            assert log.append(StoredResponse(str(i), tenant, "model", b"words", time.time(), tags=tags), "")
+            assert log.append(StoredResponse(str(i), tenant, "model", b"words", time.time(), tags=tags), since)
         log.close(0.1)
 
     purge = ("purge", "--cache-dir", str(tmp_path))
@@ -268,8 +268,12 @@ def test_purge_takes_answers_that_an_ended_gateway_had_on_their_way(tmp_path: Pa
     for words, count in (("--tag even", 2), ("--tenant alice", 1)):
         assert f" {count} answers" in call(*purge, *words.split(), "--dry-run")
         assert f" {count} answers" in call(*purge, *words.split())
-    assert not list((tmp_path / AHEAD).iterdir())
+    assert answers(tmp_path) == 0
+    assert not list((tmp_path / "ahead").iterdir())
     leave()
+    (tmp_path / "ahead-of-redis").mkdir()
+    for path in (tmp_path / "ahead").iterdir():
+        (tmp_path / "ahead-of-redis" / path.name).write_bytes(path.read_bytes())
     assert " 3 answers" in call(*purge, "--dry-run")
     assert " 3 answers" in call(*purge)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -298,9 +302,7 @@ def test_purge_of_a_gateways_directory_takes_what_it_learned_and_loose_pictures(
     purge = ("purge", "--cache-dir", str(tmp_path))
     counted = call(*purge, "--dry-run").split()
     assert call(*purge).split()[:6] == counted[:6] == ["0", "entries,", "2", "answers", "and", "3"]
-    assert {path.name for path in tmp_path.iterdir()} == {FILE, f"{FILE}.lock", "secret"}
-    result = CliRunner().invoke(app, purge)
-    assert "its --store" in result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"secret"}
 
 
 @pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge", "purge --tenant alice"])
@@ -309,26 +311,12 @@ def test_an_empty_file_does_not_become_a_catalog(tmp_path: Path, command: str) -
     with pytest.raises(StoreError, match="holds no semkv cache"):
         call(*command.split(), "--cache-dir", str(tmp_path))
     assert (tmp_path / "catalog.sqlite").stat().st_size == 0
-    fill(tmp_path, 1)
-    call(*command.split(), "--cache-dir", str(tmp_path))
-    file = tmp_path / "catalog.sqlite"
-    assert not file.exists() or file.stat().st_size == 0
-
-
-def test_a_damaged_store_of_answers_is_told_with_what_to_do(tmp_path: Path) -> None:
-    prepare(CacheConfig(tmp_path))
-    (tmp_path / FILE).write_bytes(b"garbage" * 1000)
-    result = CliRunner().invoke(app, ["verify", "--cache-dir", str(tmp_path)])
-    assert "not all could be read" in result.stdout
-    assert "a gateway that is started on it puts it aside" in str(result.exception)
-    SqliteStore(tmp_path / FILE).close()
-    assert (tmp_path / f"{FILE}.damaged").exists()
 
 
 def test_a_payload_that_is_text_is_damaged_as_for_a_gateway(tmp_path: Path) -> None:
     fill(tmp_path, 2)
-    with closing(sqlite3.connect(tmp_path / FILE)) as db, db:
-        db.execute("UPDATE answers SET payload=CAST(payload AS TEXT) WHERE rowid=1")
+    with closing(sqlite3.connect(tmp_path / CATALOG)) as db, db:
+        db.execute("UPDATE responses SET payload=CAST(payload AS TEXT) WHERE rowid=1")
     assert "2 answers checked, 1 damaged" in call("verify", "--cache-dir", str(tmp_path), exit_code=1)
-    with closing(SqliteStore(tmp_path / FILE)) as store, pytest.raises(CorruptValue):
+    with closing(SqliteStore(tmp_path / CATALOG)) as store, pytest.raises(CorruptValue):
         store.get(f"{0:064x}")

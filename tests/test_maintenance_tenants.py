@@ -17,16 +17,16 @@ from gateway_helpers import Pair, wait_until
 from maintenance_helpers import SECRET, block_files, call, files_of, make_used, store_kv
 from semkv.cli import app
 from semkv.engines.base import EnginePrompt
-from semkv.kept_graphs import KeptGraphs
 from semkv.keys import namespace_key
-from semkv.maintenance import inspect
 from semkv.server.admission import named_tenant
 from semkv.server.salt import tenant_salt
 from semkv.stores.block_file import owner_of
 from semkv.stores.fusion import FusionState, FusionStore
+from semkv.stores.kept_graphs import KeptGraphs
+from semkv.stores.maintenance import inspect
 from semkv.stores.responses.base import StoredResponse
-from semkv.stores.responses.open import FILE
 from semkv.stores.responses.sqlite import SqliteStore
+from semkv.stores.schema import CATALOG
 from semkv.types import Namespace
 
 
@@ -63,7 +63,7 @@ def store_for_tenants(root: Path) -> None:
 
 def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store_for_tenants(used)
-    answers = SqliteStore(used / FILE, clock=lambda: 0.0)  # so that what is stale now can be put
+    answers = SqliteStore(used / CATALOG, clock=lambda: 0.0)  # so that what is stale now can be put
     for tenant in ("alice", "alice", "bob"):
         answers.put(StoredResponse(os.urandom(32).hex(), tenant, "model", b"{}", time.time()))
     answers.put(StoredResponse("stale", "alice", "model", b"{}", 1.0, 2.0, 3.0))
@@ -133,7 +133,7 @@ def test_stats_beside_a_running_gateway_find_its_tenants(tmp_path: Path, monkeyp
     assert held("--tenant", "ü")[1] == 1
     assert held("--tenant", "carol") == ([], 0)
     result = CliRunner().invoke(app, ["stats", "--cache-dir", str(tmp_path), "--tenant", "alice"])
-    assert "elsewhere than in responses.sqlite" in result.stderr
+    assert "elsewhere than in catalog.sqlite" in result.stderr
 
 
 def test_purge_of_a_tenant_finds_what_a_gateway_stored_under_its_name(
@@ -150,7 +150,7 @@ def test_purge_of_a_tenant_finds_what_a_gateway_stored_under_its_name(
 
 @pytest.mark.parametrize("name", ["[/x]", "[bold]b", ":smile:", "a\x1b[31mb\n", "a' OR 1=1 --"])
 def test_a_tenant_may_have_any_name(tmp_path: Path, name: str) -> None:
-    with closing(SqliteStore(tmp_path / FILE)) as store:
+    with closing(SqliteStore(tmp_path / CATALOG)) as store:
         store.put(StoredResponse("key", name, "model", b"{}", time.time()))
     shown = name.replace("\x1b", "\\x1b").replace("\n", "\\n")
     for words in ((), ("--tenant", name)):

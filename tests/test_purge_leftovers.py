@@ -16,12 +16,11 @@ from typer.testing import CliRunner
 from cache_helpers import Bench
 from gateway_helpers import SECRET, Pair, wait_until
 from semkv.cli import app
-from semkv.maintenance import inspect
-from semkv.purging import collect, purge_entries
-from semkv.stores.catalog import Catalog
+from semkv.stores.maintenance import collect, inspect, purge_entries
 from semkv.stores.responses import ahead
 from semkv.stores.responses.ahead import AheadLog
 from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses.sqlite import SqliteStore
 
 LEDGER = " ".join(f"The {word} ledger of the eastern harbour was audited." for word in ("red", "green", "blue"))
 
@@ -79,7 +78,7 @@ def test_of_entries_nothing_is_left(tmp_path: Path, running: bool, how: str) -> 
 def test_while_somebody_reads_a_purge_says_that_the_log_still_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("semkv.purging._WAIT_S", 0.1)
+    monkeypatch.setattr("semkv.stores.maintenance._WAIT_S", 0.1)
     bench = Bench(tmp_path)
     bench.ask("a secret question", "picture", tenant="alice")
     cache_dir = bench.cache.config.cache_dir
@@ -120,33 +119,25 @@ def test_of_a_gateways_tenant_nothing_is_left(tmp_path: Path, monkeypatch: pytes
                 text = f"What is the code of {tenant}house number {number}? {'y' * 300 * number}"
                 assert pair.post(text, headers={"X-Semkv-Tenant": tenant}).status_code == 200
         wait_until(lambda: kept() == 24)
-        assert {"catalog.sqlite", "responses.sqlite"} & {
-            f.removesuffix("-wal") for f in files_with(tmp_path, b"alicehouse")
-        }
+        assert "catalog.sqlite" in {f.removesuffix("-wal") for f in files_with(tmp_path, b"alicehouse")}
         call("purge", "--cache-dir", str(tmp_path), "--tenant", "alice")
         assert files_with(tmp_path, b"alicehouse") == []
         assert files_with(tmp_path, b"bobhouse")
     assert files_with(tmp_path, b"alicehouse") == []
 
 
-def test_stats_count_the_logs_of_answers(tmp_path: Path) -> None:
-    log = AheadLog(tmp_path / ahead.FOLDER, lambda response, since: False)
+def test_stats_count_what_a_killed_gateway_had_on_its_way(tmp_path: Path) -> None:
+    with closing(SqliteStore(tmp_path / "catalog.sqlite")) as store:
+        since = store.news("").cursor
+    log = AheadLog(ahead.folder_of(tmp_path), lambda response, since: False)
     for number, tenant in enumerate(("alice", "alice", "bob")):
-        assert log.append(StoredResponse(str(number), tenant, "model", b"words", time.time()), "")
-    Catalog(tmp_path / "catalog.sqlite").close()
+        assert log.append(StoredResponse(str(number), tenant, "model", b"words", time.time()), since)
 
-    def counted(*tenants: str) -> tuple[int, int]:
-        (use,) = [use for use in inspect(tmp_path, tenants=tenants or None).stores if use.store == "ahead"]
-        assert use.oldest is not None
-        assert time.time() - 60 < use.oldest <= use.used  # type: ignore[operator]
-        return use.items, use.nbytes
+    def counted(*tenants: str) -> int:
+        return sum(use.answers for use in inspect(tmp_path, tenants=tenants or None).answers)
 
-    size = sum(file.stat().st_size for file in (tmp_path / ahead.FOLDER).iterdir())
-    assert (counted(), counted("alice"), counted("bob")) == ((3, size), (2, size), (1, size))
-    assert not inspect(tmp_path, tenants=["carol"]).stores
+    assert counted() == 0, "it belongs to the running gateway"
     log.close(0.1)  # as it lies when a gateway was killed
-    assert counted() == (3, size)
+    assert (counted("alice"), counted("bob"), counted()) == (2, 1, 3)
     call("purge", "--cache-dir", str(tmp_path))
-    AheadLog(tmp_path / ahead.FOLDER, lambda response, since: True).close()
-    Catalog(tmp_path / "catalog.sqlite").close()
-    assert not inspect(tmp_path).stores
+    assert files_with(tmp_path, b"words") == []

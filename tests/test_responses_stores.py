@@ -24,8 +24,7 @@ from semkv.stores.responses.codec import decode, encode
 from semkv.stores.responses.memory import MemoryStore, weight
 from semkv.stores.responses.open import open_store
 from semkv.stores.responses.redis import RedisStore
-from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.responses.use import AnswersUse, by_tenant
+from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
 
 INF = float("inf")
 Make = Callable[..., ResponseStore]
@@ -271,7 +270,7 @@ def test_a_damaged_row_is_deleted_and_the_rest_served(tmp_path: Path) -> None:
     store.put(answer("a"))
     store.put(answer("b"))
     with sqlite3.connect(tmp_path / "a.sqlite") as db:
-        db.execute("UPDATE answers SET payload=x'00' WHERE key='a'")
+        db.execute("UPDATE responses SET payload=x'00' WHERE key='a'")
     with pytest.raises(CorruptValue):
         store.get("a")
     assert store.get("a") is None
@@ -283,7 +282,7 @@ def test_a_damaged_file_is_put_aside_when_it_is_opened(tmp_path: Path) -> None:
     path = tmp_path / "a.sqlite"
     path.write_bytes(b"this is no database" * 500)
     store = SqliteStore(path)
-    assert store.damaged == 1
+    assert store.database.damaged == 1
     assert store.put(answer("a"))
     assert (tmp_path / "a.sqlite.damaged").exists()
     store.close()
@@ -295,7 +294,7 @@ def test_a_file_that_is_damaged_while_open_is_replaced(tmp_path: Path) -> None:
     cursor = store.news("").cursor
     for number in range(300):
         store.put(answer(str(number), payload=b"x" * 3000))
-    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.database.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with path.open("r+b") as file:
         file.seek(0)
         file.write(b"\xff" * path.stat().st_size)
@@ -312,15 +311,21 @@ def test_a_file_that_is_damaged_while_open_is_replaced(tmp_path: Path) -> None:
     assert other.get("new") is not None
     assert store.get("5") is None
     assert store.news(cursor).selectors is None  # so memory forgets what the old file held
-    assert store.damaged + other.damaged == 1
+    assert store.database.damaged + other.database.damaged == 1
     store.close()
     other.close()
 
 
 def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None:
     path = tmp_path / "a?b#c%20.sqlite"
+
+    def held() -> list[AnswersUse]:
+        with closing(SqliteStore(path, replace=False)) as outside:
+            return outside.by_tenant()
+
     path.touch()
-    assert by_tenant(path) == []
+    with pytest.raises(StoreError, match="is empty"):
+        held()
     store = SqliteStore(path, clock=lambda: 50.0)
     sizes = []
     for number, tenant in enumerate(("alice", "bob", "alice")):
@@ -328,22 +333,21 @@ def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None
         store.put(one)
         sizes.append(sum(map(len, encode(one))))
     expected = [AnswersUse("alice", 2, sizes[0] + sizes[2], 0.0, 50.0), AnswersUse("bob", 1, sizes[1], 1.0, 50.0)]
-    store._db.execute("BEGIN IMMEDIATE")
-    assert by_tenant(path) == expected
-    store._db.execute("ROLLBACK")
+    with store.database.use(write=True):
+        assert held() == expected
     store.close()
     left = sorted(p.name for p in tmp_path.iterdir())
     path.chmod(0o400)
-    assert by_tenant(path) == expected
+    assert held() == expected
     assert sorted(p.name for p in tmp_path.iterdir()) == left
     path.chmod(0o600)
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE answers SET head=? WHERE key='1'", (b"\xff" * 100,))
+        db.execute("UPDATE responses SET head=? WHERE key='1'", (b"\xff" * 100,))
     db.close()
-    assert [(use.tenant, use.answers) for use in by_tenant(path)] == [("alice", 2), (None, 1)]
+    assert [(use.tenant, use.answers) for use in held()] == [("alice", 2), (None, 1)]
     path.write_bytes(b"garbage" * 1000)
     with pytest.raises(StoreError, match="not a database"):
-        by_tenant(path)
+        held()
 
 
 def test_a_file_deleted_while_open_is_begun_anew(tmp_path: Path) -> None:
@@ -363,7 +367,7 @@ def test_a_file_deleted_while_open_is_begun_anew(tmp_path: Path) -> None:
 def test_other_programs_and_other_versions_are_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "theirs") as db:
         db.execute("CREATE TABLE x (y)")
-    with pytest.raises(StoreError, match="not a store of answers"):
+    with pytest.raises(StoreError, match="not a semkv database"):
         SqliteStore(tmp_path / "theirs")
     SqliteStore(tmp_path / "old").close()
     with sqlite3.connect(tmp_path / "old") as db:
@@ -374,11 +378,11 @@ def test_other_programs_and_other_versions_are_refused(tmp_path: Path) -> None:
 
 def test_a_full_disk_and_a_locked_file_are_store_errors(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "a.sqlite", timeout_s=0.05)
-    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-    store._db.execute(f"PRAGMA max_page_count={pages + 2}")
+    pages = store.database.connection.execute("PRAGMA page_count").fetchone()[0]
+    store.database.connection.execute(f"PRAGMA max_page_count={pages + 2}")
     with pytest.raises(StoreError, match="full"):
         store.put(answer("a", payload=b"x" * 100_000))
-    store._db.execute("PRAGMA max_page_count=1000000")
+    store.database.connection.execute("PRAGMA max_page_count=1000000")
     assert store.put(answer("a", payload=b"x" * 100_000))
     blocker = sqlite3.connect(tmp_path / "a.sqlite", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
@@ -460,8 +464,8 @@ def test_kill_9_loses_nothing_acknowledged_and_tears_nothing(tmp_path: Path) -> 
             found = store.get(str(number))
             assert found is not None
             assert found.payload == f"{number} ".encode() * 2000
-        assert store.damaged == 0
-        assert store.usage()[0] == store._db.execute("SELECT COUNT(*) FROM answers").fetchone()[0]
+        assert store.database.damaged == 0
+        assert store.usage()[0] == store.database.connection.execute("SELECT COUNT(*) FROM responses").fetchone()[0]
         store.close()
     writer.close()
     assert len(acknowledged) > 50

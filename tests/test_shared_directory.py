@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from semkv.maintenance import inspect, verify
+from semkv.stores.maintenance import inspect, verify
 
 ENGINE = """
 import json, sys

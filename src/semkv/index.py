@@ -5,7 +5,7 @@ image can neither match nor crowd out a match. The index is built from the catal
 
 A new row is a plain one, compared exactly. From `FLAT` plain rows on, a background thread moves them into a `Graph`: it
 adds them to a copy, which then takes the graph's place, so that no search and no write waits for it. The same thread
-rebuilds graphs with many removed rows and keeps graphs on disk (`semkv.kept_graphs`) for the next start.
+rebuilds graphs with many removed rows and keeps graphs on disk (`semkv.stores.kept_graphs`) for the next start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from semkv.errors import CorruptValue
-from semkv.kept_graphs import KeptGraphs, faiss_module, name_hashes, read_graph, write_graph
+from semkv.stores.kept_graphs import KeptGraphs, faiss_module, name_hashes, read_graph, write_graph
 
 if TYPE_CHECKING:
     import numpy.typing as npt

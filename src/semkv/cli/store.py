@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from semkv.errors import StoreError
-from semkv.stores.responses.open import FILE as ANSWERS
+from semkv.stores.schema import CATALOG
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.console import Console
     from rich.table import Table
 
-    from semkv.maintenance import CacheUse
+    from semkv.stores.maintenance import CacheUse
 
 EXIT_DAMAGED = 1
-_ELSEWHERE = f"answers that a gateway keeps elsewhere than in {ANSWERS} there (its --store)"
+_ELSEWHERE = f"answers that a gateway keeps elsewhere than in {CATALOG} there (its --store)"
 _INVALIDATE = f"{_ELSEWHERE}: its /semkv/api/invalidate removes them"
-_NAMES = 20  # tenants that are told
+_NAMES = 20  # tenants that are listed
 
 CacheDir = Annotated[Path | None, typer.Option(help="Where the cache lives (SEMKV_CACHE_DIR or ~/.cache/semkv).")]
 FusionDir = Annotated[Path | None, typer.Option(help="Fusion states, where they are kept elsewhere.")]
@@ -47,8 +47,8 @@ Examples:
       read every file, and every answer of a gateway, and check every checksum; exit code 1 where something is damaged,
       2 where something could not be read at all. Engines and gateways may be running
   semkv verify --repair
-      delete what is damaged, so that it is computed again; of a gateway's answers, those that fail alone. A damaged
-      catalog stays: a purge of everything deletes it
+      delete what is damaged, so that it is computed again; of a gateway's answers only those that fail. A damaged
+      catalog stays: a purge of everything deletes it, and an engine or a gateway that starts puts it aside
 """
 
 GC_EXAMPLES = """\b
@@ -63,14 +63,15 @@ PURGE_EXAMPLES = """\b
 Examples:
   semkv purge --cache-dir runs/demo/cache
       delete everything that semkv wrote there, and nothing else; engines that run on it notice, and start again empty.
-      A gateway forgets its answers and vectors within a second or so; its secret stays, and so do its emptied catalog
-      and store. What vLLM itself holds on the device goes with reset_prefix_cache and reset_encoder_cache
+      A gateway forgets its answers and vectors within a second or so; its secret stays. What vLLM itself
+      holds on the device goes with reset_prefix_cache and reset_encoder_cache
   semkv purge --tenant alice
       delete the entries of one tenant, named as for stats, with the pictures that only they had; a gateway's answers to
       it; and the KV blocks and encoder outputs that were stored for it. Running gateways forget its answers and
-      vectors within a second or so, and its text is overwritten in their databases. KV blocks and encoder outputs of a
+      vectors within a second or so, and its text is overwritten in the database. KV blocks and encoder outputs of a
       gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in its cache
-      directory. What is not reached is told; a request under way is recorded as an entry afterwards: repeat it
+      directory. Anything that could not be deleted is listed. A request under way is recorded as an entry afterwards:
+      repeat the purge
   semkv purge --tag release-7 --dry-run
       count what would go
 """
@@ -83,7 +84,7 @@ def stats(
     as_json: AsJson = False,
 ) -> None:
     """What a cache holds, by store, tenant and model."""
-    from semkv.maintenance import inspect
+    from semkv.stores.maintenance import inspect
 
     folder = _folder(cache_dir)
     if tenant is None:
@@ -144,7 +145,7 @@ def verify(
     from rich.console import Console
     from rich.progress import Progress
 
-    from semkv.maintenance import verify as check
+    from semkv.stores.maintenance import verify as check
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("Checking", total=None)
@@ -182,11 +183,11 @@ def gc(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete what is nobody's, and what is too old.
+    """Delete orphaned files, and anything that was stored too long ago.
 
-    Nobody's are files that no index knows, and pictures that no entry has any more.
+    Orphaned are files that no index names, and pictures that no entry has any more.
     """
-    from semkv.purging import collect
+    from semkv.stores.maintenance import collect
 
     found = collect(_folder(cache_dir), fusion_cache_dir, max_age_days)
     if as_json:
@@ -214,7 +215,7 @@ def purge(
 
     With --tag the entries and a gateway's answers that have one.
     """
-    from semkv.purging import purge_all, purge_answers, purge_entries, purge_salts
+    from semkv.stores.maintenance import purge_all, purge_entries, purge_salts
 
     folder, gateways = _folder(cache_dir), None
     has_gateway = _has_gateway(folder)
@@ -223,7 +224,6 @@ def purge(
     else:
         names = None if tenant is None else _names(folder, tenant)
         found = purge_entries(folder, names, tag, dry_run=dry_run)
-        found += purge_answers(folder, names, tag, dry_run=dry_run)
         if names is not None and tag is None:
             own, salts = _salts(folder, names)
             found += purge_salts(folder, fusion_cache_dir, own, dry_run=dry_run)
@@ -255,10 +255,8 @@ def _secret(folder: Path) -> bytes:
 
 
 def _has_gateway(folder: Path) -> bool:
-    """Whether one has been here, as far as can be told."""
-    from semkv.stores.responses.ahead import FOLDER as AHEAD
-
-    return bool(_secret(folder)) or any((folder / sign).exists() for sign in (AHEAD, ANSWERS))
+    """Whether one has been here, as far as is known."""
+    return bool(_secret(folder)) or any(folder.glob("ahead*"))
 
 
 def _text(name: str | None) -> str | None:
@@ -301,8 +299,8 @@ def _left_over(folder: Path, tag: str | None, gateways: int | None, *, has_gatew
         "restarts), the latest hits that a gateway's dashboard shows, and what is being written now",
         *[_INVALIDATE] * has_gateway,
     ]
-    if (folder / f"{ANSWERS}.damaged").exists():
-        left.append(f"{ANSWERS}.damaged, which a gateway put aside (delete it)")
+    if (folder / f"{CATALOG}.damaged").exists():
+        left.append(f"{CATALOG}.damaged, which an engine or a gateway put aside (delete it)")
     if tag is not None:
         left.append("KV blocks and encoder outputs (they have no tags)")
     else:

@@ -13,8 +13,9 @@ from semkv.server.operations import Operations
 from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tags import parse_tag_rule
 from semkv.server.upstream import HttpUpstream, Upstream
-from semkv.stores.responses.ahead import FOLDER as AHEAD
-from semkv.stores.responses.open import FILE, open_store
+from semkv.stores.responses.ahead import folder_of
+from semkv.stores.responses.open import open_store
+from semkv.stores.schema import CATALOG
 from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
 from semkv.tiers.response import ResponseCache
 
@@ -48,7 +49,7 @@ def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstrea
 
 
 def _responses(settings: ServerSettings) -> ResponseCache:
-    file = settings.cache_dir / FILE
+    file = settings.cache_dir / CATALOG
     limits = {"max_bytes": settings.store_mib << 20}
     store = open_store(settings.store, file, timeout_s=settings.store_timeout, **limits)
     lifetime = Lifetime(settings.ttl or FOREVER, settings.stale, settings.sliding, settings.jitter)
@@ -58,7 +59,7 @@ def _responses(settings: ServerSettings) -> ResponseCache:
         max_bytes=settings.memory_mib << 20,
         freshness=freshness,
         sampled=settings.sampled,
-        ahead=settings.cache_dir / AHEAD,
+        ahead=folder_of(settings.cache_dir, settings.store),
     )
 
 

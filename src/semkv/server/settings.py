@@ -34,7 +34,7 @@ class ServerSettings:
     Attributes:
         upstream: the server behind; not used by the middleware.
         cache_dir: where answers, the catalog and donors' images live.
-        store: a SQLite file, ``memory`` or ``redis://host:port/n``; empty for ``responses.sqlite`` below ``cache_dir``.
+        store: a SQLite file, ``memory`` or ``redis://host:port/n``; empty for ``catalog.sqlite`` below ``cache_dir``.
         ttl: seconds an answer may be served; 0 for ever.
         ttl_rules: as ``prompt:*weather*=5m``; see `semkv.tiers.freshness.parse_rule`.
         tag_rules: as ``prompt:*weather*=weather``; see `semkv.server.tags.parse_tag_rule`.

@@ -10,21 +10,20 @@ import contextlib
 import errno
 import json
 import os
-import sqlite3
 import stat
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 from semkv.config import CacheConfig
-from semkv.errors import CorruptValue, StoreError
+from semkv.errors import StoreError
+from semkv.stores import database
 from semkv.stores.block_file import FORMAT_VERSION
 from semkv.stores.block_folder import INDEX, LOCK, MARKER, empty_index, opening
-from semkv.stores.catalog import Catalog
 from semkv.stores.files import make_folder as make_private
 from semkv.stores.files import matching, replace_text
+from semkv.stores.responses.ahead import replay
+from semkv.stores.schema import CATALOG, RESPONSES_1
 
-CATALOG = "catalog.sqlite"
 FORMAT = 1
 _STORES = ("kv", "fusion")
 _LOCK_S = 60.0  # for processes that open a store
@@ -34,7 +33,8 @@ BLOCK_FILES = (MARKER, LOCK, INDEX, f"{INDEX}-*", "extents/??/*", f"{MARKER}.*.t
 CACHE_FILES = (
     MARKER,
     CATALOG,
-    f"{CATALOG}-*",
+    f"{CATALOG}.damaged",
+    f"{RESPONSES_1[0]}*",
     "media/??/*",
     "graphs/*/*.graph",
     "graphs/*/*.tmp",
@@ -49,8 +49,6 @@ CACHE_FILES = (
 def prepare(config: CacheConfig, *, purge: bool = False) -> None:
     """Make the cache directory ready: empty it where asked, check its version, mark it as ours.
 
-    A catalog that another process has open is emptied and stays, so that this process hears of it and goes on.
-
     Raises:
         StoreError: it is no directory, cannot be written, holds something else, or was written by another version.
     """
@@ -62,85 +60,23 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
         if root.exists() and not root.is_dir():
             raise StoreError(f"{root} is a file; a cache lives in a directory of its own")
         if purge:
-            purge_directory(root, _without_open_catalog(root, patterns))
+            purge_directory(root, patterns)
         _check(root)
     _mark(config.cache_dir, ours=ours)
 
 
-def _without_open_catalog(root: Path, patterns: tuple[str, ...]) -> tuple[str, ...]:
-    if CATALOG not in patterns or not is_ours(root) or not _is_open(root / CATALOG):
-        return patterns
-    try:
-        _, stays = empty_catalog(root / CATALOG)
-    except StoreError as error:
-        if isinstance(error.__cause__, sqlite3.OperationalError):  # it is locked
-            raise
-        stays = False  # damaged, or another version's: of no use to anybody
-    return without_catalog(patterns) if stays else patterns
-
-
-def without_catalog(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """All ``patterns`` but those of the catalog."""
-    return tuple(pattern for pattern in patterns if not pattern.startswith(CATALOG))
-
-
-def empty_catalog(file: Path, *, dry_run: bool = False) -> tuple[int, bool]:
-    """How many entries a catalog has, and whether another process has it open: then they are deleted, unless with
-    ``dry_run``. Without another process the file can go as a whole.
-
-    Raises:
-        CorruptValue: it is damaged.
-        StoreError: it is locked, another program's, or of another format version.
-    """
-    with open_catalog(file) as catalog:
-        count = len(catalog)
-    if (stays := _is_open(file)) and not dry_run:
-        with open_catalog(file) as catalog:
-            tenants = sorted({row.tenant for row in catalog.by_namespace()})
-            count = len(catalog.invalidate(tenants=tenants).entry_ids)
-    return count, stays
-
-
-@contextlib.contextmanager
-def open_catalog(file: Path) -> Iterator[Catalog]:
-    """A catalog to look after from outside, in a ``with`` block that raises no fault of SQLite's.
-
-    Raises:
-        CorruptValue: it is damaged.
-        StoreError: it is locked, another program's, or of another format version.
-    """
-    try:
-        with closing(Catalog(file)) as catalog:
-            yield catalog
-    except (sqlite3.Error, StoreError) as error:
-        cause = error.__cause__ or error
-        if type(cause) is sqlite3.DatabaseError:  # its subclasses mean locked, full and the like
-            damaged = f"catalog {file} is damaged: a purge without --tenant and --tag deletes it"
-            raise CorruptValue(damaged) from cause
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(f"catalog {file}: {error}") from error
-
-
-def _is_open(database: Path) -> bool:
-    """Whether another connection has it open: the last one to close takes the write-ahead log along."""
-    return database.with_name(f"{database.name}-wal").exists()
-
-
-def purge_directory(
-    root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_run: bool = False, known: bool = False
-) -> int:
+def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_run: bool = False) -> int:
     """Remove what semkv wrote below ``root``; an empty or missing directory is left as it is.
 
-    Block stores are emptied under the lock of whoever opens them. An index that a running engine has open is emptied
-    and stays, with its sign and lock: the engine hears of the purge, and goes on. Elsewhere the lock goes last, when
-    everything it guards is gone: whoever opens the directory after that makes a new one, and a whole store.
+    The database goes as a whole: a process that has it open begins a new one, which tells it of the purge. Block stores
+    are emptied under the lock of whoever opens them. An index that a running engine has open is emptied and stays, with
+    its sign and lock: the engine hears of the purge, and goes on. Elsewhere the lock goes last, when everything it
+    guards is gone: whoever opens the directory after that makes a new one, and a whole store.
 
     Args:
         root: the directory.
         patterns: the forms of what goes.
         dry_run: only count.
-        known: it is semkv's although it has no sign.
 
     Returns:
         How many files were removed, or with ``dry_run`` would be.
@@ -148,15 +84,21 @@ def purge_directory(
     Raises:
         StoreError: the directory holds files and no sign that they are semkv's.
     """
-    ours = known or is_ours(root)  # before the other look: another purge takes the sign first
+    ours = is_ours(root)  # before the other look: another purge takes the sign first
     if not root.is_dir() or _empty(root):
         return 0
     if not ours:
         raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
+    # Of the catalog's name, another program's database is left.
+    has_database = CATALOG in patterns and database.is_ours(root / CATALOG) is not False
+    patterns = tuple(pattern for pattern in patterns if pattern != CATALOG)
     files = _files(root, patterns)
+    count = len(files) + (has_database and (root / CATALOG).exists())
     if dry_run:
-        return len(files)
+        return count
     markers = set(_markers(root))
+    if not any(marker.exists() for marker in markers):  # the database is the sign, which goes first
+        _mark(root, ours=True)
     with contextlib.ExitStack() as held:
         stores = _stores(root, patterns)
         locked = {store for store in stores if _inside(files, store)}
@@ -166,8 +108,11 @@ def purge_directory(
             if empty_index(store):
                 staying.add(store)
                 files -= {store / MARKER, store / LOCK, *store.glob(f"{INDEX}*")}
-        if CATALOG in patterns:
-            (root / CATALOG).unlink(missing_ok=True)  # without it no graphs are written
+        if has_database:
+            database.delete_database(root / CATALOG)  # without it no graphs are written
+            for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
+                replay(folder, lambda response, since: True, discard=True)
+                _remove_empty({folder})
         found = _files(root, patterns)  # also what a running engine wrote until then, and the locks
         files |= found.difference(*(_inside(found, store) for store in stores - locked | staying))  # those are new
         locks = {file for file in files if file.name == LOCK}
@@ -179,7 +124,7 @@ def purge_directory(
         for lock in sorted(locks):
             lock.unlink(missing_ok=True)
         _remove_empty({parent for lock in locks for parent in _parents(lock, root)})
-    return len(files)
+    return count
 
 
 def _stores(root: Path, patterns: tuple[str, ...]) -> set[Path]:
@@ -199,7 +144,7 @@ def _remove_empty(folders: set[Path]) -> None:
 
 def _empty(root: Path) -> bool:
     """Whether nothing is anywhere below but what a purge may leave: empty folders, and locks where it was cut off."""
-    locks = {root / LOCK, *(root / store / LOCK for store in _STORES)}
+    locks = {root / LOCK, root / f"{CATALOG}.lock", *(root / store / LOCK for store in _STORES)}
     return all(path in locks or _is_folder(path) for path in matching(root, "**/*"))
 
 
@@ -228,8 +173,9 @@ def _markers(root: Path) -> list[Path]:
 
 
 def is_ours(root: Path) -> bool:
-    """Whether there is a sign that `purge_directory` goes by; a gateway alone makes none."""
-    return any(marker.is_file() for marker in _markers(root))
+    """Whether there is a sign that `purge_directory` goes by: a marker, or a database of ours."""
+    files = (root / CATALOG, root / RESPONSES_1[0])
+    return any(marker.is_file() for marker in _markers(root)) or any(database.is_ours(file) for file in files)
 
 
 def _check(root: Path) -> None:

@@ -6,18 +6,15 @@ write-ahead log lets readers go on while one of them writes, and `Catalog.change
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sqlite3
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from semkv.errors import CorruptValue, StoreError
+from semkv.errors import CorruptValue
 from semkv.keys import namespace_key
 from semkv.stores.catalog_rows import (
-    PURGE,
     WHOLE_ENTRY,
     MediaRow,
     NamespaceUse,
@@ -32,89 +29,76 @@ from semkv.stores.catalog_rows import (
     pack,
     removal,
 )
-from semkv.stores.catalog_schema import prepare
-from semkv.stores.recent import Recent
+from semkv.stores.database import Database
+from semkv.stores.entry_cache import EntryCache
 from semkv.types import Entry, MediaSegment, Namespace
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
+_COUNT_WRITE = "UPDATE sqlite_sequence SET seq=seq+1 WHERE name='writes' RETURNING seq"
 _HITS = 8192  # entries whose hits wait for a write
 
 
 class Catalog:
     """Entries in one SQLite file, bounded in number; the least recently used go first.
 
-    One connection behind one lock: any thread may call any method. Every method but `close` may raise `sqlite3.Error`
-    (locked, full disk, damaged file); callers count it and treat it as a miss.
+    Any thread may call any method. Every method but `close` may raise `sqlite3.Error` (locked, full disk, damaged
+    file); callers count it and treat it as a miss.
 
     Args:
         path: the file; made when missing, as is its folder.
         max_entries: bound on entries; when passed, the least recently used hundredth goes, or 2,000.
         timeout_s: how long a write waits for another process's write.
+        replace: as for `Database`.
 
     Raises:
-        StoreError: the file cannot be opened, is not a catalog, or was written by another format version.
+        StoreError: as `Database`.
     """
 
-    def __init__(self, path: Path, *, max_entries: int = 100_000, timeout_s: float = 2.0) -> None:
+    def __init__(self, path: Path, *, max_entries: int = 100_000, timeout_s: float = 2.0, replace: bool = True) -> None:
         self.path, self.max_entries = path, max_entries
-        self._lock = threading.RLock()
-        self._recent = Recent()
+        self._entry_cache = EntryCache()
         self._hits: dict[str, tuple[int, float]] = {}  # by entry, those not written yet, and the last one's time
         self._uncounted = 0
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
-        except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"catalog {path}: {error}") from error
-        try:
-            self._prepare()
-            self._version = self._data_version()
-        except (sqlite3.Error, StoreError) as error:
-            self._db.close()
-            raise StoreError(f"catalog {path}: {error}") from error
+        self.database = Database(path, timeout_s=timeout_s, replace=replace)
+        self._version, self._writes = self.database.version(), self._written()
 
-    def _prepare(self) -> None:
-        self._db.execute("PRAGMA foreign_keys=ON")
-        self._db.execute("PRAGMA secure_delete=ON")  # what goes is overwritten with zeros; not every build does it
-        with self._write():
-            prepare(self._db)
-            self._db.execute(PURGE)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
+    def _written(self) -> tuple[int, int]:
+        """Another value whenever a catalog on this file has written, or the file was replaced."""
+        number = self._number("SELECT seq FROM sqlite_sequence WHERE name='writes'")
+        return self.database.opened, number
 
     def _number(self, statement: str, *values: object) -> int:
-        row = self._db.execute(statement, values).fetchone()
+        with self.database.use() as db:
+            row = db.execute(statement, values).fetchone()
         return int(row[0])
 
     @contextmanager
-    def _write(self) -> Iterator[None]:
+    def _write(self) -> Iterator[sqlite3.Connection]:
         """A transaction that is undone on any exception. It takes along the hits that are not written yet."""
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self.database.lock:
             try:
-                for entry_id, (count, now) in self._hits.items():
-                    self._count(entry_id, count, now)
-                yield
-                self._db.execute("COMMIT")
-                self._hits.clear()
-            except BaseException as error:
-                if self._db.in_transaction:  # some errors have rolled back already
-                    self._db.execute("ROLLBACK")
-                if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+                with self.database.use(write=True) as db:
+                    ((number,),) = db.execute(_COUNT_WRITE).fetchall()
+                    for entry_id, (count, now) in self._hits.items():
+                        self._count(db, entry_id, count, now)
+                    yield db
+            except sqlite3.DatabaseError as error:
+                if not isinstance(error, sqlite3.OperationalError):
                     self._hits.clear()  # one of them may be of a damaged row, and stop every write
                 raise
+            self._hits.clear()
+            if self._writes == (self.database.opened, number - 1):  # else `changed` tells of another's
+                self._writes = self.database.opened, number
 
     def __len__(self) -> int:
-        with self._lock:
-            return self._number("SELECT COUNT(*) FROM entries")
+        return self._number("SELECT COUNT(*) FROM entries")
 
     def close(self) -> None:
         """Close the file; later calls raise `sqlite3.ProgrammingError`."""
-        with self._lock:
-            if self._hits:
-                with contextlib.suppress(sqlite3.Error), self._write():
-                    pass
-            self._db.close()
+        if self._hits:
+            with suppress(sqlite3.Error), self._write():
+                pass
+        self.database.close()
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -126,25 +110,25 @@ class Catalog:
         """
         entry = record.entry
         space = namespace_key(entry.namespace)
-        with self._write():
-            found = self._db.execute("SELECT id FROM entries WHERE entry_id=?", (entry.entry_id,)).fetchone()
+        with self._write() as db:
+            found = db.execute("SELECT id FROM entries WHERE entry_id=?", (entry.entry_id,)).fetchone()
             if found:
-                self._db.execute("UPDATE entries SET used=MAX(used, ?) WHERE id=?", (entry.created, int(found[0])))
-                self._add_vectors(int(found[0]), space, record)
+                db.execute("UPDATE entries SET used=MAX(used, ?) WHERE id=?", (entry.created, int(found[0])))
+                self._add_vectors(db, int(found[0]), space, record)
                 return False, Removed()
-            self._recent.drop(record.keys)
-            row = self._insert(record, space)
-            self._add_vectors(row, space, record)
+            self._entry_cache.forget(record.keys)
+            row = self._insert(db, record, space)
+            self._add_vectors(db, row, space, record)
             for key, hashes in record.contexts.items():
-                self._db.execute("INSERT OR IGNORE INTO contexts (key) VALUES (?)", (key,))
-                context = self._number("SELECT id FROM contexts WHERE key=?", key)
-                self._db.executemany("INSERT OR IGNORE INTO sentences VALUES (?, ?)", [(h, context) for h in hashes])
-            return True, self._trim(keep=row)
+                db.execute("INSERT OR IGNORE INTO contexts (key) VALUES (?)", (key,))
+                (context,) = db.execute("SELECT id FROM contexts WHERE key=?", (key,)).fetchone()
+                db.executemany("INSERT OR IGNORE INTO sentences VALUES (?, ?)", [(h, context) for h in hashes])
+            return True, self._trim(db, keep=row)
 
-    def _insert(self, record: Record, space: str) -> int:
+    def _insert(self, db: sqlite3.Connection, record: Record, space: str) -> int:
         entry = record.entry
         media = [s.media_id for s in entry.segments if isinstance(s, MediaSegment)]
-        cursor = self._db.execute(
+        cursor = db.execute(
             "INSERT INTO entries (entry_id, tenant, model, space, segments, chunk_text, response, metadata, frame,"
             " loose_frame, run, media, created, last_hit, used, hits) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
             (
@@ -156,57 +140,56 @@ class Catalog:
             ),
         )
         row = int(cursor.lastrowid or 0)
-        self._db.executemany("INSERT OR IGNORE INTO entry_keys VALUES (?, ?)", [(k, row) for k in record.keys])
-        self._db.executemany(
-            "INSERT INTO entry_media VALUES (?, ?, ?, ?)", [(row, i, space, m) for i, m in enumerate(media)]
-        )
+        db.executemany("INSERT OR IGNORE INTO entry_keys VALUES (?, ?)", [(k, row) for k in record.keys])
+        db.executemany("INSERT INTO entry_media VALUES (?, ?, ?, ?)", [(row, i, space, m) for i, m in enumerate(media)])
         return row
 
-    def _add_vectors(self, row: int, space: str, record: Record) -> None:
-        self._db.executemany("INSERT OR IGNORE INTO tags VALUES (?, ?)", [(t, row) for t in record.entry.tags])
-        self._db.executemany(
+    def _add_vectors(self, db: sqlite3.Connection, row: int, space: str, record: Record) -> None:
+        db.executemany("INSERT OR IGNORE INTO tags VALUES (?, ?)", [(t, row) for t in record.entry.tags])
+        db.executemany(
             "INSERT OR IGNORE INTO vectors (entry, layer, vector) VALUES (?, ?, ?)",
             [(row, layer, pack(vector)) for layer, vector in record.vectors.items()],
         )
-        self._db.executemany(
+        db.executemany(
             "INSERT OR IGNORE INTO media_vectors VALUES (?, ?, ?, ?)",
             [(space, layer, media, pack(vector)) for (layer, media), vector in record.media_vectors.items()],
         )
 
     def tag(self, entry_id: str, tags: Sequence[str]) -> bool:
         """Add tags to an entry; False where it is no longer there. Without tags it is only looked for."""
-        with self._write() if tags else self._lock:
-            self._db.executemany(
+        with self._write() if tags else self.database.use() as db:
+            db.executemany(
                 "INSERT OR IGNORE INTO tags SELECT ?, id FROM entries WHERE entry_id=?",
                 [(tag, entry_id) for tag in tags],
             )
-            return self._number("SELECT COUNT(*) FROM entries WHERE entry_id=?", entry_id) > 0
+            (found,) = db.execute("SELECT COUNT(*) FROM entries WHERE entry_id=?", (entry_id,)).fetchone()
+        return bool(found)
 
     def hit(self, entry_id: str, now: float) -> None:
         """Count a hit on an entry at time ``now``: in memory, until the next write takes it along."""
-        with self._lock:
+        with self.database.lock:
             count, _ = self._hits.pop(entry_id, (0, now))
             self._hits[entry_id] = count + 1, now
             if len(self._hits) > _HITS:
                 del self._hits[next(iter(self._hits))]
 
-    def _count(self, entry_id: str, hits: int, now: float) -> None:
-        self._db.execute(
+    def _count(self, db: sqlite3.Connection, entry_id: str, hits: int, now: float) -> None:
+        db.execute(
             "UPDATE entries SET hits=hits+?1, last_hit=MAX(last_hit, ?2), used=MAX(used, ?2) WHERE entry_id=?3",
             (hits, now, entry_id),
         )
 
-    def _trim(self, keep: int) -> Removed:
+    def _trim(self, db: sqlite3.Connection, keep: int) -> Removed:
         self._uncounted -= 1  # counting reads the whole index: once per quarter of the room that was left
         if self._uncounted > 0:
             return Removed()
-        excess = self._number("SELECT COUNT(*) FROM entries") - self.max_entries
+        excess = len(self) - self.max_entries
         self._uncounted = -excess // 4
         if excess <= 0:
             return Removed()
         most = max(excess, min(self.max_entries // 100, _AT_ONCE))
-        rows = self._db.execute("SELECT id FROM entries WHERE id<>? ORDER BY used, id LIMIT ?", (keep, most))
-        return self._delete([int(r[0]) for r in rows.fetchall()])
+        rows = db.execute("SELECT id FROM entries WHERE id<>? ORDER BY used, id LIMIT ?", (keep, most))
+        return self._delete(db, [int(r[0]) for r in rows.fetchall()])
 
     def invalidate(
         self,
@@ -240,17 +223,17 @@ class Catalog:
         if not tests:
             raise ValueError("invalidate needs a tag, an entry_id, a namespace, tenants or a time")
         statement = "SELECT id FROM entries WHERE " + " AND ".join(tests)  # noqa: S608 (our own words)
-        with self._lock if dry_run else self._write():
-            rows = [int(r[0]) for r in self._db.execute(statement, tuple(tests.values())).fetchall()]
+        with self.database.use() if dry_run else self._write() as db:
+            rows = [int(r[0]) for r in db.execute(statement, tuple(tests.values())).fetchall()]
             if dry_run:
-                return removal(self._db, rows)
+                return removal(db, rows)
             if rows:
-                mark_purge(self._db)
-            return self._delete(rows)
+                mark_purge(db)
+            return self._delete(db, rows)
 
-    def _delete(self, rows: Sequence[int]) -> Removed:
-        self._recent.clear()
-        return delete(self._db, rows)
+    def _delete(self, db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
+        self._entry_cache.clear()
+        return delete(db, rows)
 
     def by_namespace(self, tenant: str | None = None) -> list[NamespaceUse]:
         """What each tenant, or one, has of each model here, most entries first."""
@@ -259,19 +242,19 @@ class Catalog:
             "COALESCE(CAST(MAX(CASE WHEN json_valid(metadata) THEN metadata ->> '$.model' END) AS TEXT), '') "
             "FROM entries WHERE ?1 IS NULL OR tenant=?1 GROUP BY tenant, model ORDER BY COUNT(*) DESC, tenant, model"
         )
-        with self._lock:
-            return [NamespaceUse(*row) for row in self._db.execute(statement, (tenant,))]
+        with self.database.use() as db:
+            return [NamespaceUse(*row) for row in db.execute(statement, (tenant,))]
 
     def media_of(self, tenant: str) -> set[str]:
         """The media items that a tenant's entries have, also where another's have them too."""
         statement = "SELECT DISTINCT entry_media.media FROM entry_media JOIN entries ON id=entry WHERE tenant=?"
-        with self._lock:
-            return {str(row[0]) for row in self._db.execute(statement, (tenant,))}
+        with self.database.use() as db:
+            return {str(row[0]) for row in db.execute(statement, (tenant,))}
 
     def spaces(self) -> list[str]:
         """The `namespace_key` of every tenant and model that has entries here."""
-        with self._lock:
-            return [str(row[0]) for row in self._db.execute("SELECT DISTINCT space FROM entries")]
+        with self.database.use() as db:
+            return [str(row[0]) for row in db.execute("SELECT DISTINCT space FROM entries")]
 
     def has_media(self, media_id: str) -> bool:
         """Whether any entry has this image."""
@@ -289,8 +272,8 @@ class Catalog:
         Small ones are remembered until a deletion, or until `changed` sees another connection's write; their tags,
         times and hits are those of the first time.
         """
-        with self._lock:
-            found = self._recent.get(key, limit)
+        with self.database.lock:
+            found = self._entry_cache.get(key, limit)
             if found is not None:
                 return list(found)
             entries = self._entries(
@@ -298,23 +281,23 @@ class Catalog:
                 key,
                 limit,
             )
-            self._recent.put(key, limit, entries)
+            self._entry_cache.put(key, limit, entries)
             return entries
 
     def has(self, key: str) -> bool:
         """Whether any entry is registered under a key."""
-        with self._lock:
-            return self._db.execute("SELECT 1 FROM entry_keys WHERE key=? LIMIT 1", (key,)).fetchone() is not None
+        with self.database.use() as db:
+            return db.execute("SELECT 1 FROM entry_keys WHERE key=? LIMIT 1", (key,)).fetchone() is not None
 
     def _entries(self, statement: str, *values: object) -> list[Entry]:
-        with self._lock:
+        with self.database.use() as db:
             found = []
-            for row in self._db.execute(statement, values).fetchall():
+            for row in db.execute(statement, values).fetchall():
                 try:
                     found.append(load_entry(*row[1:]))
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    with self._write():
-                        self._delete([row[0]])
+                    with self._write() as db:
+                        self._delete(db, [row[0]])
                     raise CorruptValue(f"entry {row[1]}: {error}") from error
             return found
 
@@ -327,55 +310,57 @@ class Catalog:
             postings: how many contexts one sentence may name, so that boilerplate costs no more than another.
         """
         votes: dict[int, int] = {}
-        with self._lock:
+        with self.database.use() as db:
             for value in hashes:
-                for row in self._db.execute("SELECT context FROM sentences WHERE hash=? LIMIT ?", (value, postings)):
+                for row in db.execute("SELECT context FROM sentences WHERE hash=? LIMIT ?", (value, postings)):
                     votes[row[0]] = votes.get(row[0], 0) + 1
             best = sorted(votes, key=lambda c: (-votes[c], c))[:limit]
-            keys = [self._db.execute("SELECT key FROM contexts WHERE id=?", (c,)).fetchone() for c in best]
+            keys = [db.execute("SELECT key FROM contexts WHERE id=?", (c,)).fetchone() for c in best]
         return [row[0] for row in keys if row]
 
     def layers(self, entry_id: str) -> set[str]:
         """The layer keys under which an entry has a vector; none where it is not here."""
         statement = "SELECT layer FROM vectors JOIN entries ON entries.id=entry WHERE entry_id=?"
-        with self._lock:
-            return {str(row[0]) for row in self._db.execute(statement, (entry_id,))}
+        with self.database.use() as db:
+            return {str(row[0]) for row in db.execute(statement, (entry_id,))}
 
     # -- for the indexes ----------------------------------------------------------------------------------------
 
-    def _data_version(self) -> int:
-        return self._number("PRAGMA data_version")
-
     def changed(self) -> bool:
-        """Whether another connection has written since the last call. `find` then reads anew."""
-        with self._lock:
+        """Whether another catalog on this file has written since the last call. `find` then reads anew."""
+        with self.database.lock:
             try:
-                version, self._version = self._version, self._data_version()
+                version = self.database.version()
+                if version == self._version:
+                    return False
+                self._version = version
+                before, self._writes = self._writes, self._written()
             except sqlite3.Error:
-                self._recent.clear()  # what cannot be checked is not served
+                self._entry_cache.clear()  # what cannot be checked is not served
                 raise
-            if version != self._version:
-                self._recent.clear()
-            return version != self._version
+            if before == self._writes:  # a gateway stored responses
+                return False
+            self._entry_cache.clear()
+            return True
 
     def purge(self) -> str:
         """The mark of the last `invalidate` that deleted anything, by this process or another."""
-        with self._lock:
-            return last_purge(self._db)
+        with self.database.use() as db:
+            return last_purge(db)
 
     def missing(self, entry_ids: Sequence[str]) -> list[str]:
         """Which of some entries are not here."""
         statement = (
             "SELECT value FROM json_each(?) WHERE NOT EXISTS (SELECT 1 FROM entries WHERE entry_id=json_each.value)"
         )
-        with self._lock:
-            return [str(row[0]) for row in self._db.execute(statement, (json.dumps(list(entry_ids)),))]
+        with self.database.use() as db:
+            return [str(row[0]) for row in db.execute(statement, (json.dumps(list(entry_ids)),))]
 
     def vectors(self, layers: Sequence[str], after: int, limit: int) -> list[VectorRow]:
         """The next vectors of entries under the given layer keys, in order of writing, numbered above ``after``."""
         marks = ",".join("?" * len(layers))
-        with self._lock:
-            rows = self._db.execute(
+        with self.database.use() as db:
+            rows = db.execute(
                 "SELECT vectors.id, entry_id, space, frame, loose_frame, layer, vector FROM vectors JOIN entries"  # noqa: S608
                 f" ON entries.id=entry WHERE vectors.id>? AND layer IN ({marks}) ORDER BY vectors.id LIMIT ?",
                 (after, *layers, limit),
@@ -384,8 +369,8 @@ class Catalog:
 
     def media_rows(self, after: int, limit: int) -> list[MediaRow]:
         """The next entries with media items, in order of writing, numbered above ``after``."""
-        with self._lock:
-            rows = self._db.execute(
+        with self.database.use() as db:
+            rows = db.execute(
                 "SELECT id, entry_id, space, run, media FROM entries WHERE id>? AND media<>'' ORDER BY id LIMIT ?",
                 (after, limit),
             ).fetchall()
@@ -393,8 +378,8 @@ class Catalog:
 
     def media_vector(self, space: str, layer: str, media: str) -> bytes | None:
         """The packed vector of one media item, or None."""
-        with self._lock:
-            row = self._db.execute(
+        with self.database.use() as db:
+            row = db.execute(
                 "SELECT vector FROM media_vectors WHERE space=? AND layer=? AND media=?", (space, layer, media)
             ).fetchone()
         return None if row is None else bytes(row[0])

@@ -99,18 +99,14 @@ class Removed:
     spaces: tuple[str, ...] = ()
 
 
-# A random mark of the last purge, so that whoever has vectors in memory hears of it. An older file has no such table.
-PURGE = "CREATE TABLE IF NOT EXISTS purge (mark TEXT NOT NULL)"
-
-
 def mark_purge(db: sqlite3.Connection) -> None:
-    """Note that entries were deleted for good."""
+    """Note by a random mark that entries were deleted for good: readers that have vectors in memory look for it."""
     db.execute("DELETE FROM purge")
     db.execute("INSERT INTO purge VALUES (hex(randomblob(16)))")
 
 
 def last_purge(db: sqlite3.Connection) -> str:
-    """The mark of the last purge; empty where there was none."""
+    """The mark of the last purge, or of the file where there was none."""
     row = db.execute("SELECT mark FROM purge").fetchone()
     return "" if row is None else str(row[0])
 

@@ -23,10 +23,10 @@ import numpy as np
 
 from semkv.errors import CorruptValue
 from semkv.index import Neighbour, Row, VectorIndex
-from semkv.kept_graphs import KeptGraphs, kept_beside
 from semkv.keys import digest
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import MediaRow, VectorRow, unpack
+from semkv.stores.kept_graphs import KeptGraphs, kept_beside
 from semkv.tiers.base import Candidate, Tally
 from semkv.tiers.keying import SPELLINGS, Keyed, same_texts, with_media
 from semkv.types import EmbeddingLayer, Entry, MatchPolicy, Namespace, Score

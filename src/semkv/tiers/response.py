@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from semkv.errors import CorruptValue, StoreError
-from semkv.stores.responses.ahead import AheadLog
+from semkv.stores.responses.ahead import AheadLog, deliver
 from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
 from semkv.stores.responses.memory import MemoryStore
 from semkv.tiers.base import Tally
@@ -18,7 +18,6 @@ from semkv.tiers.freshness import Freshness
 from semkv.tiers.keeping import Answerable, Keeping
 
 _T = TypeVar("_T")
-_LATE_S = 1.0  # an answer that comes to the store so long after it was kept may have been followed by another
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +207,8 @@ class ResponseCache:
 
     def _bring(self, response: StoredResponse, since: str) -> bool:
         """What was on its way, to the store. False where that cannot be reached."""
-        now = self._clock()
         try:
-            if response.stale_until <= now:
-                return True
-            if now - response.created > _LATE_S:
-                stored = self._ask("get", lambda store: (store.get(response.key),), None)
-                if stored is None or (stored[0] is not None and stored[0].created >= response.created):
-                    return stored is not None
-            put = self._ask("put", lambda store: store.put(response, since), None)
+            put = self._ask("put", lambda store: deliver(store, response, since, self._clock()), None)
             if put is False:
                 self._tally.add("refused:invalidated on its way")
                 self.follow()  # another replica has invalidated it, and memory may not know yet

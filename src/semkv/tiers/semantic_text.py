@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from semkv.encoders.text import TextEncoder
 from semkv.errors import CorruptValue
 from semkv.index import Row, VectorIndex
-from semkv.kept_graphs import kept_beside
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import VectorRow, unpack
+from semkv.stores.kept_graphs import kept_beside
 from semkv.tiers.base import Candidate, Tally
 from semkv.tiers.keying import Keyed, same_texts
 from semkv.types import Scope

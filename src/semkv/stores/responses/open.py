@@ -7,7 +7,6 @@ from pathlib import Path
 from semkv.errors import ConfigError
 from semkv.stores.responses.base import ResponseStore
 
-FILE = "responses.sqlite"  # below the cache directory, where no other store is named
 _REDIS = ("redis://", "rediss://", "unix://")
 
 

@@ -10,7 +10,7 @@ from semkv.types import Entry, TextSegment
 _SMALL = 8192  # characters of an entry
 
 
-class Recent:
+class EntryCache:
     """What a catalog found under a key, the least recently used dropped first. Its owner locks.
 
     Args:
@@ -41,7 +41,7 @@ class Recent:
         if len(self._found) > self._most:
             self._found.popitem(last=False)
 
-    def drop(self, keys: Iterable[str]) -> None:
+    def forget(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._found.pop(key, None)
 

@@ -1,15 +1,15 @@
-"""The catalog's tables, and how a file is begun."""
+"""The tables of the database of a cache: the catalog's entries, and a gateway's responses."""
 
 from __future__ import annotations
 
-import sqlite3
+CATALOG = "catalog.sqlite"
+"""Name of the database below the cache directory."""
 
-from semkv.errors import StoreError
+FORMAT = 2
+APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
+RESPONSES_1 = "responses.sqlite", 0x73656D72  # up to format 1 responses had a file of their own
 
-FORMAT = 1
-_APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
-
-_SCHEMA = """
+TABLES = """
 CREATE TABLE entries (
   id INTEGER PRIMARY KEY AUTOINCREMENT, entry_id TEXT NOT NULL UNIQUE,
   tenant TEXT NOT NULL, model TEXT NOT NULL, space TEXT NOT NULL,
@@ -41,28 +41,27 @@ CREATE TABLE sentences (
   hash INTEGER NOT NULL, context INTEGER NOT NULL REFERENCES contexts ON DELETE CASCADE,
   PRIMARY KEY (hash, context)) WITHOUT ROWID;
 CREATE INDEX sentences_context ON sentences (context);
+CREATE TABLE purge (mark TEXT NOT NULL);
+INSERT INTO purge VALUES (hex(randomblob(16)));
+
+CREATE TABLE responses (
+  key TEXT PRIMARY KEY, head BLOB NOT NULL, payload BLOB NOT NULL, created REAL NOT NULL, stale_until REAL,
+  used REAL NOT NULL, nbytes INTEGER NOT NULL);
+CREATE INDEX responses_used ON responses (used);
+CREATE INDEX responses_created ON responses (created);
+CREATE INDEX responses_stale ON responses (stale_until) WHERE stale_until IS NOT NULL;
+CREATE TABLE totals (entries INTEGER NOT NULL, nbytes INTEGER NOT NULL);
+INSERT INTO totals VALUES (0, 0);
+CREATE TRIGGER responses_in AFTER INSERT ON responses BEGIN
+  UPDATE totals SET entries=entries+1, nbytes=nbytes+NEW.nbytes; END;
+CREATE TRIGGER responses_out AFTER DELETE ON responses BEGIN
+  UPDATE totals SET entries=entries-1, nbytes=nbytes-OLD.nbytes; END;
+CREATE TABLE invalidations (number INTEGER PRIMARY KEY AUTOINCREMENT, selector TEXT NOT NULL);
 """
 
-
-def prepare(db: sqlite3.Connection) -> None:
-    """Make the tables of a new file, within the caller's transaction.
-
-    Raises:
-        StoreError: the file is another program's, or was written by another format version.
-    """
-    version, application, tables = (
-        db.execute(statement).fetchone()[0]
-        for statement in ("PRAGMA user_version", "PRAGMA application_id", "SELECT COUNT(*) FROM sqlite_master")
-    )
-    if not tables and not version and not application:
-        for statement in _SCHEMA.split(";"):
-            db.execute(statement)
-        db.execute(f"PRAGMA application_id={_APPLICATION}")
-        db.execute(f"PRAGMA user_version={FORMAT}")
-    elif application != _APPLICATION:
-        raise StoreError("not a semkv catalog; choose another cache directory")
-    elif version != FORMAT:
-        raise StoreError(
-            f"written by format version {version}, this semkv reads version {FORMAT}; "
-            "start once with --purge to empty the cache, or use another directory"
-        )
+# Numbers of rows go on from the time (microseconds since the epoch), so that no reader takes a new file's for those of
+# an older file that it has read already. `Catalog` counts its writes among them: the page is written anyway.
+FIRST_NUMBERS = """
+INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now), ('writes', 0);
+INSERT INTO invalidations VALUES (:now, '{"key": ""}');
+"""

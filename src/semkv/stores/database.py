@@ -1,0 +1,302 @@
+"""The one way to a SQLite file: how it is opened, made, locked, and replaced when it is damaged or of an older format.
+
+A commit is one system call to the write-ahead log: it survives the end of the process, however it ends. A power cut may
+cost the last moments, never an older row (``synchronous=NORMAL``). Deleted rows are overwritten with zeros. Only the
+owner can read the file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from semkv.errors import StoreError
+from semkv.stores.files import FileId, file_id, lock, make_folder, open_file
+from semkv.stores.schema import APPLICATION, CATALOG, FIRST_NUMBERS, FORMAT, RESPONSES_1, TABLES
+
+_LOCK_S = 60.0  # for other processes that open or replace the file
+_BESIDE = ("-wal", "-shm")
+_OURS = (APPLICATION, RESPONSES_1[1])
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+log = logging.getLogger("semkv")
+
+
+class Database:
+    """One connection behind one lock; any thread may use it. Several processes may share the file.
+
+    A damaged file is put aside as ``<name>.damaged`` and one of an older format is deleted; either way a new file is
+    begun, with a warning. A file that another process deleted or replaced is opened anew.
+
+    Args:
+        path: the file; made when missing, as is its folder.
+        timeout_s: how long to wait for another process's write.
+        fault: makes the exception that `use` raises in place of SQLite's; None for SQLite's own.
+        replace: do all of that. Without it a file is only looked after: one that is missing, damaged or of another
+            format is refused, and one that this user cannot write is read.
+
+    Attributes:
+        lock: held while the connection is used; reentrant.
+        opened: how often the file was opened.
+        damaged: how many damaged files were put aside.
+
+    Raises:
+        StoreError: the file cannot be opened, is another program's, or was written by a newer format version.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        timeout_s: float = 2.0,
+        fault: Callable[[sqlite3.Error], Exception] | None = None,
+        replace: bool = True,
+    ) -> None:
+        self.path, self.lock = path, threading.RLock()
+        self.opened = self.damaged = 0
+        self._file: FileId | None = None  # that is open
+        self._timeout_s, self._fault, self._replace, self._closed = timeout_s, fault, replace, False
+        self._name = os.fspath(path)
+        try:
+            if replace:
+                make_folder(path.parent)
+            self._open()
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"database {path}: {error}") from error
+
+    @contextmanager
+    def use(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
+        """The connection; with ``write`` in a transaction that is undone on any exception.
+
+        Raises:
+            sqlite3.Error: the file is locked, damaged or closed, or the disk is full.
+        """
+        with self.lock:
+            try:
+                self._follow()
+                if write:
+                    self.connection.execute("BEGIN IMMEDIATE")
+                yield self.connection
+                if write:
+                    self.connection.execute("COMMIT")
+            except BaseException as error:
+                with suppress(sqlite3.Error):
+                    if self.connection.in_transaction:  # some errors have rolled back already
+                        self.connection.execute("ROLLBACK")
+                if self._replace and is_damage(error):
+                    with suppress(sqlite3.Error):  # the next use tries again
+                        self._open_anew(damaged=self._file)
+                if self._fault is not None and isinstance(error, sqlite3.Error):
+                    raise self._fault(error) from error
+                raise
+
+    def version(self) -> tuple[int, int]:
+        """Another value whenever another connection has written, or the file was replaced."""
+        with self.use() as db:
+            return self.opened, int(db.execute("PRAGMA data_version").fetchone()[0])
+
+    def check(self) -> str:
+        """The first fault in the structure of the file; empty where there is none."""
+        try:
+            with self.use() as db:
+                found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            found = str(error)
+        return "" if found == "ok" else found.splitlines()[-1]
+
+    def truncate_log(self) -> bool:
+        """Write the write-ahead log into the file and empty it, so that nothing deleted stays there; False where
+        another process reads the database."""
+        with self.use() as db:
+            return not db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+
+    def close(self) -> None:
+        """Close the file; later uses raise `sqlite3.ProgrammingError`."""
+        with self.lock:
+            self._closed = True
+            self.connection.close()
+
+    # -- the file -----------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Open anew what another process deleted or replaced: what is written to the old file is lost."""
+        if self._closed or not self._replace or (self._file is not None and self.connection.in_transaction):
+            return
+        if self._file is not None:
+            with suppress(OSError):  # it is gone
+                status = os.stat(self._name)  # noqa: PTH116 (half the time of a path's)
+                if (status.st_dev, status.st_ino) == self._file:
+                    return
+        self._open_anew()
+
+    def _open_anew(self, damaged: FileId | None = None) -> None:
+        self.connection.close()
+        self._file = None  # so that the next use tries again where this fails
+        try:
+            self._open(damaged)
+        except (OSError, sqlite3.Error, StoreError) as error:
+            raise sqlite3.OperationalError(f"{self.path} cannot be opened anew: {error}") from error
+
+    def _open(self, damaged: FileId | None = None) -> None:
+        """Open the file, or a new one in place of the one that was found to be damaged."""
+        if not self._replace:
+            self.connection = self._connect()
+            return
+        with _opening(self.path):
+            if damaged is not None and damaged == file_id(self.path):  # else another process has replaced it
+                self._put_aside("it was found to be damaged")
+            try:
+                self.connection = self._connect()
+            except sqlite3.DatabaseError as error:
+                if not is_damage(error):
+                    raise
+                self._put_aside(str(error))
+                self.connection = self._connect()
+            self._file = file_id(self.path)
+            self.opened += 1
+
+    def _connect(self) -> sqlite3.Connection:
+        if self._replace:
+            self._make_private()
+        writable = self._replace or (os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK))
+        # Without a log nobody has the file open, and SQLite would leave one behind to read it.
+        read = "mode=ro" if self._beside("-wal").exists() else "mode=ro&immutable=1"
+        uri = f"{self.path.absolute().as_uri()}?{'mode=rw' if writable else read}"
+        db = sqlite3.connect(uri, uri=True, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA foreign_keys=ON")
+            db.execute("PRAGMA secure_delete=ON")  # what goes is overwritten with zeros; not every build does it
+            db.execute("PRAGMA synchronous=NORMAL")
+            found = self._format_of(db)
+            if found == "old" and self._replace:
+                db.close()
+                log.warning("semkv: %s was written by an older version of semkv; it is emptied", self.path)
+                delete_files(self.path)
+                return self._connect()
+            if found == "old":
+                raise StoreError(
+                    f"{self.path} was written by an older version of semkv: an engine or a gateway that is started on "
+                    "it empties it, as does a purge without --tenant and --tag"
+                )
+            if found == "new" and not self._replace:
+                raise StoreError(f"{self.path} is empty")
+            if found == "new":
+                self._begin(db)
+            if writable:
+                db.execute("PRAGMA journal_mode=WAL")  # after the above, which `is_ours` finds in the file then
+            for table in ("entries", "responses"):  # a damaged page shows here
+                db.execute(f"SELECT created FROM {table} NOT INDEXED LIMIT 1").fetchone()  # noqa: S608 (our own words)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _format_of(self, db: sqlite3.Connection) -> str:
+        """``ours``, ``old``, or ``new`` where nothing is in the file.
+
+        Raises:
+            StoreError: it is another program's, or was written by a newer format version.
+        """
+        version, application, tables = (
+            db.execute(statement).fetchone()[0]
+            for statement in ("PRAGMA user_version", "PRAGMA application_id", "SELECT COUNT(*) FROM sqlite_master")
+        )
+        if not tables and not version and not application:
+            return "new"
+        if application not in _OURS:
+            raise StoreError(f"{self.path} is not a semkv database: choose another file or cache directory")
+        if version > FORMAT:
+            raise StoreError(
+                f"{self.path} was written by format version {version}, this semkv reads version {FORMAT}: update "
+                "semkv, start once with --purge to empty the cache, or choose another file or cache directory"
+            )
+        return "ours" if version == FORMAT else "old"
+
+    def _make_private(self) -> None:
+        if not self.path.exists():
+            os.close(open_file(self.path, os.O_RDWR | os.O_CREAT))  # SQLite gives the files beside it the same mode
+        for path in (self.path, *map(self._beside, _BESIDE)):
+            with suppress(OSError):  # it is not there, or another user's
+                if path.stat().st_mode & 0o077:
+                    path.chmod(0o600)
+
+    def _begin(self, db: sqlite3.Connection) -> None:
+        now = time.time_ns() // 1000
+        db.executescript(
+            f"BEGIN IMMEDIATE; {TABLES} {FIRST_NUMBERS.replace(':now', str(now))}"
+            f"PRAGMA application_id={APPLICATION}; PRAGMA user_version={FORMAT}; COMMIT"
+        )
+        old = self.path.with_name(RESPONSES_1[0])
+        if self.path.name == CATALOG and is_ours(old):
+            log.warning("semkv: %s was written by an older version of semkv; it is deleted", old)
+            delete_files(old)
+            old.with_name(f"{old.name}.lock").unlink(missing_ok=True)
+
+    def _put_aside(self, why: str) -> None:
+        log.warning("semkv: %s is damaged and put aside; a new file is begun (%s)", self.path, why)
+        self.damaged += 1
+        self.path.replace(self._beside(".damaged"))
+        delete_files(self.path)
+
+    def _beside(self, suffix: str) -> Path:
+        return self.path.with_name(self.path.name + suffix)
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether SQLite says that a file is damaged, or no database."""
+    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE
+
+
+def is_ours(path: Path) -> bool | None:
+    """Whether a database is semkv's; None where there is none, or none that can be read. Leaves nothing behind."""
+    if not is_filled(path):
+        return None
+    # An immutable file is read without its log: the id is in the first page since the file was made.
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as db:
+        if db.execute("PRAGMA application_id").fetchone()[0] in _OURS:
+            return True
+        if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+            return False
+    return None
+
+
+def is_filled(path: Path) -> bool:
+    """Whether a file has anything in it. An empty one may be another program's: to open it is to make it ours."""
+    return path.exists() and path.stat().st_size > 0
+
+
+def delete_database(path: Path) -> None:
+    """Delete a database, whoever has it open: they open a new one at their next use.
+
+    Raises:
+        OSError: it cannot be deleted; BlockingIOError where another process opens it for a minute.
+    """
+    if path.parent.is_dir():
+        with _opening(path):
+            delete_files(path)
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """One process at a time makes, replaces or deletes a database. Raises as `files.lock`."""
+    guard = path.with_name(f"{path.name}.lock")
+    with lock(guard, make=False, wait_s=_LOCK_S):
+        try:
+            yield
+        finally:
+            guard.unlink(missing_ok=True)
+
+
+def delete_files(path: Path) -> None:
+    """Delete a database and what SQLite keeps beside it, while its lock is held."""
+    path.unlink(missing_ok=True)
+    for suffix in _BESIDE:  # lest they be read into the next
+        path.with_name(path.name + suffix).unlink(missing_ok=True)

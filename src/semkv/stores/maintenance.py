@@ -1,0 +1,488 @@
+"""Looking after a cache directory from outside: what it holds, whether it is whole, and deleting from it.
+
+Works beside running engines and gateways: every step is one that they would do themselves, and they hear of what was
+deleted. Anything that could not be read or deleted is listed (``unread``), and the rest is done. Responses that an
+ended gateway had on their way are brought to the store first.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from semkv.errors import CorruptValue, StoreError
+from semkv.keys import namespace_key
+from semkv.stores.block_file import owner_of
+from semkv.stores.block_folder import MARKER
+from semkv.stores.blocks import BlockStore, Bounds
+from semkv.stores.cachedir import BLOCK_FILES, CACHE_FILES, is_ours, purge_directory
+from semkv.stores.catalog import Catalog
+from semkv.stores.catalog_rows import NamespaceUse
+from semkv.stores.database import is_damage, is_filled
+from semkv.stores.database import is_ours as is_our_database
+from semkv.stores.files import described, matching, remove_strays
+from semkv.stores.kept_graphs import FOLDER as GRAPHS
+from semkv.stores.kept_graphs import damage_of, forget_kept, kept_files
+from semkv.stores.media import MediaStore
+from semkv.stores.responses.ahead import folder_of, replay_into
+from semkv.stores.responses.base import Selector
+from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
+from semkv.stores.schema import CATALOG, RESPONSES_1
+from semkv.types import Namespace
+
+_UNBOUNDED = Bounds(max_bytes=0)
+_DAY_S = 86_400.0
+_WAIT_S = 5.0  # for whoever uses the database
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUse:
+    """One store on disk; times are seconds since the epoch, None where it is empty.
+
+    Attributes:
+        store: ``kv``, ``fusion``, ``media``, ``graphs`` (of the vector indexes) or ``answers`` (of a gateway).
+        namespace: digest of the model, its settings and the rank; empty for all but ``kv`` and ``fusion``.
+        items: block files, fusion states, images, graphs or responses.
+        blocks: KV blocks or fusion states.
+        nbytes: bytes of the files; of responses, those of heads and payloads, so that tenants' sizes add up.
+        oldest: when the oldest was written.
+        used: when one was last used.
+    """
+
+    store: str
+    namespace: str
+    items: int
+    blocks: int
+    nbytes: int
+    oldest: float | None
+    used: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What a cache directory holds.
+
+    Attributes:
+        cache_dir: the directory.
+        entries: the catalog, by tenant and model.
+        answers: a gateway's responses, by tenant.
+        stores: all but the catalog, by namespace.
+        unread: a line for each thing that could not be read, and is not counted.
+        tenants: names of the tenant that is counted; None for all tenants.
+    """
+
+    cache_dir: str
+    entries: tuple[NamespaceUse, ...]
+    answers: tuple[AnswersUse, ...]
+    stores: tuple[StoreUse, ...]
+    unread: tuple[str, ...] = ()
+    tenants: tuple[str, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ``stores``."""
+        return sum(store.nbytes for store in self.stores)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What a check found.
+
+    Attributes:
+        checked: files that were read, but for the database.
+        answers: a gateway's responses that were read.
+        damaged: a line for each file and response that is damaged.
+        deleted: how many of those a repair has deleted.
+        unread: a line for each thing that could not be read at all, and was left as it is.
+    """
+
+    checked: int
+    answers: int
+    damaged: tuple[str, ...]
+    deleted: int = 0
+    unread: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """What was, or with ``dry_run`` would be, deleted.
+
+    Attributes:
+        entries: of the catalog.
+        answers: a gateway's responses.
+        files: images, KV and encoder outputs; of a whole cache all its files.
+        dry_run: nothing was deleted.
+        unread: a line for each thing that could not be read, and was left as it is.
+    """
+
+    entries: int = 0
+    answers: int = 0
+    files: int = 0
+    dry_run: bool = False
+    unread: tuple[str, ...] = ()
+
+    def __add__(self, other: Purged) -> Purged:
+        counts = (self.entries + other.entries, self.answers + other.answers, self.files + other.files)
+        return Purged(*counts, self.dry_run, self.unread + other.unread)
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What was deleted.
+
+    Attributes:
+        kv, fusion: block files and stray files.
+        media: images that no entry has any more.
+        graphs: of vector indexes of which no entries are left.
+        entries: of the catalog, for their age.
+        answers: a gateway's responses, for their age.
+        strays: temporary files that crashed writers left in addition to those.
+        unread: a line for each thing that could not be read, and was left as it is.
+    """
+
+    kv: int
+    fusion: int
+    media: int
+    graphs: int
+    entries: int
+    answers: int
+    strays: int
+    unread: tuple[str, ...]
+
+
+# -- what is there ----------------------------------------------------------------------------------------------------
+
+
+def check_is_cache(cache_dir: Path) -> None:
+    """Refuse a directory that is no cache, rather than make one.
+
+    Raises:
+        StoreError: nothing there was written by semkv.
+    """
+    places = (cache_dir, cache_dir / "kv", cache_dir / "fusion")
+    signs = (cache_dir / CATALOG, cache_dir / RESPONSES_1[0], *(place / MARKER for place in places))
+    if not any(is_filled(sign) for sign in signs):
+        raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
+
+
+@contextmanager
+def _database(cache_dir: Path) -> Iterator[tuple[Catalog, SqliteStore] | None]:
+    """The catalog and the responses of a cache; None where it has none. No fault of SQLite leaves the ``with`` block.
+
+    Raises:
+        CorruptValue: the database is damaged.
+        StoreError: it is locked, another program's, or of another format version.
+    """
+    file = cache_dir / CATALOG
+    if not is_filled(file):
+        yield None
+        return
+    try:
+        with (
+            closing(SqliteStore(file, timeout_s=_WAIT_S, replace=False)) as responses,
+            closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
+        ):
+            replay_into(responses, folder_of(cache_dir))
+            yield catalog, responses
+    except (sqlite3.Error, StoreError) as error:
+        cause = error.__cause__ or error
+        if is_damage(cause):
+            raise CorruptValue(
+                f"{file} is damaged ({cause}): a purge without --tenant and --tag deletes it, an engine or a gateway "
+                "that is started on it puts it aside"
+            ) from cause
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"{file}: {error}") from error
+
+
+@contextmanager
+def _blocks(
+    cache_dir: Path, fusion_dir: Path | None, bounds: Bounds = _UNBOUNDED
+) -> Iterator[list[tuple[str, BlockStore]]]:
+    """The stores of KV blocks and of encoder outputs that are there, by name, with their indexes complete."""
+    with ExitStack() as open_stores:
+        found = []
+        for name, root in (("kv", cache_dir / "kv"), ("fusion", fusion_dir or cache_dir / "fusion")):
+            if (root / MARKER).is_file():
+                store = open_stores.enter_context(closing(BlockStore(root, name, bounds)))
+                store.adopt()
+                found.append((name, store))
+        yield found
+
+
+def _owners(salts: Iterable[str | None]) -> list[str]:
+    """The tags of blocks that were stored for requests with these values of ``cache_salt``."""
+    return sorted({owner_of(salt) for salt in salts if salt})
+
+
+def _images(cache_dir: Path) -> list[Path]:
+    return sorted(f for f in matching(cache_dir / "media", "??/*") if len(f.name) == 64)
+
+
+def inspect(
+    cache_dir: Path,
+    fusion_dir: Path | None = None,
+    tenants: Sequence[str] | None = None,
+    salts: Iterable[str | None] = (),
+) -> CacheUse:
+    """Counts, bytes and ages: of everything, or of what is known to be a tenant's.
+
+    Args:
+        tenants: its names in the catalog and among a gateway's responses. An image that several have counts for each.
+        salts: values of ``cache_salt`` that its requests came with, which tell its KV blocks and encoder outputs.
+
+    Raises:
+        StoreError: there is no cache, or it was written by another format version.
+    """
+    check_is_cache(cache_dir)
+    stores: list[StoreUse] = []
+    with _blocks(cache_dir, fusion_dir) as opened:
+        for name, store in opened:
+            ages = store.ages(None if tenants is None else _owners(salts))
+            stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
+    entries: tuple[NamespaceUse, ...] = ()
+    answers: list[AnswersUse] = []
+    theirs: set[str] = set()
+    unread: list[str] = []
+    try:
+        with _database(cache_dir) as database:
+            if database is not None:
+                catalog, responses = database
+                entries = tuple(row for tenant in tenants or (None,) for row in catalog.by_namespace(tenant))
+                theirs = {media_id for tenant in tenants or () for media_id in catalog.media_of(tenant)}
+                answers = [use for use in responses.by_tenant() if tenants is None or use.tenant in tenants]
+    except StoreError as error:
+        unread.append(str(error))
+    spaces = None if tenants is None else [namespace_key(Namespace(row.tenant, row.model)) for row in entries]
+    media = [file for file in _images(cache_dir) if tenants is None or file.name in theirs]
+    for name, listed in (("media", media), ("graphs", kept_files(cache_dir / GRAPHS, spaces))):
+        files = [status for _, status in described(listed)]
+        if files:
+            times, nbytes = [status.st_mtime for status in files], sum(status.st_size for status in files)
+            stores.append(StoreUse(name, "", len(files), 0, nbytes, min(times), max(times)))
+    if answers:
+        count, nbytes = sum(use.answers for use in answers), sum(use.nbytes for use in answers)
+        oldest, used = min(use.oldest for use in answers), max(use.used for use in answers)
+        stores.append(StoreUse("answers", "", count, 0, nbytes, oldest, used))
+    whose = None if tenants is None else tuple(tenants)
+    return CacheUse(str(cache_dir), entries, tuple(answers), tuple(stores), tuple(unread), whose)
+
+
+def verify(
+    cache_dir: Path,
+    fusion_dir: Path | None = None,
+    *,
+    repair: bool = False,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> Damage:
+    """Read every file and every response of a gateway, and check every checksum.
+
+    Args:
+        repair: delete what is damaged, so that it is computed again; of responses those alone, and never the database.
+        advance: called with how many files and responses of how many are done.
+
+    Raises:
+        StoreError: there is no cache, or it was written by another format version.
+    """
+    check_is_cache(cache_dir)
+    damaged: list[str] = []
+    unread: list[str] = []
+    checks: list[Callable[[], str]] = []
+
+    def block(name: str, store: BlockStore, file: str) -> str:
+        reason = store.damage(file)
+        if not reason or file not in store.files():  # it was evicted meanwhile
+            return ""
+        if repair:
+            store.reject(file)
+        return f"{name}: {reason}"
+
+    def image(media: MediaStore, file: Path) -> str:
+        if media.whole(file.name) or not file.exists():
+            return ""
+        if repair:
+            media.delete(file.name)
+        return f"media: {file.name} is not what its name says"
+
+    def graph(file: Path) -> str:
+        if not (reason := damage_of(file)):
+            return ""
+        if repair:
+            file.unlink(missing_ok=True)
+        return f"graphs: {reason}"
+
+    with _blocks(cache_dir, fusion_dir) as opened:
+        for name, store in opened:
+            # Deleted when a lost index was built again.
+            damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
+            checks += [lambda n=name, s=store, f=file: block(n, s, f) for file in store.files()]  # type: ignore[misc]
+        if images := _images(cache_dir):
+            media = MediaStore(cache_dir / "media")
+            checks += [lambda f=file: image(media, f) for file in images]  # type: ignore[misc]
+        checks += [lambda f=file: graph(f) for file in kept_files(cache_dir / GRAPHS)]  # type: ignore[misc]
+        for done, check in enumerate(checks, 1):
+            damaged += filter(None, [check()])
+            advance(done, len(checks))
+    answers, kept = 0, 0
+    try:
+        with _database(cache_dir) as database:
+            if database is not None:
+                catalog, responses = database
+                if reason := catalog.database.check():
+                    damaged.append(f"catalog: {reason} (a purge of everything deletes it)")
+                    kept = 1
+                total = len(checks) + responses.usage()[0]
+                for answers, reason in enumerate(responses.examine(repair=repair), 1):
+                    damaged += [f"answers: {reason}"] * bool(reason)
+                    done = len(checks) + answers
+                    advance(done, max(done, total))
+    except CorruptValue as error:
+        if not kept:
+            damaged.append(f"catalog: {error}")
+            kept = 1
+    except StoreError as error:
+        unread.append(str(error))
+    return Damage(len(checks), answers, tuple(damaged), len(damaged) - kept if repair else 0, tuple(unread))
+
+
+# -- deleting ---------------------------------------------------------------------------------------------------------
+
+
+def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float | None = None) -> Collected:
+    """Delete files that no index names, images that no entry has any more, files that crashed writers left, and
+    anything that was stored too long ago.
+
+    Args:
+        max_age_days: of KV blocks, encoder outputs, entries (with the images that only they have) and a gateway's
+            responses; None or 0: any age.
+
+    Raises:
+        StoreError: there is no cache, or it was written by another format version.
+    """
+    check_is_cache(cache_dir)
+    strays = _drop_strays(cache_dir)
+    max_age_s, old = (max_age_days or 0.0) * _DAY_S, Purged()
+    if max_age_s:
+        old = purge_entries(cache_dir, None, None, before=time.time() - max_age_s, dry_run=False)
+    swept, graphs, images, unread = {"kv": 0, "fusion": 0}, 0, old.files, list(old.unread)
+    with _blocks(cache_dir, fusion_dir, Bounds(max_bytes=0, max_age_s=max_age_s)) as opened:
+        for name, store in opened:
+            swept[name] += store.swept
+    try:
+        with _database(cache_dir) as database:
+            if database is not None:
+                catalog, _ = database
+                graphs = forget_kept(cache_dir / GRAPHS, catalog.spaces())
+                for image, status in described(_images(cache_dir)):
+                    young = time.time() - status.st_mtime < _DAY_S  # its entry may be about to be written
+                    if not young and not catalog.has_media(image.name):
+                        image.unlink(missing_ok=True)
+                        images += 1
+    except StoreError as error:
+        unread.append(str(error))
+    lines = tuple(dict.fromkeys(unread))
+    return Collected(
+        **swept, media=images, graphs=graphs, entries=old.entries, answers=old.answers, strays=strays, unread=lines
+    )
+
+
+def _drop_strays(cache_dir: Path) -> int:
+    """Delete what crashed writers left under temporary names, but for block files; how many files that were."""
+    patterns = ("media/??/.new-*", *(pattern for pattern in CACHE_FILES if pattern.endswith(".tmp")))
+    return sum(remove_strays(cache_dir, pattern) for pattern in patterns)
+
+
+def purge_entries(
+    cache_dir: Path, tenants: Sequence[str] | None, tag: str | None, *, before: float | None = None, dry_run: bool
+) -> Purged:
+    """Delete the catalog's entries and a gateway's responses of a tenant (by its names), with a tag, made before a time
+    (in seconds since the epoch), or those that meet all that is given; where nothing is, all. With them go the images
+    that only they had, and the graphs in which their vectors are. Running engines and gateways forget them within a
+    second or so, and write new graphs.
+
+    The text of a request that is under way is recorded afterwards.
+
+    Raises:
+        StoreError: there is no cache.
+    """
+    check_is_cache(cache_dir)
+    selectors = [
+        Selector(partition=tenant, tag=tag, before=before) for tenant in ((None,) if tenants is None else tenants)
+    ]
+    unread: list[str] = []
+    try:
+        with _database(cache_dir) as database:
+            if database is None:
+                return Purged(dry_run=dry_run)
+            catalog, responses = database
+            if reason := catalog.database.check():  # nothing is written to a damaged file
+                raise CorruptValue(
+                    f"{catalog.path} is damaged ({reason}): a purge without --tenant and --tag deletes it"
+                )
+            if tenants is None and tag is None and before is None:
+                tenants = sorted({row.tenant for row in catalog.by_namespace()})
+            answers = 0
+            if responses.usage()[0] or any(cache_dir.glob("ahead*")):  # a gateway was here: it looks for what is logged
+                answers = responses.purge(selectors, dry_run=dry_run)
+            removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
+            others = set(catalog.spaces()).difference(removed.spaces)
+            if not dry_run and not catalog.database.truncate_log():
+                unread.append(f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again")
+    except StoreError as error:
+        return Purged(dry_run=dry_run, unread=(str(error),))
+    loose = set(removed.media)
+    images = [image for image in _images(cache_dir) if image.name in loose]
+    if not dry_run:
+        forget_kept(cache_dir / GRAPHS, others)
+        for image in images:
+            image.unlink(missing_ok=True)
+        _drop_strays(cache_dir)
+    return Purged(len(removed.entry_ids), answers, len(images), dry_run, tuple(unread))
+
+
+def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | None], *, dry_run: bool) -> Purged:
+    """Delete the KV blocks and encoder outputs of requests that came with one of these values of ``cache_salt``.
+
+    Running engines hear of it, for what they hold in memory.
+
+    Raises:
+        StoreError: the cache was written by another format version.
+    """
+    owners, count, unread = _owners(salts), 0, []
+    with _blocks(cache_dir, fusion_dir) as opened:
+        for name, store in opened:
+            count += sum(store.purge(owner=owner, dry_run=dry_run) for owner in owners)
+            if store.counters["errors"]:
+                unread.append(f"{name}: not all could be read or deleted, purge again")
+    return Purged(files=count, dry_run=dry_run, unread=tuple(unread))
+
+
+def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool) -> Purged:
+    """Delete everything that semkv wrote, and nothing else; running engines and gateways begin again empty.
+
+    Raises:
+        StoreError: there is no cache, or one of the directories is not known to be semkv's: nothing is deleted.
+    """
+    check_is_cache(cache_dir)
+    if not is_ours(cache_dir):
+        raise StoreError(f"{cache_dir} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
+    if fusion_dir is not None:
+        purge_directory(fusion_dir, BLOCK_FILES, dry_run=True)  # refuses what is not ours
+    entries = answers = 0
+    unread: tuple[str, ...] = ()
+    try:
+        with _database(cache_dir) as database:
+            if database is not None:
+                entries, answers = len(database[0]), database[1].usage()[0]
+    except StoreError as error:  # it goes all the same, unless it is another program's
+        if is_our_database(cache_dir / CATALOG) is False:
+            unread = (str(error),)
+    files = purge_directory(cache_dir, dry_run=dry_run)
+    if fusion_dir is not None:
+        files += purge_directory(fusion_dir, BLOCK_FILES, dry_run=dry_run)
+    return Purged(entries, answers, files, dry_run, unread)

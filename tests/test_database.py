@@ -1,0 +1,260 @@
+"""The helper that opens the database of a cache: modes, formats, damage, several processes, a disk that fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from semkv.errors import StoreError
+from semkv.stores.catalog import Catalog
+from semkv.stores.database import Database, delete_database, is_ours
+from semkv.stores.responses.base import Selector, StoredResponse
+from semkv.stores.responses.sqlite import SqliteStore
+from semkv.stores.schema import CATALOG, RESPONSES_1
+from test_catalog import record
+
+
+def response(key: str, payload: bytes = b"{}") -> StoredResponse:
+    return StoredResponse(key, "tenant", "model", payload, time.time())
+
+
+def make_old(path: Path, application: int = RESPONSES_1[1]) -> None:
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("CREATE TABLE answers (key TEXT)")
+        db.execute("INSERT INTO answers VALUES ('an old secret')")
+        db.execute(f"PRAGMA application_id={application}")
+        db.execute("PRAGMA user_version=1")
+
+
+def modes(folder: Path) -> set[int]:
+    return {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+
+def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with closing(Catalog(folder / CATALOG)) as catalog:
+        catalog.add(record("a"))
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert modes(folder) == {0o600}
+    (folder / CATALOG).chmod(0o644)
+    with closing(Catalog(folder / CATALOG)) as catalog:
+        catalog.add(record("b"))
+        assert modes(folder) == {0o600}, "a file of an older version gets the mode when it is opened"
+
+
+@pytest.mark.parametrize("name", [CATALOG, RESPONSES_1[0]])
+def test_an_older_format_is_emptied_with_a_warning(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make_old(tmp_path / name)
+    (tmp_path / f"{RESPONSES_1[0]}.lock").touch()
+    assert is_ours(tmp_path / name)
+    with pytest.raises(StoreError, match="older version"):
+        Catalog(tmp_path / name, replace=False)
+    with caplog.at_level(logging.WARNING), closing(SqliteStore(tmp_path / CATALOG)) as store:
+        assert store.put(response("a"))
+    assert [line.message for line in caplog.records if "older version" in line.message and name in line.message]
+    assert b"an old secret" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert (tmp_path / RESPONSES_1[0]).exists() is False
+
+
+def test_another_programs_file_of_the_old_name_stays(tmp_path: Path) -> None:
+    make_old(tmp_path / RESPONSES_1[0], application=7)
+    Catalog(tmp_path / CATALOG).close()
+    assert is_ours(tmp_path / RESPONSES_1[0]) is False
+
+
+def test_who_has_a_deleted_database_open_begins_a_new_one_and_hears_of_it(tmp_path: Path) -> None:
+    path = tmp_path / CATALOG
+    catalog, other, responses = Catalog(path), Catalog(path), SqliteStore(path)
+    catalog.add(record("a"))
+    responses.put(response("a"))
+    other.changed()
+    (before,) = other.vectors(["text@1"], 0, 10)
+    mark, cursor = other.purge(), responses.news("").cursor
+    assert [entry.entry_id for entry in other.find("shared")] == ["a"]
+    delete_database(path)
+    assert not list(tmp_path.iterdir())
+    assert other.changed()
+    assert other.purge() != mark
+    assert other.find("shared") == []
+    assert responses.news(cursor).selectors is None, "anything in memory may have been purged"
+    assert not responses.put(response("a"), cursor), "it was computed before the purge"
+    catalog.add(record("b"))
+    (row,) = other.vectors(["text@1"], before.number, 10)
+    assert row.entry_id == "b", "its number is above those that a reader has seen"
+    assert other.changed()
+    for store in (catalog, other, responses):
+        store.close()
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+        assert db.execute("SELECT entry_id FROM entries").fetchall() == [("b",)]
+
+
+def test_a_database_whose_folder_is_gone_is_a_fault_and_not_made_again(tmp_path: Path) -> None:
+    database = Database(tmp_path / "cache" / CATALOG)
+    (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    for _ in range(2):
+        with pytest.raises(sqlite3.OperationalError, match="cannot be opened anew"), database.use(write=True):
+            pass
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "cache")
+    with database.use(write=True):
+        pass
+    database.close()
+    with pytest.raises(sqlite3.ProgrammingError):
+        database.version()
+
+
+def test_a_catalog_that_is_damaged_while_open_is_put_aside_once(tmp_path: Path) -> None:
+    path = tmp_path / CATALOG
+    one, two = Catalog(path), Catalog(path)
+    for number in range(50):
+        one.add(record(str(number)))
+    mark = two.purge()
+    one.database.truncate_log()
+    data = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * (len(data) - 4096))
+    for number in range(3):
+        for catalog in (one, two):
+            try:
+                catalog.add(record(f"new {number}"))
+            except sqlite3.DatabaseError:
+                continue
+    assert one.get("new 2") is not None
+    assert two.get("new 2") is not None
+    assert two.purge() != mark
+    assert one.database.damaged + two.database.damaged == 1
+    assert (tmp_path / f"{CATALOG}.damaged").exists()
+    one.close(), two.close()
+
+
+OPENER = """
+import sys, time
+from pathlib import Path
+from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses.sqlite import SqliteStore
+store = SqliteStore(Path(sys.argv[1]), timeout_s=60.0)
+print("open", flush=True)
+sys.stdin.readline()
+for number in range(20):
+    assert store.put(StoredResponse(f"{sys.argv[2]} {number}", "t", "m", b"{}", time.time()))
+store.close()
+"""
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged", "old"])
+def test_processes_that_open_at_once_have_one_database(tmp_path: Path, harm: str) -> None:
+    path = tmp_path / CATALOG
+    if harm == "damaged":
+        path.write_bytes(b"garbage" * 1000)
+    elif harm == "old":
+        make_old(path)
+    commands = [[sys.executable, "-c", OPENER, str(path), str(number)] for number in range(4)]
+    started = [subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for c in commands]
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+    for process in started:
+        process.communicate("\n")
+        assert process.returncode == 0
+    with closing(SqliteStore(path)) as store:
+        assert store.usage()[0] == 80
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        [CATALOG] + [f"{CATALOG}.damaged"] * (harm == "damaged")
+    )
+
+
+FULL = """
+import resource, signal, sys, time
+from pathlib import Path
+from semkv.errors import StoreError
+from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses.sqlite import SqliteStore
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+store = SqliteStore(Path(sys.argv[1]))
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, limit[1]))
+for number in range(1000):
+    try:
+        store.put(StoredResponse(str(number), "t", "m", b"x" * 20_000, time.time()))
+    except StoreError:
+        break
+    print(number, flush=True)
+assert store.get("0") is not None
+resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+assert store.put(StoredResponse("late", "t", "m", b"x", time.time()))
+print("late", flush=True)
+"""
+
+
+def test_a_full_disk_is_a_fault_and_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / CATALOG
+    done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kept = done.stdout.split()
+    assert 10 < len(kept) < 1000
+    with closing(SqliteStore(path)) as store:
+        assert [key for key in kept if store.get(key) is None] == []
+        assert store.database.damaged == 0
+        assert store.database.check() == ""
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
+def test_a_read_only_directory_is_refused_or_only_read(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with closing(SqliteStore(folder / CATALOG)) as store:
+        store.put(response("a"))
+    folder.chmod(0o500)
+    with pytest.raises(StoreError, match="Permission denied"):
+        SqliteStore(folder / CATALOG)
+    with closing(SqliteStore(folder / CATALOG, replace=False)) as store:
+        assert store.get("a") is not None
+    folder.chmod(0o700)
+
+
+PURGED = """
+import sys, time
+from pathlib import Path
+from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses.sqlite import SqliteStore
+store = SqliteStore(Path(sys.argv[1]), timeout_s=60.0)
+number = 0
+while True:
+    response = StoredResponse(str(number), "t", "m", b"x" * 3000, time.time())
+    print(store.put(response, store.news("").cursor), flush=True)
+    number += 1
+"""
+
+
+def test_kill_9_among_purges_leaves_a_whole_database(tmp_path: Path) -> None:
+    """Writers are killed while the database is deleted again and again under others that write."""
+    path = tmp_path / CATALOG
+    store = SqliteStore(path, timeout_s=60.0)
+    for turn in range(6):
+        with subprocess.Popen([sys.executable, "-c", PURGED, str(path)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            for step in range(30):
+                writer.stdout.readline()
+                if step % 5 == 4:
+                    delete_database(path)
+                store.put(response(f"own {turn} {step}"))
+            writer.send_signal(signal.SIGKILL)
+        assert store.put(response("last"))
+        with closing(SqliteStore(path)) as again:
+            assert again.get("last") is not None
+            assert again.database.check() == ""
+            assert again.invalidate(Selector()) > 0
+    assert store.database.damaged == 0
+    store.close()
+    assert not (tmp_path / f"{CATALOG}.damaged").exists()
