@@ -14,9 +14,8 @@ import openai
 import uvicorn
 
 from scripted_upstream import Scripted
-from semkv.server.app import App
-from semkv.server.assemble import app_of
-from semkv.server.run import Protocol
+from semkv.server.app import App, app_of
+from semkv.server.serve import Protocol
 from semkv.server.settings import ServerSettings
 
 ADMIN = "an admin key of sufficient length"
@@ -57,7 +56,8 @@ class Pair:
     def __init__(self, folder: Path, *, environment: dict[str, str] | None = None, **settings: Any) -> None:
         self.upstream = Scripted()
         self.behind = Served(self.upstream)
-        given = {"semantic": False, "cache_dir": folder, "upstream": self.behind.url, **settings}
+        patient = {"connect_timeout": 60.0}  # both servers share one busy process
+        given = {"semantic": False, "cache_dir": folder, "upstream": self.behind.url, **patient, **settings}
         variables = {"SEMKV_ADMIN_KEY": ADMIN, "SEMKV_SECRET": SECRET} if environment is None else environment
         self.app: App = app_of(ServerSettings(**given), variables)
         self.front = Served(self.app)

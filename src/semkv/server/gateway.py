@@ -1,36 +1,101 @@
 """The core: one request, answered from the caches or by the upstream. Used by the gateway and by the middleware.
 
-    parse -> canonicalise -> memory (`answers`) -> lookup, upstream (`misses`)
+    key -> memory -> lookup -> [hit: serve] -> single flight -> serve -> record
 
-An answer is kept under the key of the request it was computed from, before the client has the whole of it. A fault in
-the cache is counted and the request goes on as a miss.
+`Gateway.handle` reads the key and looks into memory; `Gateway._answer` is the rest of the way. An answer is stored
+under the key of the request it was computed from, before the client has the whole of it. A fault in the cache is
+counted and the request goes on as a miss.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import time
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from semkv.server.admission import Tenants, controls_of
-from semkv.server.answers import Answers
-from semkv.server.asgi import Answer, error_answer, is_plain_json, unless_gone
-from semkv.server.asked import Asked
-from semkv.server.caches import EXACT, Caches, Resolution
-from semkv.server.canonical import CanonicalRequest, Uncacheable, canonicalise, loads
-from semkv.server.dispatch import LARGE, Dispatch
-from semkv.server.flight import Bounds, Desk
-from semkv.server.journal import Journal, Shown
-from semkv.server.metrics import PASSED, Metrics
-from semkv.server.misses import Misses
-from semkv.server.salt import SALTED, NoPlace, salted
+from semkv.server.asgi import EVENTS, JSON, Answer, error_answer, is_plain_json, unless_gone
+from semkv.server.cache_client import EXACT, CacheClient, Lookup
+from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Metrics
+from semkv.server.pending import Pending, PendingRequests
+from semkv.server.recent_hits import HitView, RecentHits
+from semkv.server.request_key import CanonicalRequest, Uncacheable, canonicalise, loads
 from semkv.server.settings import ServerSettings
-from semkv.server.tags import BadTags
-from semkv.server.upstream import Call, Receive, Reply, Upstream, UpstreamError
+from semkv.server.singleflight import InFlight, Reader, SingleFlight
+from semkv.server.sse import NotKeepable, event, replay
+from semkv.server.tenancy import REFUSED, SALTED, BadTags, Client, Controls, NoPlace, Tenants, controls_of, salted
+from semkv.server.upstream import Call, Headers, Receive, Reply, Upstream, UpstreamError
 from semkv.stores.responses.base import Selector
+from semkv.tiers.response import Found
+from semkv.types import ReuseReport
 
 log = logging.getLogger(__name__)
+
+ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+
+_LARGE = 64 * 1024  # bytes of a body that is parsed and written in a thread
+_CHECKS = 4  # unchanged requests run for checking at once
+_ENDING_S = 5.0  # how long background work may go on at the end
+_RECORD_DELAY_S = 0.005  # a record shares the interpreter with the answer that goes out and the next request
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@dataclass(slots=True)
+class GatewayRequest:
+    """A request that has a key.
+
+    Attributes:
+        call: as it came.
+        canonical: its canonical form.
+        controls: what the client asked of the cache.
+        client: who asks.
+        may_read: the upstream has let this client in before, and the answer is not to be drawn at random.
+        start: when it was there, by `time.perf_counter`.
+        reader: of the upstream answer that it waits for, if any.
+        joined: that answer was asked for by another request.
+    """
+
+    call: Call
+    canonical: CanonicalRequest
+    controls: Controls
+    client: Client
+    may_read: bool
+    start: float
+    reader: Reader | None = None
+    joined: bool = False
+
+    @property
+    def reads(self) -> bool:
+        """A stored answer would do."""
+        return self.controls.read and self.may_read
+
+    @property
+    def shared(self) -> bool:
+        """An answer that is on its way to another request would do, and the other way round."""
+        return self.reads and self.controls.write
+
+    @property
+    def large(self) -> bool:
+        return len(self.call.body) > _LARGE
+
+    def accepts(self, found: Found) -> bool:
+        """Whether a stored answer is fresh enough for the client."""
+        oldest = self.controls.max_age_s
+        return self.reads and (oldest is None or (found.age_s <= oldest and not found.stale))
+
+    def take(self, reader: Reader, *, joined: bool) -> None:
+        """Wait for an upstream answer."""
+        self.reader, self.joined = reader, joined
+
+    def leave(self) -> None:
+        """Wait for no upstream answer."""
+        if self.reader is not None:
+            self.reader.leave()
+            self.reader = None
 
 
 class Gateway:
@@ -39,24 +104,23 @@ class Gateway:
     Args:
         settings: settings.
         secret: of the deployment.
-        upstream: who answers misses.
-        caches: stored answers and donors.
+        upstream: answers misses.
+        cache: stored answers and donors.
         metrics: where everything is counted.
     """
 
     def __init__(
-        self, settings: ServerSettings, secret: bytes, upstream: Upstream, caches: Caches, metrics: Metrics
+        self, settings: ServerSettings, secret: bytes, upstream: Upstream, cache: CacheClient, metrics: Metrics
     ) -> None:
-        self.settings, self.upstream, self.caches, self.metrics = settings, upstream, caches, metrics
-        self.journal = Journal(metrics)
-        self.desk = Desk(upstream, Bounds(answer=settings.bounds[1]))
+        self.settings, self.upstream, self.cache, self.metrics = settings, upstream, cache, metrics
+        self.recent_hits = RecentHits(metrics)
+        self.flights = SingleFlight(max_answer_bytes=settings.bounds[1])
+        self.pending = PendingRequests(cache)
+        self.background: set[asyncio.Task[None]] = set()
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
-        self._dispatch = Dispatch(self.desk, caches, self._tenants, self.journal, metrics)
-        self._answers = Answers(caches, self._dispatch, self.journal, metrics, tell=settings.tell)
-        self._misses = Misses(caches, self._dispatch, self._answers, metrics, overlap=settings.overlap)
-        self._secret = secret
+        self._secret, self._checks = secret, 0
 
-    # -- the request --------------------------------------------------------------------------------------------
+    # -- a request ----------------------------------------------------------------------------------------------
 
     async def handle(self, call: Call, receive: Receive) -> Answer:
         """Answer a POST to one of `ENDPOINTS`.
@@ -72,18 +136,446 @@ class Gateway:
         if not client.believed:
             self.metrics.uncacheable("tenant")
             return await self.forward(call, receive, "tenant")
-        if len(call.body) > LARGE:
-            canonical = await self.caches.parse(self._canonicalise, call, client.tenant)
+        if len(call.body) > _LARGE:
+            canonical = await asyncio.to_thread(self._canonicalise, call, client.tenant)
         else:
             canonical = self._canonicalise(call, client.tenant)
         if isinstance(canonical, Uncacheable):
             self.metrics.uncacheable(canonical.reason)
             return await self.forward(call, receive, canonical.reason)
         may_read = self._tenants.may_read(client) and (self.settings.sampled or not canonical.sampled)
-        asked = Asked(call, canonical, controls, client, may_read, start)
-        if (answer := self._answers.peek(asked, Resolution(canonical))) is not None:
+        request = GatewayRequest(call, canonical, controls, client, may_read, start)
+        if (answer := self._from_memory(request, canonical)) is not None:
             return answer
-        return await unless_gone(self._misses.answer(asked), receive)
+        return await unless_gone(self._answer(request), receive)
+
+    async def _answer(self, request: GatewayRequest) -> Answer:
+        """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream.
+
+        Where lookups rarely find anything the upstream is asked meanwhile (``overlap``). What the lookup finds before
+        that answer is whole is used all the same.
+        """
+        own = Lookup(request.canonical)
+        pending: Pending | None = None
+        try:
+            if self._overlaps(request) and not self._join(request, request.canonical):
+                pending = Pending(self.cache, request.canonical)
+                if not self.pending.busy(pending):
+                    self._start(request, request.canonical)
+            asked, reader = request.start if request.reader is not None else None, request.reader
+            looking = self._look_up(request, asked) if request.controls.read else None
+            if reader is not None and looking is not None:
+                if not request.joined:
+                    self._record_soon(request, own, looking, pending)
+                if await reader.flight.whole_before(looking) or reader.flight.status in REFUSED:
+                    return await self._serve(request, own)  # who is not let in gets nothing that others computed
+            found = own
+            if looking is not None:
+                await asyncio.wait((looking,))
+                found = looking.result()
+            another = found.canonical.key != own.canonical.key
+            brought = reader is not None and reader.flight.stored and not another  # by this very request
+            if not brought and (answer := self._hit(request, found)) is not None:
+                self._give_up(request)
+                return answer
+            if another:
+                self._give_up(request)
+            return await self._ask(request, found, looking)
+        except UpstreamError as error:
+            request.leave()
+            return self._unreachable(error, MISS, request.start)
+        except BaseException:
+            request.leave()
+            raise
+
+    def _overlaps(self, request: GatewayRequest) -> bool:
+        """Whether to ask the upstream during the lookup."""
+        return self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
+
+    def _look_up(self, request: GatewayRequest, asked_at: float | None) -> asyncio.Future[Lookup]:
+        looked = self.cache.look_up(request.canonical, writes=request.controls.write, asked_at=asked_at)
+        return asyncio.ensure_future(looked)
+
+    def _give_up(self, request: GatewayRequest) -> None:
+        """Something better than the upstream answer that the request waits for was found."""
+        if request.reader is not None and request.reader.is_last:
+            self.metrics.cut.inc()
+        request.leave()
+
+    # -- single flight ------------------------------------------------------------------------------------------
+
+    async def _ask(self, request: GatewayRequest, found: Lookup, looking: asyncio.Future[Lookup] | None) -> Answer:
+        """Join the flight of the same canonical request', or of one that asks the same in other words; else start one.
+
+        From the last look to the start nothing is awaited, so that of equal requests only one starts.
+        """
+        if request.reader is None and (answer := self._join_or_memory(request, found)) is not None:
+            return answer
+        if request.shared and not request.joined:
+            own = None if request.reader is None else request.reader.flight
+            near = await self.pending.find(found, request.start, own)
+            if near is not None and (answer := await self._near(request, near)) is not None:
+                self._give_up(request)
+                return answer
+            if request.reader is None and (answer := self._join_or_memory(request, found)) is not None:
+                return answer
+        if request.reader is None:
+            self._start(request, found.canonical)
+            self._record_soon(request, found, looking)
+        return await self._serve(request, found)
+
+    def _flight_key(self, canonical: CanonicalRequest) -> str:
+        """After an invalidation nobody joins a flight that began before it."""
+        return f"{canonical.key} {self.cache.responses.begin()}"
+
+    def _join(self, request: GatewayRequest, canonical: CanonicalRequest) -> bool:
+        """Whether an equal request is on its way, which this one joins."""
+        reader = self.flights.join(self._flight_key(canonical)) if request.shared else None
+        if reader is not None:
+            request.take(reader, joined=True)
+        return reader is not None
+
+    def _join_or_memory(self, request: GatewayRequest, found: Lookup) -> Answer | None:
+        """An answer that landed while we looked elsewhere; None with a reader of the flight that brings it, or not."""
+        joined = self._join(request, found.canonical)
+        return None if joined else self._from_memory(request, found.canonical, found.report)
+
+    def _start(
+        self, request: GatewayRequest, canonical: CanonicalRequest, *, stream: bool | None = None, shared: bool = True
+    ) -> None:
+        """Send a request upstream; equal ones may join from here on.
+
+        Args:
+            request: for whom; it waits for the answer.
+            canonical: what is asked.
+            stream: ask for a stream; as the client did where not given.
+            shared: whether others may join, where the client allows it.
+        """
+        started, since = time.perf_counter(), self.cache.responses.begin()
+        stream = canonical.stream if stream is None else stream
+        raw = b"" if request.large else _body(canonical, stream=stream)
+
+        async def send() -> Reply:
+            body = raw or await asyncio.to_thread(_body, canonical, stream=stream)
+            return await self.upstream.send(request.call.with_body(body))
+
+        async def on_whole(flight: InFlight) -> None:
+            seconds = time.perf_counter() - started
+            self.metrics.upstream(seconds)
+            if flight.status != 200 or flight.payload is None:
+                return
+            self.recent_hits.computed(canonical.key, seconds)
+            if request.controls.write:
+                flight.stored = await self.cache.store(canonical, flight.payload, since)
+
+        reader = self.flights.start(
+            self._flight_key(canonical),
+            send,
+            partial(self._tenants.answered, request.client),
+            on_whole,
+            chat=ENDPOINTS[request.call.scope["path"]] == "chat",
+            shared=shared and request.shared,
+        )
+        request.take(reader, joined=False)
+
+    async def _near(self, request: GatewayRequest, near: Lookup) -> Answer | None:
+        """The answer to a request on its way that asks the same in other words; None where it is not to be had.
+
+        A stream is passed on as it comes. A caller who has had no byte of it yet goes upstream itself once it turns out
+        that the cache may not serve the answer: it failed, was cut off, or cannot be stored for another reason.
+        """
+        reader = self.flights.join(self._flight_key(near.canonical))
+        if reader is not None:
+            flight = reader.flight
+            try:
+                if request.canonical.stream:
+                    await flight.until(lambda: flight.chunk(0) is not None)
+                    if flight.streamed and flight.storable and not flight.done:
+                        return self._near_stream(request, near, flight)
+                await flight.until(lambda: not flight.storable)
+            finally:
+                reader.leave()
+        found = await self.cache.stored(near.canonical)
+        answer = self._hit(request, replace(near, found=found), joined=reader is not None)
+        if answer is None:
+            self.metrics.parted.inc()
+        return answer
+
+    def _near_stream(self, request: GatewayRequest, near: Lookup, flight: InFlight) -> Answer:
+        """A stream that runs for a similar request."""
+        seconds = time.perf_counter() - request.start
+        self.metrics.request(JOINED, 200, seconds, request.client.tenant)
+        self.metrics.joins.labels(SIMILAR).inc()
+        self._spawn(self._note_near(request, near, flight, seconds))
+        headers = [*flight.headers, *self._hit_header(near, 0.0, " joined")]
+        reader = flight.reader()  # last, so that it is not left behind by a fault before
+        events = _relay(reader, include_usage=request.canonical.include_usage)
+        return Answer(200, headers, stream=events, close=reader.aclose)
+
+    async def _note_near(self, request: GatewayRequest, near: Lookup, flight: InFlight, seconds: float) -> None:
+        """Note a stream that was joined, once it is known to be an answer that the cache serves."""
+        await flight.over()
+        found = await self.cache.stored(near.canonical) if flight.stored else None
+        if found is not None:
+            self._note_hit(request, replace(near, found=found), found, seconds)
+            self._check_soon(request, near.report, found.response.payload)
+
+    # -- serving ------------------------------------------------------------------------------------------------
+
+    def _from_memory(
+        self, request: GatewayRequest, canonical: CanonicalRequest, report: ReuseReport | None = None
+    ) -> Answer | None:
+        """What memory has under a key."""
+        found = self.cache.responses.peek(canonical.key) if request.reads else None
+        return None if found is None else self._hit(request, Lookup(canonical, found, report))
+
+    def _hit(self, request: GatewayRequest, lookup: Lookup, *, joined: bool = False) -> Answer | None:
+        """The stored answer in the form the client asked for; None where it will not do.
+
+        Args:
+            request: the request.
+            lookup: what was found.
+            joined: the client waited for it to be computed for another request.
+        """
+        found = lookup.found
+        if found is None or not request.accepts(found):
+            return None
+        payload = found.response.payload
+        answer = self._as_stream(request, payload) if request.canonical.stream else Answer(200, [JSON], payload)
+        if answer is None:
+            return None
+        if found.stale and request.controls.write:
+            self._refresh(request, lookup.canonical)
+        seconds = time.perf_counter() - request.start
+        self.metrics.request(JOINED if joined else lookup.tier, 200, seconds, request.client.tenant)
+        if joined:
+            self.metrics.joins.labels(SIMILAR).inc()
+        self._note_hit(request, lookup, found, seconds)
+        self._check_soon(request, lookup.report, payload)
+        flags = (" stale" if found.stale else "") + (" joined" if joined else "")
+        answer.headers.extend(self._hit_header(lookup, found.age_s, flags))
+        return answer
+
+    def _as_stream(self, request: GatewayRequest, payload: bytes) -> Answer | None:
+        """A whole answer as a stream; None where a stream would lose something."""
+        try:
+            body = replay(json.loads(payload), include_usage=request.canonical.include_usage)
+        except (NotKeepable, ValueError, AttributeError, TypeError, LookupError, RecursionError):
+            self.metrics.uncacheable("no stream of it")
+            return None
+        return Answer(200, [EVENTS], body)
+
+    async def _serve(self, request: GatewayRequest, lookup: Lookup) -> Answer:
+        """The upstream answer that the request waits for, in the form the client asked for.
+
+        Raises:
+            UpstreamError: there is none.
+        """
+        answer = await self._upstream_answer(request)
+        if answer is None:  # another's key was refused, or a form that cannot be turned into this one: ask for it alone
+            request.leave()
+            self._start(request, lookup.canonical, shared=False)
+            if lookup.report is not None:
+                looked: asyncio.Future[Lookup] = asyncio.get_running_loop().create_future()
+                looked.set_result(lookup)
+                self._record_soon(request, lookup, looked)
+            answer = await self._upstream_answer(request)
+            assert answer is not None
+        assert request.reader is not None
+        flight, tier = request.reader.flight, JOINED if request.joined else MISS
+        if request.joined:
+            self.metrics.joins.labels(EQUAL).inc()
+        self.metrics.request(tier, flight.status, time.perf_counter() - request.start, request.client.tenant)
+        reuse = "" if lookup.score is None else f" reuse={lookup.tier} score={lookup.score:.3f}"
+        answer.headers.extend(self._cache_header(f"{tier}{reuse}"))
+        if answer.stream is None:
+            request.leave()
+        return answer
+
+    async def _upstream_answer(self, request: GatewayRequest) -> Answer | None:
+        """The same; None where it is to be had only by a request of one's own."""
+        reader = request.reader
+        assert reader is not None
+        flight = reader.flight
+        await flight.until(lambda: flight.status)
+        if not flight.status and flight.error is not None:
+            raise flight.error
+        answer: Answer | None = None
+        if request.joined and flight.status in REFUSED:  # it says nothing about this client's key
+            return None
+        if flight.streamed and request.canonical.stream:
+            events = _relay(reader, include_usage=request.canonical.include_usage)
+            return Answer(flight.status, list(flight.headers), stream=events, close=reader.aclose)
+        await flight.until(lambda: not flight.shared)
+        if flight.done or flight.streamed:
+            if flight.error is not None:
+                raise flight.error
+            if flight.payload is not None and flight.streamed:
+                answer = Answer(200, [JSON], flight.payload)
+            elif flight.payload is not None and request.canonical.stream and flight.status == 200:
+                answer = self._as_stream(request, flight.payload)
+            elif flight.payload is not None:
+                answer = Answer(flight.status, list(flight.headers), flight.payload)
+            if answer is not None or request.joined:
+                return answer
+        # Too large to hold, or asked in this form and answered in another: as the upstream would have it.
+        return Answer(flight.status, list(flight.headers), stream=_bare(reader), close=reader.aclose)
+
+    def _cache_header(self, text: str) -> Headers:
+        """The header that says where an answer came from."""
+        return [(b"x-semkv", text.encode("latin-1", "replace"))] if self.settings.tell else []
+
+    def _hit_header(self, lookup: Lookup, age_s: float, flags: str) -> Headers:
+        """The header of a hit, whose answer is ``age_s`` seconds old."""
+        scored = "" if lookup.score is None else f" score={lookup.score:.3f}"
+        return self._cache_header(f"hit tier={lookup.tier}{scored} age={age_s:.0f}{flags}")
+
+    def _note_hit(self, request: GatewayRequest, lookup: Lookup, found: Found, seconds: float) -> None:
+        self.recent_hits.hit(
+            tier=lookup.tier,
+            score=lookup.score,
+            seconds=seconds,
+            tenant=request.client.tenant,
+            found=found,
+            asked=None if lookup.tier == EXACT else request.canonical.request,
+            report=lookup.report,
+        )
+
+    def _unreachable(self, error: UpstreamError, tier: str, start: float) -> Answer:
+        """There is no answer to a request that came at ``start``, by `time.perf_counter`."""
+        self.metrics.request(tier, error.status, time.perf_counter() - start, "")
+        return error_answer(error.status, str(error), "upstream_error", self._cache_header(tier))
+
+    # -- recording and checking, in the background ----------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something beside the requests; a fault in it is counted."""
+        task = asyncio.ensure_future(work)
+        self.background.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work failed", exc_info=error)
+            self.metrics.fault("background")
+
+    def _record_soon(
+        self,
+        request: GatewayRequest,
+        lookup: Lookup,
+        looking: asyncio.Future[Lookup] | None,
+        pending: Pending | None = None,
+    ) -> None:
+        """Record what the request just started brings; from here on near-repeats may join it.
+
+        Args:
+            request: waits for the answer.
+            lookup: whose canonical request' was sent.
+            looking: the lookup of the request.
+            pending: the request, where it was made before.
+        """
+        assert request.reader is not None
+        if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
+            return
+        flight = request.reader.flight
+        pending = pending or Pending(self.cache, lookup.canonical)
+        if request.shared:
+            self.pending.add(pending, flight, looking)
+        self._spawn(self._record(request, lookup.canonical, flight, looking, pending))
+
+    async def _record(
+        self,
+        request: GatewayRequest,
+        canonical: CanonicalRequest,
+        flight: InFlight,
+        looking: asyncio.Future[Lookup],
+        pending: Pending,
+    ) -> None:
+        """Tell the semantic cache what was computed; until then near-repeats find the request itself."""
+        payload: bytes | None = None
+        try:
+            await asyncio.wait((looking,))
+            report = looking.result().report
+            if report is not None and looking.result().canonical.key != canonical.key:
+                report = report.unused()  # the donor that was found had no part in what was asked
+            await flight.over()
+            await asyncio.sleep(_RECORD_DELAY_S)
+            if flight.status == 200 and request.controls.write and (flight.stored or canonical.sampled):
+                payload = flight.payload
+            if report is not None and payload is not None:
+                await self.cache.record(report, payload, canonical.model)
+        finally:
+            if pending.flight is not None:
+                self.pending.remove(pending)
+        if payload is not None and flight.stored and report is not None and report.plan.substituted:
+            self._check_soon(request, report, payload)  # of a donor's prompt, whose answer was not there anymore
+
+    def _refresh(self, request: GatewayRequest, canonical: CanonicalRequest) -> None:
+        """Fetch a fresh answer in place of a stale one: what is on its way already goes on for it."""
+        background = replace(request, reader=None)
+        self._join(background, canonical)
+
+        async def fetch() -> None:
+            await self._fetch(background, canonical)
+
+        self._spawn(fetch())
+
+    def _check_soon(self, request: GatewayRequest, report: ReuseReport | None, given: bytes) -> None:
+        """Run the unchanged request of an approximate hit, if it is selected and not too many are running.
+
+        Args:
+            request: the request.
+            report: of the hit.
+            given: the answer that it brought.
+        """
+        if report is not None and self._checks < _CHECKS and self.cache.should_check(report):
+            self._checks += 1
+            self._spawn(self._check(replace(request, reader=None), report, given))
+
+    async def _check(self, request: GatewayRequest, report: ReuseReport, given: bytes) -> None:
+        """Compare the unchanged request's own answer with the one that was given, to know how often they differ."""
+        try:
+            own = await self._fetch(request, request.canonical)
+        finally:
+            self._checks -= 1
+        if own is not None:
+            await self.cache.check(report, own, given)
+
+    async def _fetch(self, request: GatewayRequest, canonical: CanonicalRequest) -> bytes | None:
+        """The upstream's answer to a request, stored on the way; None where there is none."""
+        if request.reader is None and not self._join(request, canonical):
+            self._start(request, canonical, stream=False)
+        assert request.reader is not None
+        flight = request.reader.flight
+        try:
+            await flight.until(lambda: not flight.shared)
+            return flight.payload if flight.status == 200 else None
+        finally:
+            request.leave()
+
+    # -- passing on ---------------------------------------------------------------------------------------------
+
+    async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
+        """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
+        start, client = time.perf_counter(), self._tenants.client(call.scope)
+        header = self._cache_header(f"pass reason={reason.replace(' ', '_')}" if reason else "pass")
+        try:
+            reply = await unless_gone(self._send_on(call, client.tenant), receive)
+        except NoPlace as error:
+            self.metrics.request(PASSED, 400, time.perf_counter() - start, "")
+            return error_answer(400, str(error), "invalid_request_error", header)
+        except UpstreamError as error:
+            return self._unreachable(error, PASSED, start)
+        self._tenants.answered(client, reply.status)
+        self.metrics.request(PASSED, reply.status, time.perf_counter() - start, "")
+        return Answer(reply.status, [*reply.headers, *header], stream=_through(reply), close=reply.aclose)
+
+    async def _send_on(self, call: Call, tenant: str) -> Reply:
+        scope = call.scope
+        if self.settings.salt and scope["method"] == "POST" and scope["path"] in SALTED:
+            call = replace(call, body=await asyncio.to_thread(salted, call.body, tenant, self._secret))
+        return await self.upstream.send(call)
 
     def _canonicalise(self, call: Call, tenant: str) -> CanonicalRequest | Uncacheable:
         if call.scope.get("query_string"):
@@ -115,52 +607,59 @@ class Gateway:
             self.metrics.fault("canonicalise")
             return Uncacheable("fault")
 
-    async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
-        """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
-        start, client = time.perf_counter(), self._tenants.client(call.scope)
-        told = f"pass reason={reason.replace(' ', '_')}" if reason else "pass"
-        try:
-            reply = await unless_gone(self._send_on(call, client.tenant), receive)
-        except NoPlace as error:
-            self.metrics.request(PASSED, 400, time.perf_counter() - start, "")
-            return error_answer(400, str(error), "invalid_request_error", self._answers.told(told))
-        except UpstreamError as error:
-            return self._answers.unreachable(error, PASSED, start)
-        self._tenants.answered(client, reply.status)
-        self.metrics.request(PASSED, reply.status, time.perf_counter() - start, "")
-        headers = [*reply.headers, *self._answers.told(told)]
-        return Answer(reply.status, headers, stream=_through(reply), close=reply.aclose)
+    # -- operators ----------------------------------------------------------------------------------------------
 
-    async def _send_on(self, call: Call, tenant: str) -> Reply:
-        scope = call.scope
-        if self.settings.salt and scope["method"] == "POST" and scope["path"] in SALTED:
-            body = await self.caches.parse(salted, call.body, tenant, self._secret)
-            call = replace(call, body=body)
-        return await self.upstream.send(call)
-
-    async def wrong(self, shown: Shown) -> int:
+    async def wrong(self, hit: HitView) -> int:
         """An operator says that a hit was wrong: its answer goes, and the donor of an approximate one."""
-        if shown.tier != EXACT:
-            await self.caches.report_wrong(shown.hit_id)
-        return await self.caches.invalidate(Selector(key=shown.key), dry_run=False)
+        if hit.tier != EXACT:
+            await self.cache.report_wrong(hit.hit_id)
+        return await self.cache.invalidate(Selector(key=hit.key), dry_run=False)
 
     def sizes(self) -> dict[str, dict[str, float]]:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
-        sizes = self.caches.sizes()
+        sizes = self.cache.sizes()
         sizes["gauges"] |= {
-            "flights": float(len(self.desk)),
-            "flight_bytes": float(self.desk.held),
-            "flight_limit_bytes": float(self.desk.bounds.total),
+            "flights": float(len(self.flights.running)),
+            "flight_bytes": float(self.flights.held_bytes),
+            "flight_limit_bytes": float(self.flights.max_total_bytes),
             "memory_limit_bytes": float(self.settings.memory_mib << 20),
             "response_limit_bytes": float(self.settings.store_mib << 20),
         }
         return sizes
 
     async def aclose(self) -> None:
-        """Stop flights, finish what is being written, close the stores."""
-        await self._dispatch.aclose()
+        """Stop upstream requests, finish what is being written, close the stores."""
+        self.flights.close()
+        if self.background:
+            await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstream.aclose()
-        await self.caches.aclose()
+        await self.cache.aclose()
+
+
+def _body(canonical: CanonicalRequest, *, stream: bool) -> bytes:
+    """What is sent upstream."""
+    body = canonical.body()
+    body.pop("stream_options", None)
+    body["stream"] = stream
+    if stream:  # the usage is part of the whole answer; a client that did not ask for it does not see it
+        body["stream_options"] = {"include_usage": True}
+    return _encode(body).encode()
+
+
+async def _bare(reader: Reader) -> AsyncIterator[bytes]:
+    """An answer as it comes in."""
+    async for chunk in reader.chunks():
+        yield chunk.data
+
+
+async def _relay(reader: Reader, *, include_usage: bool) -> AsyncIterator[bytes]:
+    """A running stream as one client sees it; a break becomes an error event, since the status is long sent."""
+    try:
+        async for chunk in reader.chunks():
+            if include_usage or not chunk.usage:
+                yield chunk.data
+    except UpstreamError as error:
+        yield event({"error": {"message": str(error), "type": "upstream_error", "param": None, "code": error.status}})
 
 
 async def _through(reply: Reply) -> AsyncIterator[bytes]:

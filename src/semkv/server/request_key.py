@@ -14,7 +14,7 @@ from typing import Any
 
 from semkv.keys import digest, media_uuid
 from semkv.server.content import Content, Unkeyable, read_messages, read_prompt
-from semkv.server.salt import tenant_salt
+from semkv.server.tenancy import tenant_salt
 from semkv.stores.media import MediaStore
 from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
 
