@@ -36,9 +36,11 @@ def pair(running: Pair) -> Iterator[Pair]:
     yield running
     running.upstream.script = {}
     running.upstream.gate.set()
-    wait_until(lambda: not running.app.gateway.background and not len(running.app.gateway.flights.running))
+    wait_until(
+        lambda: not running.app.gateway.outgoing.background and not len(running.app.gateway.outgoing.flights.running)
+    )
     assert not len(paraphrases(running))
-    wait_until(lambda: running.app.gateway.flights.held_bytes == 0)
+    wait_until(lambda: running.app.gateway.outgoing.flights.held_bytes == 0)
     assert running.metric("semkv_faults_total") == 0
 
 
@@ -119,7 +121,7 @@ def test_a_stream_that_has_begun_to_come_in_waits_for_the_lookup(pair: Pair, mon
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         held = Held(pair, patch)
         similar = pool.submit(pair.post, OTHER, headers=tenant, stream=True)
-        wait_until(lambda: any(flight.chunk(0) is not None for flight in pair.app.gateway.flights.running))
+        wait_until(lambda: any(flight.chunk(0) is not None for flight in pair.app.gateway.outgoing.flights.running))
         assert not similar.done()
         held.go.set()
         answer = similar.result(30)
@@ -154,7 +156,7 @@ def test_a_paraphrase_of_a_request_on_its_way_joins_it_and_asks_for_nothing(pair
         wait_until(lambda: len(paraphrases(pair)) == 1)
         with ThreadPoolExecutor(1) as pool:
             second = pool.submit(pair.post, OTHER, headers=tenant)
-            wait_until(lambda: sum(len(f.readers) for f in pair.app.gateway.flights.running) == 2)
+            wait_until(lambda: sum(len(f.readers) for f in pair.app.gateway.outgoing.flights.running) == 2)
             pair.upstream.gate.set()
             answer = second.result(30)
     assert said(answer) == f"You said: {ONE}"
@@ -188,7 +190,7 @@ def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(
             time.sleep(0.1)
             assert asked(pair) == [ONE]
             go.set()
-            wait_until(lambda: sum(len(f.readers) for f in pair.app.gateway.flights.running) == 2)
+            wait_until(lambda: sum(len(f.readers) for f in pair.app.gateway.outgoing.flights.running) == 2)
             pair.upstream.gate.set()
             answer = second.result(30)
     assert said(answer) == f"You said: {ONE}"
@@ -330,7 +332,7 @@ def test_a_key_that_the_upstream_refuses_gets_nothing(pair: Pair, monkeypatch: p
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         held = Held(pair, patch)
         similar = pool.submit(pair.post, OTHER, headers=tenant)
-        wait_until(lambda: OTHER in asked(pair) and not len(pair.app.gateway.flights.running))
+        wait_until(lambda: OTHER in asked(pair) and not len(pair.app.gateway.outgoing.flights.running))
         held.go.set()
         assert similar.result(30).status_code == 401
     pair.upstream.script = {ONE: {"status": "401"}}
@@ -341,7 +343,7 @@ def test_an_equal_request_that_has_just_ended_is_not_joined(pair: Pair, monkeypa
     """It is forgotten during the next one's lookup; its key would lead that one to the flight it started itself."""
     tenant, _ = let_in(pair)
     pair.upstream.script = {ONE: {"length": ""}}
-    monkeypatch.setattr("semkv.server.gateway._RECORD_DELAY_S", 0.5)
+    monkeypatch.setattr("semkv.server.upstream_requests._RECORD_DELAY_S", 0.5)
     pair.post(ONE, headers=tenant, stream=True)
     pair.upstream.hold_at = 2
     pair.upstream.gate.clear()
@@ -374,7 +376,7 @@ def test_a_stale_answer_is_renewed_by_what_was_asked_meanwhile(tmp_path: Path) -
         with beside(pair, ONE) as second:
             assert second.result(30).headers["x-semkv"].endswith("stale")
             assert second.result().json() == first.json()
-        wait_until(lambda: not gateway.background and not len(gateway.flights.running))
+        wait_until(lambda: not gateway.outgoing.background and not len(gateway.outgoing.flights.running))
         assert asked(pair) == [ONE, ONE]
         assert (pair.upstream.aborted, pair.metric("semkv_overlap_cut_total")) == (0, 0)
         assert pair.post(ONE).json()["id"] != first.json()["id"]
@@ -434,7 +436,7 @@ def test_equal_requests_share_one(pair: Pair) -> None:
     pair.upstream.gate.clear()
     with ThreadPoolExecutor(16) as pool:
         several = [pool.submit(pair.post, "The same for all?", headers=tenant) for _ in range(16)]
-        wait_until(lambda: sum(len(f.readers) for f in pair.app.gateway.flights.running) == 16)
+        wait_until(lambda: sum(len(f.readers) for f in pair.app.gateway.outgoing.flights.running) == 16)
         pair.upstream.gate.set()
         assert {said(one.result(30)) for one in several} == {"You said: The same for all?"}
     assert asked(pair) == ["The same for all?"]

@@ -50,13 +50,13 @@ def pair(running: Pair) -> Iterator[Pair]:
     yield running
     upstream.script, upstream.hold_at = {}, 0
     upstream.gate.set()
-    wait_until(lambda: not len(paraphrases(running)) and not len(running.app.gateway.flights.running))
-    wait_until(lambda: running.app.gateway.flights.held_bytes == 0)  # the last reader leaves after the end
+    wait_until(lambda: not len(paraphrases(running)) and not len(running.app.gateway.outgoing.flights.running))
+    wait_until(lambda: running.app.gateway.outgoing.flights.held_bytes == 0)  # the last reader leaves after the end
     assert running.metric("semkv_faults_total") == 0
 
 
 def paraphrases(pair: Pair) -> Any:
-    return pair.app.gateway.pending
+    return pair.app.gateway.outgoing.pending
 
 
 def asked(pair: Pair) -> list[str]:
@@ -119,7 +119,7 @@ def later(pair: Pair, text: Any, *, waits: bool, **more: Any) -> httpx.Response:
         waits: on the other's answer; else for its own.
     """
     gateway = pair.app.gateway
-    calls, (flight, *_) = len(pair.upstream.calls), gateway.flights.running
+    calls, (flight, *_) = len(pair.upstream.calls), gateway.outgoing.flights.running
     readers = len(flight.readers)
 
     def arrived() -> bool:
@@ -345,7 +345,7 @@ class TestWhenTheFirstFails:
         tenant = a_tenant()
         pair.upstream.script, pair.upstream.hold_at = {ONE: {"odd": ""}}, 2
         with beside(pair, stream=True, headers=tenant) as first:
-            (flight,) = pair.app.gateway.flights.running
+            (flight,) = pair.app.gateway.outgoing.flights.running
             wait_until(lambda: not flight.storable)
             answer = later(pair, OTHER, waits=False, stream=stream, headers=tenant)
         assert said(answer) == f"You said: {OTHER}"
@@ -356,7 +356,7 @@ class TestWhenTheFirstFails:
         tenant = a_tenant()
         pair.upstream.script = {text: {"status": "503", "delay": "1"} for text in HUNDRED}
         with beside(pair, headers=tenant):
-            (flight,) = pair.app.gateway.flights.running
+            (flight,) = pair.app.gateway.outgoing.flights.running
             answers: list[httpx.Response] = []
             threads = [
                 threading.Thread(target=lambda t=text: answers.append(pair.post(t, headers=tenant)))
@@ -438,7 +438,7 @@ async def two(pair: Pair, stream: bool, story: Any) -> Any:
 
         first = ask(ONE)
         await reached(lambda: pair.upstream.calls)
-        (flight,) = pair.app.gateway.flights.running
+        (flight,) = pair.app.gateway.outgoing.flights.running
         second = ask(OTHER)
         await reached(lambda: len(flight.readers) == 2)
         return await story(first, second, flight)

@@ -244,7 +244,7 @@ class TestSingleFlight:
             asking = asyncio.create_task(many(pair, 500 * [chat("stampede")]))
             try:
                 async with asyncio.timeout(60):
-                    while sum(len(flight.readers) for flight in list(pair.app.gateway.flights.running)) < 500:
+                    while sum(len(flight.readers) for flight in list(pair.app.gateway.outgoing.flights.running)) < 500:
                         await asyncio.sleep(0.01)
             finally:
                 pair.upstream.gate.set()
@@ -347,7 +347,7 @@ class TestFaults:
                     answer = pair.post("[big=3000000][events=30]", stream=stream)
                     assert answer.text.count("x") >= 3_000_000
                     assert answer.headers["x-semkv"] == "miss"
-            wait_until(lambda: pair.app.gateway.flights.held_bytes == 0)
+            wait_until(lambda: pair.app.gateway.outgoing.flights.held_bytes == 0)
 
     def test_images_of_failed_requests_are_held_under_the_bound(self, tmp_path: Path) -> None:
         with Pair(tmp_path, semantic=True, media_mib=1, store_timeout=60.0) as pair:
@@ -370,7 +370,7 @@ class TestFaults:
             assert f"You said: open {i} " in answer.text
             assert answer.text.endswith("[DONE]\n\n")
         assert pair.upstream.most_running >= 1000
-        wait_until(lambda: pair.app.gateway.flights.held_bytes == 0)
+        wait_until(lambda: pair.app.gateway.outgoing.flights.held_bytes == 0)
 
     def test_300_different_misses_at_once_are_all_looked_up_and_kept(self, tmp_path: Path) -> None:
         with Pair(tmp_path, store_timeout=20.0) as pair:
@@ -413,7 +413,11 @@ class TestFaults:
     def test_a_fault_of_ours_does_not_cost_the_answer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with Pair(tmp_path) as pair:
             gateway = pair.app.gateway
-            for target, name in ((gateway, "_canonicalise"), (gateway.cache, "look_up"), (gateway.flights, "join")):
+            for target, name in (
+                (gateway, "_canonicalise"),
+                (gateway.cache, "look_up"),
+                (gateway.outgoing.flights, "join"),
+            ):
 
                 def broken(*_: object, **__: object) -> None:
                     raise RuntimeError("scripted fault")

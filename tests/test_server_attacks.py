@@ -317,12 +317,12 @@ class TestConnections:
             wait_until(lambda: pair.upstream.running == 1)
             line.socket.shutdown(socket.SHUT_WR)
             line.rest()
-        wait_until(lambda: pair.upstream.running == 0 and len(pair.app.gateway.flights.running) == 0)
+        wait_until(lambda: pair.upstream.running == 0 and len(pair.app.gateway.outgoing.flights.running) == 0)
         assert pair.upstream.aborted == before + 1
 
     def test_a_client_that_does_not_read_does_not_fill_memory(self, tmp_path: Path) -> None:
         with Pair(tmp_path, max_answer_mib=1) as small:
-            flights = small.app.gateway.flights
+            flights = small.app.gateway.outgoing.flights
             with Line(small) as line:
                 line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 line.send(request(chat("[big=60000000][events=600]", stream=True)))

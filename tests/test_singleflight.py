@@ -58,7 +58,8 @@ def test_the_end_waits_until_the_answer_was_kept(kind: bytes, pieces: list[bytes
             await stored.wait()
 
         flights = SingleFlight()
-        reader = flights.start("key", Scripted(kind, pieces).send, lambda _: None, on_whole, chat=True)
+        send = Scripted(kind, pieces).send
+        reader = flights.start(InFlight(flights, "key", send, lambda _: None, on_whole, chat=True))
         await asyncio.wait_for(asked.wait(), 10)
         for _ in range(50):  # whatever else could run has run
             await asyncio.sleep(0)
@@ -67,7 +68,7 @@ def test_the_end_waits_until_the_answer_was_kept(kind: bytes, pieces: list[bytes
         assert not flight.done
         assert flight.streamed is (last is None), "of a stream the last event is held back as well"
         stored.set()
-        await asyncio.wait_for(flight.over(), 10)
+        await asyncio.wait_for(flight.task, 10)
         assert flight.done
         assert flight.error is None
         assert flight.chunk(len(pieces) - 1) is not None
@@ -83,10 +84,10 @@ def test_a_flight_that_is_cancelled_at_once_has_an_end() -> None:
 
         flights = SingleFlight()
         send = Scripted(b"application/json", []).send
-        reader = flights.start("key", send, lambda _: None, on_whole, chat=True)
+        reader = flights.start(InFlight(flights, "key", send, lambda _: None, on_whole, chat=True))
         flights.close()
         await asyncio.wait_for(reader.flight.until(lambda: False), 10)
-        await asyncio.wait_for(reader.flight.over(), 10)
+        await asyncio.wait_for(reader.flight.task, 10)
         assert reader.flight.done
         assert not flights.running
         reader.leave()

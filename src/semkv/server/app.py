@@ -27,7 +27,7 @@ from semkv.server.asgi import (
     unless_gone,
 )
 from semkv.server.cache_client import CacheClient
-from semkv.server.gateway import ENDPOINTS, Gateway
+from semkv.server.gateway import Gateway
 from semkv.server.metrics import Metrics
 from semkv.server.operations import Operations
 from semkv.server.settings import ServerSettings, admin_key, from_environment, secret_of
@@ -44,6 +44,7 @@ from semkv.server.upstream import (
     Upstream,
     UpstreamError,
 )
+from semkv.server.upstream_requests import ENDPOINTS
 from semkv.stores.responses.ahead import FOLDER as AHEAD
 from semkv.stores.responses.open import FILE, open_store
 from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule

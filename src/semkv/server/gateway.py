@@ -13,89 +13,26 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from semkv.server.asgi import EVENTS, JSON, Answer, error_answer, is_plain_json, unless_gone
 from semkv.server.cache_client import EXACT, CacheClient, Lookup
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Metrics
-from semkv.server.pending import Pending, PendingRequests
+from semkv.server.pending import Pending
 from semkv.server.recent_hits import HitView, RecentHits
 from semkv.server.request_key import CanonicalRequest, Uncacheable, canonicalise, loads
 from semkv.server.settings import ServerSettings
-from semkv.server.singleflight import InFlight, Reader, SingleFlight
-from semkv.server.sse import NotKeepable, event, replay
-from semkv.server.tenancy import REFUSED, SALTED, BadTags, Client, Controls, NoPlace, Tenants, controls_of, salted
+from semkv.server.singleflight import InFlight
+from semkv.server.sse import NotKeepable, replay
+from semkv.server.tenancy import REFUSED, SALTED, BadTags, NoPlace, Tenants, controls_of, salted
 from semkv.server.upstream import Call, Headers, Receive, Reply, Upstream, UpstreamError
+from semkv.server.upstream_requests import LARGE, GatewayRequest, UpstreamRequests
 from semkv.stores.responses.base import Selector
 from semkv.tiers.response import Found
 from semkv.types import ReuseReport
 
 log = logging.getLogger(__name__)
-
-ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
-
-_LARGE = 64 * 1024  # bytes of a body that is parsed and written in a thread
-_CHECKS = 4  # unchanged requests run for checking at once
-_ENDING_S = 5.0  # how long background work may go on at the end
-_RECORD_DELAY_S = 0.005  # a record shares the interpreter with the answer that goes out and the next request
-_encode = json.JSONEncoder(separators=(",", ":")).encode
-
-
-@dataclass(slots=True)
-class GatewayRequest:
-    """A request that has a key.
-
-    Attributes:
-        call: as it came.
-        canonical: its canonical form.
-        controls: what the client asked of the cache.
-        client: who asks.
-        may_read: the upstream has let this client in before, and the answer is not to be drawn at random.
-        start: when it was there, by `time.perf_counter`.
-        reader: of the upstream answer that it waits for, if any.
-        joined: that answer was asked for by another request.
-    """
-
-    call: Call
-    canonical: CanonicalRequest
-    controls: Controls
-    client: Client
-    may_read: bool
-    start: float
-    reader: Reader | None = None
-    joined: bool = False
-
-    @property
-    def reads(self) -> bool:
-        """A stored answer would do."""
-        return self.controls.read and self.may_read
-
-    @property
-    def shared(self) -> bool:
-        """An answer that is on its way to another request would do, and the other way round."""
-        return self.reads and self.controls.write
-
-    @property
-    def large(self) -> bool:
-        return len(self.call.body) > _LARGE
-
-    def accepts(self, found: Found) -> bool:
-        """Whether a stored answer is fresh enough for the client."""
-        oldest = self.controls.max_age_s
-        return self.reads and (oldest is None or (found.age_s <= oldest and not found.stale))
-
-    def take(self, reader: Reader, *, joined: bool) -> None:
-        """Wait for an upstream answer."""
-        self.reader, self.joined = reader, joined
-
-    def leave(self) -> None:
-        """Wait for no upstream answer."""
-        if self.reader is not None:
-            self.reader.leave()
-            self.reader = None
 
 
 class Gateway:
@@ -114,11 +51,9 @@ class Gateway:
     ) -> None:
         self.settings, self.upstream, self.cache, self.metrics = settings, upstream, cache, metrics
         self.recent_hits = RecentHits(metrics)
-        self.flights = SingleFlight(max_answer_bytes=settings.bounds[1])
-        self.pending = PendingRequests(cache)
-        self.background: set[asyncio.Task[None]] = set()
+        self._secret = secret
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
-        self._secret, self._checks = secret, 0
+        self.outgoing = UpstreamRequests(upstream, cache, self._tenants, self.recent_hits, metrics, settings.bounds[1])
 
     # -- a request ----------------------------------------------------------------------------------------------
 
@@ -136,7 +71,7 @@ class Gateway:
         if not client.believed:
             self.metrics.uncacheable("tenant")
             return await self.forward(call, receive, "tenant")
-        if len(call.body) > _LARGE:
+        if len(call.body) > LARGE:
             canonical = await asyncio.to_thread(self._canonicalise, call, client.tenant)
         else:
             canonical = self._canonicalise(call, client.tenant)
@@ -158,21 +93,24 @@ class Gateway:
         own = Lookup(request.canonical)
         pending: Pending | None = None
         try:
-            if self._overlaps(request) and not self._join(request, request.canonical):
+            if self._overlaps(request) and not self.outgoing.join(request, request.canonical):
                 pending = Pending(self.cache, request.canonical)
-                if not self.pending.busy(pending):
-                    self._start(request, request.canonical)
-            asked, reader = request.start if request.reader is not None else None, request.reader
-            looking = self._look_up(request, asked) if request.controls.read else None
+                if not self.outgoing.pending.busy(pending):
+                    self.outgoing.start(request, request.canonical)
+            reader = request.reader
+            looking = self._look_up(request, overlapped=reader is not None) if request.controls.read else None
             if reader is not None and looking is not None:
                 if not request.joined:
-                    self._record_soon(request, own, looking, pending)
-                if await reader.flight.whole_before(looking) or reader.flight.status in REFUSED:
-                    return await self._serve(request, own)  # who is not let in gets nothing that others computed
+                    self.outgoing.record_soon(request, own, looking, pending)
+                await asyncio.wait((looking, reader.flight.task), return_when=asyncio.FIRST_COMPLETED)
+                if reader.flight.whole and not looking.done():
+                    return await self._serve(request, own, looking)
             found = own
             if looking is not None:
                 await asyncio.wait((looking,))
                 found = looking.result()
+            if reader is not None and reader.flight.status in REFUSED:  # this client gets nothing that others computed
+                return await self._serve(request, own, looking)
             another = found.canonical.key != own.canonical.key
             brought = reader is not None and reader.flight.stored and not another  # by this very request
             if not brought and (answer := self._hit(request, found)) is not None:
@@ -192,7 +130,8 @@ class Gateway:
         """Whether to ask the upstream during the lookup."""
         return self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
 
-    def _look_up(self, request: GatewayRequest, asked_at: float | None) -> asyncio.Future[Lookup]:
+    def _look_up(self, request: GatewayRequest, *, overlapped: bool) -> asyncio.Future[Lookup]:
+        asked_at = request.start if overlapped else None
         looked = self.cache.look_up(request.canonical, writes=request.controls.write, asked_at=asked_at)
         return asyncio.ensure_future(looked)
 
@@ -213,70 +152,22 @@ class Gateway:
             return answer
         if request.shared and not request.joined:
             own = None if request.reader is None else request.reader.flight
-            near = await self.pending.find(found, request.start, own)
+            near = await self.outgoing.pending.find(found, request.start, own)
             if near is not None and (answer := await self._near(request, near)) is not None:
                 self._give_up(request)
                 return answer
             if request.reader is None and (answer := self._join_or_memory(request, found)) is not None:
                 return answer
         if request.reader is None:
-            self._start(request, found.canonical)
-            self._record_soon(request, found, looking)
-        return await self._serve(request, found)
-
-    def _flight_key(self, canonical: CanonicalRequest) -> str:
-        """After an invalidation nobody joins a flight that began before it."""
-        return f"{canonical.key} {self.cache.responses.begin()}"
-
-    def _join(self, request: GatewayRequest, canonical: CanonicalRequest) -> bool:
-        """Whether an equal request is on its way, which this one joins."""
-        reader = self.flights.join(self._flight_key(canonical)) if request.shared else None
-        if reader is not None:
-            request.take(reader, joined=True)
-        return reader is not None
+            self.outgoing.start(request, found.canonical)
+            self.outgoing.record_soon(request, found, looking)
+        return await self._serve(request, found, looking)
 
     def _join_or_memory(self, request: GatewayRequest, found: Lookup) -> Answer | None:
-        """An answer that landed while we looked elsewhere; None with a reader of the flight that brings it, or not."""
-        joined = self._join(request, found.canonical)
-        return None if joined else self._from_memory(request, found.canonical, found.report)
-
-    def _start(
-        self, request: GatewayRequest, canonical: CanonicalRequest, *, stream: bool | None = None, shared: bool = True
-    ) -> None:
-        """Send a request upstream; equal ones may join from here on.
-
-        Args:
-            request: for whom; it waits for the answer.
-            canonical: what is asked.
-            stream: ask for a stream; as the client did where not given.
-            shared: whether others may join, where the client allows it.
-        """
-        started, since = time.perf_counter(), self.cache.responses.begin()
-        stream = canonical.stream if stream is None else stream
-        raw = b"" if request.large else _body(canonical, stream=stream)
-
-        async def send() -> Reply:
-            body = raw or await asyncio.to_thread(_body, canonical, stream=stream)
-            return await self.upstream.send(request.call.with_body(body))
-
-        async def on_whole(flight: InFlight) -> None:
-            seconds = time.perf_counter() - started
-            self.metrics.upstream(seconds)
-            if flight.status != 200 or flight.payload is None:
-                return
-            self.recent_hits.computed(canonical.key, seconds)
-            if request.controls.write:
-                flight.stored = await self.cache.store(canonical, flight.payload, since)
-
-        reader = self.flights.start(
-            self._flight_key(canonical),
-            send,
-            partial(self._tenants.answered, request.client),
-            on_whole,
-            chat=ENDPOINTS[request.call.scope["path"]] == "chat",
-            shared=shared and request.shared,
-        )
-        request.take(reader, joined=False)
+        """Join an equal request that is on its way; where there is none, the answer that memory may have by now."""
+        if self.outgoing.join(request, found.canonical):
+            return None
+        return self._from_memory(request, found.canonical, found.report)
 
     async def _near(self, request: GatewayRequest, near: Lookup) -> Answer | None:
         """The answer to a request on its way that asks the same in other words; None where it is not to be had.
@@ -284,7 +175,7 @@ class Gateway:
         A stream is passed on as it comes. A caller who has had no byte of it yet goes upstream itself once it turns out
         that the cache may not serve the answer: it failed, was cut off, or cannot be stored for another reason.
         """
-        reader = self.flights.join(self._flight_key(near.canonical))
+        reader = self.outgoing.flights.join(self.outgoing.flight_key(near.canonical))
         if reader is not None:
             flight = reader.flight
             try:
@@ -306,19 +197,19 @@ class Gateway:
         seconds = time.perf_counter() - request.start
         self.metrics.request(JOINED, 200, seconds, request.client.tenant)
         self.metrics.joins.labels(SIMILAR).inc()
-        self._spawn(self._note_near(request, near, flight, seconds))
+        self.outgoing.spawn(self._note_near(request, near, flight, seconds))
         headers = [*flight.headers, *self._hit_header(near, 0.0, " joined")]
         reader = flight.reader()  # last, so that it is not left behind by a fault before
-        events = _relay(reader, include_usage=request.canonical.include_usage)
+        events = reader.events(include_usage=request.canonical.include_usage)
         return Answer(200, headers, stream=events, close=reader.aclose)
 
     async def _note_near(self, request: GatewayRequest, near: Lookup, flight: InFlight, seconds: float) -> None:
         """Note a stream that was joined, once it is known to be an answer that the cache serves."""
-        await flight.over()
+        await asyncio.wait((flight.task,))
         found = await self.cache.stored(near.canonical) if flight.stored else None
         if found is not None:
             self._note_hit(request, replace(near, found=found), found, seconds)
-            self._check_soon(request, near.report, found.response.payload)
+            self.outgoing.check_soon(request, near.report, found.response.payload)
 
     # -- serving ------------------------------------------------------------------------------------------------
 
@@ -345,13 +236,13 @@ class Gateway:
         if answer is None:
             return None
         if found.stale and request.controls.write:
-            self._refresh(request, lookup.canonical)
+            self.outgoing.refresh(request, lookup.canonical)
         seconds = time.perf_counter() - request.start
         self.metrics.request(JOINED if joined else lookup.tier, 200, seconds, request.client.tenant)
         if joined:
             self.metrics.joins.labels(SIMILAR).inc()
         self._note_hit(request, lookup, found, seconds)
-        self._check_soon(request, lookup.report, payload)
+        self.outgoing.check_soon(request, lookup.report, payload)
         flags = (" stale" if found.stale else "") + (" joined" if joined else "")
         answer.headers.extend(self._hit_header(lookup, found.age_s, flags))
         return answer
@@ -365,7 +256,7 @@ class Gateway:
             return None
         return Answer(200, [EVENTS], body)
 
-    async def _serve(self, request: GatewayRequest, lookup: Lookup) -> Answer:
+    async def _serve(self, request: GatewayRequest, lookup: Lookup, looking: asyncio.Future[Lookup] | None) -> Answer:
         """The upstream answer that the request waits for, in the form the client asked for.
 
         Raises:
@@ -374,11 +265,8 @@ class Gateway:
         answer = await self._upstream_answer(request)
         if answer is None:  # another's key was refused, or a form that cannot be turned into this one: ask for it alone
             request.leave()
-            self._start(request, lookup.canonical, shared=False)
-            if lookup.report is not None:
-                looked: asyncio.Future[Lookup] = asyncio.get_running_loop().create_future()
-                looked.set_result(lookup)
-                self._record_soon(request, lookup, looked)
+            self.outgoing.start(request, lookup.canonical, shared=False)
+            self.outgoing.record_soon(request, lookup, looking)
             answer = await self._upstream_answer(request)
             assert answer is not None
         assert request.reader is not None
@@ -404,7 +292,7 @@ class Gateway:
         if request.joined and flight.status in REFUSED:  # it says nothing about this client's key
             return None
         if flight.streamed and request.canonical.stream:
-            events = _relay(reader, include_usage=request.canonical.include_usage)
+            events = reader.events(include_usage=request.canonical.include_usage)
             return Answer(flight.status, list(flight.headers), stream=events, close=reader.aclose)
         await flight.until(lambda: not flight.shared)
         if flight.done or flight.streamed:
@@ -419,7 +307,7 @@ class Gateway:
             if answer is not None or request.joined:
                 return answer
         # Too large to hold, or asked in this form and answered in another: as the upstream would have it.
-        return Answer(flight.status, list(flight.headers), stream=_bare(reader), close=reader.aclose)
+        return Answer(flight.status, list(flight.headers), stream=reader.data(), close=reader.aclose)
 
     def _cache_header(self, text: str) -> Headers:
         """The header that says where an answer came from."""
@@ -445,114 +333,6 @@ class Gateway:
         """There is no answer to a request that came at ``start``, by `time.perf_counter`."""
         self.metrics.request(tier, error.status, time.perf_counter() - start, "")
         return error_answer(error.status, str(error), "upstream_error", self._cache_header(tier))
-
-    # -- recording and checking, in the background ----------------------------------------------------------------
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something beside the requests; a fault in it is counted."""
-        task = asyncio.ensure_future(work)
-        self.background.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self.background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("background work failed", exc_info=error)
-            self.metrics.fault("background")
-
-    def _record_soon(
-        self,
-        request: GatewayRequest,
-        lookup: Lookup,
-        looking: asyncio.Future[Lookup] | None,
-        pending: Pending | None = None,
-    ) -> None:
-        """Record what the request just started brings; from here on near-repeats may join it.
-
-        Args:
-            request: waits for the answer.
-            lookup: whose canonical request' was sent.
-            looking: the lookup of the request.
-            pending: the request, where it was made before.
-        """
-        assert request.reader is not None
-        if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
-            return
-        flight = request.reader.flight
-        pending = pending or Pending(self.cache, lookup.canonical)
-        if request.shared:
-            self.pending.add(pending, flight, looking)
-        self._spawn(self._record(request, lookup.canonical, flight, looking, pending))
-
-    async def _record(
-        self,
-        request: GatewayRequest,
-        canonical: CanonicalRequest,
-        flight: InFlight,
-        looking: asyncio.Future[Lookup],
-        pending: Pending,
-    ) -> None:
-        """Tell the semantic cache what was computed; until then near-repeats find the request itself."""
-        payload: bytes | None = None
-        try:
-            await asyncio.wait((looking,))
-            report = looking.result().report
-            if report is not None and looking.result().canonical.key != canonical.key:
-                report = report.unused()  # the donor that was found had no part in what was asked
-            await flight.over()
-            await asyncio.sleep(_RECORD_DELAY_S)
-            if flight.status == 200 and request.controls.write and (flight.stored or canonical.sampled):
-                payload = flight.payload
-            if report is not None and payload is not None:
-                await self.cache.record(report, payload, canonical.model)
-        finally:
-            if pending.flight is not None:
-                self.pending.remove(pending)
-        if payload is not None and flight.stored and report is not None and report.plan.substituted:
-            self._check_soon(request, report, payload)  # of a donor's prompt, whose answer was not there anymore
-
-    def _refresh(self, request: GatewayRequest, canonical: CanonicalRequest) -> None:
-        """Fetch a fresh answer in place of a stale one: what is on its way already goes on for it."""
-        background = replace(request, reader=None)
-        self._join(background, canonical)
-
-        async def fetch() -> None:
-            await self._fetch(background, canonical)
-
-        self._spawn(fetch())
-
-    def _check_soon(self, request: GatewayRequest, report: ReuseReport | None, given: bytes) -> None:
-        """Run the unchanged request of an approximate hit, if it is selected and not too many are running.
-
-        Args:
-            request: the request.
-            report: of the hit.
-            given: the answer that it brought.
-        """
-        if report is not None and self._checks < _CHECKS and self.cache.should_check(report):
-            self._checks += 1
-            self._spawn(self._check(replace(request, reader=None), report, given))
-
-    async def _check(self, request: GatewayRequest, report: ReuseReport, given: bytes) -> None:
-        """Compare the unchanged request's own answer with the one that was given, to know how often they differ."""
-        try:
-            own = await self._fetch(request, request.canonical)
-        finally:
-            self._checks -= 1
-        if own is not None:
-            await self.cache.check(report, own, given)
-
-    async def _fetch(self, request: GatewayRequest, canonical: CanonicalRequest) -> bytes | None:
-        """The upstream's answer to a request, stored on the way; None where there is none."""
-        if request.reader is None and not self._join(request, canonical):
-            self._start(request, canonical, stream=False)
-        assert request.reader is not None
-        flight = request.reader.flight
-        try:
-            await flight.until(lambda: not flight.shared)
-            return flight.payload if flight.status == 200 else None
-        finally:
-            request.leave()
 
     # -- passing on ---------------------------------------------------------------------------------------------
 
@@ -619,9 +399,9 @@ class Gateway:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
         sizes = self.cache.sizes()
         sizes["gauges"] |= {
-            "flights": float(len(self.flights.running)),
-            "flight_bytes": float(self.flights.held_bytes),
-            "flight_limit_bytes": float(self.flights.max_total_bytes),
+            "flights": float(len(self.outgoing.flights.running)),
+            "flight_bytes": float(self.outgoing.flights.held_bytes),
+            "flight_limit_bytes": float(self.outgoing.flights.max_total_bytes),
             "memory_limit_bytes": float(self.settings.memory_mib << 20),
             "response_limit_bytes": float(self.settings.store_mib << 20),
         }
@@ -629,37 +409,9 @@ class Gateway:
 
     async def aclose(self) -> None:
         """Stop upstream requests, finish what is being written, close the stores."""
-        self.flights.close()
-        if self.background:
-            await asyncio.wait(self.background, timeout=_ENDING_S)
+        await self.outgoing.aclose()
         await self.upstream.aclose()
         await self.cache.aclose()
-
-
-def _body(canonical: CanonicalRequest, *, stream: bool) -> bytes:
-    """What is sent upstream."""
-    body = canonical.body()
-    body.pop("stream_options", None)
-    body["stream"] = stream
-    if stream:  # the usage is part of the whole answer; a client that did not ask for it does not see it
-        body["stream_options"] = {"include_usage": True}
-    return _encode(body).encode()
-
-
-async def _bare(reader: Reader) -> AsyncIterator[bytes]:
-    """An answer as it comes in."""
-    async for chunk in reader.chunks():
-        yield chunk.data
-
-
-async def _relay(reader: Reader, *, include_usage: bool) -> AsyncIterator[bytes]:
-    """A running stream as one client sees it; a break becomes an error event, since the status is long sent."""
-    try:
-        async for chunk in reader.chunks():
-            if include_usage or not chunk.usage:
-                yield chunk.data
-    except UpstreamError as error:
-        yield event({"error": {"message": str(error), "type": "upstream_error", "param": None, "code": error.status}})
 
 
 async def _through(reply: Reply) -> AsyncIterator[bytes]:

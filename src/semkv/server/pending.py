@@ -102,12 +102,11 @@ class PendingRequests:
         entry, key, seen = lookup.entry, lookup.canonical.key, set[PendingEntry]()
         while entry is not None:
             undecided = [p for p in self._running if not p.looked_up.done() and p.key != key and p.group == entry.group]
-            for other in undecided:
-                if own is None:
-                    await asyncio.wait((other.looked_up,))
-                elif await own.whole_before(other.looked_up):
-                    return None
             if undecided:
+                first = {undecided[0].looked_up} if own is None or own.done else {undecided[0].looked_up, own.task}
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                if own is not None and own.whole and not undecided[0].looked_up.done():
+                    return None
                 continue  # others may have come meanwhile
             if not (candidates := self._similar(entry, key, since, seen)):
                 break

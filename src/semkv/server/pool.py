@@ -49,20 +49,13 @@ class Pool:
             Late: it took longer, or too much is waiting.
             Exception: whatever ``work`` raised.
         """
-        return await self._wait(limit_s, asyncio.wrap_future(self._submit(partial(work, *args, **kwargs))))
+        return await _within(limit_s, asyncio.wrap_future(self._submit(partial(work, *args, **kwargs))))
 
     async def complete(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """The same, but the job is always done, also after the time limit: for writes."""
         job = asyncio.wrap_future(self._submit(partial(work, *args, **kwargs)))
-        job.add_done_callback(_ignore)  # of one that nobody waits for anymore
-        return await self._wait(limit_s, asyncio.shield(job))
-
-    async def _wait(self, limit_s: float | None, job: asyncio.Future[_T]) -> _T:
-        try:
-            async with asyncio.timeout(limit_s):
-                return await job
-        except TimeoutError:
-            raise Late("too slow") from None
+        job.add_done_callback(lambda job: job.cancelled() or job.exception())  # nobody may wait for it anymore
+        return await _within(limit_s, asyncio.shield(job))
 
     def _submit(self, work: Callable[[], _T]) -> Future[_T]:
         with self._lock:
@@ -82,9 +75,12 @@ class Pool:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _ignore(job: asyncio.Future[Any]) -> None:
-    if not job.cancelled():
-        job.exception()
+async def _within(limit_s: float | None, job: asyncio.Future[_T]) -> _T:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await job
+    except TimeoutError:
+        raise Late("too slow") from None
 
 
 def _set_niceness(nice: int) -> None:

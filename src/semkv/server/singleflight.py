@@ -15,9 +15,8 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
-from semkv.server.sse import Assembler, NotKeepable, Splitter, data_of, is_usage_only
+from semkv.server.sse import Assembler, NotKeepable, Splitter, data_of, event, is_usage_only
 from semkv.server.upstream import Headers, Reply, UpstreamError
 
 log = logging.getLogger(__name__)
@@ -52,35 +51,20 @@ class SingleFlight:
         flight = self._shared.get(key)
         return None if flight is None or not flight.shared else flight.reader()
 
-    def start(
-        self,
-        key: str,
-        send: Callable[[], Awaitable[Reply]],
-        on_status: Callable[[int], None],
-        on_whole: Callable[[InFlight], Awaitable[None]],
-        *,
-        chat: bool,
-        shared: bool = True,
-    ) -> Reader:
-        """Ask the upstream.
-
-        Args:
-            key: others join by it.
-            send: sends the request.
-            on_status: called with the answer's status before its readers see it. It must not raise.
-            on_whole: awaited once the answer is whole, before its readers get the end of it. It must not raise.
-            chat: a streamed answer has chat chunks.
-            shared: others may join.
-        """
-        flight = InFlight(self, key, send, on_status, on_whole, chat=chat)
+    def start(self, flight: InFlight, *, shared: bool = True) -> Reader:
+        """Ask the upstream; with ``shared`` others may join by the key."""
         self.running.add(flight)
         if shared:
-            self._shared[key] = flight
+            self._shared[flight.key] = flight
         return flight.reader()
+
+    def is_shared(self, flight: InFlight) -> bool:
+        """Whether others may join this one."""
+        return self._shared.get(flight.key) is flight
 
     def unshare(self, flight: InFlight) -> None:
         """Let no new reader join."""
-        if self._shared.get(flight.key) is flight:
+        if self.is_shared(flight):
             del self._shared[flight.key]
 
     def close(self) -> None:
@@ -90,7 +74,15 @@ class SingleFlight:
 
 
 class InFlight:
-    """One answer on its way.
+    """One answer on its way. It comes in from the next step of the event loop on.
+
+    Args:
+        flights: where it is started.
+        key: others join by it.
+        send: sends the request.
+        on_status: called with the answer's status before its readers see it. It must not raise.
+        on_whole: awaited once the answer is whole, before its readers get the end of it. It must not raise.
+        chat: a streamed answer has chat chunks.
 
     Attributes:
         status: of the answer; 0 before it has begun.
@@ -102,6 +94,7 @@ class InFlight:
         stored: the cache has it and may serve it to others. Set by ``on_whole``.
         error: why it broke off.
         readers: its readers.
+        task: brings it; over once everything is settled.
     """
 
     def __init__(
@@ -127,7 +120,7 @@ class InFlight:
         self._first = 0  # number of the first chunk that is still held
         self._held_bytes = 0
         self._change = asyncio.Event()
-        self._task = asyncio.ensure_future(self._run())
+        self.task = asyncio.ensure_future(self._run())
 
     # -- for readers --------------------------------------------------------------------------------------------
 
@@ -157,17 +150,6 @@ class InFlight:
         while not self.done and not condition():
             await self._change.wait()
 
-    async def whole_before(self, other: asyncio.Future[Any]) -> bool:
-        """Wait until the answer is whole or ``other`` is done; whether the answer was first."""
-        other.add_done_callback(lambda _: self.wake())
-        while not other.done() and not self.whole:
-            await self._change.wait()
-        return not other.done()
-
-    async def over(self) -> None:
-        """Wait until it has ended and everything is settled. Keeps nothing running."""
-        await asyncio.wait((self._task,))
-
     def wake(self) -> None:
         """Let everybody who waits look again."""
         change, self._change = self._change, asyncio.Event()
@@ -185,7 +167,7 @@ class InFlight:
 
     def cancel(self) -> None:
         self.shared = False
-        asyncio.get_running_loop().call_soon(self._task.cancel)  # a task canceled before its first step never ends
+        asyncio.get_running_loop().call_soon(self.task.cancel)  # a task canceled before its first step never ends
 
     # -- the task -----------------------------------------------------------------------------------------------
 
@@ -229,15 +211,15 @@ class InFlight:
     async def _read_stream(self, reply: Reply) -> None:
         splitter = Splitter()
         async for data in reply.pieces():
-            for event in splitter.feed(data):
-                await self._take_event(event)
+            for one in splitter.feed(data):
+                await self._take_event(one)
             if len(splitter.rest) > self._flights.max_answer_bytes:
                 raise UpstreamError("the upstream sent an event without end")
         if splitter.rest.strip():
             await self._take(Chunk(splitter.rest))
 
-    async def _take_event(self, event: bytes) -> None:
-        data, usage = data_of(event), False
+    async def _take_event(self, raw: bytes) -> None:
+        data, usage = data_of(raw), False
         if self._assembler is not None and data:
             try:
                 chunk = self._assembler.add(data)
@@ -250,7 +232,7 @@ class InFlight:
                 self._assembler = None
         elif data != b"[DONE]" and b'"usage"' in data:
             usage = _has_only_usage(data)
-        await self._take(Chunk(event, usage))
+        await self._take(Chunk(raw, usage))
 
     async def _take(self, chunk: Chunk) -> None:
         flights, size = self._flights, len(chunk.data)
@@ -303,6 +285,21 @@ class Reader:
     async def aclose(self) -> None:
         """The same; for `semkv.server.asgi.Answer`."""
         self.leave()
+
+    async def data(self) -> AsyncIterator[bytes]:
+        """The answer as it comes in. Raises as `chunks` does."""
+        async for chunk in self.chunks():
+            yield chunk.data
+
+    async def events(self, *, include_usage: bool) -> AsyncIterator[bytes]:
+        """A stream as one client sees it; a break becomes an error event, since the status is long sent."""
+        try:
+            async for chunk in self.chunks():
+                if include_usage or not chunk.usage:
+                    yield chunk.data
+        except UpstreamError as error:
+            details = {"message": str(error), "type": "upstream_error", "param": None, "code": error.status}
+            yield event({"error": details})
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         """Everything that came in and comes.
