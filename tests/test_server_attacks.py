@@ -191,33 +191,6 @@ class TestBodies:
 
 
 class TestHeads:
-    def test_a_head_that_comes_too_slowly(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("semkv.server.serve._HEAD_S", 0.2)
-        with Line(pair) as silent, Line(pair) as trickle:
-            trickle.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ")
-            assert trickle.flood(b"x", 500, pause=0.01) < 500, "a byte now and then buys no time"
-            assert silent.rest() == b""
-
-    def test_a_slow_head_behind_an_answer_does_not_cut_it_off(
-        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("semkv.server.serve._HEAD_S", 0.2)
-        with Line(pair) as line:
-            line.send(request(chat("[delay=1] takes its time")) + b"GET /healthz HTTP/1.1\r\n")
-            assert line.until(b"\r\n\r\n")[9:12] == b"200"
-
-    @pytest.mark.parametrize("method", ["GET", "POST"])
-    def test_bytes_that_begin_no_request_hold_no_connection(
-        self, pair: Pair, monkeypatch: pytest.MonkeyPatch, method: str
-    ) -> None:
-        """An empty line between requests, or the rest of a body that the answer did not wait for."""
-        monkeypatch.setattr("semkv.server.serve._HEAD_S", 0.2)
-        head = f"{method} /healthz HTTP/1.1\r\nHost: x\r\n" + ("Content-Length: 100000\r\n" if method == "POST" else "")
-        with Line(pair) as line:
-            line.send(head.encode() + b"\r\n").until(b"\r\n\r\n")
-            line.send(b"\r\n")
-            line.rest()
-
     def test_no_request_target_leads_to_another_server(self, pair: Pair) -> None:
         """The target goes behind the upstream's host and port as it stands."""
         for target in ("@127.0.0.1:1/v1/models", ".example/v1/models", ":1/v1/models", "*", "x", "?a", "#a"):
