@@ -345,6 +345,7 @@ def test_an_equal_request_that_has_just_ended_is_not_joined(pair: Pair, monkeypa
     pair.upstream.script = {ONE: {"length": ""}}
     monkeypatch.setattr("semkv.server.upstream_requests._RECORD_DELAY_S", 0.5)
     pair.post(ONE, headers=tenant, stream=True)
+    wait_until(lambda: not pair.app.gateway.cache._running)
     pair.upstream.hold_at = 2
     pair.upstream.gate.clear()
 
