@@ -14,9 +14,8 @@ import openai
 import uvicorn
 
 from scripted_upstream import Scripted
-from semkv.server.app import App
-from semkv.server.assemble import app_of
-from semkv.server.run import Protocol
+from semkv.server.app import App, app_of
+from semkv.server.serve import Protocol
 from semkv.server.settings import ServerSettings
 
 ADMIN = "an admin key of sufficient length"
@@ -57,7 +56,8 @@ class Pair:
     def __init__(self, folder: Path, *, environment: dict[str, str] | None = None, **settings: Any) -> None:
         self.upstream = Scripted()
         self.behind = Served(self.upstream)
-        given = {"semantic": False, "cache_dir": folder, "upstream": self.behind.url, **settings}
+        patient = {"connect_timeout": 60.0}  # both servers share one busy process
+        given = {"semantic": False, "cache_dir": folder, "upstream": self.behind.url, **patient, **settings}
         variables = {"SEMKV_ADMIN_KEY": ADMIN, "SEMKV_SECRET": SECRET} if environment is None else environment
         self.app: App = app_of(ServerSettings(**given), variables)
         self.front = Served(self.app)
@@ -76,20 +76,21 @@ class Pair:
         return self.front.url
 
     def client(self, key: str = "key", **more: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20, **more)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **more)
 
     def post(self, text: str, *, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **more), headers=headers, timeout=20)
+        return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **more), headers=headers, timeout=60)
 
     def metric(self, name: str) -> float:
         """The sum over a metric's labels."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
     def admin(self, path: str, body: Any = None, key: str = ADMIN) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"}
         url = f"{self.url}/semkv/api/{path}"
-        return httpx.get(url, headers=headers) if body is None else httpx.post(url, json=body, headers=headers)
+        method = "GET" if body is None else "POST"
+        return httpx.request(method, url, json=body, headers=headers, timeout=60)
 
 
 def chat(text: str, **more: Any) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def test_a_dry_run_proposes_none(make: Make) -> None:
 class TestGateway:
     def settings(self, monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
         found: list[ServerSettings] = []
-        monkeypatch.setattr("semkv.server.run.run_server", lambda settings, *_, **__: found.append(settings))
+        monkeypatch.setattr("semkv.server.serve.run_server", lambda settings, *_, **__: found.append(settings))
         out = CliRunner().invoke(app, ["serve", *flags])
         assert out.exit_code == 0, out.output
         return found[0]
@@ -196,7 +196,7 @@ class TestGateway:
     def test_the_flag_reaches_the_tier(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], header: str
     ) -> None:
-        monkeypatch.setattr("semkv.server.caches._LOOKUP_S", 120.0)  # a busy machine is no fault
+        monkeypatch.setattr("semkv.server.cache_client._LOOKUP_S", 120.0)  # a busy machine is no fault
         given = self.settings(monkeypatch, *flags)
         chosen = {name: getattr(given, name) for name in ("normalised", "similarity_threshold", "policy")}
         with Pair(tmp_path, semantic=True, store_timeout=60.0, **chosen) as pair:
@@ -206,7 +206,7 @@ class TestGateway:
             assert pair.metric("semkv_faults_total") == 0
 
     def test_a_system_prompt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("semkv.server.caches._LOOKUP_S", 120.0)
+        monkeypatch.setattr("semkv.server.cache_client._LOOKUP_S", 120.0)
         with Pair(tmp_path, semantic=True, store_timeout=60.0, normalised=False) as pair:
 
             def told(system: str, question: str) -> str:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semkv.keys import media_id
-from semkv.server.canonical import CanonicalRequest, Uncacheable, canonicalise, loads
+from semkv.server.request_key import CanonicalRequest, Uncacheable, canonicalise, loads
 from semkv.stores.media import MediaStore
 from semkv.types import MediaSegment, Plan, Role, TextSegment
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from gateway_helpers import ADMIN, Pair, wait_until
-from semkv.server.journal import Journal
 from semkv.server.metrics import Metrics
+from semkv.server.recent_hits import RecentHits
 from semkv.stores.responses.base import StoredResponse
 from semkv.tiers.response import Found
 from semkv.types import Exactness, Match, Namespace, Plan, Request, ReuseReport, Role, TextSegment
@@ -33,7 +33,7 @@ def test_a_long_conversation_is_held_from_its_end(turns: int, length: int, shown
     asked = Request("", Namespace(), tuple(TextSegment(text, Role.CONTEXT) for text in texts))
     match = Match("semantic_text", "donor", 0.95, Exactness.APPROXIMATE)
     report = ReuseReport(asked, Plan(asked.segments, turns, match), {})
-    journal = Journal(Metrics(tenants=False))
+    journal = RecentHits(Metrics(tenants=False))
     found = Found(StoredResponse("key", "tenant", "model", b"{}", 0.0), 0.0, False)
     journal.hit(tier="text:semantic", score=0.95, seconds=0.1, tenant="t", found=found, asked=asked, report=report)
     (hit,) = journal.recent(1)

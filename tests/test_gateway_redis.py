@@ -23,7 +23,7 @@ class Settled(Pair):
 
     def post(self, text: str, **more: Any) -> httpx.Response:
         answer, end = super().post(text, **more), time.monotonic() + 0.5  # a store that is down takes none
-        while self.app.gateway.caches.responses.on_the_way(Selector()) and time.monotonic() < end:
+        while self.app.gateway.cache.responses.on_the_way(Selector()) and time.monotonic() < end:
             time.sleep(0.001)
         return answer
 
@@ -112,7 +112,7 @@ class TestShared:
             "partition": partition_of(two.server, key),
             "prefix": "gone by " + by[:2],
         }
-        memory = two.other.app.gateway.caches.responses.peek
+        memory = two.other.app.gateway.cache.responses.peek
         assert memory(key) is not None
         assert two.one.admin("invalidate", {by: values[by]}).json() == {"count": 1, "dry_run": True}
         assert memory(key) is not None
@@ -274,7 +274,7 @@ class TestFull:
     def test_the_log_of_invalidations_does_not_grow_without_end(self, full: tuple[Two, Any]) -> None:
         two, client = full
         client.config_set("maxmemory", 1)
-        caches = two.one.app.gateway.caches.responses
+        caches = two.one.app.gateway.cache.responses
         from semkv.stores.responses.base import Selector
 
         for number in range(1200):

@@ -18,8 +18,7 @@ from maintenance_helpers import SECRET, block_files, call, files_of, make_used, 
 from semkv.cli import app
 from semkv.engines.base import EnginePrompt
 from semkv.keys import namespace_key
-from semkv.server.admission import named_tenant
-from semkv.server.salt import tenant_salt
+from semkv.server.tenancy import named_tenant, tenant_salt
 from semkv.stores.block_file import owner_of
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.kept_graphs import KeptGraphs

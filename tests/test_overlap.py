@@ -16,15 +16,14 @@ import httpx
 import pytest
 
 from gateway_helpers import Pair, chat, wait_until
-from semkv.server.caches import Odds
-from semkv.server.canonical import CanonicalRequest
+from semkv.server.request_key import CanonicalRequest
 from test_paraphrases import HUNDRED, ONE, OTHER, a_tenant, asked, beside, paraphrases, said
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("semkv.server.caches._LOOKUP_S", 120.0)  # a busy machine is no fault
+        patch.setattr("semkv.server.cache_client._LOOKUP_S", 120.0)  # a busy machine is no fault
         folder = tmp_path_factory.mktemp("overlap")
         with Pair(folder, semantic=True, similarity_threshold=0.8, store_timeout=60.0) as pair:
             yield pair
@@ -33,13 +32,15 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 @pytest.fixture
 def pair(running: Pair) -> Iterator[Pair]:
     running.upstream.calls.clear()
-    running.app.gateway.caches.odds = Odds(0.0)
+    running.app.gateway.cache.found_share = 0.0
     yield running
     running.upstream.script = {}
     running.upstream.gate.set()
-    wait_until(lambda: not running.app.gateway._dispatch._background and not len(running.app.gateway.desk))
+    wait_until(
+        lambda: not running.app.gateway.outgoing.background and not len(running.app.gateway.outgoing.flights.running)
+    )
     assert not len(paraphrases(running))
-    wait_until(lambda: running.app.gateway.desk.held == 0)
+    wait_until(lambda: running.app.gateway.outgoing.flights.held_bytes == 0)
     assert running.metric("semkv_faults_total") == 0
 
 
@@ -47,7 +48,7 @@ class Held:
     """Lookups that wait until they are let go."""
 
     def __init__(self, pair: Pair, patch: pytest.MonkeyPatch) -> None:
-        semantic = pair.app.gateway.caches.semantic
+        semantic = pair.app.gateway.cache.semantic
         assert semantic is not None
         self.go, self.waiting, look = threading.Event(), threading.Event(), semantic.try_reuse
 
@@ -60,7 +61,7 @@ class Held:
 
 
 def entries(pair: Pair) -> int:
-    semantic = pair.app.gateway.caches.semantic
+    semantic = pair.app.gateway.cache.semantic
     assert semantic is not None
     return semantic.stats().entries
 
@@ -120,7 +121,7 @@ def test_a_stream_that_has_begun_to_come_in_waits_for_the_lookup(pair: Pair, mon
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         held = Held(pair, patch)
         similar = pool.submit(pair.post, OTHER, headers=tenant, stream=True)
-        wait_until(lambda: any(flight.piece(0) is not None for flight in pair.app.gateway.desk._running))
+        wait_until(lambda: any(flight.chunk(0) is not None for flight in pair.app.gateway.outgoing.flights.running))
         assert not similar.done()
         held.go.set()
         answer = similar.result(30)
@@ -155,7 +156,7 @@ def test_a_paraphrase_of_a_request_on_its_way_joins_it_and_asks_for_nothing(pair
         wait_until(lambda: len(paraphrases(pair)) == 1)
         with ThreadPoolExecutor(1) as pool:
             second = pool.submit(pair.post, OTHER, headers=tenant)
-            wait_until(lambda: sum(len(f._readers) for f in pair.app.gateway.desk._running) == 2)
+            wait_until(lambda: sum(len(f.readers) for f in pair.app.gateway.outgoing.flights.running) == 2)
             pair.upstream.gate.set()
             answer = second.result(30)
     assert said(answer) == f"You said: {ONE}"
@@ -169,7 +170,7 @@ def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(
     """The second lookup is over first: without waiting it would find nobody to join, and go upstream itself."""
     tenant, _ = let_in(pair)
     pair.upstream.calls.clear()
-    semantic = pair.app.gateway.caches.semantic
+    semantic = pair.app.gateway.cache.semantic
     assert semantic is not None
     over, go, look = threading.Event(), threading.Event(), semantic.try_reuse
 
@@ -189,20 +190,20 @@ def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(
             time.sleep(0.1)
             assert asked(pair) == [ONE]
             go.set()
-            wait_until(lambda: sum(len(f._readers) for f in pair.app.gateway.desk._running) == 2)
+            wait_until(lambda: sum(len(f.readers) for f in pair.app.gateway.outgoing.flights.running) == 2)
             pair.upstream.gate.set()
             answer = second.result(30)
     assert said(answer) == f"You said: {ONE}"
     assert asked(pair) == [ONE]
 
 
-def test_who_is_alone_waits_for_no_partition(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is worked out for those who come meanwhile; one of another partition does not wait either."""
+def test_who_is_alone_waits_for_no_group(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is worked out for those who come meanwhile; one of another group does not wait either."""
     (tenant, _), (other, _), (other_still, _) = let_in(pair), let_in(pair), let_in(pair)
     pair.upstream.calls.clear()
     third_one = HUNDRED[3]
-    caches, sorted_by = pair.app.gateway.caches, list[str]()
-    work_out = caches.partition
+    caches, sorted_by = pair.app.gateway.cache, list[str]()
+    work_out = caches.pending_group
 
     def noted(canonical: CanonicalRequest) -> str:
         sorted_by.append(canonical.prompt)
@@ -211,7 +212,7 @@ def test_who_is_alone_waits_for_no_partition(pair: Pair, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:
         held = Held(pair, patch)
         pair.upstream.gate.clear()
-        patch.setattr(caches, "partition", noted)
+        patch.setattr(caches, "pending_group", noted)
         first = pool.submit(pair.post, ONE, headers=tenant)
         wait_until(lambda: asked(pair) == [ONE])
         assert sorted_by == []
@@ -243,7 +244,7 @@ def test_who_was_answered_at_once_holds_no_paraphrase_up(pair: Pair, monkeypatch
 def test_what_the_store_has_is_served_in_place_of_what_was_asked(pair: Pair) -> None:
     """Memory has lost it, so the upstream is asked while the store is."""
     tenant, _ = answered_once(pair)
-    responses = pair.app.gateway.caches.responses
+    responses = pair.app.gateway.cache.responses
     for key in list(responses._memory._entries):
         responses._memory._drop(key)
     pair.upstream.gate.clear()
@@ -259,8 +260,8 @@ def test_without_the_semantic_tiers_the_store_is_asked_meanwhile(
 ) -> None:
     with Pair(tmp_path, store_timeout=60.0) as pair, ThreadPoolExecutor(1) as pool:
         pair.post(ONE)
-        caches, go = pair.app.gateway.caches, threading.Event()
-        caches.odds, get = Odds(0.0), caches.responses.lookup
+        caches, go = pair.app.gateway.cache, threading.Event()
+        caches.found_share, get = 0.0, caches.responses.lookup
 
         def slow(key: str) -> Any:
             assert go.wait(30)
@@ -270,8 +271,8 @@ def test_without_the_semantic_tiers_the_store_is_asked_meanwhile(
         assert pool.submit(pair.post, OTHER).result(30).headers["x-semkv"] == "miss"
         assert asked(pair) == [ONE, OTHER]
         go.set()
-        wait_until(lambda: not caches._finding)
-        assert caches.odds.share == 0.0, "what it was answered meanwhile is no hit"
+        wait_until(lambda: not caches._running)
+        assert caches.found_share == 0.0, "what it was answered meanwhile is no hit"
 
 
 def test_an_answer_that_came_before_the_store_was_asked_is_recorded(
@@ -279,7 +280,7 @@ def test_an_answer_that_came_before_the_store_was_asked_is_recorded(
 ) -> None:
     """The look into the store finds what the request itself has brought: a miss, with a lookup as any."""
     tenant, before = let_in(pair)
-    responses, go = pair.app.gateway.caches.responses, threading.Event()
+    responses, go = pair.app.gateway.cache.responses, threading.Event()
     look = responses.lookup
 
     def late(key: str) -> Any:
@@ -294,12 +295,12 @@ def test_an_answer_that_came_before_the_store_was_asked_is_recorded(
 
 
 def test_paraphrases_wait_for_nothing_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lookup of the first fails: there is nobody to join, and its partition is free again."""
+    """The lookup of the first fails: there is nobody to join, and its group is free again."""
     with Pair(tmp_path, semantic=True, similarity_threshold=0.8) as pair:
-        semantic = pair.app.gateway.caches.semantic
+        semantic = pair.app.gateway.cache.semantic
         assert semantic is not None
         tenant, _ = let_in(pair)
-        pair.app.gateway.caches.odds = Odds(0.0)
+        pair.app.gateway.cache.found_share = 0.0
 
         def broken(request: Any) -> Any:
             raise RuntimeError("no lookup today")
@@ -307,7 +308,7 @@ def test_paraphrases_wait_for_nothing_that_does_not_come(tmp_path: Path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(semantic, "try_reuse", broken)
             with beside(pair, ONE, headers=tenant) as first:
-                wait_until(lambda: not pair.app.gateway._dispatch.paraphrases._expected)
+                wait_until(lambda: [p.looked_up.done() for p in paraphrases(pair)._running] == [True])
             assert said(first.result(30)) == f"You said: {ONE}"
         assert pair.metric("semkv_faults_total") == 1
         assert pair.post(OTHER, headers=tenant).headers["x-semkv"] == "miss"
@@ -331,7 +332,7 @@ def test_a_key_that_the_upstream_refuses_gets_nothing(pair: Pair, monkeypatch: p
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         held = Held(pair, patch)
         similar = pool.submit(pair.post, OTHER, headers=tenant)
-        wait_until(lambda: OTHER in asked(pair) and not len(pair.app.gateway.desk))
+        wait_until(lambda: OTHER in asked(pair) and not len(pair.app.gateway.outgoing.flights.running))
         held.go.set()
         assert similar.result(30).status_code == 401
     pair.upstream.script = {ONE: {"status": "401"}}
@@ -342,8 +343,9 @@ def test_an_equal_request_that_has_just_ended_is_not_joined(pair: Pair, monkeypa
     """It is forgotten during the next one's lookup; its key would lead that one to the flight it started itself."""
     tenant, _ = let_in(pair)
     pair.upstream.script = {ONE: {"length": ""}}
-    monkeypatch.setattr("semkv.server.dispatch._STAND_BACK_S", 0.5)
+    monkeypatch.setattr("semkv.server.upstream_requests._RECORD_DELAY_S", 0.5)
     pair.post(ONE, headers=tenant, stream=True)
+    wait_until(lambda: not pair.app.gateway.cache._running)
     pair.upstream.hold_at = 2
     pair.upstream.gate.clear()
 
@@ -367,15 +369,15 @@ def test_an_equal_request_that_has_just_ended_is_not_joined(pair: Pair, monkeypa
 def test_a_stale_answer_is_renewed_by_what_was_asked_meanwhile(tmp_path: Path) -> None:
     with Pair(tmp_path, ttl=0.5, stale=60.0, store_timeout=60.0) as pair:
         first, gateway = pair.post(ONE), pair.app.gateway
-        gateway.caches.odds = Odds(0.0)
+        gateway.cache.found_share = 0.0
         time.sleep(0.6)
-        responses = gateway.caches.responses
+        responses = gateway.cache.responses
         for key in list(responses._memory._entries):
             responses._memory._drop(key)
         with beside(pair, ONE) as second:
             assert second.result(30).headers["x-semkv"].endswith("stale")
             assert second.result().json() == first.json()
-        wait_until(lambda: not gateway._dispatch._background and not len(gateway.desk))
+        wait_until(lambda: not gateway.outgoing.background and not len(gateway.outgoing.flights.running))
         assert asked(pair) == [ONE, ONE]
         assert (pair.upstream.aborted, pair.metric("semkv_overlap_cut_total")) == (0, 0)
         assert pair.post(ONE).json()["id"] != first.json()["id"]
@@ -384,7 +386,7 @@ def test_a_stale_answer_is_renewed_by_what_was_asked_meanwhile(tmp_path: Path) -
 def test_who_was_recorded_during_a_lookup_is_found_all_the_same(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lookup looked before the record, and is over after it: the donor is in neither place any more."""
     tenant, before = let_in(pair)
-    semantic = pair.app.gateway.caches.semantic
+    semantic = pair.app.gateway.cache.semantic
     assert semantic is not None
     seen, go, look = threading.Event(), threading.Event(), semantic.try_reuse
 
@@ -395,7 +397,7 @@ def test_who_was_recorded_during_a_lookup_is_found_all_the_same(pair: Pair, monk
             assert go.wait(30)
         return report
 
-    pair.app.gateway.caches.odds = Odds()
+    pair.app.gateway.cache.found_share = 1.0
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(semantic, "try_reuse", late)
         with beside(pair, ONE, headers=tenant):
@@ -410,25 +412,23 @@ def test_who_was_recorded_during_a_lookup_is_found_all_the_same(pair: Pair, monk
 
 def test_at_first_and_where_lookups_find_things_they_come_first(pair: Pair) -> None:
     tenant, _ = answered_once(pair)
-    for odds in (Odds(), Odds(0.05)):
-        pair.app.gateway.caches.odds = odds
+    for share in (1.0, 0.05):
+        pair.app.gateway.cache.found_share = share
         pair.upstream.calls.clear()
         assert pair.post(OTHER, headers=tenant).headers["x-semkv"].startswith("hit tier=text:semantic")
         assert asked(pair) == []
 
 
-def test_odds_follow_what_lookups_find() -> None:
-    odds, count = Odds(), 0
-    while not odds.rare:
-        odds.add(found=False)
+def test_the_upstream_is_asked_meanwhile_once_fewer_than_5_in_100_lookups_find_something(pair: Pair) -> None:
+    cache, count = pair.app.gateway.cache, 0
+    cache.found_share = 1.0
+    while not cache.rarely_finds:
+        cache._count(found=False)
         count += 1
     assert count == 191
-    for number in range(10_000):  # one in fifty
-        odds.add(found=number % 50 == 49)
-        assert odds.rare or number < 100
     for _ in range(4):
-        odds.add(found=True)
-    assert not odds.rare
+        cache._count(found=True)
+    assert not cache.rarely_finds
 
 
 def test_equal_requests_share_one(pair: Pair) -> None:
@@ -437,7 +437,7 @@ def test_equal_requests_share_one(pair: Pair) -> None:
     pair.upstream.gate.clear()
     with ThreadPoolExecutor(16) as pool:
         several = [pool.submit(pair.post, "The same for all?", headers=tenant) for _ in range(16)]
-        wait_until(lambda: sum(len(f._readers) for f in pair.app.gateway.desk._running) == 16)
+        wait_until(lambda: sum(len(f.readers) for f in pair.app.gateway.outgoing.flights.running) == 16)
         pair.upstream.gate.set()
         assert {said(one.result(30)) for one in several} == {"You said: The same for all?"}
     assert asked(pair) == ["The same for all?"]
@@ -454,7 +454,7 @@ def test_many_at_once_get_an_answer_of_their_kind(pair: Pair) -> None:
 def test_a_key_that_was_not_let_in_yet_waits_for_the_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all keys are one tenant, one that may be wrong has no part in what is shared."""
     with Pair(tmp_path, semantic=True, single_tenant=True) as pair:
-        pair.app.gateway.caches.odds = Odds(0.0)
+        pair.app.gateway.cache.found_share = 0.0
         with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
             held = Held(pair, patch)
             first = pool.submit(pair.post, ONE, headers=a_tenant())
@@ -468,7 +468,7 @@ def test_a_key_that_was_not_let_in_yet_waits_for_the_lookup(tmp_path: Path, monk
 def test_the_same_prompt_is_no_reuse(tmp_path: Path) -> None:
     """After an answer was invalidated its entry is there still: the prompt that is sent is the request's own."""
     with Pair(tmp_path, semantic=True) as pair:
-        semantic = pair.app.gateway.caches.semantic
+        semantic = pair.app.gateway.cache.semantic
         assert semantic is not None
         pair.post(ONE)
         wait_until(lambda: semantic.stats().entries == 1)
@@ -482,7 +482,7 @@ def test_lookups_that_fall_behind_are_left_out(pair: Pair, monkeypatch: pytest.M
     tenant, before = let_in(pair)
     left_out = pair.metric("semkv_overlap_left_out_total")
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        patch.setattr("semkv.server.caches._BESIDE", 0)
+        patch.setattr("semkv.server.cache_client._OVERLAPPED", 0)
         held = Held(pair, patch)
         assert said(pool.submit(pair.post, ONE, headers=tenant).result(30)) == f"You said: {ONE}"
         assert said(pool.submit(pair.post, OTHER, headers=tenant).result(30)) == f"You said: {OTHER}"
@@ -495,7 +495,7 @@ def test_what_a_donor_was_worth_is_learnt_from_the_answer_that_came_first(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tenant, before = answered_once(pair)
-    semantic = pair.app.gateway.caches.semantic
+    semantic = pair.app.gateway.cache.semantic
     assert semantic is not None
     learnt = list[tuple[str, str]]()
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
@@ -512,7 +512,7 @@ def test_what_a_donor_was_worth_is_learnt_from_the_answer_that_came_first(
 def test_a_whole_answer_waits_for_nobody_elses_lookup(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one's own lookup is over and found nothing; the first one's, which it might join, is not."""
     tenant, _ = let_in(pair)
-    semantic = pair.app.gateway.caches.semantic
+    semantic = pair.app.gateway.cache.semantic
     assert semantic is not None
     go, look = threading.Event(), semantic.try_reuse
 

@@ -19,7 +19,6 @@ import pytest
 from PIL import Image
 
 from gateway_helpers import Pair, chat, wait_until
-from semkv.server.caches import Odds
 from semkv.tiers.freshness import Freshness, Lifetime, parse_rule
 from semkv.tiers.policies import Bounded
 
@@ -37,7 +36,7 @@ numbers = itertools.count()
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("paraphrases")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("semkv.server.caches._LOOKUP_S", 120.0)  # a busy machine is no fault
+        patch.setattr("semkv.server.cache_client._LOOKUP_S", 120.0)  # a busy machine is no fault
         with Pair(folder, semantic=True, similarity_threshold=0.8, store_timeout=60.0) as pair:
             yield pair
 
@@ -47,17 +46,17 @@ def pair(running: Pair) -> Iterator[Pair]:
     """The pair, its upstream as it was, and nothing left behind."""
     upstream = running.upstream
     upstream.calls.clear()
-    running.app.gateway.caches.odds = Odds()
+    running.app.gateway.cache.found_share = 1.0
     yield running
     upstream.script, upstream.hold_at = {}, 0
     upstream.gate.set()
-    wait_until(lambda: not len(paraphrases(running)) and not len(running.app.gateway.desk))
-    wait_until(lambda: running.app.gateway.desk.held == 0)  # the last reader leaves after the end
+    wait_until(lambda: not len(paraphrases(running)) and not len(running.app.gateway.outgoing.flights.running))
+    wait_until(lambda: running.app.gateway.outgoing.flights.held_bytes == 0)  # the last reader leaves after the end
     assert running.metric("semkv_faults_total") == 0
 
 
 def paraphrases(pair: Pair) -> Any:
-    return pair.app.gateway._dispatch.paraphrases
+    return pair.app.gateway.outgoing.pending
 
 
 def asked(pair: Pair) -> list[str]:
@@ -120,11 +119,11 @@ def later(pair: Pair, text: Any, *, waits: bool, **more: Any) -> httpx.Response:
         waits: on the other's answer; else for its own.
     """
     gateway = pair.app.gateway
-    calls, (flight, *_) = len(pair.upstream.calls), gateway.desk._running
-    readers = len(flight._readers)
+    calls, (flight, *_) = len(pair.upstream.calls), gateway.outgoing.flights.running
+    readers = len(flight.readers)
 
     def arrived() -> bool:
-        return len(flight._readers) > readers if waits else len(pair.upstream.calls) > calls
+        return len(flight.readers) > readers if waits else len(pair.upstream.calls) > calls
 
     def open_then() -> None:
         wait_until(arrived)
@@ -228,7 +227,7 @@ class TestJoining:
     def test_a_joined_answer_is_checked_as_any_approximate_hit(
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        semantic = pair.app.gateway.caches.semantic
+        semantic = pair.app.gateway.cache.semantic
         monkeypatch.setattr(semantic._hits, "_rate", 1.0)
         monkeypatch.setattr(semantic, "same_answer", lambda first, second: first == second)
         for stream in (False, True):
@@ -272,7 +271,7 @@ class TestKeptApart:
     def test_a_text_whose_answers_are_not_kept(self, pair: Pair, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
         """Neither joins it, nor is it joined: its rule says that no answer is good for a second time."""
         monkeypatch.setattr(
-            pair.app.gateway.caches.responses._keeping, "_freshness", Freshness(Lifetime(), [parse_rule(rule)])
+            pair.app.gateway.cache.responses._keeping, "_freshness", Freshness(Lifetime(), [parse_rule(rule)])
         )
         tenant = a_tenant()
         with beside(pair, headers=tenant, stream=True):
@@ -280,21 +279,21 @@ class TestKeptApart:
         assert asked(pair) == [ONE, OTHER]
 
     def test_the_policy_has_the_last_word(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pair.app.gateway.caches.semantic._planner, "_decider", Bounded(0.01))
+        monkeypatch.setattr(pair.app.gateway.cache.semantic._planner, "_decider", Bounded(0.01))
         tenant = a_tenant()
         with beside(pair, headers=tenant):
             later(pair, OTHER, waits=False, headers=tenant)
         assert asked(pair) == [ONE, OTHER], "a budget of 1% covers no hit among the first requests"
 
     def test_what_was_found_wrong_before(self, pair: Pair) -> None:
-        tenant, semantic = a_tenant(), pair.app.gateway.caches.semantic
+        tenant, semantic = a_tenant(), pair.app.gateway.cache.semantic
         with beside(pair, headers=tenant, max_tokens=9):
-            (((underway, _),),) = [same.values() for same in paraphrases(pair)._underway.values()]
+            (pending,) = paraphrases(pair)._running
             later(pair, OTHER, waits=True, headers=tenant, max_tokens=9)
         wait_until(lambda: not len(paraphrases(pair)))
         (shown,) = [h for h in pair.admin("hits").json()["hits"] if h["asked"][0]["text"] == OTHER][:1]
         assert pair.admin("wrong", {"id": shown["id"]}).json() == {"removed": 1}
-        semantic.invalidate(namespace=underway.donor.namespace)
+        semantic.invalidate(namespace=pending.entry.donor.namespace)
         pair.upstream.calls.clear()
         with beside(pair, headers=tenant, max_tokens=9):
             later(pair, OTHER, waits=False, headers=tenant, max_tokens=9)
@@ -346,8 +345,8 @@ class TestWhenTheFirstFails:
         tenant = a_tenant()
         pair.upstream.script, pair.upstream.hold_at = {ONE: {"odd": ""}}, 2
         with beside(pair, stream=True, headers=tenant) as first:
-            (flight,) = pair.app.gateway.desk._running
-            wait_until(lambda: not flight.keepable)
+            (flight,) = pair.app.gateway.outgoing.flights.running
+            wait_until(lambda: not flight.storable)
             answer = later(pair, OTHER, waits=False, stream=stream, headers=tenant)
         assert said(answer) == f"You said: {OTHER}"
         assert said(first.result()) == f"You said: {ONE}"
@@ -357,7 +356,7 @@ class TestWhenTheFirstFails:
         tenant = a_tenant()
         pair.upstream.script = {text: {"status": "503", "delay": "1"} for text in HUNDRED}
         with beside(pair, headers=tenant):
-            (flight,) = pair.app.gateway.desk._running
+            (flight,) = pair.app.gateway.outgoing.flights.running
             answers: list[httpx.Response] = []
             threads = [
                 threading.Thread(target=lambda t=text: answers.append(pair.post(t, headers=tenant)))
@@ -365,7 +364,7 @@ class TestWhenTheFirstFails:
             ]
             for thread in threads:
                 thread.start()
-            wait_until(lambda: len(flight._readers) == 11)
+            wait_until(lambda: len(flight.readers) == 11)
             pair.upstream.gate.set()
             wait_until(lambda: len(pair.upstream.calls) == 11)
             assert pair.upstream.running >= 2, "they wait for each other"
@@ -389,7 +388,7 @@ class TestWhenTheFirstFails:
     def test_the_first_hangs_up(self, pair: Pair, stream: bool) -> None:
         async def story(first: asyncio.Task, second: asyncio.Task, flight: Any) -> httpx.Response:
             first.cancel()
-            await reached(lambda: len(flight._readers) == 1)
+            await reached(lambda: len(flight.readers) == 1)
             pair.upstream.gate.set()
             return await second
 
@@ -402,7 +401,7 @@ class TestWhenTheFirstFails:
 
         async def story(first: asyncio.Task, second: asyncio.Task, flight: Any) -> None:
             second.cancel()
-            await reached(lambda: len(flight._readers) == 1)
+            await reached(lambda: len(flight.readers) == 1)
             assert pair.upstream.aborted == aborted, "the first still waits"
             first.cancel()
             await reached(lambda: pair.upstream.aborted == aborted + 1)
@@ -439,9 +438,9 @@ async def two(pair: Pair, stream: bool, story: Any) -> Any:
 
         first = ask(ONE)
         await reached(lambda: pair.upstream.calls)
-        (flight,) = pair.app.gateway.desk._running
+        (flight,) = pair.app.gateway.outgoing.flights.running
         second = ask(OTHER)
-        await reached(lambda: len(flight._readers) == 2)
+        await reached(lambda: len(flight.readers) == 2)
         return await story(first, second, flight)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from gateway_helpers import wait_until
 from semkv.errors import SemkvError
-from semkv.server.run import described, listening
+from semkv.server.serve import described, listening
 from semkv.server.settings import ServerSettings
 
 KEY = {"SEMKV_ADMIN_KEY": "an admin key of sufficient length"}
@@ -153,7 +153,7 @@ def test_what_it_cannot_start_with_is_one_line(tmp_path: Path) -> None:
 
 def test_a_library_that_prints_for_itself_is_logged_once() -> None:
     program = (
-        "from semkv.server.run import set_up_logs; set_up_logs('info')\n"
+        "from semkv.server.serve import set_up_logs; set_up_logs('info')\n"
         "from huggingface_hub.utils import logging; logging.get_logger('huggingface_hub.x').warning('retrying')\n"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -18,13 +18,13 @@ import openai
 import pytest
 
 from gateway_helpers import Pair, chat, wait_until
-from semkv.server.admission import Tenants
-from semkv.server.workers import Late, Workers
+from semkv.server.pool import Late, Pool
+from semkv.server.tenancy import Tenants
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with Pair(tmp_path_factory.mktemp("gateway"), connect_timeout=60.0) as running:  # all of it is one busy process
+    with Pair(tmp_path_factory.mktemp("gateway")) as running:
         yield running
 
 
@@ -244,7 +244,7 @@ class TestSingleFlight:
             asking = asyncio.create_task(many(pair, 500 * [chat("stampede")]))
             try:
                 async with asyncio.timeout(60):
-                    while sum(len(flight._readers) for flight in list(pair.app.gateway.desk._running)) < 500:
+                    while sum(len(flight.readers) for flight in list(pair.app.gateway.outgoing.flights.running)) < 500:
                         await asyncio.sleep(0.01)
             finally:
                 pair.upstream.gate.set()
@@ -347,7 +347,7 @@ class TestFaults:
                     answer = pair.post("[big=3000000][events=30]", stream=stream)
                     assert answer.text.count("x") >= 3_000_000
                     assert answer.headers["x-semkv"] == "miss"
-            wait_until(lambda: pair.app.gateway.desk.held == 0)
+            wait_until(lambda: pair.app.gateway.outgoing.flights.held_bytes == 0)
 
     def test_images_of_failed_requests_are_held_under_the_bound(self, tmp_path: Path) -> None:
         with Pair(tmp_path, semantic=True, media_mib=1, store_timeout=60.0) as pair:
@@ -370,7 +370,7 @@ class TestFaults:
             assert f"You said: open {i} " in answer.text
             assert answer.text.endswith("[DONE]\n\n")
         assert pair.upstream.most_running >= 1000
-        wait_until(lambda: pair.app.gateway.desk.held == 0)
+        wait_until(lambda: pair.app.gateway.outgoing.flights.held_bytes == 0)
 
     def test_300_different_misses_at_once_are_all_looked_up_and_kept(self, tmp_path: Path) -> None:
         with Pair(tmp_path, store_timeout=20.0) as pair:
@@ -385,7 +385,7 @@ class TestFaults:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with Pair(tmp_path, store_timeout=0.1) as pair:
-            store = pair.app.gateway.caches.responses._store
+            store = pair.app.gateway.cache.responses._store
             for name in ("get", "put"):
                 monkeypatch.setattr(store, name, lambda *a, **k: time.sleep(2.0))
             start = time.monotonic()
@@ -400,7 +400,7 @@ class TestFaults:
 
     def test_a_large_prompt_is_written_in_a_thread(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with Pair(tmp_path, store_timeout=20.0) as pair:
-            responses, done = pair.app.gateway.caches.responses, []
+            responses, done = pair.app.gateway.cache.responses, []
             real = responses.try_keep
             monkeypatch.setattr(responses, "try_keep", lambda *a, **k: done.append(a) or real(*a, **k))
             large = "[events=1] large " + "x" * 70_000
@@ -413,7 +413,11 @@ class TestFaults:
     def test_a_fault_of_ours_does_not_cost_the_answer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with Pair(tmp_path) as pair:
             gateway = pair.app.gateway
-            for target, name in ((gateway, "_canonicalise"), (gateway.caches, "find"), (gateway.desk, "join")):
+            for target, name in (
+                (gateway, "_canonicalise"),
+                (gateway.cache, "look_up"),
+                (gateway.outgoing.flights, "join"),
+            ):
 
                 def broken(*_: object, **__: object) -> None:
                     raise RuntimeError("scripted fault")
@@ -425,26 +429,27 @@ class TestFaults:
 
 @pytest.mark.parametrize("drops", [True, False])
 def test_late_questions_are_dropped_and_late_orders_are_carried_out(drops: bool) -> None:
-    workers, go, done = Workers("test", threads=1, queued=1, drops=drops), threading.Event(), []
+    pool, go, done = Pool("test", threads=1, queued=1), threading.Event(), []
+    do = pool.run if drops else pool.complete
 
     async def story() -> None:
-        first = asyncio.ensure_future(workers.run(None, go.wait))
+        first = asyncio.ensure_future(pool.run(None, go.wait))
         await asyncio.sleep(0)
         with pytest.raises(Late, match="slow"):
-            await workers.run(0.05, done.append, "late")
+            await do(0.05, done.append, "late")
         if not drops:
             with pytest.raises(Late, match="too much"):
-                await workers.run(None, done.append, "one too many")
+                await do(None, done.append, "one too many")
         go.set()
         await first
-        await workers.run(None, done.append, "last")
+        await do(None, done.append, "last")
 
     asyncio.run(story())
-    workers.close()
+    pool.close()
     assert done == (["last"] if drops else ["late", "last"])
 
 
-def test_work_goes_on_where_threads_may_not_stand_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_goes_on_where_threads_may_not_be_nice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is nicer already may not become less so, and some may change nothing."""
     asked: list[int] = []
 
@@ -454,9 +459,9 @@ def test_work_goes_on_where_threads_may_not_stand_back(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("os.setpriority", refuse)
     monkeypatch.setattr("os.getpriority", lambda which, who: 10)
-    workers = Workers("test", threads=1, queued=1, nice=5)
-    assert asyncio.run(workers.run(None, lambda: "done")) == "done"
-    workers.close()
+    pool = Pool("test", threads=1, queued=1, nice=5)
+    assert asyncio.run(pool.run(None, lambda: "done")) == "done"
+    pool.close()
     assert asked == [10]
 
 

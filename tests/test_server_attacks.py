@@ -191,33 +191,6 @@ class TestBodies:
 
 
 class TestHeads:
-    def test_a_head_that_comes_too_slowly(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("semkv.server.run._HEAD_S", 0.2)
-        with Line(pair) as silent, Line(pair) as trickle:
-            trickle.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ")
-            assert trickle.flood(b"x", 500, pause=0.01) < 500, "a byte now and then buys no time"
-            assert silent.rest() == b""
-
-    def test_a_slow_head_behind_an_answer_does_not_cut_it_off(
-        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("semkv.server.run._HEAD_S", 0.2)
-        with Line(pair) as line:
-            line.send(request(chat("[delay=1] takes its time")) + b"GET /healthz HTTP/1.1\r\n")
-            assert line.until(b"\r\n\r\n")[9:12] == b"200"
-
-    @pytest.mark.parametrize("method", ["GET", "POST"])
-    def test_bytes_that_begin_no_request_hold_no_connection(
-        self, pair: Pair, monkeypatch: pytest.MonkeyPatch, method: str
-    ) -> None:
-        """An empty line between requests, or the rest of a body that the answer did not wait for."""
-        monkeypatch.setattr("semkv.server.run._HEAD_S", 0.2)
-        head = f"{method} /healthz HTTP/1.1\r\nHost: x\r\n" + ("Content-Length: 100000\r\n" if method == "POST" else "")
-        with Line(pair) as line:
-            line.send(head.encode() + b"\r\n").until(b"\r\n\r\n")
-            line.send(b"\r\n")
-            line.rest()
-
     def test_no_request_target_leads_to_another_server(self, pair: Pair) -> None:
         """The target goes behind the upstream's host and port as it stands."""
         for target in ("@127.0.0.1:1/v1/models", ".example/v1/models", ":1/v1/models", "*", "x", "?a", "#a"):
@@ -317,22 +290,22 @@ class TestConnections:
             wait_until(lambda: pair.upstream.running == 1)
             line.socket.shutdown(socket.SHUT_WR)
             line.rest()
-        wait_until(lambda: pair.upstream.running == 0 and len(pair.app.gateway.desk) == 0)
+        wait_until(lambda: pair.upstream.running == 0 and len(pair.app.gateway.outgoing.flights.running) == 0)
         assert pair.upstream.aborted == before + 1
 
     def test_a_client_that_does_not_read_does_not_fill_memory(self, tmp_path: Path) -> None:
         with Pair(tmp_path, max_answer_mib=1) as small:
-            desk = small.app.gateway.desk
+            flights = small.app.gateway.outgoing.flights
             with Line(small) as line:
                 line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 line.send(request(chat("[big=60000000][events=600]", stream=True)))
-                wait_until(lambda: desk.held > 0)
+                wait_until(lambda: flights.held_bytes > 0)
                 most, end = 0, time.monotonic() + 2
                 while time.monotonic() < end:
-                    most = max(most, desk.held)
+                    most = max(most, flights.held_bytes)
                     time.sleep(0.01)
                 assert most < 4 << 20
-            wait_until(lambda: desk.held == 0 and small.upstream.running == 0)
+            wait_until(lambda: flights.held_bytes == 0 and small.upstream.running == 0)
 
     def test_a_client_that_leaves_in_the_middle_of_its_body(self, pair: Pair) -> None:
         total = pair.upstream.total

@@ -166,7 +166,7 @@ class TestTenantsWithNeighbours:
 def test_checked_hits_count_wrong_ones_and_keep_the_own_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = TestTenantsWithNeighbours.QUESTIONS
     with Pair(tmp_path, semantic=True, similarity_threshold=0.8, verify_rate=1.0) as pair:
-        monkeypatch.setattr(pair.app.gateway.caches.semantic, "same_answer", lambda first, second: first == second)
+        monkeypatch.setattr(pair.app.gateway.cache.semantic, "same_answer", lambda first, second: first == second)
         pair.post(one, seed=4)
         wait_until(lambda: pair.metric("semkv_semantic_entries") == 1)
         assert pair.post(other, seed=4).headers["x-semkv"].startswith("hit tier=text:semantic")
@@ -255,7 +255,7 @@ class TestFuzz:
 def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
     """The settings that ``semkv serve`` makes of its flags."""
     found: list[ServerSettings] = []
-    monkeypatch.setattr("semkv.server.run.run_server", lambda settings, *_, **more: found.append(settings))
+    monkeypatch.setattr("semkv.server.serve.run_server", lambda settings, *_, **more: found.append(settings))
     assert CliRunner().invoke(app, ["serve", *flags], catch_exceptions=False).exit_code == 0
     return found[0]
 

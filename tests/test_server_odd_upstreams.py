@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from gateway_helpers import ADMIN, SECRET, Served, chat
-from semkv.server.assemble import app_of
+from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
 
 

@@ -13,10 +13,9 @@ import pytest
 
 from gateway_helpers import Pair, chat, wait_until
 from semkv.errors import ConfigError
-from semkv.server.assemble import app_of
-from semkv.server.salt import NoPlace, salted
+from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
-from semkv.server.tags import parse_tag_rule, tags_by
+from semkv.server.tenancy import NoPlace, parse_tag_rule, salted, tags_by
 from test_paraphrases import beside, later
 
 
@@ -273,7 +272,7 @@ class TestNamedTenants:
 
 
 class Clock:
-    """Stands in for `time` in `semkv.server.admission`."""
+    """Stands in for `time` in `semkv.server.tenancy`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -287,7 +286,7 @@ def test_only_whose_key_the_upstream_saw_is_let_in_for_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("semkv.server.admission.time", clock)
+    monkeypatch.setattr("semkv.server.tenancy.time", clock)
     joins, asks = ({"Authorization": f"Bearer {key}"} for key in ("joins", "asks"))
     with Pair(tmp_path, single_tenant=True) as pair:
         pair.post("common", headers=asks)

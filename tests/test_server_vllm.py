@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from gateway_helpers import ADMIN, SECRET, Served
-from semkv.server.assemble import app_of
+from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
 from vllm_server import PYTHON, VllmServer
 

@@ -36,11 +36,11 @@ from semkv.stores.media import MediaStore
 from semkv.tiers.base import Boundary, GuardedEncoder, Tally
 from semkv.tiers.checking import Checking, Comparator, HitLog, SameMeaning, same_text
 from semkv.tiers.matching import Matching
+from semkv.tiers.pending import PendingTier
 from semkv.tiers.plan import Planner
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.record import make_record
 from semkv.tiers.stats import CacheStats, stats_of
-from semkv.tiers.underway import Joining
 from semkv.tiers.vectors import check_layers
 from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 class SemanticCache:
     """Tiers, stores and indexes behind two calls: `try_reuse` before the engine, `add_observation` after it.
 
-    `joining` answers requests by others whose answers are not there yet. `media` holds donors' images, and a request's
+    `pending` answers requests by others whose answers are not there yet. `media` holds donors' images, and a request's
     own where a caller puts them there.
 
     Any thread may call any method. Encoders run in the calling thread. A fault inside is counted (`stats`) and the
@@ -95,7 +95,7 @@ class SemanticCache:
         guard = veto if config.guards and config.match is MatchPolicy.ALL else no_veto
         self._hits = HitLog(config.checked_share)
         self._planner = Planner(self.media, self._decider, guard, self._hits, self._tally, normalised=config.normalised)
-        self.joining = Joining(config, floor, self._planner, self._hits, self._tally)
+        self.pending = PendingTier(config, floor, self._planner, self._hits, self._tally)
         self._checking = Checking(
             self._hits,
             self._decider,

@@ -125,7 +125,7 @@ def serve(
     import os
 
     from semkv.config import default_cache_dir
-    from semkv.server.run import run_server
+    from semkv.server.serve import run_server
     from semkv.server.settings import ServerSettings
 
     settings = ServerSettings(

@@ -274,7 +274,7 @@ def _text(name: str | None) -> str | None:
 def _names(folder: Path, tenant: str) -> list[str]:
     """What a tenant is called in the stores: so, and as the gateway calls whom a trusted proxy calls so, where its
     secret can be had."""
-    from semkv.server.admission import named_tenant
+    from semkv.server.tenancy import named_tenant
 
     secret = _secret(folder)
     # A header is read as latin-1, whatever the proxy wrote.
@@ -285,7 +285,7 @@ def _salts(folder: Path, names: list[str]) -> tuple[list[str | None], list[str]]
     """The values of ``cache_salt`` under which requests of a tenant reach vLLM: of a client that names it itself and of
     ``semkv run``; and of the gateway, none without its secret."""
     from semkv.engines.base import EnginePrompt
-    from semkv.server.salt import tenant_salt
+    from semkv.server.tenancy import tenant_salt
 
     secret = _secret(folder)
     own = [salt for name in names for salt in (name, EnginePrompt((), name).cache_salt)]

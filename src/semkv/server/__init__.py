@@ -8,7 +8,7 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     """``Middleware``, loaded when vLLM asks for it: the rest of the package needs no web framework."""
     if name == "Middleware":
-        from semkv.server.middleware import Middleware
+        from semkv.server.app import Middleware
 
         return Middleware
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,6 @@
-"""The ASGI application: the two cached routes by hand, since they are the hot path; Starlette for the rest.
+"""The ASGI applications: the gateway in front of a server (`App`), and the same inside it (`Middleware`).
+
+The two cached routes are answered by hand, since they are the hot path; Starlette answers the operators' routes.
 
 /v1/chat/completions, /v1/completions   answered from the cache where it can be
 /healthz /readyz /metrics /openapi.json
@@ -9,8 +11,10 @@ anything else                           passed on
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Mapping
 
+from semkv.cache import SemanticCache
 from semkv.server.asgi import (
     Answer,
     TooLarge,
@@ -22,10 +26,30 @@ from semkv.server.asgi import (
     route_path,
     unless_gone,
 )
-from semkv.server.asked import ENDPOINTS
+from semkv.server.cache_client import CacheClient
 from semkv.server.gateway import Gateway
-from semkv.server.salt import SALTED
-from semkv.server.upstream import Application, Call, Receive, Scope, Send, UpstreamError
+from semkv.server.metrics import Metrics
+from semkv.server.operations import Operations
+from semkv.server.settings import ServerSettings, admin_key, from_environment, secret_of
+from semkv.server.tenancy import SALTED, parse_tag_rule
+from semkv.server.upstream import (
+    Application,
+    AppUpstream,
+    Call,
+    HttpUpstream,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    Upstream,
+    UpstreamError,
+)
+from semkv.server.upstream_requests import ENDPOINTS
+from semkv.stores.responses.ahead import folder_of
+from semkv.stores.responses.open import open_store
+from semkv.stores.schema import CATALOG
+from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
+from semkv.tiers.response import ResponseCache
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +72,21 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await lifespan(receive, send, self.gateway.aclose)
+            await self._lifespan(receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000})
         elif scope["type"] == "http" and not await self.answered(scope, receive, send):
             await self._respond(scope, receive, send, cached=False)
 
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        """Answer the server's start and stop."""
+        while (await receive())["type"] == "lifespan.startup":
+            await send({"type": "lifespan.startup.complete"})
+        await self.gateway.aclose()
+        await send({"type": "lifespan.shutdown.complete"})
+
     async def answered(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer what is ours: the cached routes, those that get a salt, the operators'. False for everything else."""
+        """Answer the cached routes, those that get a salt, and the operators'. False for everything else."""
         path = route_path(scope)
         if scope["method"] == "POST" and (path in ENDPOINTS or path in SALTED):
             await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=path in ENDPOINTS)
@@ -97,13 +128,82 @@ class App:
             return await self.gateway.forward(call, receive, "fault")
 
 
-async def lifespan(receive: Receive, send: Send, stop: Callable[[], Awaitable[None]]) -> None:
-    """Answer the server's start and stop."""
-    while True:
-        message = await receive()
-        if message["type"] == "lifespan.startup":
-            await send({"type": "lifespan.startup.complete"})
-        else:
-            await stop()
-            await send({"type": "lifespan.shutdown.complete"})
-            return
+class Middleware:
+    """ASGI middleware that answers from the cache inside vLLM: ``vllm serve --middleware semkv.server.Middleware``.
+
+    vLLM makes it with the application it wraps and nothing else, so settings come from the environment (see
+    `semkv.server.settings`). Operators' routes are only below ``/semkv``: ``/metrics`` and ``/health`` stay the
+    application's own.
+
+    Args:
+        app: the application; it answers misses, in this process.
+
+    Raises:
+        ConfigError: a variable does not fit.
+        StoreError: a store cannot be opened.
+    """
+
+    def __init__(self, app: Application) -> None:
+        self._wrapped = app
+        gateway = gateway_of(from_environment(os.environ), os.environ, AppUpstream(app))
+        operations = Operations(gateway, admin_key(os.environ)).application()
+        self._gateway, self._app = gateway, App(gateway, operations, own=frozenset())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._wrapped(scope, receive, self._closing(send))
+        elif scope["type"] != "http" or not await self._app.answered(scope, receive, send):
+            await self._wrapped(scope, receive, send)
+
+    def _closing(self, send: Send) -> Send:
+        """Close the stores when the application has stopped."""
+
+        async def closing(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown"):
+                await self._gateway.aclose()
+            await send(message)
+
+        return closing
+
+
+def app_of(settings: ServerSettings, environment: Mapping[str, str]) -> App:
+    """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
+    limits = {"connect_s": settings.connect_timeout, "read_s": settings.upstream_timeout}
+    key = admin_key(environment)
+    gateway = gateway_of(settings, environment, HttpUpstream(settings.upstream, **limits))
+    return App(gateway, Operations(gateway, key).application())
+
+
+def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream) -> Gateway:
+    """The gateway with its stores open and its encoder loaded.
+
+    Raises:
+        ConfigError: a setting does not fit.
+        StoreError: a store cannot be opened.
+    """
+    secret = secret_of(settings, environment)
+    config = settings.cache_config()
+    rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
+    metrics = Metrics(tenants=settings.tenant_metrics)
+    responses = _responses(settings)
+    semantic = None if config is None else SemanticCache(config)
+    if semantic is not None:
+        semantic.warm_up()
+    store_s, sampled = settings.store_timeout, settings.sampled
+    cache = CacheClient(responses, semantic, metrics, store_s=store_s, sampled=sampled, tag_rules=rules)
+    gateway = Gateway(settings, secret, upstream, cache, metrics)
+    metrics.read_sizes(gateway.sizes)
+    return gateway
+
+
+def _responses(settings: ServerSettings) -> ResponseCache:
+    file, most = settings.cache_dir / CATALOG, settings.store_mib << 20
+    store = open_store(settings.store, file, timeout_s=settings.store_timeout, max_bytes=most)
+    lifetime = Lifetime(settings.ttl or FOREVER, settings.stale, settings.sliding, settings.jitter)
+    return ResponseCache(
+        store,
+        max_bytes=settings.memory_mib << 20,
+        freshness=Freshness(lifetime, [parse_rule(rule) for rule in settings.ttl_rules]),
+        sampled=settings.sampled,
+        ahead=folder_of(settings.cache_dir, settings.store),
+    )

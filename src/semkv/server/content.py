@@ -1,7 +1,7 @@
 """What a request is about: its messages or its prompt, taken apart into segments and put together again.
 
-A site is a place in the messages that a segment stands for; they map one to one, by position. Everything that is no
-site (roles, names, tool calls, other parts) makes up the frame, which donor and request share.
+A slot is a place in the messages that a segment stands for; they map one to one, by position. Everything that is no
+slot (roles, names, tool calls, other parts) makes up the template, which donor and request share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MEDIA = {"image_url": frozenset(("url", "detail")), "audio_url": frozenset(("ur
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,")
 _KINDS = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"))
 
-Site = tuple[int, int | None]  # message, and part where its content is a list
+Slot = tuple[int, int | None]  # message, and part where its content is a list
 
 
 class Unkeyable(Exception):  # noqa: N818
@@ -46,7 +46,7 @@ class Content:
         name: ``messages`` or ``prompt``.
         value: as it came.
         keyed: ``value`` with every media item by the digest of its bytes.
-        sites: where the segments stand; empty where the request is exact-only.
+        slots: where the segments stand; empty where the request is exact-only.
         segments: in prompt order; images without a file.
         media: bytes of the images by media id.
         prompt: text of the last user turn.
@@ -55,37 +55,37 @@ class Content:
     name: str
     value: Any
     keyed: Any
-    sites: tuple[Site, ...] = ()
+    slots: tuple[Slot, ...] = ()
     segments: tuple[Segment, ...] = ()
     media: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     prompt: str = ""
 
     def with_segments(self, segments: Sequence[Segment]) -> Content | None:
-        """The same with other texts and images at its sites; None where they are not as many, or of other kinds."""
+        """The same with other texts and images at its slots; None where they are not as many, or of other kinds."""
         if len(segments) != len(self.segments) or not segments:
             return None
         value = self.value
-        for site, own, other in zip(self.sites, self.segments, segments, strict=True):
+        for slot, own, other in zip(self.slots, self.segments, segments, strict=True):
             if isinstance(own, TextSegment) and isinstance(other, TextSegment) and own.role is other.role:
-                value = value if own.text == other.text else _replaced(value, site, other.text)
+                value = value if own.text == other.text else _replaced(value, slot, other.text)
             elif isinstance(own, MediaSegment) and isinstance(other, MediaSegment):
                 if own.media_id != other.media_id:
                     data = read_media(other, ())
                     if data is None:
                         return None
-                    value = _replaced(value, site, _data_url(data))
+                    value = _replaced(value, slot, _data_url(data))
             else:
                 return None
         return read_prompt(value) if self.name == "prompt" else read_messages(value, remote=False)
 
-    def frame(self) -> Any:
-        """``keyed`` with every site empty: what a donor must share."""
+    def template(self) -> Any:
+        """``keyed`` with every slot empty: what a donor must share."""
         if self.name == "prompt":
             return ""
-        frame = [_copied(message) for message in self.keyed]
-        for site in self.sites:
-            _blank(frame, site)
-        return frame
+        template = [_copied(message) for message in self.keyed]
+        for slot in self.slots:
+            _blank(template, slot)
+        return template
 
     def with_uuids(self, uuid: Callable[[str], str] | None) -> Any:
         """``value`` with vLLM's ``uuid`` on every image, in place of what the client gave; None: with none at all."""
@@ -133,16 +133,16 @@ def read_messages(messages: object, *, remote: bool) -> Content:
         return Content("messages", messages, keyed, prompt=reader.prompt)
     segments = list(reader.segments)
     segments[question] = TextSegment(reader.texts[question])
-    return Content("messages", messages, keyed, tuple(reader.sites), tuple(segments), reader.media, reader.prompt)
+    return Content("messages", messages, keyed, tuple(reader.slots), tuple(segments), reader.media, reader.prompt)
 
 
 class _Reader:
-    """Reads messages in order, and notes sites and segments."""
+    """Reads messages in order, and notes slots and segments."""
 
     def __init__(self, *, remote: bool, last: int) -> None:
         self._remote, self._last = remote, last
         self.inline = True  # no media but inline images
-        self.sites: list[Site] = []
+        self.slots: list[Slot] = []
         self.segments: list[Segment] = []
         self.texts: dict[int, str] = {}  # by position among the segments: texts of the last message
         self.media: dict[str, bytes] = {}
@@ -172,13 +172,13 @@ class _Reader:
             raise Unkeyable("message of unknown form")
         return {**message, "content": [self._part((i, j), role, part) for j, part in enumerate(content)]}
 
-    def _text(self, site: Site, role: str, text: str) -> None:
-        if role == "user" and site[0] == self._last:
+    def _text(self, slot: Slot, role: str, text: str) -> None:
+        if role == "user" and slot[0] == self._last:
             self.texts[len(self.segments)] = text
-        self.sites.append(site)
+        self.slots.append(slot)
         self.segments.append(TextSegment(text, Role.SYSTEM if role in ("system", "developer") else Role.CONTEXT))
 
-    def _part(self, site: Site, role: str, part: object) -> Any:
+    def _part(self, slot: Slot, role: str, part: object) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or not isinstance(kind, str):
             raise Unkeyable("content part of unknown form")
@@ -186,15 +186,15 @@ class _Reader:
             if kind == "text":
                 if not isinstance(part.get("text"), str):
                     raise Unkeyable("content part of unknown form")
-                self._text(site, role, part["text"])
+                self._text(slot, role, part["text"])
             return part
         if kind in _MEDIA and part.keys() <= {"type", "uuid", kind}:
-            return {"type": kind, kind: self._source(site, kind, part.get(kind))}
+            return {"type": kind, kind: self._source(slot, kind, part.get(kind))}
         if kind == "input_audio" and part.keys() <= {"type", "uuid", kind} and isinstance(part.get(kind), dict):
             return {"type": kind, kind: self._audio(part[kind])}
         raise Unkeyable("content part of unknown form")
 
-    def _source(self, site: Site, kind: str, source: object) -> dict[str, Any]:
+    def _source(self, slot: Slot, kind: str, source: object) -> dict[str, Any]:
         if source is None:
             raise Unkeyable("media that is not in the request")
         if isinstance(source, str):
@@ -215,7 +215,7 @@ class _Reader:
             self.inline = False
             return {**rest, "type": found[1], "sha256": name}
         self.media[name] = data
-        self.sites.append(site)
+        self.slots.append(slot)
         self.segments.append(MediaSegment(name))
         return {**rest, "sha256": name}
 
@@ -239,11 +239,11 @@ def _data_url(data: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _replaced(value: Any, site: Site, new: str) -> Any:
-    """``value`` with another text or data URL at a site; the rest is shared."""
+def _replaced(value: Any, slot: Slot, new: str) -> Any:
+    """``value`` with another text or data URL at a slot; the rest is shared."""
     if isinstance(value, str):
         return new
-    i, j = site
+    i, j = slot
     message = value[i]
     if j is None:
         changed: Any = new
@@ -259,7 +259,7 @@ def _replaced(value: Any, site: Site, new: str) -> Any:
 
 
 def _copied(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A keyed message of its own as deep as sites go."""
+    """A keyed message of its own as deep as slots go."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -267,14 +267,14 @@ def _copied(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def _blank(frame: list[dict[str, Any]], site: Site) -> None:
-    i, j = site
+def _blank(template: list[dict[str, Any]], slot: Slot) -> None:
+    i, j = slot
     if j is None:
-        frame[i]["content"] = ""
-    elif frame[i]["content"][j]["type"] == "text":
-        frame[i]["content"][j]["text"] = ""
+        template[i]["content"] = ""
+    elif template[i]["content"][j]["type"] == "text":
+        template[i]["content"][j]["text"] = ""
     else:
-        frame[i]["content"][j]["image_url"].pop("sha256")
+        template[i]["content"][j]["image_url"].pop("sha256")
 
 
 def _has_parts(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from semkv import __version__
 from semkv.errors import SemkvError
 from semkv.server.gateway import Gateway
-from semkv.server.workers import Late
+from semkv.server.pool import Late
 from semkv.stores.responses.base import Selector
 
 _STATIC = {"": ("index.html", "text/html"), "app.js": ("app.js", "text/javascript"), "app.css": ("app.css", "text/css")}
@@ -107,7 +107,7 @@ class Operations:
 
     async def metrics(self, _: Request) -> Response:
         try:
-            text = await self._gateway.caches.figures(self._gateway.metrics.text)
+            text = await self._gateway.cache.figures(self._gateway.metrics.text)
         except Late as error:
             return _error(503, str(error))
         return Response(text, media_type="text/plain; version=0.0.4")
@@ -122,14 +122,14 @@ class Operations:
 
     async def stats(self, _: Request) -> Response:
         gateway = self._gateway
-        sizes = await gateway.caches.figures(gateway.sizes)
+        sizes = await gateway.cache.figures(gateway.sizes)
         live = gateway.metrics.live.view()
         return JSONResponse({**sizes, "totals": gateway.metrics.totals(), "live": live, "version": __version__})
 
     async def hits(self, request: Request) -> Response:
         given = request.query_params.get("limit", "50")
         limit = min(int(given), 200) if given.isascii() and given.isdecimal() and len(given) < 6 else 50
-        return JSONResponse({"hits": [shown.view() for shown in self._gateway.journal.recent(limit)]})
+        return JSONResponse({"hits": [shown.view() for shown in self._gateway.recent_hits.recent(limit)]})
 
     async def invalidate(self, request: Request) -> Response:
         """Body: criteria (at least one; all must hold) and ``dry_run`` (true unless it says false)."""
@@ -143,14 +143,14 @@ class Operations:
         dry_run = body.get("dry_run", True)
         if not isinstance(dry_run, bool):
             return _error(400, "dry_run must be true or false")
-        count = await self._gateway.caches.invalidate(Selector(**given), dry_run=dry_run)
+        count = await self._gateway.cache.invalidate(Selector(**given), dry_run=dry_run)
         return JSONResponse({"count": count, "dry_run": dry_run})
 
     async def wrong(self, request: Request) -> Response:
         """Body: ``id`` of a hit. Its answer, and the donor of an approximate one, are removed."""
         body = await _body(request)
         number = body.get("id") if body else None
-        shown = self._gateway.journal.find(number) if isinstance(number, str) else None
+        shown = self._gateway.recent_hits.find(number) if isinstance(number, str) else None
         if shown is None:
             return _error(404, "no such hit")
         return JSONResponse({"removed": await self._gateway.wrong(shown)})

@@ -19,7 +19,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from semkv.config import CacheConfig, default_cache_dir, parse_choice, parse_embedding_layer
 from semkv.errors import ConfigError, StoreError
-from semkv.server.admission import Network
+from semkv.server.tenancy import Network
 from semkv.stores.cachedir import make_folder
 from semkv.types import CacheMode, PolicyName
 
@@ -37,7 +37,7 @@ class ServerSettings:
         store: a SQLite file, ``memory`` or ``redis://host:port/n``; empty for ``catalog.sqlite`` below ``cache_dir``.
         ttl: seconds an answer may be served; 0 for ever.
         ttl_rules: as ``prompt:*weather*=5m``; see `semkv.tiers.freshness.parse_rule`.
-        tag_rules: as ``prompt:*weather*=weather``; see `semkv.server.tags.parse_tag_rule`.
+        tag_rules: as ``prompt:*weather*=weather``; see `semkv.server.tenancy.parse_tag_rule`.
         stale: seconds after that in which it is still served while a fresh one is fetched.
         sliding: an answer that is read in the second half of its life gets the whole again.
         jitter: share of ``ttl`` that is taken off at random, so that what came together does not go together.

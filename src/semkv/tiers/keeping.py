@@ -14,7 +14,7 @@ _COMPLETE = frozenset(("stop", "tool_calls"))
 
 
 class Answerable(Protocol):
-    """What an answer is kept by; `server.canonical.CanonicalRequest` is one."""
+    """What an answer is kept by; `server.request_key.CanonicalRequest` is one."""
 
     @property
     def key(self) -> str: ...

@@ -1,4 +1,4 @@
-"""`SemanticCache.joining`: a request whose answer is on its way, as a donor for another."""
+"""`SemanticCache.pending`: a request whose answer is on its way, as a donor for another."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from semkv.types import CacheMode, Request, ReuseReport, Scope
 
 def two(bench: Bench, first: Request, second: Request) -> tuple[ReuseReport, Candidate | None]:
     reports = [bench.cache.try_reuse(request) for request in (first, second)]
-    one, other = (bench.cache.joining.underway(report) for report in reports)
+    one, other = (bench.cache.pending.entry(report) for report in reports)
     assert one is not None
     assert other is not None
-    return reports[1], other.candidate(one)
+    return reports[1], one.donate(other)
 
 
 def joined(bench: Bench, first: Request, second: Request) -> ReuseReport | None:
     report, candidate = two(bench, first, second)
-    return None if candidate is None else bench.cache.joining.try_join(report, candidate)
+    return None if candidate is None else bench.cache.pending.try_reuse(report, candidate)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_the_guards_and_what_was_found_wrong(tmp_path: Path) -> None:
     first, second = bench.request("is it red?"), bench.request("is it not red?")
     report, candidate = two(bench, first, second)
     assert candidate is not None
-    assert bench.cache.joining.try_join(report, candidate) is None
+    assert bench.cache.pending.try_reuse(report, candidate) is None
     assert bench.cache.stats().vetoes == {"negation": 1}
 
 
@@ -122,6 +122,6 @@ def test_a_fault_is_no_hit(plain: Bench) -> None:
 
 def test_only_what_goes_as_it_is_and_only_live(plain: Bench) -> None:
     plain.ask("color")
-    assert plain.cache.joining.underway(plain.look("color~0.95")) is None, "it found a donor"
+    assert plain.cache.pending.entry(plain.look("color~0.95")) is None, "it found a donor"
     plain.reopen(mode=CacheMode.DRY_RUN)
-    assert plain.cache.joining.underway(plain.look("another")) is None
+    assert plain.cache.pending.entry(plain.look("another")) is None

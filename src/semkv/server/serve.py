@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import gc
@@ -21,63 +20,35 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from semkv import __version__
 from semkv.errors import ConfigError, SemkvError
-from semkv.server.assemble import app_of
+from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings, admin_key
 from semkv.types import CacheMode, PolicyName
 
 log = logging.getLogger(__name__)
 
 _DRAIN_S = 20  # how long open requests may go on after a signal to stop
-_HEAD = 64 * 1024  # bytes of a request's line and headers, beside the first piece that comes in
-_HEAD_S = 30.0  # from a connection, or a request's first byte, to the end of its head
+_HEAD_BYTES = 64 * 1024  # of a request's line and headers, in addition to the first piece that comes in
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's, but a request's head is bounded, in bytes and time: httptools would wait for one without end."""
+    """uvicorn's protocol with a bound on the bytes of a request's head: httptools would wait for one without end."""
 
-    _message, _in_head, _head = 0, False, 0  # which message is read, whether its head, and how many bytes of that
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def _expect_head(self) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(_HEAD_S, self._head_late)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _head_late(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:  # sent ahead of an answer that still goes out
-            self._expect_head()
-        else:
-            self.transport.close()
+    _message, _in_head, _head_bytes = 0, False, 0  # number of the message that is read, and whether it is its head
 
     def data_received(self, data: bytes) -> None:
-        before, idle = self._message, self.timeout_keep_alive_task
+        before = self._message
         super().data_received(data)
-        if idle is not None and before == self._message:  # bytes that begin nothing have stopped uvicorn's timer
-            self._expect_head()
         if self._in_head and before == self._message and self.parser is not None:
-            self._head += len(data)
-            if self._head > _HEAD:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_BYTES:
                 self.send_400_response("The head of the request is too large.")
 
     def on_message_begin(self) -> None:
-        self._message, self._in_head, self._head = self._message + 1, True, 0
-        self._expect_head()
+        self._message, self._in_head, self._head_bytes = self._message + 1, True, 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._stop_timer()
         super().on_headers_complete()
 
 

@@ -1,17 +1,33 @@
-"""Who asks, and what they may ask of the cache: the tenant and the control headers of a request."""
+"""Tenants: who asks, what they may ask of the cache, and what keeps them apart in the server behind.
+
+The tenant and the control headers of a request come first, then the labels (tags) of answers, then the ``cache_salt``
+that keeps tenants apart in vLLM's own prefix cache.
+
+Labels are for removing answers. They come from rules, and from a header of a trusted proxy. The header's labels are
+part of a request's key, so no answer is served to a request that names others: a label removes everything that was ever
+served under it. A rule looks only at prompt and model, which are in the key.
+
+Every request to a route that takes a salt gets its tenant's, also the requests that have no key and are passed on: no
+client can leave its tenant by asking in a way that the gateway does not cache.
+"""
 
 from __future__ import annotations
 
 import hmac
+import json
+import re
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from semkv.errors import ConfigError
+from semkv.keys import media_uuid
 from semkv.server.asgi import header
-from semkv.server.tags import read_tags
 from semkv.server.upstream import Scope
+from semkv.tiers.freshness import Pattern, Subject
 
 Network = IPv4Network | IPv6Network
 
@@ -116,7 +132,7 @@ class Tenants:
         """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from anybody else.
 
         Raises:
-            BadTags: see `semkv.server.tags.read_tags`.
+            BadTags: see `read_tags`.
         """
         given = header(scope, b"x-semkv-tags") if self._trusted else ""
         return read_tags(given) if given and self._from_proxy(scope) else ()
@@ -178,3 +194,116 @@ def _remember(names: OrderedDict[bytes, _Value], name: bytes, value: _Value) -> 
     names.move_to_end(name)
     while len(names) > _REMEMBERED:
         names.popitem(last=False)
+
+
+# -- labels of answers -------------------------------------------------------------------------------------------------
+
+MOST = 16  # labels in one header
+_TAG = re.compile(r"[\w.:/@+-]{1,64}", re.ASCII)
+_ALLOWED = "1 to 64 letters, digits or _.:/@+-"
+_FORM = f"FIELD:PATTERN=TAG, FIELD being prompt or model and TAG {_ALLOWED}, such as prompt:*weather*=weather"
+
+
+class BadTags(ValueError):  # noqa: N818
+    """A header that does not hold labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagRule(Pattern):
+    """A label for the answers that a pattern picks."""
+
+    tag: str
+
+
+def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
+    """Read ``FIELD:PATTERN=TAG``.
+
+    >>> parse_tag_rule("model:*-news=news").tag
+    'news'
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    form = re.fullmatch(r"(prompt|model):(.+)=([^=]*)", text, re.DOTALL)
+    if form is None or not _TAG.fullmatch(form[3]):
+        raise ConfigError(key, text, _FORM)
+    try:
+        return TagRule(form[1], form[2], form[3])
+    except re.error:
+        raise ConfigError(key, text, _FORM) from None
+
+
+def tags_by(rules: Sequence[TagRule], prompt: str, model: str) -> tuple[str, ...]:
+    """The labels that rules give an answer."""
+    subject = Subject(prompt, model)
+    return tuple(rule.tag for rule in rules if rule.fits(subject))
+
+
+def read_tags(given: str) -> tuple[str, ...]:
+    """The labels in a header, separated by commas: each once, sorted.
+
+    Raises:
+        BadTags: too many, or one of another form. An answer without them could not be removed by them.
+    """
+    tags = sorted({part for piece in given.split(",") if (part := piece.strip())})
+    if len(tags) > MOST or not all(map(_TAG.fullmatch, tags)):
+        raise BadTags(f"at most {MOST} labels of {_ALLOWED}")
+    return tuple(tags)
+
+
+# -- salts -------------------------------------------------------------------------------------------------------------
+
+# Routes of vLLM that run the model and read `cache_salt` from the body.
+SALTED = frozenset(
+    "/v1/chat/completions /v1/chat/completions/batch /v1/completions /v1/responses /v1/messages /v1/embeddings"
+    " /v1/score /v1/rerank /v2/rerank /v1/systemone /score /rerank /classify /pooling /inference/v1/generate"
+    " /invocations".split()
+)
+
+
+class NoPlace(ValueError):  # noqa: N818
+    """The body is no JSON object, so it has no place for a salt."""
+
+
+def tenant_salt(secret: bytes, tenant: str, own: object) -> str:
+    """64 hex digits: one salt for each tenant and each salt of the tenant's own (None: none).
+
+    Raises:
+        ValueError: ``own`` is no JSON.
+    """
+    said = json.dumps(["salt", tenant, own], sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return hmac.digest(secret, said.encode(), "sha256").hex()
+
+
+def salted(raw: bytes, tenant: str, secret: bytes) -> bytes:
+    """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name.
+
+    It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts.
+
+    Raises:
+        NoPlace: it is no JSON object.
+    """
+    try:
+        body = json.loads(raw)
+        if not isinstance(body, dict):
+            raise NoPlace("the body is no JSON object")
+        if "messages" in body:
+            body["messages"] = _named(body["messages"], tenant_salt(secret, tenant, None))
+        body["cache_salt"] = tenant_salt(secret, tenant, body.get("cache_salt"))
+        return json.dumps(body, separators=(",", ":")).encode()
+    except (ValueError, RecursionError) as error:
+        raise NoPlace("the body is no JSON object, or nested too deeply") from error
+
+
+def _named(value: Any, salt: str) -> Any:
+    """``value`` with the client's own media uuids made the tenant's; they never equal one that `body` makes."""
+    if isinstance(value, list):
+        return [_named(item, salt) for item in value]
+    if not isinstance(value, dict):
+        return value
+    renamed = dict(value)
+    if isinstance(value.get("content"), list):
+        renamed["content"] = _named(value["content"], salt)
+    if isinstance(uuid := value.get("uuid"), str):
+        renamed["uuid"] = media_uuid(salt, f"own {uuid}")
+    return renamed

@@ -1,7 +1,7 @@
-"""Requests whose answers are on their way, as donors for those that come meanwhile.
+"""Pending entries: requests whose answers are on their way, as donors for those that come meanwhile.
 
-The catalog knows what was answered. Until an answer is recorded, its request is compared by the rules of the text tiers
-here: the whole prompt, after folding where that is on, or a similar question after the same prompt.
+The catalog knows what was answered. Until an answer is recorded, its request is compared here by the rules of the text
+tiers: the whole prompt, after folding where that is on, or a similar question after the same prompt.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Underway:
+class PendingEntry:
     """A request that goes to the engine as it is.
 
     Attributes:
         donor: the entry that it will be recorded as; its response is still empty.
-        whole: key of its prompt, folded where normalised matches are on; empty where no such matches are.
-        frame: the same of all but its question; empty where there is none.
+        prompt_key: of its whole prompt, folded where normalised matches are on; empty where exact matches are off.
+        slot_key: the same of all but its question; empty where it has no question.
         vector: unit vector of its chunk text, [dim]; None where it has none.
         least: least cosine of a similar question.
     """
 
     donor: Entry
-    whole: str
-    frame: str
+    prompt_key: str
+    slot_key: str
     vector: Vector | None
     least: float
 
     @property
-    def partition(self) -> str:
-        """Requests of other partitions never match."""
-        return self.frame or self.whole
+    def group(self) -> str:
+        """Entries of other groups never match."""
+        return self.slot_key or self.prompt_key
 
-    def candidate(self, other: Underway) -> Candidate | None:
-        """The other request as a donor for this one; None where it is not similar."""
-        run = len(other.donor.segments)
-        if self.whole and self.whole == other.whole:
-            return Candidate(other.donor, run, exact_text.STATUS, 1.0, (exact_text.STATUS,))
-        if not self.frame or self.frame != other.frame or self.vector is None or other.vector is None:
+    def donate(self, to: PendingEntry) -> Candidate | None:
+        """This entry as a donor for another request; None where they are not similar."""
+        run = len(self.donor.segments)
+        if self.prompt_key and self.prompt_key == to.prompt_key:
+            return Candidate(self.donor, run, exact_text.STATUS, 1.0, (exact_text.STATUS,))
+        if not self.slot_key or self.slot_key != to.slot_key or self.vector is None or to.vector is None:
             return None
-        score = min(1.0, float(self.vector @ other.vector))
+        score = min(1.0, float(self.vector @ to.vector))
         if score < self.least:
             return None
-        return Candidate(other.donor, run, semantic_text.STATUS, score, (semantic_text.STATUS,))
+        return Candidate(self.donor, run, semantic_text.STATUS, score, (semantic_text.STATUS,))
 
 
-class Joining:
+class PendingTier:
     """Decides who may have the answer of a request that is still on its way. Any thread may call any method.
 
     Args:
         config: of the cache.
         least: least cosine of a similar question that the policy is asked about.
-        planner: the guards, the policy and the second stage.
+        planner: guards and policy.
         hits: the open hits.
         tally: counts hits and faults.
     """
@@ -74,23 +74,22 @@ class Joining:
         self._live, self._least = config.mode is CacheMode.LIVE, least
         self._planner, self._hits, self._tally = planner, hits, tally
 
-    def _keys(self, request: Request) -> tuple[Keyed, str, str]:
-        """Of a request: its keys, and `Underway.whole` and `Underway.frame`."""
-        keyed = Keyed.of(request.namespace, request.segments)
+    def _keys(self, keyed: Keyed) -> tuple[str, str]:
+        """`PendingEntry.prompt_key` and `PendingEntry.slot_key`."""
         chain = keyed.chain(normalised=self._normalised, with_media=self._with_media)
-        frame = keyed.frame(normalised=self._normalised, with_media=self._with_media)
-        return keyed, keyed.whole(chain, "folded") if self._exact else "", frame
+        slot_key = keyed.frame(normalised=self._normalised, with_media=self._with_media)
+        return keyed.whole(chain, "folded") if self._exact else "", slot_key
 
-    def partition(self, request: Request) -> str:
-        """`Underway.partition` of a request before its lookup; empty where it can join no other."""
+    def group(self, request: Request) -> str:
+        """`PendingEntry.group` of a request before its lookup; empty where it matches none."""
         with Boundary(self._tally, "request"):
             if request.segments and self._live:
-                _, whole, frame = self._keys(request)
-                return frame or whole
+                prompt_key, slot_key = self._keys(Keyed.of(request.namespace, request.segments))
+                return slot_key or prompt_key
         return ""
 
-    def underway(self, report: ReuseReport) -> Underway | None:
-        """The request of a lookup that found nothing, as others may find it until its answer is recorded.
+    def entry(self, report: ReuseReport) -> PendingEntry | None:
+        """The request of a lookup as others may find it until its answer is recorded.
 
         Returns:
             None where the cache is not live, or the lookup found a donor.
@@ -99,20 +98,20 @@ class Joining:
         if report.hit or not request.segments or not self._live:
             return None
         with Boundary(self._tally, "request"):
-            keyed, whole, frame = self._keys(request)
-            vector = report.embeddings.get(semantic_text.STATUS)
-            return Underway(entry_of(request, keyed), whole, frame, vector, self._least)
+            keyed = Keyed.of(request.namespace, request.segments)
+            return PendingEntry(
+                entry_of(request, keyed), *self._keys(keyed), report.embeddings.get(semantic_text.STATUS), self._least
+            )
         return None
 
-    def try_join(self, report: ReuseReport, candidate: Candidate) -> ReuseReport | None:
-        """Whether a request that found nothing may have the answer of another that is on its way.
+    def try_reuse(self, report: ReuseReport, candidate: Candidate) -> ReuseReport | None:
+        """Whether a request whose lookup found nothing may have the answer of a pending entry.
 
-        The guards, what checks found, the policy and the second stage are asked as for a stored donor, and the hit
-        counts as theirs do.
+        Guards, policy and the pairs found wrong are asked as for a stored donor, and the hit counts as theirs do.
 
         Args:
             report: of the request's lookup.
-            candidate: the other one, from `Underway.candidate`.
+            candidate: what `PendingEntry.donate` made of the pending entry.
 
         Returns:
             The report of the hit; None where it may not.

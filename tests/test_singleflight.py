@@ -1,4 +1,4 @@
-"""A flight: nobody has the end of an answer before the cache was given the whole of it."""
+"""Single flight: nobody has the end of an answer before the cache was given the whole of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from semkv.server.flight import Bounds, Desk, Flight
-from semkv.server.upstream import Call, Headers
+from semkv.server.singleflight import InFlight, SingleFlight
+from semkv.server.upstream import Headers
 
 
 class Scripted:
@@ -22,15 +22,12 @@ class Scripted:
         self.headers: Headers = [(b"content-type", kind)]
         self._pieces = pieces
 
-    async def send(self, call: Call) -> Scripted:
+    async def send(self) -> Scripted:
         return self
 
     async def pieces(self) -> AsyncIterator[bytes]:
         for piece in self._pieces:
             yield piece
-
-    async def ready(self) -> bool:
-        return True
 
     async def aclose(self) -> None:
         return
@@ -55,42 +52,44 @@ def test_the_end_waits_until_the_answer_was_kept(kind: bytes, pieces: list[bytes
     async def story() -> None:
         asked, stored = asyncio.Event(), asyncio.Event()
 
-        async def landed(flight: Flight) -> None:
+        async def on_whole(flight: InFlight) -> None:
             assert flight.payload is not None
             asked.set()
             await stored.wait()
 
-        desk = Desk(Scripted(kind, pieces), Bounds())
-        seat = desk.start("key", Call({}, b""), lambda _: None, landed, chat=True)
+        flights = SingleFlight()
+        send = Scripted(kind, pieces).send
+        reader = flights.start(InFlight(flights, "key", send, lambda _: None, on_whole, chat=True))
         await asyncio.wait_for(asked.wait(), 10)
         for _ in range(50):  # whatever else could run has run
             await asyncio.sleep(0)
-        flight = seat.flight
-        last = flight.piece(len(pieces) - 1)
+        flight = reader.flight
+        last = flight.chunk(len(pieces) - 1)
         assert not flight.done
         assert flight.streamed is (last is None), "of a stream the last event is held back as well"
         stored.set()
-        await asyncio.wait_for(flight.over(), 10)
+        await asyncio.wait_for(flight.task, 10)
         assert flight.done
         assert flight.error is None
-        assert flight.piece(len(pieces) - 1) is not None
-        seat.leave()
+        assert flight.chunk(len(pieces) - 1) is not None
+        reader.leave()
 
     asyncio.run(story())
 
 
 def test_a_flight_that_is_cancelled_at_once_has_an_end() -> None:
     async def story() -> None:
-        async def landed(flight: Flight) -> None:
+        async def on_whole(flight: InFlight) -> None:
             raise AssertionError("nothing came")
 
-        desk = Desk(Scripted(b"application/json", []), Bounds())
-        seat = desk.start("key", Call({}, b""), lambda _: None, landed, chat=True)
-        await desk.aclose()
-        await asyncio.wait_for(seat.settled(), 10)
-        await asyncio.wait_for(seat.flight.over(), 10)
-        assert seat.flight.done
-        assert not len(desk)
-        seat.leave()
+        flights = SingleFlight()
+        send = Scripted(b"application/json", []).send
+        reader = flights.start(InFlight(flights, "key", send, lambda _: None, on_whole, chat=True))
+        flights.close()
+        await asyncio.wait_for(reader.flight.until(lambda: False), 10)
+        await asyncio.wait_for(reader.flight.task, 10)
+        assert reader.flight.done
+        assert not flights.running
+        reader.leave()
 
     asyncio.run(story())

@@ -14,7 +14,7 @@ from typing import Any
 
 from semkv.keys import digest, media_uuid
 from semkv.server.content import Content, Unkeyable, read_messages, read_prompt
-from semkv.server.salt import tenant_salt
+from semkv.server.tenancy import tenant_salt
 from semkv.stores.media import MediaStore
 from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
 
@@ -122,7 +122,7 @@ class CanonicalRequest:
         if self._content.media and self._body.get("media_io_kwargs"):
             return None  # the model sees other pictures than the vision layer does
         rest = {k: v for k, v in self._body.items() if k not in _SAMPLING and k not in _NOT_IN_KEY}
-        rest[self._content.name] = self._content.frame()
+        rest[self._content.name] = self._content.template()
         deployment = self._deployment
         model = digest("gateway", deployment.endpoint, deployment.version, _encode(rest))
         namespace = Namespace(deployment.tenant, model)

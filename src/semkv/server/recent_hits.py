@@ -23,7 +23,7 @@ _PAYLOAD = 64 * 1024  # bytes of an answer that is shown
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class HitView:
     """One hit, in no more memory than is shown of it.
 
     Attributes:
@@ -73,12 +73,12 @@ class Shown:
         }
 
 
-class Journal:
+class RecentHits:
     """Keeps the latest hits; approximate ones are not pushed out by exact ones. Used from the event loop alone."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._hits: dict[bool, deque[Shown]] = {kind: deque(maxlen=_SHOWN) for kind in (True, False)}
+        self._hits: dict[bool, deque[HitView]] = {kind: deque(maxlen=_SHOWN) for kind in (True, False)}
         self._seconds: OrderedDict[str, float] = OrderedDict()
         self._tokens: OrderedDict[str, int] = OrderedDict()
         self._mean_s = 0.0
@@ -103,7 +103,7 @@ class Journal:
         response = found.response
         exact = report is None or tier == "exact"
         small = len(response.payload) <= _PAYLOAD
-        shown = Shown(
+        shown = HitView(
             number=secrets.token_hex(8),
             at=time.time(),
             tier=tier,
@@ -127,12 +127,12 @@ class Journal:
         self._metrics.tokens.inc(tokens)
         self._metrics.saved.inc(max(0.0, self._seconds.get(response.key, self._mean_s) - seconds))
 
-    def recent(self, most: int) -> list[Shown]:
+    def recent(self, most: int) -> list[HitView]:
         """The latest hits, newest first."""
         every = [shown for hits in self._hits.values() for shown in hits]
         return sorted(every, key=lambda shown: -shown.at)[:most]
 
-    def find(self, number: str) -> Shown | None:
+    def find(self, number: str) -> HitView | None:
         """A hit by its id, if it is still known."""
         return next((shown for shown in self.recent(2 * _SHOWN) if shown.number == number), None)
 

@@ -1,0 +1,363 @@
+"""The two caches as the gateway uses them: off the event loop, within time limits, and every fault a counted miss.
+
+The response tier holds whole answers under exact keys. The semantic cache finds a donor for a near-repeat. The donor's
+parts then make a canonical request' with a key of its own, under which the response tier is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from semkv.cache import SemanticCache
+from semkv.server.metrics import Metrics
+from semkv.server.pool import Late, Pool
+from semkv.server.request_key import CanonicalRequest
+from semkv.server.tenancy import TagRule, tags_by
+from semkv.stores.responses.base import Selector
+from semkv.tiers.base import Candidate
+from semkv.tiers.pending import PendingEntry
+from semkv.tiers.response import Found, ResponseCache
+from semkv.tiers.stats import CacheStats
+from semkv.types import Exactness, Plan, ReuseReport
+
+log = logging.getLogger(__name__)
+
+EXACT = "exact"
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_LOOKUP_S = 10.0  # longest wait for a semantic lookup
+_RECENT = 64  # weight of the moving average of lookups that found something; 191 that found nothing bring it under 5%
+_RARE = 0.05
+_LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
+_OVERLAPPED = 16  # the same where the upstream is asked meanwhile: a lookup behind more comes after the answer
+_NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
+_QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs no request any time
+_SMALL = 64 * 1024  # bytes of an answer that the event loop itself looks into and writes
+_NAME = 200  # characters of a model's name that are noted
+_ADMIN_S = 30.0
+_INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
+_SIZES = {
+    "memory_entries": "memory_entries",
+    "memory_bytes": "memory_bytes",
+    "response_entries": "store_entries",
+    "response_bytes": "store_bytes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the caches have for a request.
+
+    Attributes:
+        canonical: what would be asked upstream: the request, or the canonical request' of a plan.
+        found: its stored answer, or None.
+        report: of the semantic lookup; None where there was none.
+        entry: the request as near-repeats find it while it is answered; None where they may not.
+    """
+
+    canonical: CanonicalRequest
+    found: Found | None = None
+    report: ReuseReport | None = None
+    entry: PendingEntry | None = None
+
+    @property
+    def tier(self) -> str:
+        """Where the donor came from; ``exact`` without one, and where its prompt is the request's own."""
+        match = self.report.plan.match if self.report is not None and self.report.plan.substituted else None
+        if self.report is None or match is None or match.exactness is Exactness.EXACT:
+            return EXACT
+        return self.report.provenance
+
+    @property
+    def score(self) -> float | None:
+        """Of the donor; None without one."""
+        match = self.report.plan.match if self.report is not None else None
+        return match.score if match is not None and self.tier != EXACT else None
+
+
+class CacheClient:
+    """Looks up, stores and removes answers.
+
+    Args:
+        responses: whole answers.
+        semantic: donors; None to go without.
+        metrics: where faults are counted.
+        store_s: how long a request waits for the store.
+        sampled: answers that were drawn at random are stored too.
+        tag_rules: label answers, in addition to the labels that come with a request.
+    """
+
+    def __init__(
+        self,
+        responses: ResponseCache,
+        semantic: SemanticCache | None,
+        metrics: Metrics,
+        *,
+        store_s: float,
+        sampled: bool = False,
+        tag_rules: Sequence[TagRule] = (),
+    ) -> None:
+        self.responses, self.semantic, self._metrics = responses, semantic, metrics
+        self._store_s, self._sampled, self._tag_rules = store_s, sampled, tag_rules
+        self._store = Pool("semkv-store", threads=8, queued=_QUEUED)
+        self._lookups = Pool("semkv-lookup", threads=2, queued=_LOOKUPS, nice=_NICE)
+        self._running: dict[str, asyncio.Task[Lookup]] = {}
+        self.found_share = 1.0  # of recent lookups; taken to be all until shown otherwise
+
+    # -- looking up ---------------------------------------------------------------------------------------------
+
+    @property
+    def rarely_finds(self) -> bool:
+        """Whether fewer than 5% of recent lookups found something."""
+        return self.found_share < _RARE
+
+    def _count(self, *, found: bool) -> None:
+        self.found_share += (found - self.found_share) / _RECENT
+
+    def peek(self, key: str) -> Found | None:
+        """What memory has under a key; never blocks."""
+        return self.responses.peek(key)
+
+    async def stored(self, canonical: CanonicalRequest) -> Found | None:
+        """The stored answer to exactly this request."""
+        if canonical.sampled and not self._sampled:
+            return None
+        found = self.responses.peek(canonical.key)
+        if found is not None:
+            return found
+        return await self._guarded("store", self._store.run(self._store_s, self.responses.lookup, canonical.key))
+
+    async def look_up(
+        self, canonical: CanonicalRequest, *, writes: bool = True, asked_at: float | None = None
+    ) -> Lookup:
+        """What the caches have; looked up once for all who ask for the same at the same time.
+
+        Args:
+            canonical: the request.
+            writes: False where nothing of the request may be stored. A look for similar images stores its own.
+            asked_at: when the upstream was asked for the same, by `time.perf_counter`; None where it was not.
+        """
+        if not writes and self.semantic is not None and canonical.request is not None and canonical.request.media:
+            return Lookup(canonical, await self.stored(canonical))
+        task = self._running.get(canonical.key)
+        if task is None:
+            task = asyncio.ensure_future(self._look_up(canonical, asked_at))
+            self._running[canonical.key] = task
+            task.add_done_callback(lambda _: self._running.pop(canonical.key, None))
+            return await asyncio.shield(task)
+        looked = await asyncio.shield(task)  # with what this request has besides the key, such as its ``request_id``
+        if looked.canonical.key == canonical.key:
+            return replace(looked, canonical=canonical)
+        assert looked.report is not None
+        own = await self._with_plan(canonical, looked.report.plan)
+        return Lookup(canonical) if own is None else replace(looked, canonical=own)
+
+    async def _look_up(self, canonical: CanonicalRequest, asked_at: float | None) -> Lookup:
+        if canonical.sampled and not self._sampled:
+            return Lookup(canonical)
+        own = Lookup(canonical, await self.stored(canonical))
+        # An answer that is younger than the upstream request may have been brought by it.
+        there = own.found is not None and (asked_at is None or own.found.age_s > time.perf_counter() - asked_at)
+        if there or self.semantic is None or canonical.request is None:
+            self._count(found=there)
+            return own
+        if asked_at is not None and self._lookups.pending > _OVERLAPPED:
+            self._metrics.left_out.inc()
+            return own
+        start = time.perf_counter()
+        looked = await self._guarded(
+            "semantic", self._lookups.run(_LOOKUP_S, self._try_reuse, self.semantic, canonical)
+        )
+        self._metrics.lookup(time.perf_counter() - start)
+        report = None if looked is None else looked.report
+        if looked is None or report is None:
+            return own
+        self._count(found=bool(report.plan.substituted))
+        if not report.plan.substituted:
+            return replace(looked, found=own.found)
+        other = await self._with_plan(canonical, report.plan)
+        if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
+            return own
+        if other.key == canonical.key:
+            return Lookup(canonical, None, report)
+        return Lookup(other, await self.stored(other), report)
+
+    def _try_reuse(self, semantic: SemanticCache, canonical: CanonicalRequest) -> Lookup:
+        request = canonical.with_media(semantic.media)
+        if request is None:
+            return Lookup(canonical)
+        report = semantic.try_reuse(request)
+        stored = self.responses.keeps(canonical, tags=self._tags(canonical))
+        return Lookup(canonical, None, report, semantic.pending.entry(report) if stored else None)
+
+    async def _with_plan(self, canonical: CanonicalRequest, plan: Plan) -> CanonicalRequest | None:
+        return await self._guarded("semantic", _in_thread(canonical.with_plan, plan))
+
+    # -- requests on their way ----------------------------------------------------------------------------------
+
+    def pending_group(self, canonical: CanonicalRequest) -> str:
+        """What a request shares with those whose answers it may join; empty where there are none."""
+        if self.semantic is None or canonical.request is None:
+            return ""
+        return self.semantic.pending.group(canonical.request)
+
+    async def join(self, lookup: Lookup, pending: Sequence[tuple[str, Candidate]]) -> Lookup | None:
+        """What a request that found nothing may use of others whose answers are on their way; None for nothing.
+
+        Args:
+            lookup: of the request.
+            pending: keys of the others, and the others as donors.
+        """
+        joined = await self._guarded("semantic", _in_thread(self._join, lookup, pending))
+        if joined is not None:
+            self._count(found=True)
+        return joined
+
+    def _join(self, lookup: Lookup, pending: Sequence[tuple[str, Candidate]]) -> Lookup | None:
+        assert self.semantic is not None
+        assert lookup.report is not None
+        for key, candidate in pending:
+            segments = candidate.donor.segments
+            same = lookup.canonical.with_plan(Plan(segments, len(segments)))
+            if same is None or same.key != key:  # it differs in more than the prompt
+                continue
+            report = self.semantic.pending.try_reuse(lookup.report, candidate)
+            if report is not None:
+                return Lookup(same, None, report)
+        return None
+
+    # -- storing ------------------------------------------------------------------------------------------------
+
+    async def store(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
+        """Store an answer; waits until it outlives this process, or the store's time is up."""
+        more: dict[str, object] = {"since": since, "tags": self._tags(canonical)}
+        if len(payload) + len(canonical.prompt) <= _SMALL:
+            try:  # at once, which costs less than a thread does
+                done = self.responses.try_keep(canonical, payload, **more)  # type: ignore[arg-type]
+            except Exception:
+                self._fault("store")
+                done = None
+            if done is not None:
+                return done
+        keep = self._store.complete(self._store_s, self.responses.keep, canonical, payload, **more)  # type: ignore[arg-type]
+        return await self._guarded("store", keep) is True
+
+    def _tags(self, canonical: CanonicalRequest) -> list[str]:
+        return sorted({*canonical.tags, *tags_by(self._tag_rules, canonical.prompt, canonical.model)})
+
+    async def record(self, report: ReuseReport, payload: bytes, model: str) -> None:
+        """Tell the semantic cache what was computed, and by which model as the request names it."""
+        if self.semantic is not None:
+            observe = partial(self.semantic.add_observation, metadata={"model": model[:_NAME]})
+            await self._guarded("semantic", self._lookups.run(None, lambda: observe(report, text_of(payload))))
+
+    # -- checking and removing ----------------------------------------------------------------------------------
+
+    def should_check(self, report: ReuseReport) -> bool:
+        """Whether the unchanged request should be run, too."""
+        return self.semantic is not None and self.semantic.should_check(report)
+
+    async def check(self, report: ReuseReport, own: bytes, given: bytes) -> None:
+        """Compare the unchanged request's own answer with the one that was given, and record it."""
+        if self.semantic is not None:
+            await self._guarded("semantic", self._lookups.run(None, _check, self.semantic, report, own, given))
+
+    async def report_wrong(self, hit_id: str) -> None:
+        """A hit was wrong: its donor goes."""
+        if self.semantic is not None and hit_id:
+            await self._lookups.run(_ADMIN_S, self.semantic.report_wrong, hit_id)
+
+    async def invalidate(self, selector: Selector, *, dry_run: bool) -> int:
+        """Remove stored answers, or count them.
+
+        Raises:
+            StoreError: the store could not be reached.
+            Late: it did not answer.
+        """
+        return await self._store.complete(_INVALIDATE_S, self.responses.invalidate, selector, dry_run=dry_run)
+
+    async def figures(self, work: Callable[[], _T]) -> _T:
+        """Read figures that need the stores."""
+        return await self._store.run(_ADMIN_S, work)
+
+    def sizes(self) -> dict[str, dict[str, float]]:
+        """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
+        counts = dict(self.responses.counts())
+        gauges = {ours: float(counts.pop(theirs, 0)) for ours, theirs in _SIZES.items()}
+        events = {f"response {name}": float(n) for name, n in counts.items()}
+        if self.semantic is not None:
+            more, counted = _semantic_figures(self.semantic.stats())
+            gauges.update(more)
+            gauges["media_limit_bytes"] = float(self.semantic.config.max_media_bytes)
+            events.update(counted)
+        return {"gauges": gauges, "events": events}
+
+    # -- faults and the end -------------------------------------------------------------------------------------
+
+    async def _guarded(self, part: str, work: Awaitable[_T]) -> _T | None:
+        """The result of ``work``; None, counted, where it failed or took too long."""
+        try:
+            return await work
+        except (Late, TimeoutError):
+            self._metrics.fault(f"{part}: late")
+        except Exception:
+            self._fault(part)
+        return None
+
+    def _fault(self, part: str) -> None:
+        log.exception("%s failed", part)
+        self._metrics.fault(part)
+
+    async def aclose(self) -> None:
+        """Finish what is being written, and close the stores."""
+        for pool in (self._lookups, self._store):
+            await asyncio.to_thread(pool.close)
+        self.responses.close()
+        if self.semantic is not None:
+            self.semantic.close()
+
+
+async def _in_thread(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Do work that must wait neither for the store nor for lookups."""
+    return await asyncio.wait_for(asyncio.to_thread(work, *args, **kwargs), _LOOKUP_S)
+
+
+def _check(semantic: SemanticCache, report: ReuseReport, own: bytes, given: bytes) -> None:
+    semantic.checked(report.hit_id, semantic.same_answer(text_of(own), text_of(given)))
+    semantic.add_observation(report.unchanged(), text_of(own))
+
+
+def _semantic_figures(stats: CacheStats) -> tuple[dict[str, float], dict[str, float]]:
+    """Gauges and events of the semantic cache."""
+    gauges = {"semantic_entries": float(stats.entries), "media_bytes": float(stats.media_bytes)}
+    if stats.wrong_rate is not None:
+        gauges |= {"hits_checked": float(stats.checked), "wrong_hit_share": stats.wrong_rate}
+        gauges["wrong_hit_share_upper"] = stats.wrong_interval[1]
+    groups = {"hit": stats.hits, "veto": stats.vetoes, "overruled": stats.overruled, "fault": stats.faults}
+    events = {f"semantic {kind}:{name}": float(n) for kind, group in groups.items() for name, n in group.items()}
+    plain = {"lookup": stats.lookups, "refused": stats.refused, "barred": stats.barred, "recorded": stats.recorded}
+    plain |= {"checked": stats.checked, "checked wrong": stats.checked_wrong, "reported wrong": stats.reported_wrong}
+    events |= {f"semantic {name}": float(n) for name, n in plain.items()}
+    return gauges, events
+
+
+def text_of(payload: bytes) -> str:
+    """The text of an answer's first choice; its tool calls as JSON; empty where there is neither."""
+    try:
+        choice = json.loads(payload)["choices"][0]
+        message = choice.get("message")
+        if message is None:
+            return str(choice.get("text") or "")
+        if calls := message.get("tool_calls"):
+            return json.dumps([call["function"] for call in calls], sort_keys=True)
+        return str(message.get("content") or "")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ""
