@@ -28,9 +28,9 @@ BLOCK = 32
 ROW = 4096
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make("llava", tmp_path_factory.mktemp("model") / "llava")
+@pytest.fixture
+def model(checkpoint: tiny_models.Checkpoint) -> Path:
+    return checkpoint("llava")
 
 
 # -- what an engine is started with ---------------------------------------------------------------------------------

@@ -1,0 +1,51 @@
+"""What all tests share: the order in which the workers take them, the conditions they run under, tiny checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+import tiny_models
+
+# Two workers share the machine: an engine that takes all processors, or that binds itself to one, disturbs the other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+# On a busy machine an example may take any time.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
+
+ENGINES = "engine"
+"""The group of all files that start vLLM: one worker runs them, so that two engines never run at once."""
+
+LONGEST: tuple[str, ...] = ()
+"""Groups in which most time goes by, the longest first; the others follow as they are collected."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A worker takes a whole file, so that its fixtures are made once; the longest come first."""
+    starts_engine = {item.path for item in items if item.get_closest_marker("engine")}
+    groups = {item: ENGINES if item.path in starts_engine else item.path.stem for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    rank = {group: number for number, group in enumerate((ENGINES, *LONGEST))}
+    items.sort(key=lambda item: rank.get(groups[item], len(rank)))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tiny_models.Checkpoint:
+    """Tiny checkpoints, each made once. They are shared: a test that changes one works on a copy."""
+    root, made = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = tiny_models.make(family, root / family)
+        return made[family]
+
+    return get
