@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
-import json
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_engines import BLOCK, SKIP, CachedEngine, answer, full_blocks
+import tiny_models
+from kv_engines import BLOCK, SKIP, CachedEngine, answer, full_blocks, in_child
 from semkv.connectors import identity, register, resets, vllm_names
 from semkv.connectors.break_even import BreakEven
 from semkv.connectors.outcome import ConnectorOutcome, read_outcome
@@ -471,66 +472,58 @@ def test_an_engine_whose_shared_memory_cannot_be_used_answers(
     engine.close()
 
 
-BY_NAME = '''
-import json, sys, time
-sys.path.insert(0, sys.argv[2])
-import tiny_models
-
-def main():
+def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
+    """As a server runs it: the engine core is another process, and vLLM finds the connectors by their entry point."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", SEMKV_CACHE_DIR=cache)
     from vllm import LLM, SamplingParams
-    llm = LLM(sys.argv[1], max_model_len=512, enforce_eager=True, dtype="float32", block_size=32,
-              kv_cache_memory_bytes=1 << 28, limit_mm_per_prompt={"image": 1, "video": 0},
-              kv_transfer_config={"kv_connector": "SemKVConnector", "kv_role": "kv_both"},
-              ec_transfer_config={"ec_connector": "SemECConnector", "ec_role": "ec_both"})
-    prompt = {"prompt": "<s><image>" + " is there a dog" * 20, "multi_modal_data": {"image": tiny_models.picture()}}
-    seen = []
 
-    def ask(skip, enough):
-        """The files are written in the background: ask until what is wanted was found."""
+    llm = LLM(
+        model, max_model_len=512, enforce_eager=True, dtype="float32", block_size=BLOCK, kv_cache_memory_bytes=1 << 26,
+        limit_mm_per_prompt={"image": 1, "video": 0},
+        kv_transfer_config={"kv_connector": "SemKVConnector", "kv_role": "kv_both", "engine_id": name},
+        ec_transfer_config={"ec_connector": "SemECConnector", "ec_role": "ec_both"},
+    )  # fmt: skip
+    prompt = {"prompt": "<s><image>" + " is there a dog" * 20, "multi_modal_data": {"image": tiny_models.picture()}}
+
+    def ask(extra: dict[str, Any] | None, enough: Callable[[Any], object]) -> list[Any]:
+        """Blocks and encoder outputs are stored in the background: ask until what is wanted is found."""
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, extra_args=extra)
         while True:
-            params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True,
-                                    extra_args={"kv_transfer_params": {"semkv": {"skip": skip}}})
-            out = llm.generate([prompt], params, use_tqdm=False)[0]
+            output = llm.generate([prompt], params, use_tqdm=False)[0]
             while not llm.reset_prefix_cache():
                 time.sleep(0.01)
             llm.llm_engine.reset_encoder_cache()
-            if enough(out):
-                seen.append([list(out.outputs[0].token_ids), out.kv_transfer_params, out.ec_transfer_params])
-                return
+            if enough(output):
+                return [answer(output), output.kv_transfer_params, output.ec_transfer_params]
 
-    ask(False, lambda out: True)
-    ask(False, lambda out: out.kv_transfer_params["semkv"]["loaded_tokens"])
-    ask(True, lambda out: out.ec_transfer_params["semkv"]["loaded"])
-    print("RESULT" + json.dumps([hasattr(llm.llm_engine.engine_core, "engine_core"), seen]))
+    found = {
+        "cold": ask(None, lambda _: True),
+        "warm": ask(None, lambda output: output.kv_transfer_params["semkv"]["loaded_tokens"]),
+        "fused": ask(SKIP, lambda output: output.ec_transfer_params["semkv"]["loaded"]),
+        "in process": hasattr(llm.llm_engine.engine_core, "engine_core"),
+        "shared": shared_memory(name),
+    }
+    llm.llm_engine.engine_core.shutdown()
+    return found
 
-if __name__ == "__main__":
-    main()
-'''
+
+def shared_memory(name: str) -> list[str]:
+    return [path.name for path in Path("/dev/shm").iterdir() if name in path.name]
 
 
 @pytest.mark.engine
 def test_by_name_alone_in_an_engine_process(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """As a server runs it: the engine core is another process, and vLLM finds the connectors by their entry point."""
-    script = tmp_path / "script.py"
-    script.write_text(BY_NAME)
-    environment = os.environ | {
-        "SEMKV_CACHE_DIR": str(tmp_path / "cache"),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    before = {name for name in os.listdir("/dev/shm") if "offload" in name or "semkv" in name}  # noqa: PTH208
-    command = [sys.executable, str(script), str(checkpoint("llava")), str(Path(__file__).parent)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    in_process, (cold, warm, fused) = json.loads(done.stdout.rpartition("RESULT")[2].splitlines()[0])
-    assert not in_process
+    name = uuid.uuid4().hex
+    found = in_child(by_name, checkpoint("llava"), tmp_path / "cache", name)
+    assert not found["in process"]
+    cold, warm, fused = (found[level] for level in ("cold", "warm", "fused"))
     assert warm[0] == fused[0] == cold[0]
     nothing = {"semkv": {"loaded_tokens": 0, "sources": {}}}
     assert cold[1:] == [nothing, {"semkv": {"loaded": 0, "encoded": 1}}]
     assert warm[1]["semkv"]["loaded_tokens"] >= 96
     assert fused[1:] == [nothing, {"semkv": {"loaded": 1, "encoded": 0}}]
-    after = {name for name in os.listdir("/dev/shm") if "offload" in name or "semkv" in name}  # noqa: PTH208
-    assert after <= before
+    assert found["shared"]
+    assert not shared_memory(name)
 
 
 # ---------------------------------------------------------------------- the parts

@@ -139,7 +139,7 @@ def test_a_batch_holds_what_waited_and_no_more_than_it_may() -> None:
 
     def run(texts: list[str]) -> list[np.ndarray]:
         passes.append(texts)
-        going.wait(10)
+        going.wait(120)
         return [np.array([float(text)], dtype=np.float32) for text in texts]
 
     batcher = Batcher(run, most=4)
@@ -151,8 +151,8 @@ def test_a_batch_holds_what_waited_and_no_more_than_it_may() -> None:
         while len(batcher._waiting) < 9:
             time.sleep(0.001)
         going.set()
-        assert first.result(10) == {"0": 0.0}
-        assert [f.result(10)[str(n)][0] for n, f in enumerate(rest, 1)] == list(range(1, 10))
+        assert first.result(120) == {"0": 0.0}
+        assert [f.result(120)[str(n)][0] for n, f in enumerate(rest, 1)] == list(range(1, 10))
     assert [len(p) for p in passes] == [1, 4, 4, 1]
     assert batcher(["7", "7"]) == {"7": 7.0}
 

@@ -118,7 +118,7 @@ def test_from_the_start_to_the_stop_it_says_json_lines_alone(tmp_path: Path, sem
         wait_until(lambda: "startup complete" in log.read_text() or running.poll() is not None, 300)
         said = [json.loads(line)["message"] for line in log.read_text().splitlines()]
         (url,) = (line.split(" on ")[1].split(": ")[0] for line in said if line.startswith("semkv "))
-        wait_until(lambda: answers(url), 30)
+        wait_until(lambda: answers(url))
         running.send_signal(signal.SIGINT)
         assert running.wait(60) == 0
     finally:
