@@ -53,7 +53,7 @@ class Held:
 
         def slow(*args: Any, **kwargs: Any) -> Any:
             self.waiting.set()
-            assert self.go.wait(120)
+            assert self.go.wait(30)
             return look(*args, **kwargs)
 
         patch.setattr(semantic, "try_reuse", slow)
@@ -88,8 +88,8 @@ def test_an_answer_that_is_whole_waits_for_no_lookup(pair: Pair, monkeypatch: py
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         held = Held(pair, patch)
         first = pool.submit(pair.post, ONE, headers=tenant, stream=stream)
-        assert held.waiting.wait(120)
-        answer = first.result(120)
+        assert held.waiting.wait(30)
+        answer = first.result(30)
         assert entries(pair) == before
         held.go.set()
     assert (said(answer), answer.headers["x-semkv"]) == (f"You said: {ONE}", "miss")
@@ -123,7 +123,7 @@ def test_a_stream_that_has_begun_to_come_in_waits_for_the_lookup(pair: Pair, mon
         wait_until(lambda: any(flight.piece(0) is not None for flight in pair.app.gateway.desk._running))
         assert not similar.done()
         held.go.set()
-        answer = similar.result(120)
+        answer = similar.result(30)
     pair.upstream.hold_at = 0
     assert answer.headers["x-semkv"].startswith("hit tier=text:semantic")
     assert said(answer) == f"You said: {ONE}"
@@ -133,7 +133,7 @@ def test_a_donor_found_after_the_answer_has_no_part_in_it(pair: Pair, monkeypatc
     tenant, before = answered_once(pair)
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         held = Held(pair, patch)
-        answer = pool.submit(pair.post, OTHER, headers=tenant).result(120)
+        answer = pool.submit(pair.post, OTHER, headers=tenant).result(30)
         held.go.set()
         wait_until(lambda: entries(pair) == before + 1)
     assert (said(answer), answer.headers["x-semkv"]) == (f"You said: {OTHER}", "miss")
@@ -157,7 +157,7 @@ def test_a_paraphrase_of_a_request_on_its_way_joins_it_and_asks_for_nothing(pair
             second = pool.submit(pair.post, OTHER, headers=tenant)
             wait_until(lambda: sum(len(f._readers) for f in pair.app.gateway.desk._running) == 2)
             pair.upstream.gate.set()
-            answer = second.result(120)
+            answer = second.result(30)
     assert said(answer) == f"You said: {ONE}"
     assert answer.headers["x-semkv"].endswith("joined")
     assert asked(pair) == [ONE]
@@ -176,7 +176,7 @@ def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(
     def first_waits(request: Any) -> Any:
         report = look(request)
         if request.segments[-1].text == ONE:
-            assert go.wait(120)
+            assert go.wait(30)
         else:
             over.set()
         return report
@@ -185,13 +185,13 @@ def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(
         patch.setattr(semantic, "try_reuse", first_waits)
         with beside(pair, ONE, headers=tenant), ThreadPoolExecutor(1) as pool:
             second = pool.submit(pair.post, OTHER, headers=tenant)
-            assert over.wait(120)
+            assert over.wait(30)
             time.sleep(0.1)
             assert asked(pair) == [ONE]
             go.set()
             wait_until(lambda: sum(len(f._readers) for f in pair.app.gateway.desk._running) == 2)
             pair.upstream.gate.set()
-            answer = second.result(120)
+            answer = second.result(30)
     assert said(answer) == f"You said: {ONE}"
     assert asked(pair) == [ONE]
 
@@ -223,9 +223,9 @@ def test_who_is_alone_waits_for_no_partition(pair: Pair, monkeypatch: pytest.Mon
         assert sorted_by == [OTHER, ONE, third_one]  # of each once
         held.go.set()
         pair.upstream.gate.set()
-        assert said(first.result(120)) == f"You said: {ONE}"
-        assert said(second.result(120)) == f"You said: {OTHER}"
-        assert said(third.result(120)) == f"You said: {third_one}"
+        assert said(first.result(30)) == f"You said: {ONE}"
+        assert said(second.result(30)) == f"You said: {OTHER}"
+        assert said(third.result(30)) == f"You said: {third_one}"
 
 
 def test_who_was_answered_at_once_holds_no_paraphrase_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +234,8 @@ def test_who_was_answered_at_once_holds_no_paraphrase_up(pair: Pair, monkeypatch
     pair.upstream.calls.clear()
     with monkeypatch.context() as patch, ThreadPoolExecutor(20) as pool:
         held = Held(pair, patch)
-        assert said(pool.submit(pair.post, ONE, headers=tenant).result(120)) == f"You said: {ONE}"
-        assert said(pool.submit(pair.post, OTHER, headers=tenant).result(120)) == f"You said: {OTHER}"
+        assert said(pool.submit(pair.post, ONE, headers=tenant).result(30)) == f"You said: {ONE}"
+        assert said(pool.submit(pair.post, OTHER, headers=tenant).result(30)) == f"You said: {OTHER}"
         held.go.set()
     assert asked(pair) == [ONE, OTHER]
 
@@ -263,11 +263,11 @@ def test_without_the_semantic_tiers_the_store_is_asked_meanwhile(
         caches.odds, get = Odds(0.0), caches.responses.lookup
 
         def slow(key: str) -> Any:
-            assert go.wait(120)
+            assert go.wait(30)
             return get(key)
 
         monkeypatch.setattr(caches.responses, "lookup", slow)
-        assert pool.submit(pair.post, OTHER).result(120).headers["x-semkv"] == "miss"
+        assert pool.submit(pair.post, OTHER).result(30).headers["x-semkv"] == "miss"
         assert asked(pair) == [ONE, OTHER]
         go.set()
         wait_until(lambda: not caches._finding)
@@ -283,12 +283,12 @@ def test_an_answer_that_came_before_the_store_was_asked_is_recorded(
     look = responses.lookup
 
     def late(key: str) -> Any:
-        assert go.wait(120)
+        assert go.wait(30)
         return look(key)
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(responses, "lookup", late)
-        assert pool.submit(pair.post, ONE, headers=tenant).result(120).headers["x-semkv"] == "miss"
+        assert pool.submit(pair.post, ONE, headers=tenant).result(30).headers["x-semkv"] == "miss"
         go.set()
         wait_until(lambda: entries(pair) == before + 1)
 
@@ -308,7 +308,7 @@ def test_paraphrases_wait_for_nothing_that_does_not_come(tmp_path: Path, monkeyp
             patch.setattr(semantic, "try_reuse", broken)
             with beside(pair, ONE, headers=tenant) as first:
                 wait_until(lambda: not pair.app.gateway._dispatch.paraphrases._expected)
-            assert said(first.result(120)) == f"You said: {ONE}"
+            assert said(first.result(30)) == f"You said: {ONE}"
         assert pair.metric("semkv_faults_total") == 1
         assert pair.post(OTHER, headers=tenant).headers["x-semkv"] == "miss"
 
@@ -333,7 +333,7 @@ def test_a_key_that_the_upstream_refuses_gets_nothing(pair: Pair, monkeypatch: p
         similar = pool.submit(pair.post, OTHER, headers=tenant)
         wait_until(lambda: OTHER in asked(pair) and not len(pair.app.gateway.desk))
         held.go.set()
-        assert similar.result(120).status_code == 401
+        assert similar.result(30).status_code == 401
     pair.upstream.script = {ONE: {"status": "401"}}
     assert pair.post(ONE, headers=tenant).status_code == 401, "nor what was stored"
 
@@ -349,7 +349,7 @@ def test_an_equal_request_that_has_just_ended_is_not_joined(pair: Pair, monkeypa
 
     def ask() -> str:
         body = chat(ONE, stream=True)
-        with httpx.stream("POST", f"{pair.url}/v1/chat/completions", json=body, headers=tenant, timeout=120) as answer:
+        with httpx.stream("POST", f"{pair.url}/v1/chat/completions", json=body, headers=tenant, timeout=30) as answer:
             pair.upstream.gate.set()
             answer.read()
         return f"{answer.status_code} {answer.headers.get('x-semkv')}"
@@ -357,10 +357,10 @@ def test_an_equal_request_that_has_just_ended_is_not_joined(pair: Pair, monkeypa
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         held = Held(pair, patch)
         second = pool.submit(ask)
-        assert held.waiting.wait(120)
+        assert held.waiting.wait(30)
         wait_until(lambda: not len(paraphrases(pair)))
         held.go.set()
-        assert second.result(120) == "200 miss"
+        assert second.result(30) == "200 miss"
     pair.upstream.hold_at = 0
 
 
@@ -373,7 +373,7 @@ def test_a_stale_answer_is_renewed_by_what_was_asked_meanwhile(tmp_path: Path) -
         for key in list(responses._memory._entries):
             responses._memory._drop(key)
         with beside(pair, ONE) as second:
-            assert second.result(120).headers["x-semkv"].endswith("stale")
+            assert second.result(30).headers["x-semkv"].endswith("stale")
             assert second.result().json() == first.json()
         wait_until(lambda: not gateway._dispatch._background and not len(gateway.desk))
         assert asked(pair) == [ONE, ONE]
@@ -392,7 +392,7 @@ def test_who_was_recorded_during_a_lookup_is_found_all_the_same(pair: Pair, monk
         report = look(request)
         if request.segments[-1].text == OTHER:
             seen.set()
-            assert go.wait(120)
+            assert go.wait(30)
         return report
 
     pair.app.gateway.caches.odds = Odds()
@@ -400,10 +400,10 @@ def test_who_was_recorded_during_a_lookup_is_found_all_the_same(pair: Pair, monk
         patch.setattr(semantic, "try_reuse", late)
         with beside(pair, ONE, headers=tenant):
             second = pool.submit(pair.post, OTHER, headers=tenant)
-            assert seen.wait(120)
+            assert seen.wait(30)
         wait_until(lambda: entries(pair) == before + 1 and not len(paraphrases(pair)))
         go.set()
-        answer = second.result(120)
+        answer = second.result(30)
     assert said(answer) == f"You said: {ONE}"
     assert OTHER not in asked(pair)
 
@@ -439,7 +439,7 @@ def test_equal_requests_share_one(pair: Pair) -> None:
         several = [pool.submit(pair.post, "The same for all?", headers=tenant) for _ in range(16)]
         wait_until(lambda: sum(len(f._readers) for f in pair.app.gateway.desk._running) == 16)
         pair.upstream.gate.set()
-        assert {said(one.result(120)) for one in several} == {"You said: The same for all?"}
+        assert {said(one.result(30)) for one in several} == {"You said: The same for all?"}
     assert asked(pair) == ["The same for all?"]
 
 
@@ -458,11 +458,11 @@ def test_a_key_that_was_not_let_in_yet_waits_for_the_lookup(tmp_path: Path, monk
         with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
             held = Held(pair, patch)
             first = pool.submit(pair.post, ONE, headers=a_tenant())
-            assert held.waiting.wait(120)
+            assert held.waiting.wait(30)
             time.sleep(0.1)
             assert asked(pair) == []
             held.go.set()
-            assert first.result(120).headers["x-semkv"] == "miss"
+            assert first.result(30).headers["x-semkv"] == "miss"
 
 
 def test_the_same_prompt_is_no_reuse(tmp_path: Path) -> None:
@@ -484,8 +484,8 @@ def test_lookups_that_fall_behind_are_left_out(pair: Pair, monkeypatch: pytest.M
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr("semkv.server.caches._BESIDE", 0)
         held = Held(pair, patch)
-        assert said(pool.submit(pair.post, ONE, headers=tenant).result(120)) == f"You said: {ONE}"
-        assert said(pool.submit(pair.post, OTHER, headers=tenant).result(120)) == f"You said: {OTHER}"
+        assert said(pool.submit(pair.post, ONE, headers=tenant).result(30)) == f"You said: {ONE}"
+        assert said(pool.submit(pair.post, OTHER, headers=tenant).result(30)) == f"You said: {OTHER}"
         held.go.set()
         wait_until(lambda: entries(pair) == before + 1)
     assert pair.metric("semkv_overlap_left_out_total") == left_out + 1
@@ -502,7 +502,7 @@ def test_what_a_donor_was_worth_is_learnt_from_the_answer_that_came_first(
         patch.setattr(semantic._checking._decider, "learns", True, raising=False)
         patch.setattr(semantic._checking, "_same", lambda one, other: bool(learnt.append((one, other))) or True)
         held = Held(pair, patch)
-        answer = pool.submit(pair.post, OTHER, headers=tenant).result(120)
+        answer = pool.submit(pair.post, OTHER, headers=tenant).result(30)
         held.go.set()
         wait_until(lambda: entries(pair) == before + 1)
     assert said(answer) == f"You said: {OTHER}"
@@ -518,16 +518,16 @@ def test_a_whole_answer_waits_for_nobody_elses_lookup(pair: Pair, monkeypatch: p
 
     def first_waits(request: Any) -> Any:
         if request.segments[-1].text == ONE:
-            assert go.wait(120)
+            assert go.wait(30)
         return look(request)
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
         patch.setattr(semantic, "try_reuse", first_waits)
-        assert said(pool.submit(pair.post, ONE, headers=tenant).result(120)) == f"You said: {ONE}"
+        assert said(pool.submit(pair.post, ONE, headers=tenant).result(30)) == f"You said: {ONE}"
         pair.upstream.gate.clear()
         second = pool.submit(pair.post, "Something else?", headers=tenant)
         wait_until(lambda: "Something else?" in asked(pair))
         time.sleep(0.2)  # its own lookup is over meanwhile
         pair.upstream.gate.set()
-        assert said(second.result(120)) == "You said: Something else?"
+        assert said(second.result(30)) == "You said: Something else?"
         go.set()
