@@ -21,21 +21,26 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("busy machine")
 
 ENGINES = "engine"
-"""The group of all files that start vLLM: one worker runs them, so that two engines never run at once."""
+"""The group of all tests that start vLLM: one worker runs them, so that two engines never run at once."""
 
-LONGEST: tuple[str, ...] = ()
-"""Groups in which most time goes by, the longest first; the others follow as they are collected."""
+IMPORT_VLLM = {"test_connectors", "test_matrix"}
+"""Files that do not start it and import it: they belong to the worker that has it."""
+
+LONGEST = ("test_store_safety", "test_kept_graphs", "test_server_hard", "test_sweep", "test_server", "test_overlap")
+"""Files that take longest, so that no worker is left alone with one of them at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A worker takes a whole file, so that its fixtures are made once; the longest come first."""
-    starts_engine = {item.path for item in items if item.get_closest_marker("engine")}
-    groups = {item: ENGINES if item.path in starts_engine else item.path.stem for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
     rank = {group: number for number, group in enumerate((ENGINES, *LONGEST))}
-    items.sort(key=lambda item: rank.get(groups[item], len(rank)))
+    order = {}
+    for item in items:
+        alone = item.get_closest_marker("engine") is None and item.path.stem not in IMPORT_VLLM
+        group = item.path.stem if alone else ENGINES
+        item.add_marker(pytest.mark.xdist_group(group))
+        order[item] = rank.get(group, len(rank))
+    items.sort(key=order.__getitem__)
 
 
 @pytest.fixture(scope="session")

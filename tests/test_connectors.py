@@ -34,7 +34,6 @@ from semkv.purging import purge_salts
 from semkv.stores.block_file import owner_of
 from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
-from tiny_models import Checkpoint
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
 
@@ -51,7 +50,7 @@ def disk(tokens: int, *, fusion: tuple[int, int] = (0, 0), cached: int | None = 
 
 
 @pytest.fixture(scope="class")
-def engine(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedEngine]:
+def engine(checkpoint: tiny_models.Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedEngine]:
     """One LLaVA for most tests; prompts are longer than a step, so every prefill is chunked."""
     e = CachedEngine(checkpoint("llava"), tmp_path_factory.mktemp("cache"), max_num_batched_tokens=128, max_num_seqs=8)
     yield e
@@ -435,7 +434,7 @@ def _other_weights(model: Any) -> None:
 
 
 @pytest.mark.engine
-def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
     """Its blocks on disk would push each other out of host memory for ever."""
     row = 32 * 128 * 3 * 2 * 4  # a block of 32 tokens of three layers of width 128, keys and values, in float32
     kv = {"host_bytes": 14 * (row + 4096)}
@@ -454,7 +453,10 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: Checkpoint, tm
 
 @pytest.mark.engine
 def test_an_engine_whose_shared_memory_cannot_be_used_answers(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    checkpoint: tiny_models.Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from semkv.connectors import kv
 
@@ -512,7 +514,7 @@ def shared_memory(name: str) -> list[str]:
 
 
 @pytest.mark.engine
-def test_by_name_alone_in_an_engine_process(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_by_name_alone_in_an_engine_process(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
     name = uuid.uuid4().hex
     found = in_child(by_name, checkpoint("llava"), tmp_path / "cache", name)
     assert not found["in process"]

@@ -23,7 +23,7 @@ from semkv.connectors.settings import ECSettings, KVSettings
 from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
 
-vllm = pytest.importorskip("vllm")
+vllm = pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]'")
 BLOCK = 32
 ROW = 4096
 

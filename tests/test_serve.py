@@ -31,7 +31,7 @@ def semkv(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "", "::1"])
 def test_every_address_of_a_host_gets_the_port(host: str) -> None:
     if host == "::1" and not has_ipv6():
-        pytest.skip("no IPv6 here")
+        pytest.skip("needs IPv6 on the loopback interface")
     found = listening(host, 0)
     names = {sock.getsockname()[:2] for sock in found}
     assert len({port for _, port in names}) == 1

@@ -313,7 +313,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True
     )
     if done.returncode:
-        pytest.skip(f"no right to mount a file system here: {done.stderr.strip()}")
+        pytest.skip(f"needs the right to mount a file system (run as root): {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 

