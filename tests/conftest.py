@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 
+import httpx
 import hypothesis
 import pytest
 
@@ -14,11 +16,13 @@ import tiny_models
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-# On a busy machine an example may take any time.
+# On a busy machine an example or an answer may take any time.
 hypothesis.settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("busy machine")
+_patient = inspect.signature(httpx.get).parameters["timeout"].default  # 5 seconds for every request without its own
+_patient.connect = _patient.read = _patient.write = _patient.pool = 300.0
 
 ENGINES = "engine"
 """The group of all tests that start vLLM: one worker runs them, so that two engines never run at once."""

@@ -261,7 +261,9 @@ def test_an_index_damaged_while_it_is_open_is_rebuilt_once(tmp_path: Path, caplo
     assert [r.levelname for r in caplog.records].count("WARNING") == 3  # damaged, opened anew, off
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(junk=st.binary(max_size=300), length=st.integers(0, 2**64 - 1), text=st.text(max_size=80))
 def test_the_reader_takes_any_bytes(tmp_path: Path, junk: bytes, length: int, text: str) -> None:
     document = json.dumps({"__metadata__": {"semkv": text, "checksum": ""}, "blocks": text}).encode()
@@ -282,7 +284,9 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     field=st.sampled_from(
         ["version", "kind", "file", "namespace", "layout", "keys", "checksums", "owner", "writer", "tensor"]
