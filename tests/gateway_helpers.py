@@ -38,7 +38,7 @@ class Served:
 
     def __enter__(self) -> Served:
         self.thread.start()
-        wait_until(lambda: self.server.started, 10)
+        wait_until(lambda: self.server.started)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,7 +46,7 @@ class Served:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(15)
+        self.thread.join(120)
         self.socket.close()
 
 
@@ -76,10 +76,10 @@ class Pair:
         return self.front.url
 
     def client(self, key: str = "key", **more: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **more)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **more)
 
     def post(self, text: str, *, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **more), headers=headers, timeout=60)
+        return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **more), headers=headers, timeout=120)
 
     def metric(self, name: str) -> float:
         """The sum over a metric's labels."""
@@ -97,7 +97,7 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "scripted", "temperature": 0, "messages": [{"role": "user", "content": text}], **more}
 
 
-def wait_until(ready: Any, seconds: float = 30.0) -> None:
+def wait_until(ready: Any, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -1,30 +1,32 @@
 """Engines with the KV connector, in processes of their own.
 
-A test calls `in_child` with a function of its module. The function runs in a new Python, so that what an engine leaves
-behind in a process (threads, imports, a crash) does not reach the next test. Arguments and result travel as JSON.
+A test calls `in_child` with a function of its module. The function runs in a new process, so that what an engine leaves
+behind in one (threads, imports, a crash) does not reach the next test. Arguments and result travel as JSON.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import logging
 import os
 import random
-import subprocess
-import sys
+import tempfile
 import time
-import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from unittest import mock
 
 import pytest
 
-from semkv.connectors.outcome import read_outcome
+import tiny_models
+from semkv.connectors.outcome import ConnectorOutcome, read_outcome
+from vllm_forks import Job
 
 BLOCK = 32
+SKIP = {"kv_transfer_params": {"semkv": {"skip": True}}}
 HYBRID = {"block_size": None, "max_num_batched_tokens": 256}
 """For models with Mamba or linear attention: vLLM finds the size of a page, and steps end where pages do."""
 
@@ -35,34 +37,20 @@ Answer = dict[str, Any]
 # ---------------------------------------------------------------------- the test's side
 
 
-def in_child(function: Callable[..., Any], *args: Any, timeout: float = 580) -> Any:
+def in_child(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
     """What a function of a test module returns in a new process; fails with the process's output if it ends badly."""
-    pytest.importorskip("vllm")
-    with child(json.dumps([function.__module__, function.__name__, args], default=str)) as process:
-        try:
-            said, errors = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
-    assert process.returncode == 0, f"exit status {process.returncode}\n{said[-2000:]}\n{errors[-6000:]}"
+    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        with Job(function.__module__, function.__name__, list(args), output, errors) as job:
+            status = job.wait(timeout)
+        said, complained = (_text(file) for file in (output, errors))
+    assert status == 0, f"exit status {status}\n{said[-2000:]}\n{complained[-6000:]}"
     return json.loads(said.rpartition("RESULT ")[2].splitlines()[0])
 
 
-def child(job: str, errors: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    """A process that does a job: a module, the name of a function in it and its arguments, as JSON."""
-    here = str(Path(__file__).parent)
-    environment = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler lives in the child, where it can be looked at
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([here, *filter(None, sys.path)]),
-    }
-    command = [sys.executable, str(Path(__file__).resolve()), job]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace"
-    )
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def differs(answer: Answer, reference: Answer, tie: float = 1e-3) -> str:
@@ -119,12 +107,14 @@ class Engine:
 
         split_mamba_steps()
         spare_modules()
+        self.family = Path(model).name
         usual = {
             "max_model_len": 1024, "dtype": "float32", "enforce_eager": True, "block_size": BLOCK, "max_num_seqs": 8,
             "kv_cache_memory_bytes": 1 << 26, "enable_prefix_caching": True, "disable_log_stats": False, "seed": 0,
         }  # fmt: skip
         args = {name: value for name, value in (usual | args).items() if value is not None}
-        self.llm = LLM(str(model), kv_transfer_config=KVTransferConfig(**kv) if kv else None, **args)
+        with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1"):
+            self.llm = LLM(str(model), kv_transfer_config=KVTransferConfig(**kv) if kv else None, **args)
 
     @property
     def core(self) -> Any:
@@ -161,20 +151,24 @@ class Engine:
 
         A server's loop does so by itself; an engine in this process stands still after its last answer.
         """
-        until = time.monotonic() + 300
+        from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
+
         while self.scheduler.has_requests():
-            assert time.monotonic() < until, "stores and loads do not end"
             self.core.step_fn()
             time.sleep(0.001)
+        if has_ec_transfer():
+            assert get_ec_transfer().worker_half.flush(600)
 
-    def forget(self, *, host: bool = False) -> None:
-        """Drop vLLM's own copies and, unless told to leave host memory, those there: only the disk remains."""
+    def forget(self, *, keep_host: bool = False) -> None:
+        """Drop vLLM's own copies and those in host memory, unless these are to stay: only the disk remains."""
         self.settle()
         assert self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
-        if not host:
+        if not keep_host:
             for own in self.connectors():
                 own.connector_scheduler.reset_cache()
+            if (ec := getattr(self.scheduler, "ec_connector", None)) is not None:
+                ec.scheduler_half.host.clear()
             self.settle()
 
     def left(self) -> dict[str, int]:
@@ -211,6 +205,72 @@ class Engine:
         gc.collect()
 
 
+class CachedEngine(Engine):
+    """An engine of one of `tiny_models.PROMPTS` with both connectors over a directory, or without any.
+
+    Args:
+        model: the folder of the checkpoint, named as its family.
+        cache_dir: what the connectors store; without it there are none.
+        kv: settings of the KV connector.
+    """
+
+    def __init__(
+        self, model: Path, cache_dir: Path | None = None, kv: dict[str, Any] | None = None, **args: Any
+    ) -> None:
+        self.cache_dir = cache_dir
+        media = {} if model.name == "opt" else {"limit_mm_per_prompt": {"image": 1, "video": 0}}
+        if cache_dir is not None and media:
+            args["ec_transfer_config"] = encoder_connector(cache_dir)
+        super().__init__(model, connector(cache_dir, **(kv or {})) if cache_dir else None, **media, **args)
+
+    def prompt(self, text: str = "", picture: int = 0, salt: str | None = None) -> dict[str, Any]:
+        # Some 100 tokens after the picture, whatever the tokenizer's luck.
+        asked: dict[str, Any] = {"prompt": tiny_models.PROMPTS[self.family] + text + " is there a dog 0123456789" * 7}
+        if self.family != "opt":
+            asked["multi_modal_data"] = {"image": tiny_models.picture(picture)}
+        return asked | ({"cache_salt": salt} if salt is not None else {})
+
+    def run(self, *prompts: dict[str, Any], extra: dict[str, Any] | None = None, tokens: int = 8) -> list[Any]:
+        return self.outputs(prompts, tokens, extra_args=extra, logprobs=None)
+
+    def one(self, prompt: dict[str, Any], extra: dict[str, Any] | None = None) -> tuple[list[int], ConnectorOutcome]:
+        (output,) = self.run(prompt, extra=extra)
+        return answer(output), read_outcome(output)
+
+    @property
+    def connector(self) -> Any:
+        return self.scheduler.connector
+
+    def counts(self) -> Counter[str]:
+        return Counter(self.connector.shared.totals())
+
+    def files(self, store: str = "kv") -> set[Path]:
+        assert self.cache_dir is not None
+        return set((self.cache_dir / store).glob("*/*/*.safetensors"))
+
+
+def encoder_connector(cache_dir: Path | str) -> Any:
+    """The configuration of a SemECConnector over a directory."""
+    from vllm.config import ECTransferConfig
+
+    extra = {"cache_dir": str(cache_dir)}
+    return ECTransferConfig(ec_connector="SemECConnector", ec_role="ec_both", ec_connector_extra_config=extra)
+
+
+def answer(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def usable(tokens: int) -> int:
+    """Tokens of a prompt that can be loaded: whole blocks, one token left to compute."""
+    return (tokens - 1) // BLOCK * BLOCK
+
+
+def full_blocks(output: Any) -> int:
+    """The same of an output's prompt."""
+    return usable(len(output.prompt_token_ids))
+
+
 NOTHING = {"requests": 0, "jobs": 0, "blocks": 0}
 """What `Engine.left` says of an engine that lost nothing."""
 
@@ -228,6 +288,7 @@ def answered(output: Any, which: int = 0) -> Answer:
         "cached": output.num_cached_tokens,
         "loaded": outcome.loaded_tokens,
         "sources": report(output).get("sources"),
+        "encoded": [outcome.fusion_loaded, outcome.fusion_encoded],
         "ended": completion.finish_reason,
     }
 
@@ -288,22 +349,3 @@ def token_ids(rng: random.Random, count: int) -> list[int]:
 
 def prompt(ids: list[int], salt: str | None = None) -> dict[str, Any]:
     return {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
-
-
-def main() -> None:
-    """Do the job of the command line and end at once: what threads and native code do at an exit is not tested."""
-    module, function, args = json.loads(sys.argv[1])
-    status = 0
-    try:
-        result = getattr(importlib.import_module(module), function)(*args)
-        print("\nRESULT " + json.dumps(result))
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

@@ -31,5 +31,5 @@ class Other:
 
     def end(self) -> None:
         self._pipe.send(None)
-        self._process.join(30)
+        self._process.join(120)
         assert self._process.exitcode == 0

@@ -8,16 +8,16 @@ another engine on the same directory may be killed at any moment.
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
 import random
-import subprocess
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kv_engines import BLOCK, Answer, Engine, answered, child, connector, differs, prompt, token_ids
+from kv_engines import BLOCK, Answer, Engine, answered, connector, differs, prompt, token_ids
+from vllm_forks import Job
 
 TENANTS = ("a", "b", "c")
 
@@ -82,7 +82,7 @@ class Under:
         small: dict[str, Any] = {"num_gpu_blocks_override": load.blocks, "max_num_batched_tokens": 160}
         self.engine = Engine(model, connector(cache, **load.connector), **(small | {"max_model_len": 768} | load.args))
         self.preempted = self.engine.count_preemptions()
-        self.beside = self.other() if load.kills else None
+        self.beside = Other(self.model, self.cache, load, prompts) if load.kills else None
 
     def run(self) -> dict[str, Any]:
         while self.counts["answers"] < self.load.answers:
@@ -118,7 +118,7 @@ class Under:
             self.engine.forget()
         if self.beside is not None and self.rng.random() < self.load.kills:
             self.end_other()
-            self.beside = self.other()
+            self.beside = Other(self.model, self.cache, self.load, self.prompts)
 
     def add(self) -> None:
         from vllm import SamplingParams
@@ -181,20 +181,31 @@ class Under:
             purge_directory(Path(self.cache))
             self.counts["purges"] += 1
 
-    def other(self) -> subprocess.Popen[str]:
-        """Another engine on the directory, which asks the same prompts without end."""
-        fields = dataclasses.asdict(self.load)
-        job = json.dumps(["random_load", "beside", [self.model, self.cache, fields, self.prompts]])
-        return child(job, errors=subprocess.DEVNULL)
-
     def end_other(self) -> None:
         """Kill it with no chance to tidy up; not before it has begun."""
         assert self.beside is not None
-        assert self.beside.stdout is not None
-        self.counts["began"] += any(line == "asked\n" for line in self.beside.stdout)
+        self.counts["began"] += self.beside.has_begun()
         self.beside.kill()
-        self.beside.communicate()
         self.counts["kills"] += 1
+
+
+class Other:
+    """Another engine on the directory, which asks the same prompts without end."""
+
+    def __init__(self, model: str, cache: str, load: Load, prompts: list[list[int]]) -> None:
+        reading, writing = os.pipe()
+        self._said = os.fdopen(reading)
+        with os.fdopen(writing, "w") as output, Path(os.devnull).open("w") as nowhere:
+            arguments = [model, cache, dataclasses.asdict(load), prompts]
+            self._job = Job("random_load", "beside", arguments, output, nowhere)
+
+    def has_begun(self) -> bool:
+        """Wait for its first answers; False if it ended without any."""
+        return any(line == "asked\n" for line in self._said)
+
+    def kill(self) -> None:
+        self._job.close()
+        self._said.close()
 
 
 def beginnings(ids: list[int]) -> list[bytes]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ports import free_port
 
 
 class RedisServer:
@@ -22,11 +24,9 @@ class RedisServer:
     def __init__(self, folder: Path, *, durable: bool = False) -> None:
         program = shutil.which("redis-server")
         if program is None:
-            pytest.skip("redis-server is not installed")
-        pytest.importorskip("redis")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+            pytest.skip("needs a Redis server: apt-get install redis-server")
+        pytest.importorskip("redis", reason="needs redis: pip install 'semkv[redis]'")
+        self.port = free_port()
         keep = ("--appendonly", "yes", "--appendfsync", "always") if durable else ("--appendonly", "no")
         self._command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
         self._command += ["--save", "", *keep]
@@ -41,15 +41,10 @@ class RedisServer:
         import redis
 
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        client = redis.Redis(port=self.port, socket_timeout=1.0)
-        end = time.monotonic() + 10.0
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.RedisError:
-                assert time.monotonic() < end, "redis-server did not start"
-                time.sleep(0.02)
+        client = redis.Redis(port=self.port, socket_timeout=60.0)
+        while not _answers(client):
+            assert self._process.poll() is None, "redis-server did not start"
+            time.sleep(0.02)
         client.close()
 
     def kill(self) -> None:
@@ -71,3 +66,12 @@ class RedisServer:
 
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+
+def _answers(client: Any) -> bool:
+    import redis
+
+    try:
+        return bool(client.ping())
+    except redis.RedisError:
+        return False

@@ -810,7 +810,9 @@ _contexts = st.sampled_from(
 _prompts = st.lists(st.tuples(_words, _images, _contexts, st.sampled_from(["", "sys", "Sys"])), min_size=2, max_size=12)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(prompts=_prompts, match=st.sampled_from(MatchPolicy), scope=st.sampled_from(Scope), exact=st.booleans())
 def test_a_plan_is_the_donors_leading_run_and_the_requests_own_rest(
     tmp_path_factory: pytest.TempPathFactory,

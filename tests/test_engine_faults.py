@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 
-import tiny_models
-from test_connectors import Engine
-from test_store_safety import FAULTS
+from block_faults import FAULTS
+from kv_engines import CachedEngine
+from tiny_models import Checkpoint
 
 ROUNDS = 42  # six of each kind
 
 
 @pytest.mark.engine
-def test_damage_never_changes_an_answer(tmp_path: Path) -> None:
-    model = tiny_models.make("opt", tmp_path / "opt")
+def test_damage_never_changes_an_answer(checkpoint: Checkpoint, tmp_path: Path) -> None:
     rng = random.Random(11)
-    engine = Engine(model, tmp_path / "cache")
+    engine = CachedEngine(checkpoint("opt"), tmp_path)
     try:
         prompts = [engine.prompt(f"prompt {i} " + "and so on " * 8 * i) for i in range(3)]
         expected = [engine.one(prompt)[0] for prompt in prompts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,8 +37,8 @@ def engine(options: VllmOptions) -> Iterator[VllmEngine]:
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tiny_models.llava(tmp_path_factory.mktemp("llava"))
+def llava(checkpoint: tiny_models.Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = shutil.copytree(checkpoint("llava"), tmp_path_factory.mktemp("chat") / "llava")
     (path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return path
 
@@ -129,9 +130,10 @@ def test_a_fusion_hit_where_the_kv_missed(llava: Path, image: MediaSegment, tmp_
         assert (result.kv, result.fusion) == (Status.MISS, Status.HIT)
 
 
-def test_a_model_without_a_chat_template_gets_plain_text(tmp_path: Path, image: MediaSegment) -> None:
-    model = tiny_models.opt(tmp_path / "opt")
-    with engine(VllmOptions(str(model), max_model_len=256)) as vllm:
+def test_a_model_without_a_chat_template_gets_plain_text(
+    checkpoint: tiny_models.Checkpoint, image: MediaSegment
+) -> None:
+    with engine(VllmOptions(str(checkpoint("opt")), max_model_len=256)) as vllm:
         assert not vllm.accepts_images
         text = EnginePrompt((TextSegment("S", Role.SYSTEM), TextSegment("Who?")), max_tokens=3)
         assert vllm._render(text) == ({"prompt": "S\nWho?"}, {})

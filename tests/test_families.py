@@ -18,16 +18,24 @@ import tiny_models
 from kv_engines import (
     HYBRID,
     NOTHING,
+    SKIP,
     Engine,
     connector,
     differs,
+    encoder_connector,
     gap_change,
     in_child,
     prompt,
     token_ids,
 )
+from tiny_models import Checkpoint
 
-TOGETHER = (("llama", "mistral", "gemma3", "gpt-oss", "llava"), ("granite4", "falcon-h1", "nemotron-h", "qwen3-next"))
+WITH_PICTURES = ("llava", "qwen2.5-vl", "qwen3-vl", "internvl")
+TOGETHER = (
+    ("llama", "mistral", "gemma3", "gpt-oss"),
+    WITH_PICTURES,
+    ("granite4", "falcon-h1", "nemotron-h", "qwen3-next"),
+)
 """Families whose engines run in one process after each other."""
 
 ARGS: dict[str, dict[str, Any]] = {
@@ -36,7 +44,7 @@ ARGS: dict[str, dict[str, Any]] = {
     "granite4": HYBRID,
     "falcon-h1": HYBRID,
     "nemotron-h": HYBRID,
-    "llava": {"limit_mm_per_prompt": {"image": 1}},
+    **{family: {"limit_mm_per_prompt": {"image": 1, "video": 0}} for family in WITH_PICTURES},
 }
 TIES = {"gpt-oss": 0.05, "qwen3-next": 0.05}
 """What bfloat16 cannot tell apart."""
@@ -44,10 +52,10 @@ TIES = {"gpt-oss": 0.05, "qwen3-next": 0.05}
 
 def prompts(family: str) -> list[dict[str, Any]]:
     """Three prompts; the second begins as the first does, the third is alone."""
-    if family == "llava":
+    if family in WITH_PICTURES:
         words, pictures = " is there a dog 0123456789", [tiny_models.picture(seed) for seed in (0, 1)]
-        asked = [(0, 5), (0, 7), (1, 7)]
-        return [{"prompt": "<s><image>" + words * n, "multi_modal_data": {"image": pictures[i]}} for i, n in asked]
+        asked, begin = [(0, 5), (0, 7), (1, 7)], tiny_models.PROMPTS[family]
+        return [{"prompt": begin + words * n, "multi_modal_data": {"image": pictures[i]}} for i, n in asked]
     rng, size = random.Random(3), 2 if family == "qwen3-next" else 1  # a page of it has 640 tokens
     shared = token_ids(rng, 250 * size)
     ends = [shared + token_ids(rng, 80 * size), shared + token_ids(rng, 23 * size), token_ids(rng, 395 * size)]
@@ -56,16 +64,7 @@ def prompts(family: str) -> list[dict[str, Any]]:
 
 def media(family: str, cache: str) -> dict[str, Any]:
     """Beside the KV connector of a model with pictures: the connector for encoder outputs."""
-    if family != "llava":
-        return {}
-    from vllm.config import ECTransferConfig
-
-    own = {"cache_dir": cache}
-    return {
-        "ec_transfer_config": ECTransferConfig(
-            ec_connector="SemECConnector", ec_role="ec_both", ec_connector_extra_config=own
-        )
-    }
+    return {"ec_transfer_config": encoder_connector(cache)} if family in WITH_PICTURES else {}
 
 
 def levels(family: str, model: str, cache: str) -> dict[str, Any]:
@@ -78,10 +77,12 @@ def levels(family: str, model: str, cache: str) -> dict[str, Any]:
     engine = Engine(model, connector(cache), **ARGS.get(family, {}), **media(family, cache))
     found["page"], found["blocks"] = engine.page, engine.scheduler.kv_cache_config.num_blocks
     found["cold"] = engine.ask(asked)
-    engine.forget(host=True)
+    engine.forget(keep_host=True)
     found["host"] = engine.ask(asked)
     engine.forget()
     found["disk"] = engine.ask(asked)
+    engine.forget()
+    found["skipped"] = engine.ask(asked, extra_args=SKIP)
     found["left"] = engine.left()
     engine.close()
     return found
@@ -107,7 +108,7 @@ def all_of(step: str, folders: dict[str, list[str]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+def found(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """What was found for a family, after the two processes of the families beside it."""
     known: dict[str, dict[str, Any]] = {}
 
@@ -115,7 +116,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
         if family not in known:
             root = tmp_path_factory.mktemp("families")
             beside = next(group for group in TOGETHER if family in group)
-            folders = {name: [str(tiny_models.make(name, root / name)), str(root / f"{name}-cache")] for name in beside}
+            folders = {name: [str(checkpoint(name)), str(root / f"{name}-cache")] for name in beside}
             first, second = (in_child(all_of, step, folders) for step in ("levels", "again"))
             known.update({name: second[name] | first[name] for name in beside})
         assert "error" not in known[family], known[family]["error"]
@@ -128,7 +129,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
 @pytest.mark.parametrize("family", [family for group in TOGETHER for family in group])
 def test_every_level_gives_the_same_answers(found: Callable[[str], dict[str, Any]], family: str) -> None:
     seen, tie = found(family), TIES.get(family, 1e-3)
-    for level in ("cold", "host", "disk", "new"):
+    for level in ("cold", "host", "disk", "new", "skipped"):
         for number, (answer, plain) in enumerate(zip(seen[level], seen["plain"], strict=True)):
             assert not differs(answer, plain, tie), (level, number)
             assert gap_change(answer, plain) < tie, (level, number)
@@ -155,3 +156,12 @@ def test_what_can_be_loaded_is_loaded_and_from_where_it_is_said(
             assert set(answer["sources"]) - {"external_unspecified"} == {source}, (level, number)
         beside = seen[level][1]  # begins as the first, of which vLLM has something itself
         assert sum(beside["sources"].values()) == beside["loaded"] <= beside["cached"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", WITH_PICTURES)
+def test_encoder_outputs_are_loaded_where_the_kv_is_not(found: Callable[[str], dict[str, Any]], family: str) -> None:
+    seen = found(family)
+    first, _, other = seen["skipped"]  # vLLM itself has the second one's picture
+    assert [(answer["loaded"], answer["encoded"]) for answer in (first, other)] == [(0, [1, 0])] * 2
+    assert [answer["encoded"] for answer in (seen["cold"][0], seen["cold"][2])] == [[0, 1]] * 2

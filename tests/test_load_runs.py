@@ -96,7 +96,7 @@ def test_a_plan_runs_nothing(options: argparse.Namespace, capsys: pytest.Capture
 
 
 def test_the_budget_leaves_out_what_comes_last(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]'")
 
     class Slow:
         def measure(self, cell: Cell, repeats: int, in_time: Any) -> dict[str, Any]:

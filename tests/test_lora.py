@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import tiny_models
+from kv_engines import NOTHING, CachedEngine, answer, full_blocks
 from semkv.connectors.adapter import KVAdapter
 from semkv.connectors.outcome import read_outcome
-from test_connectors import Engine, answer, full_blocks
+from tiny_models import Checkpoint
 
 
 def adapter(path: Path, model: Path, seed: int) -> None:
@@ -35,15 +35,15 @@ def adapter(path: Path, model: Path, seed: int) -> None:
 
 
 @pytest.mark.engine
-def test_the_same_name_with_other_weights_loads_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
+def test_the_same_name_with_other_weights_loads_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    model = tiny_models.make("opt", tmp_path / "opt")
+    model = checkpoint("opt")
     path, params = tmp_path / "adapter", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
-    def ask(engine: Engine, lora: Any) -> tuple[list[int], int, int]:
+    def ask(engine: CachedEngine, lora: Any) -> tuple[list[int], int, int]:
         (output,) = engine.llm.generate([engine.prompt("lora")], params, use_tqdm=False, lora_request=lora)
         return answer(output), read_outcome(output).loaded_tokens or 0, full_blocks(output)
 
@@ -52,12 +52,13 @@ def test_the_same_name_with_other_weights_loads_nothing(tmp_path: Path) -> None:
         if path.exists():
             shutil.rmtree(path)
         adapter(path, model, seed)
-        engine = Engine(model, tmp_path / "cache", enable_lora=True, max_lora_rank=8)
+        engine = CachedEngine(model, tmp_path / "cache", enable_lora=True, max_lora_rank=8)
         lora, adapter_of_blocks = LoRARequest("sql", 1, str(path)), KVAdapter(engine.llm)
         cold, loaded, usable = ask(engine, lora)
         assert loaded == 0  # the first engine's blocks lie under the same name and path
-        engine.forget()
-        assert ask(engine, lora) == (cold, usable, usable)
+        for keep_host in (True, False):
+            engine.forget(keep_host=keep_host)
+            assert ask(engine, lora) == (cold, usable, usable)
         plain, loaded, _ = ask(engine, None)
         assert loaded == (0 if seed == 1 else usable)
         answers += [cold, plain]
@@ -72,6 +73,7 @@ def test_the_same_name_with_other_weights_loads_nothing(tmp_path: Path) -> None:
         engine.llm.llm_engine.reset_prefix_cache()
         assert ask(engine, lora)[:2] == (cold, 0)
         assert engine.counts()["lora_skipped"] == 1
+        assert engine.left() == NOTHING
         engine.close()
     assert answers[1] == answers[3]
     assert answers[0] != answers[2]

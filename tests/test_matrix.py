@@ -23,14 +23,14 @@ from semkv.connectors.settings import ECSettings, KVSettings
 from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
 
-vllm = pytest.importorskip("vllm")
+vllm = pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]'")
 BLOCK = 32
 ROW = 4096
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make("llava", tmp_path_factory.mktemp("model") / "llava")
+@pytest.fixture
+def model(checkpoint: tiny_models.Checkpoint) -> Path:
+    return checkpoint("llava")
 
 
 # -- what an engine is started with ---------------------------------------------------------------------------------

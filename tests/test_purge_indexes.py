@@ -300,7 +300,7 @@ def test_a_cache_that_nobody_has_any_more_is_not_followed(tmp_path: Path) -> Non
     follower = cache._matching._follower
     del cache
     gc.collect()
-    follower.join(20)
+    follower.join(120)
     assert not follower.is_alive()
 
 
@@ -345,7 +345,7 @@ def test_what_is_recorded_again_during_a_purge_is_found(tmp_path: Path, monkeypa
     monkeypatch.setattr(matching._catalog, "missing", missing)
     purge_entries(tmp_path, ["bob"], None, dry_run=False)
     wait_until(lambda: again)
-    again[0].join(30)
+    again[0].join(120)
     wait_until(lambda: matching._purge == matching._catalog.purge())
     assert [len(index) for index in indexes(cache)] == [30, 30] == [len(cache._catalog)] * 2
     cache.close()

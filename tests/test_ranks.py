@@ -2,78 +2,46 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import tiny_models
+from kv_engines import NOTHING, CachedEngine, in_child
+from tiny_models import Checkpoint
 
-SCRIPT = """
-import json, os, subprocess, sys, time
-sys.path.insert(0, sys.argv[2])
-import tiny_models
 
-def main():
-    from vllm import LLM, SamplingParams
-    from semkv.connectors.adapter import settle
-    llm = LLM(sys.argv[1], max_model_len=512, enforce_eager=True, dtype="float32", block_size=32,
-              tensor_parallel_size=2,
-              kv_cache_memory_bytes=1 << 27, limit_mm_per_prompt={"image": 1, "video": 0},
-              kv_transfer_config={"kv_connector": "SemKVConnector", "kv_role": "kv_both",
-                                  "kv_connector_extra_config": {"host_bytes": 1 << 26, "break_even": False}},
-              ec_transfer_config={"ec_connector": "SemECConnector", "ec_role": "ec_both"})
-    core = llm.llm_engine.engine_core.engine_core
-    prompt = {"prompt": "<s><image>" + " is there a dog" * 20, "multi_modal_data": {"image": tiny_models.picture()}}
-    seen = []
+def ranks(model: str, cache: str) -> dict[str, Any]:
+    """Tokens, loaded tokens and their sources: computed, from host memory, from the disk, and around a purge."""
+    engine = CachedEngine(Path(model), Path(cache), tensor_parallel_size=2, max_model_len=512)
+    prompt, found = engine.prompt(picture=1), {}
 
-    def ask(what, host=False):
-        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-        out = llm.generate([prompt], params, use_tqdm=False)[0]
-        seen.append([what, list(out.outputs[0].token_ids), out.kv_transfer_params["semkv"]])
-        settle(core)
-        llm.reset_prefix_cache()
-        llm.llm_engine.reset_encoder_cache()
-        if not host:
-            core.scheduler.connector.connector_scheduler.reset_cache()
+    def ask(what: str, *, keep_host: bool) -> None:
+        engine.forget(keep_host=keep_host)
+        tokens, outcome = engine.one(prompt)
+        found[what] = [tokens, outcome.loaded_tokens, outcome.sources]
 
-    ask("computed", host=True)
-    ask("from host")
-    ask("from disk", host=True)
-    subprocess.run([sys.executable, "-m", "semkv", "purge"], check=True, capture_output=True)
-    ask("after a purge")
-    ask("loaded again")
-    print("RESULT" + json.dumps(seen))
-    llm.llm_engine.engine_core.shutdown()
-
-if __name__ == "__main__":
-    main()
-"""
+    ask("computed", keep_host=True)
+    ask("from host", keep_host=True)
+    ask("from disk", keep_host=False)
+    engine.settle()
+    subprocess.run([sys.executable, "-m", "semkv", "purge", "--cache-dir", cache], check=True, capture_output=True)
+    ask("after a purge", keep_host=True)
+    ask("loaded again", keep_host=False)
+    return {"seen": found, "left": engine.left()}
 
 
 @pytest.mark.engine
-def test_two_ranks_load_and_forget_alike(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = os.environ | {
-        "SEMKV_CACHE_DIR": str(tmp_path / "cache"),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in the script's process, the ranks in their own
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-    }
-    model = tiny_models.make("llava", tmp_path / "llava")
-    command = [sys.executable, str(script), str(model), str(Path(__file__).parent)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    seen = json.loads(done.stdout.rpartition("RESULT")[2].splitlines()[0])
-    assert len({tuple(tokens) for _, tokens, _ in seen}) == 1
-    reports = {what: report for what, _, report in seen}
-    n = reports["from host"]["loaded_tokens"]
+def test_two_ranks_load_and_forget_alike(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    found = in_child(ranks, checkpoint("llava"), tmp_path)
+    seen = found["seen"]
+    assert len({tuple(tokens) for tokens, *_ in seen.values()}) == 1
+    loads = {what: rest for what, (_, *rest) in seen.items()}
+    n = loads["from host"][0]
     assert n >= 96
-    assert reports["from host"]["sources"] == {"host": n}
-    assert reports["from disk"] == reports["loaded again"] == {"loaded_tokens": n, "sources": {"disk": n}}
-    assert reports["computed"]["loaded_tokens"] == reports["after a purge"]["loaded_tokens"] == 0
+    assert loads["from host"] == [n, {"host": n}]
+    assert loads["from disk"] == loads["loaded again"] == [n, {"disk": n}]
+    assert loads["computed"][0] == loads["after a purge"][0] == 0
+    assert found["left"] == NOTHING

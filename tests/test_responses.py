@@ -49,7 +49,7 @@ def payload(*reasons: Any, **fields: Any) -> bytes:
 GOOD = payload("stop")
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 300.0) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -275,7 +275,7 @@ def test_a_value_read_before_an_invalidation_does_not_enter_memory_after_it(tmp_
         def get(self, key: str) -> Any:
             found = super().get(key)
             self.held.set()
-            assert self.go.wait(5.0)
+            assert self.go.wait(120)
             return found
 
     cache = ResponseCache(Slow(tmp_path / "a"), max_bytes=1 << 20)
@@ -283,7 +283,7 @@ def test_a_value_read_before_an_invalidation_does_not_enter_memory_after_it(tmp_
     cache._memory.invalidate(Selector())
     reader = threading.Thread(target=cache.lookup, args=("b",))
     reader.start()
-    assert Slow.held.wait(5.0)
+    assert Slow.held.wait(120)
     cache.invalidate(Selector(key="b"))
     Slow.go.set()
     reader.join()
@@ -319,7 +319,7 @@ class Broken(MemoryStore):
 
 def test_a_store_that_is_down_is_left_alone_counted_and_taken_up_again() -> None:
     store = Broken()
-    cache = ResponseCache(store, poll_s=60.0, pause_s=0.3)
+    cache = ResponseCache(store, poll_s=60.0, pause_s=3.0)
     store.broken, store.asked = True, 0
     for number in range(100):
         assert cache.lookup(str(number)) is None
@@ -328,10 +328,8 @@ def test_a_store_that_is_down_is_left_alone_counted_and_taken_up_again() -> None
     assert cache.peek("x5") is not None
     assert cache.counts()["fault:store get"] == 1
     store.broken = False
-    time.sleep(0.35)
+    assert until(lambda: cache.keep(Asked("y"), GOOD) and store.get("y") is not None)
     assert cache.lookup("none") is None
-    assert cache.keep(Asked("y"), GOOD)
-    assert store.get("y") is not None
     cache.close()
 
 
@@ -360,7 +358,7 @@ def test_a_full_redis_is_still_read(tmp_path: Path) -> None:
 
 def test_memory_is_not_served_when_the_store_was_unheard_of_for_long() -> None:
     store = Broken()
-    cache = ResponseCache(store, poll_s=0.05, unheard_s=0.3, pause_s=0.05)
+    cache = ResponseCache(store, poll_s=0.05, unheard_s=2.0, pause_s=0.05)
     cache.keep(Asked(), GOOD)
     assert cache.peek("a") is not None
     store.broken = True
@@ -417,10 +415,10 @@ def test_redis_restarted_frozen_and_back(tmp_path: Path) -> None:
         assert cache.keep(Asked(), GOOD)
         assert other.lookup("a") is not None
         server.kill()
-        start = time.monotonic()
+        faults = cache._tally.counts().get("fault:store get", 0)
         for number in range(50):
             assert cache.lookup(f"none{number}") is None
-        assert time.monotonic() - start < 8, "each waited: 50 x 0.2 s"
+        assert cache._tally.counts().get("fault:store get", 0) - faults < 50, "each waited for the store"
         with pytest.raises(StoreError):
             cache.invalidate(Selector(key="a"))
         server.start()
@@ -430,10 +428,10 @@ def test_redis_restarted_frozen_and_back(tmp_path: Path) -> None:
         assert until(lambda: other.peek("a") is None)
         assert other.lookup("a") is None
         server.freeze()
-        start = time.monotonic()
+        faults = cache._tally.counts().get("fault:store get", 0)
         for number in range(50):
             assert cache.lookup(f"none{number}") is None
-        assert time.monotonic() - start < 8, "each waited: 50 x 0.2 s"
+        assert cache._tally.counts().get("fault:store get", 0) - faults < 50, "each waited for the store"
         server.thaw()
         assert until(lambda: cache.keep(Asked("b"), GOOD) and other.lookup("b") is not None)
         assert cache.counts()["fault:store get"] >= 2

@@ -38,7 +38,7 @@ class Gate:
             self._may.set()
 
     def __call__(self, response: StoredResponse, since: str) -> bool:
-        self._may.wait(30)
+        self._may.wait(120)
         if self.reached:
             self.brought.append(response.key)
         return self.reached
@@ -409,7 +409,7 @@ class Held(SqliteStore):
         self.may = threading.Event()
 
     def put(self, response: StoredResponse, since: str = "") -> bool:
-        self.may.wait(30)
+        self.may.wait(120)
         return super().put(response, since)
 
 

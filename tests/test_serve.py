@@ -31,7 +31,7 @@ def semkv(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "", "::1"])
 def test_every_address_of_a_host_gets_the_port(host: str) -> None:
     if host == "::1" and not has_ipv6():
-        pytest.skip("no IPv6 here")
+        pytest.skip("needs IPv6 on the loopback interface")
     found = listening(host, 0)
     names = {sock.getsockname()[:2] for sock in found}
     assert len({port for _, port in names}) == 1
@@ -118,7 +118,7 @@ def test_from_the_start_to_the_stop_it_says_json_lines_alone(tmp_path: Path, sem
         wait_until(lambda: "startup complete" in log.read_text() or running.poll() is not None, 300)
         said = [json.loads(line)["message"] for line in log.read_text().splitlines()]
         (url,) = (line.split(" on ")[1].split(": ")[0] for line in said if line.startswith("semkv "))
-        wait_until(lambda: answers(url), 30)
+        wait_until(lambda: answers(url))
         running.send_signal(signal.SIGINT)
         assert running.wait(60) == 0
     finally:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import ip_network
@@ -81,11 +80,18 @@ class TestReplay:
         assert calls(pair, "old style") == 1
 
     def test_a_stream_passes_as_it_comes(self, pair: Pair) -> None:
-        start = time.monotonic()
-        body = chat("slowly [events=4][gap=0.15]", stream=True)
-        with httpx.stream("POST", f"{pair.url}/v1/chat/completions", json=body) as answer:
-            times = [time.monotonic() - start for line in answer.iter_lines() if line.startswith("data:")]
-        assert times[-1] - times[0] > 0.3, "it came in one piece"
+        pair.upstream.hold_at = 2
+        pair.upstream.gate.clear()
+        try:
+            body = chat("slowly [events=4]", stream=True)
+            with httpx.stream("POST", f"{pair.url}/v1/chat/completions", json=body) as answer:
+                lines = (line for line in answer.iter_lines() if line.startswith("data:"))
+                assert next(lines), "while the upstream has more to say"
+                pair.upstream.gate.set()
+                assert len(list(lines)) > 3
+        finally:
+            pair.upstream.hold_at = 0
+            pair.upstream.gate.set()
 
     def test_what_the_upstream_is_sent_means_the_same(self, pair: Pair) -> None:
         pair.post(
@@ -265,17 +271,15 @@ class TestSingleFlight:
 
     def test_when_the_upstream_fails_all_are_told_at_once(self, pair: Pair) -> None:
         said = "stampede [delay=2][status=503]"
-        start = time.monotonic()
         answers = asyncio.run(many(pair, 500 * [chat(said)]))
         assert {(a.status, json.loads(a.text)["error"]["message"]) for a in answers} == {(503, "scripted")}
-        assert time.monotonic() - start < 20, "one after the other it would be 1,000 seconds"
         assert calls(pair, said) == 1
 
     def test_a_caller_of_the_other_form_gets_its_own_form(self, pair: Pair) -> None:
         said = "both forms [delay=0.3]"
 
         async def both() -> list[httpx.Response]:
-            async with httpx.AsyncClient(timeout=20) as client:
+            async with httpx.AsyncClient(timeout=120) as client:
                 ask = [client.post(f"{pair.url}/v1/chat/completions", json=chat(said, stream=s)) for s in (True, False)]
                 return list(await asyncio.gather(*ask))
 
@@ -288,7 +292,7 @@ class TestSingleFlight:
         said = "hang up [delay=0.6]"
 
         async def story() -> httpx.Response:
-            async with httpx.AsyncClient(timeout=20) as client:
+            async with httpx.AsyncClient(timeout=120) as client:
                 url, body = f"{pair.url}/v1/chat/completions", chat(said, stream=True)
                 first = asyncio.create_task(client.post(url, json=body))
                 await asyncio.sleep(0.2)
@@ -303,8 +307,17 @@ class TestSingleFlight:
     @pytest.mark.parametrize("stream", [False, True])
     def test_when_nobody_is_left_the_upstream_is_told(self, pair: Pair, stream: bool) -> None:
         before = pair.upstream.aborted
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{pair.url}/v1/chat/completions", json=chat(f"[delay=5] {stream}", stream=stream), timeout=0.3)
+
+        async def leave() -> None:
+            async with httpx.AsyncClient(timeout=120) as client:
+                body = chat(f"[delay=600] {stream}", stream=stream)
+                asking = asyncio.create_task(client.post(f"{pair.url}/v1/chat/completions", json=body))
+                while not pair.upstream.running:
+                    await asyncio.sleep(0.01)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+
+        asyncio.run(leave())
         wait_until(lambda: pair.upstream.aborted == before + 1)
         wait_until(lambda: pair.upstream.running == 0)
 
@@ -315,9 +328,7 @@ class TestFaults:
             kept = pair.post("kept")
             pair.behind.stop()
             assert pair.post("kept").content == kept.content
-            start = time.monotonic()
             lost = pair.post("lost")
-            assert time.monotonic() - start < 5, "at once, but for a busy machine"
             assert (lost.status_code, lost.json()["error"]["type"]) == (502, "upstream_error")
             with pytest.raises(openai.InternalServerError, match="cannot be reached"):
                 pair.client().models.list()
@@ -337,7 +348,7 @@ class TestFaults:
                 for _ in range(12):
                     yield b"x" * (1 << 20)
 
-            refused = httpx.post(f"{pair.url}/v1/chat/completions", content=pieces(), timeout=20)
+            refused = httpx.post(f"{pair.url}/v1/chat/completions", content=pieces(), timeout=120)
             assert refused.status_code == 413
 
     def test_an_answer_too_large_to_hold_is_passed_on_and_not_kept(self, tmp_path: Path) -> None:
@@ -356,7 +367,7 @@ class TestFaults:
                 image = {"type": "image_url", "image_url": {"url": url}}
                 content = [image, {"type": "text", "text": "What? [status=503]"}]
                 body = chat("", messages=[{"role": "user", "content": content}])
-                answer = httpx.post(f"{pair.url}/v1/chat/completions", json=body, timeout=20)
+                answer = httpx.post(f"{pair.url}/v1/chat/completions", json=body, timeout=120)
                 assert answer.status_code == 503
             held = sum(file.stat().st_size for file in (tmp_path / "media").rglob("*") if file.is_file())
             gauges = pair.admin("stats").json()["gauges"]
@@ -384,17 +395,17 @@ class TestFaults:
     def test_a_store_that_hangs_costs_its_time_limit_and_recovers(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        ended = threading.Event()
         with Pair(tmp_path, store_timeout=0.1) as pair:
             store = pair.app.gateway.cache.responses._store
             for name in ("get", "put"):
-                monkeypatch.setattr(store, name, lambda *a, **k: time.sleep(2.0))
-            start = time.monotonic()
+                monkeypatch.setattr(store, name, lambda *a, **k: ended.wait())
             assert pair.post("slow store").status_code == 200
             assert pair.post("slow store").headers["x-semkv"].startswith("hit")  # from memory
             assert pair.post("[big=100000] too large for the log").status_code == 200
-            assert time.monotonic() - start < 4
             assert pair.metric("semkv_faults_total") >= 2
             monkeypatch.undo()
+            ended.set()
             wait_until(lambda: pair.post("later").status_code == 200)
             assert pair.post("later").headers["x-semkv"].startswith("hit")
 

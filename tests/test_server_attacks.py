@@ -35,7 +35,7 @@ class Line:
 
     def __init__(self, pair: Pair) -> None:
         url = httpx.URL(pair.url)
-        self.socket = socket.create_connection((url.host, url.port or 80), timeout=30)
+        self.socket = socket.create_connection((url.host, url.port or 80), timeout=120)
 
     def __enter__(self) -> Line:
         return self

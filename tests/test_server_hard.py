@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from typer.testing import CliRunner
 
 from gateway_helpers import ADMIN, SECRET, Pair, Served, chat, wait_until
+from ports import free_port
 from scripted_upstream import Scripted
 from semkv.cli import app
 from semkv.config import CacheConfig
@@ -32,9 +32,7 @@ class Process:
     """``semkv serve`` as its own process."""
 
     def __init__(self, folder: Path, upstream: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "semkv", "serve", "--upstream", upstream, "--port", str(self.port)]
         command += ["--cache-dir", str(folder), "--no-semantic", "--store-timeout", "10"]
@@ -50,7 +48,7 @@ class Process:
 
     def end(self, how: signal.Signals) -> str:
         self.process.send_signal(how)
-        return self.process.communicate(timeout=30)[1].decode()
+        return self.process.communicate(timeout=120)[1].decode()
 
 
 def test_every_answer_that_was_given_survives_kill_9(tmp_path: Path) -> None:
@@ -60,7 +58,7 @@ def test_every_answer_that_was_given_survives_kill_9(tmp_path: Path) -> None:
         stop = threading.Event()
 
         def load(worker: int) -> None:
-            with httpx.Client(timeout=10) as client:
+            with httpx.Client(timeout=120) as client:
                 for i in range(100_000):
                     text = f"question {i} of {worker}"
                     try:
@@ -75,14 +73,14 @@ def test_every_answer_that_was_given_survives_kill_9(tmp_path: Path) -> None:
         workers = [threading.Thread(target=load, args=(i,)) for i in range(4)]
         for worker in workers:
             worker.start()
-        wait_until(lambda: len(given) > 150, 30)
+        wait_until(lambda: len(given) > 150)
         first.end(signal.SIGKILL)
         stop.set()
         for worker in workers:
-            worker.join(20)
+            worker.join(120)
         second = Process(tmp_path, behind.url)
         try:
-            with httpx.Client(timeout=10) as client:
+            with httpx.Client(timeout=120) as client:
                 for text, content in given.items():
                     answer = client.post(f"{second.url}/v1/chat/completions", json=chat(text))
                     assert answer.headers["x-semkv"].startswith("hit"), text
@@ -102,9 +100,9 @@ def test_open_requests_are_finished_on_a_signal_to_stop(tmp_path: Path) -> None:
             target=lambda: found.append(httpx.post(f"{gateway.url}/v1/chat/completions", json=chat("[delay=1.5]")))
         )
         ask.start()
-        time.sleep(0.5)
+        wait_until(lambda: behind.app.running == 1)
         gateway.end(signal.SIGTERM)
-        ask.join(10)
+        ask.join(120)
         assert found[0].status_code == 200
 
 
@@ -130,7 +128,7 @@ class TestTenantsWithNeighbours:
             assert "x-semkv" not in answer.headers
             return answer.json()["id"] == first.json()["id"]
 
-        wait_until(found, 20)
+        wait_until(found)
 
     def test_a_strangers_neighbour_is_not(self, semantic: Pair) -> None:
         one, other = self.QUESTIONS
@@ -156,7 +154,7 @@ class TestTenantsWithNeighbours:
             )
             return semantic.upstream.calls[-1]["messages"][-1]["content"] == "How do I repair a flat bicycle tyre?"
 
-        wait_until(planned, 20)
+        wait_until(planned)
         salts = {body["cache_salt"] for body in semantic.upstream.calls[before:]}
         assert len(salts) == 1
         semantic.post("How do I repair a flat bicycle tyre?", headers={"Authorization": "Bearer other"})
@@ -219,7 +217,7 @@ class TestFuzz:
                 @given(case=operation.as_strategy(generation_mode=mode))
                 def check(case: schemathesis.Case) -> None:
                     case.headers["Authorization"] = f"Bearer {ADMIN}"
-                    answer = case.call(timeout=20)
+                    answer = case.call(timeout=120)
                     seen.add((case.path, answer.status_code))
                     assert answer.status_code < 500, f"{case.path}: {answer.status_code} {answer.text[:200]}"
 
@@ -248,7 +246,7 @@ class TestFuzz:
     def test_hand_made_malice(self, semantic: Pair, raw: bytes) -> None:
         for path in ("/v1/chat/completions", "/v1/completions"):
             headers = {"Content-Type": "application/json"}
-            answer = httpx.post(f"{semantic.url}{path}", content=raw, headers=headers, timeout=20)
+            answer = httpx.post(f"{semantic.url}{path}", content=raw, headers=headers, timeout=120)
             assert answer.status_code in (200, 400)
 
 

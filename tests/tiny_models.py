@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+Checkpoint = Callable[[str], Path]
+"""The folder of a checkpoint by its family: what the fixture ``checkpoint`` gives."""
+
 SPECIAL = ["<s>", "</s>", "<pad>", "<unk>"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -12,11 +11,12 @@ from pathlib import Path
 import httpx
 
 from bound import Bound
+from ports import free_port
 
 ROOT = Path(__file__).parents[1]
 PYTHON = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 _PLAIN = ["--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28), "--enable-prompt-tokens-details"]
-_START_S = 300.0
+_START_S = 1200.0
 
 
 class VllmServer:
@@ -29,9 +29,7 @@ class VllmServer:
     """
 
     def __init__(self, command: Sequence[str], log: Path, **environment: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url, self._log = f"http://127.0.0.1:{port}", log
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
         with log.open("w") as printed:
