@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from semkv import __version__
-from semkv.cli import app
+from command_line import invoke
 
 FLAGS = (
     "--preset --model --dataset --dataset-root --dataset-config --split --max-samples --shuffle-seed --chunk-source "
@@ -56,10 +55,10 @@ def run_arguments(tmp_path: Path, prompts: Path) -> list[str]:
 
 def test_help_lists_every_flag() -> None:
     assert semkv("--help").returncode == 0
-    text = CliRunner().invoke(app, ["run", "--help"], terminal_width=200).output
+    text = invoke(["run", "--help"], columns=200).output
     assert [flag for flag in FLAGS.split() if flag not in text] == []
     assert "Examples:" in text
-    summaries = CliRunner().invoke(app, ["--help"], terminal_width=80).output
+    summaries = invoke(["--help"], columns=80).output
     assert "..." not in summaries.split("Commands:")[1]
     assert semkv("--version").stdout == f"semkv {__version__}\n"
 
@@ -235,5 +234,5 @@ def test_flags_not_given_stay_not_given(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(module, "execute", execute)
     for arguments in ([], ["--disable-fusion-cache"], ["--preset", "opt-125m", "--enable-fusion-cache"]):
-        assert CliRunner().invoke(app, ["run", *arguments]).exit_code == 0
+        assert invoke(["run", *arguments]).exit_code == 0
     assert [s.cache.fusion for s in seen] == [True, False, True]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from semkv.cache import SemanticCache
-from semkv.cli import app
+from command_line import invoke
 from semkv.encoders.hooks import EmbeddingHook, build_hook
 from semkv.encoders.text import SentenceEncoder
 from semkv.engines.scripted import ScriptedEngine
@@ -320,7 +320,6 @@ def test_what_differs_between_two_questions_is_marked() -> None:
 def test_the_command_of_an_experiment_gives_its_settings_again(
     sweep: Sweep, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from typer.testing import CliRunner
 
     from semkv.experiments import execute as module
     from semkv.experiments.metrics import summarise
@@ -331,7 +330,7 @@ def test_the_command_of_an_experiment_gives_its_settings_again(
     words = run_command(before.to_json()).split()
     assert words[:2] == ["semkv", "run"]
     places = ["--cache-dir", str(before.cache.cache_dir), "--data-dir", str(before.data.data_dir)]
-    out = CliRunner().invoke(app, [*words[1:], *places])
+    out = invoke([*words[1:], *places])
     assert out.exit_code == 0, out.output
     assert seen == [before]
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from gateway_helpers import SECRET, Pair, wait_until
-from semkv.cli import app
+from command_line import invoke
 from semkv.config import CacheConfig
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.block_file import owner_of
@@ -32,7 +31,7 @@ PROXY = {"trusted_proxies": ("127.0.0.1",)}
 
 
 def call(*words: str, exit_code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    result = invoke(list(words))
     assert result.exit_code == exit_code, result.output
     return result.stdout
 
@@ -154,12 +153,12 @@ def test_purge_by_digest_and_by_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "1 answers" in call(*purge, "--tag", "even")
         assert "1 answers" in call(*purge, "--tenant", "a" * 32)
         assert [store.get(str(i)) is None for i in range(4)] == [True, True, True, False]
-        result = CliRunner().invoke(app, [*purge, "--tenant", "nobody"])
+        result = invoke([*purge, "--tenant", "nobody"])
         assert "0 answers" in result.stdout
         assert "its --store" in result.stderr
         assert "set SEMKV_SECRET" in result.stderr
     (tmp_path / f"{FILE}.damaged").write_bytes(b"what was put aside")
-    assert f"{FILE}.damaged" in CliRunner().invoke(app, [*purge, "--tenant", "nobody"]).stderr
+    assert f"{FILE}.damaged" in invoke([*purge, "--tenant", "nobody"]).stderr
 
 
 def test_purge_of_a_gateways_whole_directory(tmp_path: Path) -> None:
@@ -226,7 +225,7 @@ def test_a_damaged_catalog_stops_no_purge(tmp_path: Path, harm: Callable[[Path],
         kv.write("ns", {}, [b"k" * 32], [np.zeros(256, np.uint8)], owner=owner_of("alice"))
     harm(tmp_path / "catalog.sqlite")
     purge = ("purge", "--cache-dir", str(tmp_path))
-    result = CliRunner().invoke(app, [*purge, "--tenant", "alice"])
+    result = invoke([*purge, "--tenant", "alice"])
     assert "0 entries, 3 answers and 1 files deleted" in result.stdout
     assert isinstance(result.exception, StoreError)
     assert "a purge without --tenant and --tag deletes it" in str(result.exception)
@@ -248,7 +247,7 @@ def test_another_programs_catalog_is_told_and_stays(tmp_path: Path) -> None:
         call("purge", "--cache-dir", str(tmp_path))
     assert picture.exists()
     fill(tmp_path, 2)
-    result = CliRunner().invoke(app, ["purge", "--cache-dir", str(tmp_path)])
+    result = invoke(["purge", "--cache-dir", str(tmp_path)])
     assert "0 entries, 2 answers and 1 files deleted" in result.stdout
     assert "not a semkv catalog" in str(result.exception)
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
@@ -299,7 +298,7 @@ def test_purge_of_a_gateways_directory_takes_what_it_learned_and_loose_pictures(
     counted = call(*purge, "--dry-run").split()
     assert call(*purge).split()[:6] == counted[:6] == ["0", "entries,", "2", "answers", "and", "3"]
     assert {path.name for path in tmp_path.iterdir()} == {FILE, f"{FILE}.lock", "secret"}
-    result = CliRunner().invoke(app, purge)
+    result = invoke(purge)
     assert "its --store" in result.stderr
 
 
@@ -318,7 +317,7 @@ def test_an_empty_file_does_not_become_a_catalog(tmp_path: Path, command: str) -
 def test_a_damaged_store_of_answers_is_told_with_what_to_do(tmp_path: Path) -> None:
     prepare(CacheConfig(tmp_path))
     (tmp_path / FILE).write_bytes(b"garbage" * 1000)
-    result = CliRunner().invoke(app, ["verify", "--cache-dir", str(tmp_path)])
+    result = invoke(["verify", "--cache-dir", str(tmp_path)])
     assert "not all could be read" in result.stdout
     assert "a gateway that is started on it puts it aside" in str(result.exception)
     SqliteStore(tmp_path / FILE).close()

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cache_helpers import Bench
 from gateway_helpers import SECRET, Pair, wait_until
-from semkv.cli import app
+from command_line import invoke
 from semkv.maintenance import inspect
 from semkv.purging import collect, purge_entries
 from semkv.stores.catalog import Catalog
@@ -46,7 +45,7 @@ def files_with(folder: Path, *needles: bytes) -> list[str]:
 
 
 def call(*words: str) -> str:
-    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    result = invoke(list(words))
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -17,11 +17,10 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from typer.testing import CliRunner
 
 from gateway_helpers import ADMIN, SECRET, Pair, Served, chat, wait_until
 from scripted_upstream import Scripted
-from semkv.cli import app
+from command_line import invoke
 from semkv.config import CacheConfig
 from semkv.connectors.settings import KVSettings, read_settings
 from semkv.experiments.settings import RunFlags, resolve
@@ -256,7 +255,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
     """The settings that ``semkv serve`` makes of its flags."""
     found: list[ServerSettings] = []
     monkeypatch.setattr("semkv.server.run.run_server", lambda settings, *_, **more: found.append(settings))
-    assert CliRunner().invoke(app, ["serve", *flags], catch_exceptions=False).exit_code == 0
+    assert invoke(["serve", *flags]).exit_code == 0
     return found[0]
 
 
