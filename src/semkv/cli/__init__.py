@@ -4,25 +4,16 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 from typing import Annotated, NoReturn
 
 import typer
 
 from semkv import __version__
-from semkv.cli.quality import (
-    CALIBRATE_EXAMPLES,
-    PAIRS_EXAMPLES,
-    STREAM_EXAMPLES,
-    calibrate,
-    eval_pairs,
-    eval_stream,
-)
-from semkv.cli.report import REPORT_EXAMPLES, report
-from semkv.cli.run import EXIT_INTERRUPTED, RUN_EXAMPLES, demo, run
 from semkv.cli.serve import SERVE_EXAMPLES, serve, warm
 from semkv.cli.store import GC_EXAMPLES, PURGE_EXAMPLES, STATS_EXAMPLES, VERIFY_EXAMPLES, gc, purge, stats, verify
-from semkv.cli.sweep import SWEEP_EXAMPLES, sweep
 from semkv.errors import SemkvError
 
 app = typer.Typer(
@@ -34,6 +25,9 @@ app = typer.Typer(
 )
 
 EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+LAB_COMMANDS = ("run", "demo", "sweep", "report", "calibrate", "eval-pairs", "eval-stream")
+INSTALL_LAB = "from the repository, pip install ./packages/lab"
 
 
 def _version(value: bool) -> None:
@@ -51,19 +45,29 @@ def _root(
     pass
 
 
-app.command(epilog=RUN_EXAMPLES)(run)
-app.command()(demo)
-app.command(epilog=CALIBRATE_EXAMPLES)(calibrate)
-app.command("eval-pairs", epilog=PAIRS_EXAMPLES)(eval_pairs)
-app.command("eval-stream", epilog=STREAM_EXAMPLES)(eval_stream)
-app.command(epilog=SWEEP_EXAMPLES)(sweep)
+app.command(epilog=SERVE_EXAMPLES)(serve)
+app.command()(warm)
 app.command(epilog=STATS_EXAMPLES)(stats)
 app.command(epilog=VERIFY_EXAMPLES)(verify)
 app.command(epilog=GC_EXAMPLES)(gc)
 app.command(epilog=PURGE_EXAMPLES)(purge)
-app.command(epilog=REPORT_EXAMPLES)(report)
-app.command(epilog=SERVE_EXAMPLES)(serve)
-app.command()(warm)
+
+
+def _add_lab_commands() -> None:
+    """The commands of ``semkv_lab`` where it is installed; else commands of the same names that say how to get it."""
+    if importlib.util.find_spec("semkv_lab") is not None:
+        importlib.import_module("semkv_lab.cli").add_commands(app)
+        return
+    for name in LAB_COMMANDS:
+        anything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+        app.command(name, help="Part of semkv-lab, which is not installed.", context_settings=anything)(_lab_is_missing)
+
+
+def _lab_is_missing(context: typer.Context) -> None:
+    raise SemkvError(f"semkv {context.info_name} is part of semkv-lab, which is not installed: {INSTALL_LAB}")
+
+
+_add_lab_commands()
 
 
 def main() -> NoReturn:
