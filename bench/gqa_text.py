@@ -24,13 +24,13 @@ from typing import Any
 from semkv.cache import SemanticCache
 from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
 from semkv.engines.scripted import ScriptedEngine
-from semkv.experiments.datasets import Sample, load_samples
-from semkv.experiments.metrics import Estimate, Summary, normalise_answer
-from semkv.experiments.report import write_json
-from semkv.experiments.requests import label_answers
-from semkv.experiments.runner import Silent, run
-from semkv.experiments.settings import RunFlags, resolve
 from semkv.keys import normalise
+from semkv_lab.datasets import Sample, load_samples
+from semkv_lab.metrics import Estimate, Summary, normalise_answer
+from semkv_lab.report import write_json
+from semkv_lab.requests import label_answers
+from semkv_lab.runner import Silent, run
+from semkv_lab.settings import RunFlags, resolve
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "gqa_testdev_llava13b.jsonl.gz"
 

@@ -12,10 +12,10 @@ import pytest
 
 from block_helpers import found, open_store, right, save
 from semkv.errors import StoreError
-from semkv.experiments.settings import RunFlags, resolve
 from semkv.stores import cachedir
 from semkv.stores.cachedir import BLOCK_FILES, prepare, purge_directory
 from semkv.stores.fusion import FusionStore
+from semkv_lab.settings import RunFlags, resolve
 
 
 def config(root: Path, **flags: Any) -> Any:

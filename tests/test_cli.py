@@ -63,6 +63,20 @@ def test_help_lists_every_flag() -> None:
     assert semkv("--version").stdout == f"semkv {__version__}\n"
 
 
+def test_without_the_lab_its_commands_say_how_to_get_it() -> None:
+    hidden = "import sys; sys.modules['semkv_lab'] = None; from semkv.cli import main; main()"
+    out = subprocess.run([sys.executable, "-c", hidden, "run", "--max-samples", "4"], capture_output=True, text=True)
+    assert (out.returncode, out.stdout) == (2, "")
+    assert out.stderr == (
+        "semkv: semkv run is part of semkv-lab, which is not installed: from the repository, "
+        "pip install ./packages/lab\n"
+    )
+    text = subprocess.run([sys.executable, "-c", hidden, "--help"], capture_output=True, text=True, check=True).stdout
+    assert {"serve", "run", "demo", "sweep", "report", "eval-pairs"} <= {
+        line.split()[0] for line in text.split("\n")[9:] if line
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -223,8 +237,8 @@ def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
 
 
 def test_flags_not_given_stay_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    from semkv.experiments import execute as module
-    from semkv.experiments.metrics import summarise
+    from semkv_lab import execute as module
+    from semkv_lab.metrics import summarise
 
     seen: list[Any] = []
 

@@ -16,12 +16,12 @@ from PIL import Image
 from semkv.cache import SemanticCache
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError
-from semkv.experiments.datasets import DatasetOptions, Sample, load_samples, locate_images
-from semkv.experiments.metrics import Summary
-from semkv.experiments.requests import label_answers
-from semkv.experiments.runner import Silent, run
-from semkv.experiments.settings import RunFlags, resolve
 from semkv.types import TextSegment
+from semkv_lab.datasets import DatasetOptions, Sample, load_samples, locate_images
+from semkv_lab.metrics import Summary
+from semkv_lab.requests import label_answers
+from semkv_lab.runner import Silent, run
+from semkv_lab.settings import RunFlags, resolve
 
 ROOT = Path(__file__).parents[1]
 REAL = ROOT.parent / "shared" / "data" / "gqa_testdev_llava13b.jsonl.gz"

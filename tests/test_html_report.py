@@ -20,13 +20,13 @@ from semkv.encoders.hooks import EmbeddingHook, build_hook
 from semkv.encoders.text import SentenceEncoder
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError
-from semkv.experiments.datasets import load_samples
-from semkv.experiments.html.command import run_command
-from semkv.experiments.html.log import Experiment, read_logs
-from semkv.experiments.html.markdown import escape
-from semkv.experiments.html.page import differing, image_files
-from semkv.experiments.html.text import milliseconds, percent
-from semkv.experiments.html.view import (
+from semkv_lab.datasets import load_samples
+from semkv_lab.html.command import run_command
+from semkv_lab.html.log import Experiment, read_logs
+from semkv_lab.html.markdown import escape
+from semkv_lab.html.page import differing, image_files
+from semkv_lab.html.text import milliseconds, percent
+from semkv_lab.html.view import (
     count_hits,
     facts,
     grids,
@@ -36,11 +36,11 @@ from semkv.experiments.html.view import (
     worst,
     wrong_hits,
 )
-from semkv.experiments.html.write import write_report
-from semkv.experiments.metrics import Cold, SampleRecord, summarise
-from semkv.experiments.requests import label_answers
-from semkv.experiments.runner import Silent, run
-from semkv.experiments.settings import RunFlags, RunSettings, resolve
+from semkv_lab.html.write import write_report
+from semkv_lab.metrics import Cold, SampleRecord, summarise
+from semkv_lab.requests import label_answers
+from semkv_lab.runner import Silent, run
+from semkv_lab.settings import RunFlags, RunSettings, resolve
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -321,8 +321,8 @@ def test_the_command_of_an_experiment_gives_its_settings_again(
     sweep: Sweep, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    from semkv.experiments import execute as module
-    from semkv.experiments.metrics import summarise
+    from semkv_lab import execute as module
+    from semkv_lab.metrics import summarise
 
     seen: list[RunSettings] = []
     monkeypatch.setattr(module, "execute", lambda settings, **_: seen.append(settings) or summarise([]))

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from semkv.errors import ConfigError
-from semkv.experiments.requests import ChunkSource
-from semkv.experiments.settings import RunFlags, resolve
 from semkv.presets import PRESETS, get_preset
 from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, Scope
+from semkv_lab.requests import ChunkSource
+from semkv_lab.settings import RunFlags, resolve
 
 
 def test_every_preset_resolves() -> None:

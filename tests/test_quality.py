@@ -17,13 +17,13 @@ from quality_streams import draw_stream, halves, minigqa_stream, pairs_of
 from cache_helpers import WrittenEncoder
 from command_line import invoke
 from semkv.errors import ConfigError, DatasetError
-from semkv.experiments.quality.calibrate import fit
-from semkv.experiments.quality.corpus import build_corpus
-from semkv.experiments.quality.judge import judge
-from semkv.experiments.quality.replay import TIER, Replay
-from semkv.experiments.quality.rows import Asked, Pair, clusters, read_pairs, read_stream
 from semkv.tiers.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibrated, FixedThreshold
+from semkv_lab.quality.calibrate import fit
+from semkv_lab.quality.corpus import build_corpus
+from semkv_lab.quality.judge import judge
+from semkv_lab.quality.replay import TIER, Replay
+from semkv_lab.quality.rows import Asked, Pair, clusters, read_pairs, read_stream
 
 ENCODER = WrittenEncoder(window=40)
 

@@ -18,12 +18,6 @@ from semkv.engines import EnginePrompt, EngineResult, MediaError
 from semkv.engines.base import load_image, system_text, user_parts
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError, EngineError
-from semkv.experiments.datasets import ImageRef, Sample
-from semkv.experiments.execute import execute
-from semkv.experiments.metrics import SampleRecord, Summary
-from semkv.experiments.report import console_listener, print_summary, sample_line, size
-from semkv.experiments.runner import NOISE_SAMPLES, Silent, bytes_on_disk, run
-from semkv.experiments.settings import RunFlags, RunSettings, resolve
 from semkv.tiers.stats import CacheStats
 from semkv.types import (
     CacheMode,
@@ -38,6 +32,12 @@ from semkv.types import (
     Status,
     TextSegment,
 )
+from semkv_lab.datasets import ImageRef, Sample
+from semkv_lab.execute import execute
+from semkv_lab.metrics import SampleRecord, Summary
+from semkv_lab.report import console_listener, print_summary, sample_line, size
+from semkv_lab.runner import NOISE_SAMPLES, Silent, bytes_on_disk, run
+from semkv_lab.settings import RunFlags, RunSettings, resolve
 
 
 @dataclass

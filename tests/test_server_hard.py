@@ -23,8 +23,8 @@ from scripted_upstream import Scripted
 from command_line import invoke
 from semkv.config import CacheConfig
 from semkv.connectors.settings import KVSettings, read_settings
-from semkv.experiments.settings import RunFlags, resolve
 from semkv.server.settings import ServerSettings, from_environment, secret_of
+from semkv_lab.settings import RunFlags, resolve
 
 
 class Process:
