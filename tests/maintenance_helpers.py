@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from semkv.cache import SemanticCache
 from command_line import invoke
+from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.stores.blocks import BlockStore
 from semkv.stores.cachedir import prepare

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cache_helpers import LAYERS, Bench, seen
-from gateway_helpers import Pair
 from command_line import invoke
+from gateway_helpers import Pair
 from semkv.server.settings import ServerSettings
 from semkv.tiers.policies import Decision, FixedThreshold
 from semkv.types import CacheMode, Exactness, Scope

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from semkv import __version__
 from command_line import invoke
+from semkv import __version__
 
 FLAGS = (
     "--preset --model --dataset --dataset-root --dataset-config --split --max-samples --shuffle-seed --chunk-source "
@@ -59,7 +59,8 @@ def test_help_lists_every_flag() -> None:
     assert [flag for flag in FLAGS.split() if flag not in text] == []
     assert "Examples:" in text
     summaries = invoke(["--help"], columns=80).output
-    assert "..." not in summaries.split("Commands:")[1]
+    assert "…" not in summaries
+    assert "..." not in summaries
     assert semkv("--version").stdout == f"semkv {__version__}\n"
 
 

@@ -21,7 +21,7 @@ from semkv_lab.datasets import DatasetOptions, Sample, load_samples, locate_imag
 from semkv_lab.metrics import Summary
 from semkv_lab.requests import label_answers
 from semkv_lab.runner import Silent, run
-from semkv_lab.settings import RunFlags, resolve
+from semkv_lab.settings import resolve
 
 ROOT = Path(__file__).parents[1]
 REAL = ROOT.parent / "shared" / "data" / "gqa_testdev_llava13b.jsonl.gz"
@@ -102,9 +102,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 
 def measure(tmp_path: Path, path: Path, samples: list[Sample], **flags: Any) -> Summary:
     settings = resolve(
-        RunFlags(
-            preset="opt-125m", engine="scripted", dataset="gqa-text", dataset_root=path, cache_dir=tmp_path, **flags
-        )
+        preset="opt-125m", engine="scripted", dataset="gqa-text", dataset_root=path, cache_dir=tmp_path, **flags
     )
     answers = label_answers(samples)
     _, summary = run(

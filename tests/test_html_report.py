@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from semkv.cache import SemanticCache
 from command_line import invoke
+from semkv.cache import SemanticCache
 from semkv.encoders.hooks import EmbeddingHook, build_hook
 from semkv.encoders.text import SentenceEncoder
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError
 from semkv_lab.datasets import load_samples
-from semkv_lab.html.command import run_command
 from semkv_lab.html.log import Experiment, read_logs
 from semkv_lab.html.markdown import escape
 from semkv_lab.html.page import differing, image_files
@@ -40,7 +39,7 @@ from semkv_lab.html.write import write_report
 from semkv_lab.metrics import Cold, SampleRecord, summarise
 from semkv_lab.requests import label_answers
 from semkv_lab.runner import Silent, run
-from semkv_lab.settings import RunFlags, RunSettings, resolve
+from semkv_lab.settings import RunSettings, resolve, run_command
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -62,7 +61,7 @@ class Sweep:
     def settings(self, **flags: Any) -> RunSettings:
         data, cache = self.folder / "data", self.folder / f"cache{len(self.rows)}"
         fixed = {"preset": "minigqa", "engine": "scripted", "max_samples": SAMPLES, "data_dir": data, "baseline": True}
-        return resolve(RunFlags(cache_dir=cache, **{**fixed, **flags}))
+        return resolve(cache_dir=cache, **{**fixed, **flags})
 
     def add(self, name: str, **flags: Any) -> None:
         settings = self.settings(**flags)

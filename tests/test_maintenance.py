@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from command_line import invoke
 from gateway_helpers import SECRET as GATEWAYS_SECRET
 from maintenance_helpers import SECRET, block_files, call, call_both, digest_of, make_used
 from semkv.cache import SemanticCache
-from command_line import invoke
 from semkv.cli import EXIT_ERROR, main
 from semkv.config import CacheConfig
 from semkv.errors import StoreError

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gateway_helpers import SECRET, Pair, wait_until
 from command_line import invoke
+from gateway_helpers import SECRET, Pair, wait_until
 from semkv.config import CacheConfig
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.block_file import owner_of

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from command_line import invoke
 from gateway_helpers import SECRET as GATEWAYS_SECRET
 from gateway_helpers import Pair, wait_until
 from maintenance_helpers import SECRET, block_files, call, files_of, make_used, store_kv
-from command_line import invoke
 from semkv.engines.base import EnginePrompt
 from semkv.keys import namespace_key
 from semkv.maintenance import inspect

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from cache_helpers import Bench
-from gateway_helpers import SECRET, Pair, wait_until
 from command_line import invoke
+from gateway_helpers import SECRET, Pair, wait_until
 from semkv.maintenance import inspect
 from semkv.purging import collect, purge_entries
 from semkv.stores.catalog import Catalog

@@ -37,7 +37,7 @@ from semkv_lab.execute import execute
 from semkv_lab.metrics import SampleRecord, Summary
 from semkv_lab.report import console_listener, print_summary, sample_line, size
 from semkv_lab.runner import NOISE_SAMPLES, Silent, bytes_on_disk, run
-from semkv_lab.settings import RunFlags, RunSettings, resolve
+from semkv_lab.settings import RunSettings, resolve
 
 
 @dataclass
@@ -86,7 +86,7 @@ class NormalisingCache:
 
 def settings(tmp_path: Path, **flags: Any) -> RunSettings:
     flags = {"preset": "opt-125m", "engine": "scripted", "cache_dir": tmp_path / "cache", **flags}
-    return resolve(RunFlags(**flags))
+    return resolve(**flags)
 
 
 def go(
@@ -365,7 +365,7 @@ def test_a_baseline_of_something_else_is_refused(tmp_path: Path, change: dict[st
     if "picture" in change:
         picture(tmp_path / "a.png", change["picture"])
     fields = {k: v for k, v in change.items() if k in Sample.__dataclass_fields__}
-    flags = {k: v for k, v in change.items() if k in RunFlags.__dataclass_fields__}
+    flags = {k: v for k, v in change.items() if k not in (*fields, "picture", "name")}
     engine = ScriptedEngine(store=set(), name=change.get("name", ScriptedEngine().name))
     with pytest.raises(DatasetError, match=message):
         go([replace(sample, **fields)], settings(tmp_path, baseline_from=path, **flags), engine)

@@ -11,7 +11,7 @@ import math
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from numbers import Integral, Real
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 IMAGE_ROOT_VARIABLES = ("SEMANTIC_CACHE_IMAGE_ROOT", "GQA_IMAGE_ROOT", "LLAVA_IMAGE_ROOT")
 
 _E = TypeVar("_E", bound=StrEnum)
-_S = TypeVar("_S", bound="LookupConfig")
+_S = TypeVar("_S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,9 @@ NOT_NEGATIVE = Allowed("0 or a positive number", lambda n: n >= 0)
 COSINE = Allowed("a number from 0 to 1", lambda n: 0.0 <= n <= 1.0)
 SHARE = Allowed("a share from 0 to below 1", lambda n: 0.0 <= n < 1.0)
 SOME_SHARE = Allowed("a share above 0 and below 1, such as 0.01", lambda n: 0.0 < n < 1.0)
+EXISTS = Allowed("a file or folder that exists", Path.exists)
+NO_FOLDER = Allowed("a file, not a folder", lambda path: not path.is_dir())
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def default_cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
@@ -96,6 +99,8 @@ def typed(key: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) in (Union, types.UnionType):
         (kind,) = (k for k in get_args(kind) if k is not types.NoneType)
         return None if value is None else typed(key, value, kind)
+    if is_dataclass(kind) and isinstance(value, kind) and kind is not EmbeddingLayer:
+        return value
     if get_origin(kind) is tuple:
         if not isinstance(value, tuple | list):
             raise ConfigError(key, value, "a list")
@@ -119,7 +124,7 @@ def typed(key: str, value: Any, kind: Any) -> Any:
         return int(value)
     elif kind is float and isinstance(value, Real):
         return _finite(key, value)
-    raise ConfigError(key, value, f"a value of type {kind.__name__}")
+    raise ConfigError(key, value, _WORDS.get(kind, f"a value of type {kind.__name__}"))
 
 
 def _path(key: str, value: str | Path) -> Path:
@@ -196,8 +201,30 @@ class Variables:
                             argument.append(Token(keyword=variable, value=part.strip(), source="environment", index=i))
 
 
-def from_environment(kind: type[_S], environment: Mapping[str, str]) -> _S:
-    """Settings from variables named ``SEMKV_`` and the flag, in upper case.
+def whole_numbers(app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+    """Refuse 7.5 where a whole number is wanted, which the command line's parser would round."""
+    for argument in arguments:
+        if int in (argument.hint, *get_args(argument.hint)):
+            for token in argument.tokens:
+                if "." in token.value or "e" in token.value:
+                    raise ConfigError(token.keyword or argument.name, token.value, _WORDS[int])
+
+
+def command_line(*sources: Callable[[App, tuple[str, ...], "ArgumentCollection"], None], **options: Any) -> App:
+    """An application or a command whose parser raises instead of printing; `setting_error` makes it our words.
+
+    Args:
+        sources: give what was not given on the command line, the first ones first; such as `Variables`.
+        options: of `cyclopts.App`.
+    """
+    plain: dict[str, Any] = {"help_format": "markdown", "help_flags": "--help", "version_flags": ()}
+    raising: dict[str, Any] = {"result_action": "return_value", "exit_on_error": False, "print_error": False}
+    plain_lists = Parameter(negative_iterable=(), allow_repeating=True)
+    return App(config=(*sources, whole_numbers), default_parameter=plain_lists, **{**plain, **raising, **options})
+
+
+def parse(kind: type[_S], arguments: Sequence[str], *sources: Any) -> _S:
+    """Settings from arguments, and from sources for those that are not given.
 
     Raises:
         ConfigError: a value does not fit.
@@ -207,10 +234,10 @@ def from_environment(kind: type[_S], environment: Mapping[str, str]) -> _S:
         return settings or kind()
 
     made.__annotations__["settings"] = Annotated[kind | None, Parameter(name="*")]
-    app = App(config=Variables(environment), result_action="return_value", exit_on_error=False, print_error=False)
+    app = command_line(*sources)
     app.default(made)
     try:
-        found: _S = app([])
+        found: _S = app(list(arguments))
     except CycloptsError as error:
         raise setting_error(error) from None
     return found
@@ -223,7 +250,9 @@ def setting_error(error: CycloptsError) -> SemkvError:
         return SemkvError(str(error).rstrip("."))
     if isinstance(target, type) and issubclass(target, StrEnum):
         return ConfigError(token.keyword or "", token.value, [str(member) for member in target])
-    return ConfigError(token.keyword or "", token.value, f"a value of type {getattr(target, '__name__', target)}")
+    kinds = [kind for kind in get_args(target) if kind is not types.NoneType] or [target]
+    allowed = _WORDS.get(kinds[0], f"a value of type {getattr(kinds[0], '__name__', kinds[0])}")
+    return ConfigError(token.keyword or "", token.value, allowed)
 
 
 NEAR = Parameter(group="Near-repeats")
@@ -239,63 +268,40 @@ def switch(name: str, *negative: str) -> Parameter:
     return Parameter(name=f"--{name}", negative=tuple(f"--{word}" for word in negative))
 
 
-LayersFlag = Parameter(name=("--embedding-layer", "--embedding-layers"), n_tokens=1, negative="", converter=_layers)
+FUSION = Parameter(name=("--enable-fusion-cache", "--fusion-cache"), negative="--disable-fusion-cache")
+LAYERS = Parameter(
+    name=("--embedding-layer", "--embedding-layers"), n_tokens=1, negative="--no-embedding-layer", converter=_layers
+)
 
 
-@dataclass(frozen=True)
-class LookupConfig:
-    """Which earlier requests are looked for, and who decides: in a program, ``semkv run`` and ``semkv serve`` alike.
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """Who decides whether a similar text's answer may be given.
 
     Attributes:
-        cache_dir: Where the cache lives; SEMKV_CACHE_DIR or ~/.cache/semkv.
-        mode: live, dry-run (look up and report, change nothing) or off.
-        semantic: Find similar texts (tier L1).
-        normalised: Texts that differ only in typing (spaces, a sentence's first letter, Unicode form) are the same.
-            Without it they are near-repeats like others, mostly at a cosine near 1: threshold, guards and policy
-            decide.
         similarity_threshold: Least cosine of a similar text. At 1 even an equal vector may fall short: cosines are
             float32, good to a millionth.
-        embedding_layers: A layer of the embedding tier (L2), such as prompt:384:0.8; may be repeated.
-        embedding_hook: Fills the embedding layers: none, prompt, vision, prompt_vision, or package.module:Factory.
         index_encoder: Sentence encoder of the text tiers: id or directory.
-        vision_encoder: Vision tower behind the vision layer: id or directory; empty takes CLIP where present.
         policy: Who has the last word on an approximate match: fixed, calibrated or bounded.
         max_error_rate: Wrong approximate answers per request that the bounded policy allows.
         calibration: A file that `semkv calibrate` wrote: the curve of the calibrated policy, the prior of the bounded
             one.
         verify_rate: Share of approximate hits whose unchanged request is also run, to compare; by default 0.1 for the
             bounded policy and 0 for the others.
-        max_entries: Most entries in the catalog; the least recently used go first.
-        media_mib: Most MiB of stored images; the least recently used go first, and their entries serve only requests
-            that bring the same image.
+        guards: Words may veto an approximate match: a changed number, unit, date, negation, direction, name, code or
+            word order.
     """
 
-    cache_dir: Path = field(default_factory=default_cache_dir)
-    mode: Annotated[CacheMode, Parameter(name=("--cache-mode", "--mode")), NEAR] = CacheMode.LIVE
-    semantic: Annotated[bool, switch("semantic", "no-semantic", "disable-semantic-cache"), NEAR] = True
-    normalised: Annotated[bool, switch("normalised", "no-normalised", "disable-normalised-hits"), NEAR] = True
     similarity_threshold: Annotated[float, COSINE, NEAR] = 0.92
-    embedding_layers: Annotated[tuple[EmbeddingLayer, ...], LayersFlag, NEAR] = ()
-    embedding_hook: Annotated[str, NEAR] = "none"
     index_encoder: Annotated[str, NEAR] = "all-MiniLM-L6-v2"
-    vision_encoder: Annotated[str, NEAR] = ""
     policy: Annotated[PolicyName, NEAR] = PolicyName.FIXED
     max_error_rate: Annotated[float, SOME_SHARE, NEAR] = 0.01
     calibration: Annotated[Path | None, NEAR] = None
     verify_rate: Annotated[float | None, COSINE, NEAR] = None
-    max_entries: Annotated[int, POSITIVE, BOUNDS] = 100_000
-    media_mib: Annotated[int, POSITIVE, BOUNDS] = 4096
+    guards: Annotated[bool, switch("guards", "no-guards", "disable-guards"), NEAR] = True
 
     def __post_init__(self) -> None:
         check(self)
-        names = [layer.name for layer in self.embedding_layers]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError("--embedding-layer", name, "each layer once")
-        if names and self.embedding_hook == "none":
-            raise ConfigError(
-                "--embedding-hook", "none", f"a hook that fills {', '.join(names)}, such as prompt_vision"
-            )
         if self.policy is PolicyName.CALIBRATED and self.calibration is None:
             raise ConfigError("--calibration", None, "a file that `semkv calibrate` wrote, for --policy calibrated")
         if self.policy is PolicyName.FIXED and self.calibration is not None:
@@ -310,6 +316,47 @@ class LookupConfig:
 
 
 @dataclass(frozen=True)
+class LookupConfig(PolicyConfig):
+    """Which earlier requests are looked for: in a program, ``semkv run`` and ``semkv serve`` alike.
+
+    Attributes:
+        cache_dir: Where the cache lives; SEMKV_CACHE_DIR or ~/.cache/semkv.
+        mode: live, dry-run (look up and report, change nothing) or off.
+        semantic: Find similar texts (tier L1).
+        normalised: Texts that differ only in typing (spaces, a sentence's first letter, Unicode form) are the same.
+            Without it they are near-repeats like others, mostly at a cosine near 1: threshold, guards and policy
+            decide.
+        embedding_layers: A layer of the embedding tier (L2), such as prompt:384:0.8; may be repeated.
+        embedding_hook: Fills the embedding layers: none, prompt, vision, prompt_vision, or package.module:Factory.
+        vision_encoder: Vision tower behind the vision layer: id or directory; empty takes CLIP where present.
+        max_entries: Most entries in the catalog; the least recently used go first.
+        media_mib: Most MiB of stored images; the least recently used go first, and their entries serve only requests
+            that bring the same image.
+    """
+
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    mode: Annotated[CacheMode, Parameter(name=("--cache-mode", "--mode")), NEAR] = CacheMode.LIVE
+    semantic: Annotated[bool, switch("semantic", "no-semantic", "disable-semantic-cache"), NEAR] = True
+    normalised: Annotated[bool, switch("normalised", "no-normalised", "disable-normalised-hits"), NEAR] = True
+    embedding_layers: Annotated[tuple[EmbeddingLayer, ...], LAYERS, NEAR] = ()
+    embedding_hook: Annotated[str, NEAR] = "none"
+    vision_encoder: Annotated[str, NEAR] = ""
+    max_entries: Annotated[int, POSITIVE, BOUNDS] = 100_000
+    media_mib: Annotated[int, POSITIVE, BOUNDS] = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [layer.name for layer in self.embedding_layers]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError("--embedding-layer", name, "each layer once")
+        if names and self.embedding_hook == "none":
+            raise ConfigError(
+                "--embedding-hook", "none", f"a hook that fills {', '.join(names)}, such as prompt_vision"
+            )
+
+
+@dataclass(frozen=True)
 class CacheConfig(LookupConfig):
     """Everything `SemanticCache` needs to know.
 
@@ -319,8 +366,6 @@ class CacheConfig(LookupConfig):
         scope: media (text matches on the same image only) or any.
         exact: Find equal texts (tier L0.5).
         fusion: Keep the vision encoder's outputs (tier L1.5).
-        guards: Words may veto an approximate match: a changed number, unit, date, negation, direction, name, code or
-            word order.
         max_cached_blocks: Most stored KV blocks; 0 for a bound by bytes only.
         image_roots: Folders searched for ``<name>.jpg`` or ``.png`` when a media segment has no file of its own.
         context_edit_share: How many of a context's sentences may be reworded for it still to be similar, as a share;
@@ -331,8 +376,7 @@ class CacheConfig(LookupConfig):
     match: Annotated[MatchPolicy, NEAR] = MatchPolicy.ALL
     scope: Annotated[Scope, NEAR] = Scope.MEDIA
     exact: Annotated[bool, switch("exact", "no-exact", "disable-exact-cache"), NEAR] = True
-    fusion: Annotated[bool, switch("enable-fusion-cache", "disable-fusion-cache")] = False
-    guards: Annotated[bool, switch("guards", "no-guards", "disable-guards"), NEAR] = True
+    fusion: Annotated[bool, FUSION] = False
     max_cached_blocks: Annotated[int, NOT_NEGATIVE, BOUNDS] = 0
     image_roots: Annotated[tuple[Path, ...], Parameter(parse=False)] = ()
     context_edit_share: Annotated[float, SHARE, Parameter(parse=False)] = 0.1

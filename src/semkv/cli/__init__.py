@@ -2,35 +2,24 @@
 ``semkv --help`` answers at once.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
-from cyclopts import App, Group, Parameter
+from cyclopts import Group, Parameter
 from cyclopts.exceptions import CycloptsError
 
 from semkv import __version__
-from semkv.config import setting_error
+from semkv.config import command_line, setting_error
 from semkv.errors import SemkvError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+INSTALL_LAB = "from the repository, pip install ./packages/lab"
 
-app = App(
-    name="semkv",
-    help="A hierarchical semantic cache on top of vLLM.",
-    version=__version__,
-    version_format="plaintext",
-    help_format="markdown",
-    help_flags="--help",
-    version_flags="--version",
-    default_parameter=Parameter(negative_iterable=()),
-    result_action="return_value",
-    exit_on_error=False,
-    print_error=False,
+app = command_line(
+    name="semkv", help="A hierarchical semantic cache on top of vLLM.", version=__version__, version_flags="--version"
 )
 
 SERVING = Group("Serving", sort_key=0)
@@ -55,15 +44,18 @@ _LAB = {
 }
 
 
-def _not_installed() -> NoReturn:
-    raise SemkvError("this command is in the package semkv-lab: pip install ./packages/lab in a checkout of semkv")
+def _missing(name: str) -> Callable[..., NoReturn]:
+    def missing(*_: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> NoReturn:
+        raise SemkvError(f"semkv {name} is part of semkv-lab, which is not installed: {INSTALL_LAB}")
+
+    return missing
 
 
 for _name, _help in _LAB.items():
     if find_spec("semkv_lab"):
         app.command(f"semkv_lab.cli:{_name.replace('-', '_')}", name=_name, group=LAB, help=_help)
     else:
-        app.command(_not_installed, name=_name, group=LAB, help=_help)
+        app.command(_missing(_name), name=_name, group=LAB, help=_help)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter, validators
+from cyclopts import Parameter, validators
 
-from semkv.config import Variables
+from semkv.config import Variables, command_line
 from semkv.server.settings import ServerSettings
 
-serve = App(
-    config=Variables(os.environ),
+serve = command_line(
+    Variables(os.environ),
     help_epilogue="""Examples:
 
 ```
@@ -27,7 +27,7 @@ serve = App(
       with the dashboard, at http://127.0.0.1:8080/semkv
 ```""",
 )
-warm = App()
+warm = command_line()
 
 
 @serve.default

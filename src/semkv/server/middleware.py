@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 
+from semkv.config import Variables, parse
 from semkv.server.app import App
 from semkv.server.assemble import gateway_of
 from semkv.server.operations import Operations
-from semkv.server.settings import admin_key, from_environment
+from semkv.server.settings import ServerSettings, admin_key
 from semkv.server.upstream import Application, AppUpstream, Message, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Middleware:
 
     def __init__(self, app: Application) -> None:
         self._wrapped = app
-        gateway = gateway_of(from_environment(os.environ), os.environ, AppUpstream(app))
+        gateway = gateway_of(parse(ServerSettings, [], Variables(os.environ)), os.environ, AppUpstream(app))
         operations = Operations(gateway, admin_key(os.environ)).application()
         self._gateway, self._app = gateway, App(gateway, operations, own=frozenset())
 

@@ -1,134 +1,112 @@
-"""Settings of a run: what the user gave, filled in from a preset, checked before anything heavy starts."""
-
-from __future__ import annotations
+"""Settings of a run. What is not given comes from the preset, then from the defaults."""
+# The command line reads the annotations of fields: they must be values, not texts.
 
 import os
-from dataclasses import asdict, dataclass, replace
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
+
+from cyclopts import App, Argument, ArgumentCollection, Parameter, Token
 
 from semkv.config import (
+    EXISTS,
     IMAGE_ROOT_VARIABLES,
+    NO_FOLDER,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Allowed,
     CacheConfig,
-    check_threshold,
-    default_cache_dir,
-    parse_choice,
-    parse_embedding_layer,
+    PolicyConfig,
+    check,
+    command_line,
+    parse,
 )
 from semkv.errors import ConfigError
-from semkv.presets import DEFAULT_PRESET, Preset, get_preset
-from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
+from semkv.presets import DEFAULT_PRESET, get_preset
+from semkv.types import PolicyName
 from semkv_lab.datasets import DATASETS, DatasetOptions
-from semkv_lab.datasets.base import GQA_REPO
 from semkv_lab.outputs import SETTINGS, keep_apart
 from semkv_lab.requests import ChunkSource
-from semkv_lab.traces import ZIPF_EXPONENT, Trace, TraceKind
+from semkv_lab.traces import Trace
 
-_LARGEST = 10**18
-ENGINES = ("vllm", "scripted", "labels")
+ENGINES = ("labels", "scripted", "vllm")
+MODEL, MATCHED = Parameter(group="Model"), Parameter(group="What the tiers match on")
+DATA, RESULTS = Parameter(group="Data"), Parameter(group="Results")
+FLAT = Parameter(name="*")
 
-_T = TypeVar("_T")
 # Layers that a built-in hook cannot fill are dropped from a preset when the user names that hook.
 _HOOK_LAYERS = {"none": frozenset[str](), "prompt": frozenset({"prompt"}), "vision": frozenset({"vision"})}
-
-
-@dataclass(frozen=True)
-class RunFlags:
-    """Flags as they were given; None means not given. Field names are the flags' own, ``-`` as ``_``."""
-
-    preset: str | None = None
-    model: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool | None = None
-    max_model_len: int | None = None
-    dataset: str | None = None
-    dataset_root: Path | None = None
-    dataset_config: str | None = None
-    dataset_repo: str | None = None
-    split: str | None = None
-    max_samples: int | None = None
-    shuffle_seed: int | None = None
-    chunk_source: str | None = None
-    chunk_window: int | None = None
-    similarity_threshold: float | None = None
-    embedding_layers: tuple[str, ...] | None = None
-    embedding_hook: str | None = None
-    vision_encoder: str | None = None
-    index_encoder: str | None = None
-    disable_semantic_cache: bool = False
-    disable_guards: bool = False
-    policy: str | None = None
-    max_error_rate: float | None = None
-    calibration: Path | None = None
-    verify_rate: float | None = None
-    disable_exact_cache: bool = False
-    disable_normalised_hits: bool = False
-    fusion_cache: bool | None = None
-    max_cached_blocks: int | None = None
-    max_entries: int | None = None
-    media_mib: int | None = None
-    cache_dir: Path | None = None
-    fusion_cache_dir: Path | None = None
-    data_dir: Path | None = None
-    cache_mode: str | None = None
-    match: str | None = None
-    scope: str | None = None
-    tenant: str | None = None
-    max_tokens: int | None = None
-    engine: str | None = None
-    trace: str | None = None
-    trace_seed: int | None = None
-    trace_requests: int | None = None
-    trace_exponent: float | None = None
-    baseline: bool = False
-    baseline_from: Path | None = None
-    purge: bool = False
-    samples_out: Path | None = None
-    summary_out: Path | None = None
+_LARGEST = 10**18
+_PLACES = ("cache_dir", "fusion_cache_dir", "data_dir", "samples_out", "summary_out", "baseline_from", "purge")
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything a run needs, resolved and checked.
+    """Everything that ``semkv run`` needs.
 
     Attributes:
-        cache: settings of the tiers and stores.
-        dataset, data: which samples.
-        preset: the preset's name; empty when ``--model`` was given without one.
-        model, revision, trust_remote_code, max_model_len, max_tokens, tenant, engine: what answers.
-        instruction: appended to every question.
-        chunk_source, chunk_window: what the tiers match on.
-        trace: in which order and how often the samples are asked.
-        baseline: answer every sample with vLLM's own prefix cache alone first.
-        baseline_from: take those answers from an earlier run's samples file instead.
-        purge: empty the cache folders before the run.
-        samples_out, summary_out: files to write.
+        preset: minigqa (the default without a model), opt-125m, qwen3-vl-2b, internvl3.5-2b or qwen2.5-vl-7b: fills in
+            what is not given.
+        model: A checkpoint's directory, or a hub id. Without a preset: no layers, and GQA as the data set.
+        revision: Revision of a hub id.
+        trust_remote_code: Run model code that the checkpoint brings.
+        max_model_len: Longest prompt plus answer, in tokens.
+        max_tokens: Longest answer, in tokens.
+        engine: vllm; scripted: no model, for trying settings; labels: the data set's own answers.
+        tenant: Partitions every cache; tenants share nothing.
+        dataset: minigqa, gqa, gqa-text, jsonl, or a .jsonl file.
+        chunk_source: question, semantic, group, combined or full.
+        chunk_window: Match on the first N characters only; 0 for all.
+        baseline: Run the samples with vLLM's prefix cache alone first.
+        baseline_from: Take the baseline from the samples file of an earlier run with a baseline.
+        purge: Empty the cache first; touches nothing that semkv did not write.
+        samples_out: Write a JSON object for each sample to this file.
+        summary_out: Write the figures to this JSON file.
     """
 
-    preset: str
-    model: str
-    revision: str | None
-    trust_remote_code: bool
-    max_model_len: int | None
-    max_tokens: int
-    tenant: str
-    engine: str
-    instruction: str
-    dataset: str
-    data: DatasetOptions
-    chunk_source: ChunkSource
-    chunk_window: int
-    cache: CacheConfig
-    trace: Trace
-    baseline: bool
-    baseline_from: Path | None
-    purge: bool
-    samples_out: Path | None
-    summary_out: Path | None
+    preset: Annotated[str, MODEL] = ""
+    model: Annotated[str, MODEL] = ""
+    revision: Annotated[str | None, MODEL] = None
+    trust_remote_code: Annotated[bool, MODEL] = False
+    max_model_len: Annotated[int | None, POSITIVE, MODEL] = None
+    max_tokens: Annotated[int, POSITIVE, MODEL] = 16
+    engine: Annotated[str, Allowed(f"one of {', '.join(ENGINES)}", ENGINES.__contains__), MODEL] = "vllm"
+    tenant: str = ""
+    dataset: Annotated[str, DATA] = "gqa"
+    chunk_source: Annotated[ChunkSource, MATCHED] = ChunkSource.QUESTION
+    chunk_window: Annotated[int, NOT_NEGATIVE, MATCHED] = 0
+    data: Annotated[DatasetOptions, FLAT] = field(default_factory=DatasetOptions)
+    trace: Annotated[Trace, FLAT] = field(default_factory=Trace)
+    cache: Annotated[CacheConfig, FLAT] = field(default_factory=CacheConfig)
+    baseline: Annotated[bool, RESULTS] = False
+    baseline_from: Annotated[Path | None, EXISTS, RESULTS] = None
+    purge: bool = False
+    samples_out: Annotated[Path | None, NO_FOLDER, RESULTS] = None
+    summary_out: Annotated[Path | None, NO_FOLDER, RESULTS] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        for part in (self, self.data, self.trace, self.cache):
+            _check_extremes(part)
+        if self.dataset not in DATASETS and not self.dataset.endswith(".jsonl"):
+            raise ConfigError("--dataset", self.dataset, [*DATASETS, "a file that ends in .jsonl"])
+        if self.cache.calibration is not None and not self.cache.calibration.exists():
+            raise ConfigError("--calibration", str(self.cache.calibration), EXISTS.text)
+        object.__setattr__(self, "baseline", self.baseline or self.baseline_from is not None)
+        object.__setattr__(self, "cache", replace(self.cache, image_roots=_image_roots(self.data.root)))
+        check_files(self)
+
+    @property
+    def instruction(self) -> str:
+        """Appended to every question."""
+        return get_preset(self.preset).instruction if self.preset and self.dataset == "gqa" else ""
 
     def to_json(self) -> dict[str, Any]:
         """The settings as plain values, for the header of a results file."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = _plain(asdict(self) | {"instruction": self.instruction})
         return plain
 
 
@@ -140,56 +118,13 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def default_data_dir() -> Path:
-    """Where drawn and unpacked data goes: beside the default cache directory."""
-    return Path("~/.cache/semkv-data").expanduser()
-
-
-def resolve(flags: RunFlags) -> RunSettings:
-    """Fill in what was not given, from the preset and then from defaults.
-
-    ``--model`` without ``--preset`` starts from an empty preset: no layers, GQA as the data set.
-
-    Raises:
-        ConfigError: a value is not allowed; the message names the flag, the value and what is allowed.
-    """
-    _check_values(flags)
-    preset_name = flags.preset or ("" if flags.model else DEFAULT_PRESET)
-    preset = get_preset(preset_name) if preset_name else Preset(model=str(flags.model))
-    dataset = _dataset(flags, preset)
-    layers, hook = _layers(flags, preset)
-    settings = RunSettings(
-        preset=preset_name,
-        model=flags.model or preset.model,
-        revision=flags.revision,
-        trust_remote_code=_or(flags.trust_remote_code, preset.trust_remote_code),
-        max_model_len=_positive("--max-model-len", _or(flags.max_model_len, preset.max_model_len)),
-        max_tokens=_positive("--max-tokens", _or(flags.max_tokens, preset.max_tokens)) or 1,
-        tenant=flags.tenant or "",
-        engine=_one_of("--engine", flags.engine or ENGINES[0], ENGINES),
-        instruction=preset.instruction if dataset == "gqa" else "",
-        dataset=dataset,
-        data=DatasetOptions(
-            data_dir=flags.data_dir or default_data_dir(),
-            root=_existing("--dataset-root", flags.dataset_root),
-            config=flags.dataset_config or "",
-            split=flags.split or "",
-            max_samples=flags.max_samples,
-            shuffle_seed=flags.shuffle_seed,
-            repo=flags.dataset_repo or GQA_REPO,
-        ),
-        chunk_source=parse_choice("--chunk-source", flags.chunk_source or ChunkSource.QUESTION, ChunkSource),
-        chunk_window=_not_negative("--chunk-window", flags.chunk_window or 0),
-        cache=_cache(flags, preset, layers, hook),
-        trace=_trace(flags),
-        baseline=flags.baseline or flags.baseline_from is not None,
-        baseline_from=_existing("--baseline-from", flags.baseline_from),
-        purge=flags.purge,
-        samples_out=_writable("--samples-out", flags.samples_out),
-        summary_out=_writable("--summary-out", flags.summary_out),
-    )
-    check_files(settings)
-    return settings
+def _check_extremes(settings: Any) -> None:
+    for item in fields(settings):
+        value, key = getattr(settings, item.name), "--" + item.name.replace("_", "-")
+        if isinstance(value, int) and abs(value) >= _LARGEST:
+            raise ConfigError(key, f"{str(value)[:20]}...", "a whole number of less than 19 digits")
+        if isinstance(value, str) and not is_unicode(value):
+            raise ConfigError(key, value, "a text in valid Unicode")
 
 
 def is_unicode(text: str) -> bool:
@@ -201,14 +136,11 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _check_values(flags: RunFlags) -> None:
-    for field, value in vars(flags).items():
-        key = "--" + field.replace("_", "-")
-        if isinstance(value, int) and abs(value) >= _LARGEST:
-            raise ConfigError(key, f"{str(value)[:20]}...", "a whole number of less than 19 digits")
-        for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and not is_unicode(text):
-                raise ConfigError(key, text, "a text in valid Unicode")
+def _image_roots(dataset_root: Path | None) -> tuple[Path, ...]:
+    roots = [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
+    if dataset_root is not None and (dataset_root / "images").is_dir():
+        roots.append(dataset_root / "images")
+    return tuple(roots)
 
 
 def check_files(settings: RunSettings) -> None:
@@ -234,96 +166,118 @@ def check_files(settings: RunSettings) -> None:
     )
 
 
-def _trace(flags: RunFlags) -> Trace:
-    return Trace(
-        kind=parse_choice("--trace", flags.trace or TraceKind.IN_ORDER, TraceKind),
-        seed=flags.trace_seed or 0,
-        requests=flags.trace_requests,
-        exponent=_or(flags.trace_exponent, ZIPF_EXPONENT),
-    )
+def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """A source of flags: the preset's, for what is not given."""
+    flags = {name: argument for argument in arguments for name in argument.names}
+    given, hook = flags["--preset"].tokens, flags["--embedding-hook"].tokens
+    name = given[0].value if given else "" if flags["--model"].tokens else DEFAULT_PRESET
+    if not name:
+        return
+    preset = get_preset(name)
+    values = {item.name: getattr(preset, item.name) for item in fields(preset) if item.name != "instruction"}
+    values |= {"preset": name, "enable_fusion_cache": values.pop("fusion")}
+    if hook:
+        fillable = _HOOK_LAYERS.get(hook[0].value)
+        layers = preset.embedding_layers
+        values["embedding_layers"] = [one for one in layers if fillable is None or one.split(":")[0] in fillable]
+    for key, value in values.items():
+        argument = flags[f"--{key.replace('_', '-')}"]
+        if not argument.tokens and value is not None:
+            for index, part in enumerate(value if isinstance(value, list | tuple) else [value]):
+                argument.append(Token(keyword=argument.name, value=str(part), source=f"preset {name}", index=index))
 
 
-def _cache(flags: RunFlags, preset: Preset, layers: tuple[EmbeddingLayer, ...], hook: str) -> CacheConfig:
-    config = CacheConfig(
-        cache_dir=flags.cache_dir or default_cache_dir(),
-        fusion_cache_dir=flags.fusion_cache_dir,
-        mode=parse_choice("--cache-mode", flags.cache_mode or CacheMode.LIVE, CacheMode),
-        match=parse_choice("--match", flags.match or MatchPolicy.ALL, MatchPolicy),
-        scope=parse_choice("--scope", flags.scope or Scope.MEDIA, Scope),
-        guards=not flags.disable_guards,
-        policy=parse_choice("--policy", flags.policy or PolicyName.FIXED, PolicyName),
-        max_error_rate=_or(flags.max_error_rate, 0.01),
-        calibration=_existing("--calibration", flags.calibration),
-        verify_rate=flags.verify_rate,
-        exact=not flags.disable_exact_cache,
-        normalised=not flags.disable_normalised_hits,
-        semantic=not flags.disable_semantic_cache,
-        fusion=_or(flags.fusion_cache, preset.fusion),
-        similarity_threshold=check_threshold(
-            "--similarity-threshold", _or(flags.similarity_threshold, preset.similarity_threshold)
-        ),
-        embedding_layers=layers,
-        embedding_hook=hook,
-        vision_encoder=_or(flags.vision_encoder, preset.vision_encoder),
-        image_roots=_image_roots(flags),
-        max_cached_blocks=flags.max_cached_blocks or 0,
-        max_entries=_or(flags.max_entries, CacheConfig.max_entries),
-        max_media_bytes=_or(_positive("--media-mib", flags.media_mib), CacheConfig.max_media_bytes >> 20) << 20,
-    )
-    return replace(config, index_encoder=flags.index_encoder) if flags.index_encoder else config
+def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSettings:
+    """The settings that flags of ``semkv run`` make, named with ``-`` or ``_``; None is not given.
+
+    Raises:
+        ConfigError: a key is no flag, or a value is not allowed; the message names the flag, the value and what is
+            allowed.
+    """
+    known = {name: argument for argument in _arguments() for name in argument.names}
+    arguments: list[str] = []
+    for key, value in {**(given or {}), **flags}.items():
+        flag = "--" + key.replace("_", "-")
+        if flag not in known:
+            raise ConfigError("semkv run", key, [name.lstrip("-") for name in known])
+        argument = known[flag]
+        if argument.hint is bool and not isinstance(value, bool | None):
+            raise ConfigError(flag, value, "true or false")
+        if flag in argument.negatives:
+            arguments += [flag] * bool(value)
+        elif isinstance(value, list | tuple):
+            arguments += [f"{flag}={one}" for one in value] or list(argument.negatives[:1])
+        elif value is not None:
+            arguments.append(f"{flag}={value}")
+    return read_run(arguments)
 
 
-def _layers(flags: RunFlags, preset: Preset) -> tuple[tuple[EmbeddingLayer, ...], str]:
-    hook = _or(flags.embedding_hook, preset.embedding_hook)
-    if flags.embedding_layers is not None:
-        return tuple(parse_embedding_layer(spec) for spec in flags.embedding_layers), hook
-    layers = tuple(parse_embedding_layer(spec) for spec in preset.embedding_layers)
-    return tuple(layer for layer in layers if layer.name in _HOOK_LAYERS.get(hook, {layer.name})), hook
+@cache
+def _arguments() -> list[Argument]:
+    def run(*, settings: Annotated[RunSettings | None, FLAT] = None) -> None: ...
+
+    app = command_line()
+    app.default(run)
+    return [a for a in app.assemble_argument_collection() if a.parse and not a.children]
 
 
-def _dataset(flags: RunFlags, preset: Preset) -> str:
-    name = flags.dataset or preset.dataset
-    if name not in DATASETS and not name.endswith(".jsonl"):
-        raise ConfigError("--dataset", name, [*DATASETS, "a file that ends in .jsonl"])
-    return name
+def read_run(arguments: Sequence[str]) -> RunSettings:
+    """The settings that these arguments of ``semkv run`` make. Raises as `resolve`."""
+    return parse(RunSettings, arguments, fill_from_preset)
 
 
-def _image_roots(flags: RunFlags) -> tuple[Path, ...]:
-    roots = [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
-    if flags.dataset_root is not None and (flags.dataset_root / "images").is_dir():
-        roots.append(flags.dataset_root / "images")
-    return tuple(roots)
+def run_command(settings: Mapping[str, Any]) -> str:
+    """The command that makes settings as `RunSettings.to_json` gives them; where files lie is left to the user.
+
+    Settings of another version are followed as far as they are still flags.
+    """
+    preset = str(settings.get("preset") or "")
+    try:
+        default = resolve(preset=preset) if preset else resolve(model="none")
+    except ConfigError:
+        default, preset = resolve(model="none"), ""
+    words = ["semkv", "run", *(["--preset", preset] if preset else [])]
+    plain = default.to_json()
+    for argument in _arguments():
+        path = argument.keys
+        value, usual = _at(settings, path), _at(plain, path)
+        if value is None or value == usual or path == ("preset",) or path[-1] in _PLACES:
+            continue
+        if path[-1] == "embedding_layers":
+            specs = [":".join(map(str, layer.values())) for layer in value]
+            words += [word for spec in specs for word in (argument.name, spec)] or list(argument.negatives[:1])
+        elif isinstance(value, bool):
+            words.append(argument.names[0] if value else argument.negatives[-1])
+        else:
+            words += [argument.name, str(value)]
+    return shlex.join(words)
 
 
-def _or(given: _T | None, default: _T) -> _T:
-    return default if given is None else given
+def _at(settings: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        settings = settings.get(key) if isinstance(settings, Mapping) else None
+    return settings
 
 
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ConfigError(key, value, allowed)
-    return value
+@dataclass(frozen=True, kw_only=True)
+class QualityFlags(PolicyConfig):
+    """Flags of ``eval-pairs`` and ``eval-stream``.
 
+    Attributes:
+        seed: Seed of the sample that is checked.
+    """
 
-def _positive(key: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise ConfigError(key, value, "a positive number")
-    return value
+    seed: int = 0
 
+    def config(self) -> CacheConfig:
+        """The same as settings of a cache."""
+        return CacheConfig(**{item.name: getattr(self, item.name) for item in fields(PolicyConfig)})
 
-def _not_negative(key: str, value: int) -> int:
-    if value < 0:
-        raise ConfigError(key, value, "0 or a positive number")
-    return value
-
-
-def _existing(key: str, path: Path | None) -> Path | None:
-    if path is not None and not path.exists():
-        raise ConfigError(key, str(path), "a file or folder that exists")
-    return path
-
-
-def _writable(key: str, path: Path | None) -> Path | None:
-    if path is not None and path.is_dir():
-        raise ConfigError(key, str(path), "a file, not a folder")
-    return path
+    def header(self) -> dict[str, Any]:
+        """What a result says of the flags."""
+        shown: dict[str, Any] = {"policy": self.policy, "encoder": self.index_encoder, "guards": self.guards}
+        if self.policy is PolicyName.FIXED:
+            shown["similarity_threshold"] = self.similarity_threshold
+        if self.policy is PolicyName.BOUNDED:
+            shown["max_error_rate"] = self.max_error_rate
+        return {**shown, "calibration": self.calibration.name if self.calibration else None}

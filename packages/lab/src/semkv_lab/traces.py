@@ -3,15 +3,18 @@
 Pure functions of samples and `Trace`; the same seed gives the same requests.
 """
 
-from __future__ import annotations
+# The command line reads the annotations of fields: they must be values, not texts.
 
 import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, count, cycle, islice
+from typing import Annotated
 
-from semkv.errors import ConfigError
+from cyclopts import Parameter
+
+from semkv.config import POSITIVE, Allowed, check
 from semkv_lab.datasets import Sample
 
 # YCSB's default for requests over keys (Cooper et al., "Benchmarking Cloud Serving Systems with YCSB", SoCC 2010).
@@ -37,26 +40,29 @@ class TraceKind(StrEnum):
     SESSIONS = "sessions"
 
 
-@dataclass(frozen=True, slots=True)
+REQUESTS = Parameter(group="Order of requests")
+
+
+@dataclass(frozen=True)
 class Trace:
     """A workload.
 
     Attributes:
-        seed: of every draw.
-        requests: how many; None for as many as there are samples.
-        exponent: of ``zipf``; 0 draws images evenly.
+        kind: in-order, shuffled, zipf (over images) or sessions.
+        seed: Seed of every draw.
+        requests: So many requests, samples repeating as need be; by default as many as there are samples.
+        exponent: Exponent of zipf; 0 draws images evenly.
     """
 
-    kind: TraceKind = TraceKind.IN_ORDER
-    seed: int = 0
-    requests: int | None = None
-    exponent: float = ZIPF_EXPONENT
+    kind: Annotated[TraceKind, Parameter(name="--trace"), REQUESTS] = TraceKind.IN_ORDER
+    seed: Annotated[int, Parameter(name="--trace-seed"), REQUESTS] = 0
+    requests: Annotated[int | None, POSITIVE, Parameter(name="--trace-requests"), REQUESTS] = None
+    exponent: Annotated[
+        float, Allowed("a number from 0 to 10", lambda n: 0 <= n <= 10), Parameter(name="--trace-exponent"), REQUESTS
+    ] = ZIPF_EXPONENT
 
     def __post_init__(self) -> None:
-        if self.requests is not None and self.requests < 1:
-            raise ConfigError("--trace-requests", self.requests, "a positive number")
-        if not 0 <= self.exponent <= 10:
-            raise ConfigError("--trace-exponent", self.exponent, "a number from 0 to 10")
+        check(self)
 
 
 def arrange(samples: Sequence[Sample], trace: Trace) -> list[Sample]:

@@ -1,17 +1,20 @@
 """What every data set yields."""
 
-from __future__ import annotations
+# The command line reads the annotations of fields: they must be values, not texts.
 
 import gzip
 import json
 import random
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
-from semkv.errors import ConfigError, DatasetError
+from cyclopts import Parameter
+
+from semkv.config import EXISTS, POSITIVE, check
+from semkv.errors import DatasetError
 
 GQA_REPO = "lmms-lab/GQA"
 NO_JSON = (ValueError, RecursionError)
@@ -66,31 +69,38 @@ class Sample:
         return self.images[0].name if self.images else self.repeats or self.sample_id
 
 
-@dataclass(frozen=True, slots=True)
+def default_data_dir() -> Path:
+    """Where drawn and unpacked data goes: beside the default cache directory."""
+    return Path("~/.cache/semkv-data").expanduser()
+
+
+DATA = Parameter(group="Data")
+
+
+@dataclass(frozen=True)
 class DatasetOptions:
     """Which part of a data set to load.
 
     Attributes:
-        root: a folder or file with the data; None for the data set's default place.
-        config: a name such as ``val_balanced_instructions``; empty for ``<split>_balanced_instructions``.
-        split: ``train``, ``val``, ``testdev``; empty for the one that ``config`` names, else ``val``.
-        max_samples: at most so many; None for all.
-        shuffle_seed: shuffle with this seed first; None keeps the order of the files.
-        data_dir: where generated or unpacked data may be kept between runs.
-        repo: hub id of the Hugging Face layout.
+        data_dir: Where drawn and unpacked data goes.
+        root: Folder (or .jsonl file) with the data; for GQA also GQA_ROOT.
+        config: Such as val_balanced_instructions; by default SPLIT_balanced_instructions.
+        split: train, val or testdev; by default the one that the config names, else val.
+        max_samples: At most so many samples.
+        shuffle_seed: Shuffle with this seed before cutting; by default the order of the files.
+        repo: Hub id of GQA.
     """
 
-    data_dir: Path
-    root: Path | None = None
-    config: str = ""
-    split: str = ""
-    max_samples: int | None = None
-    shuffle_seed: int | None = None
-    repo: str = GQA_REPO
+    data_dir: Annotated[Path, DATA] = field(default_factory=default_data_dir)
+    root: Annotated[Path | None, EXISTS, Parameter(name="--dataset-root"), DATA] = None
+    config: Annotated[str, Parameter(name="--dataset-config"), DATA] = ""
+    split: Annotated[str, DATA] = ""
+    max_samples: Annotated[int | None, POSITIVE, DATA] = None
+    shuffle_seed: Annotated[int | None, DATA] = None
+    repo: Annotated[str, Parameter(name="--dataset-repo"), DATA] = GQA_REPO
 
     def __post_init__(self) -> None:
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ConfigError("--max-samples", self.max_samples, "a positive number")
+        check(self)
 
 
 class Loader(Protocol):

@@ -16,9 +16,9 @@ from semkv.errors import ConfigError
 from semkv_lab.datasets import DATASETS, DatasetOptions, locate_images
 from semkv_lab.html import text
 from semkv_lab.html.canvas import Drawing
-from semkv_lab.html.command import run_command
 from semkv_lab.html.log import Experiment
 from semkv_lab.html.view import Wrong, count_hits, facts, group_names, points, thresholds, worst, wrong_hits
+from semkv_lab.settings import run_command
 
 _FOLDER = Path(__file__).parent
 _THUMBNAIL = (240, 240)

@@ -4,65 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from semkv.config import CacheConfig, parse_choice
-from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
+from semkv.encoders.text import SentenceEncoder
 from semkv.tiers.checking import wilson
 from semkv.tiers.guards import no_veto, veto
 from semkv.tiers.policies import Decider, build_policy
-from semkv.types import PolicyName
 from semkv_lab.quality.calibrate import Fit, fit
 from semkv_lab.quality.corpus import Corpus, Item, build_corpus
 from semkv_lab.quality.judge import Judgement, judge
 from semkv_lab.quality.replay import Outcome, Replay
 from semkv_lab.quality.rows import clusters, read_pairs, read_stream
+from semkv_lab.settings import QualityFlags
 
 Tick = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class QualityFlags:
-    """Flags of ``eval-pairs`` and ``eval-stream``.
-
-    Attributes:
-        policy, similarity_threshold, max_error_rate, calibration, verify_rate: as in `semkv.config.CacheConfig`.
-        index_encoder: id or directory of the sentence encoder.
-        guards: whether guards are asked.
-        seed: of the sample that is checked.
-    """
-
-    policy: str = "fixed"
-    similarity_threshold: float = 0.92
-    max_error_rate: float = 0.01
-    calibration: Path | None = None
-    verify_rate: float | None = None
-    index_encoder: str = DEFAULT_MODEL
-    guards: bool = True
-    seed: int = 0
-
-    def config(self) -> CacheConfig:
-        """The same as settings of a cache. Raises `ConfigError`."""
-        return CacheConfig(
-            Path(),
-            policy=parse_choice("--policy", self.policy, PolicyName),
-            similarity_threshold=self.similarity_threshold,
-            max_error_rate=self.max_error_rate,
-            calibration=self.calibration,
-            verify_rate=self.verify_rate,
-            index_encoder=self.index_encoder,
-            guards=self.guards,
-        )
-
-    def header(self, config: CacheConfig) -> dict[str, Any]:
-        shown: dict[str, Any] = {"policy": self.policy, "encoder": self.index_encoder, "guards": self.guards}
-        if config.policy is PolicyName.FIXED:
-            shown["similarity_threshold"] = self.similarity_threshold
-        if config.policy is PolicyName.BOUNDED:
-            shown["max_error_rate"] = self.max_error_rate
-        return {**shown, "calibration": self.calibration.name if self.calibration else None}
 
 
 @contextmanager
@@ -137,7 +93,7 @@ def eval_pairs(path: Path, flags: QualityFlags) -> tuple[Judgement, dict[str, An
             tick=start("judging", len(pairs)),
         )
     return judged, {
-        **flags.header(config),
+        **flags.header(),
         "pairs": judged.pairs,
         "same": judged.same,
         "accepted": judged.accepted,
@@ -161,7 +117,7 @@ def eval_stream(path: Path, flags: QualityFlags) -> tuple[Outcome, dict[str, Any
         )
     low, high = wilson(outcome.wrong, outcome.requests)
     return outcome, {
-        **flags.header(config),
+        **flags.header(),
         "verify_rate": config.checked_share,
         "requests": outcome.requests,
         "hits": outcome.hits,

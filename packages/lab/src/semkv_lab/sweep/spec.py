@@ -12,17 +12,15 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from semkv.errors import ConfigError
-from semkv_lab.settings import RunFlags, RunSettings, is_unicode, resolve
+from semkv_lab.settings import RunSettings, is_unicode, resolve
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
-_ALIASES = {"embedding_layer": "embedding_layers", "enable_fusion_cache": "fusion_cache"}
 _OURS = ("samples_out", "summary_out", "purge", "baseline_from")  # the sweep's own business
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,44 +79,10 @@ def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
     notes = row.get("notes", "")
     if not isinstance(notes, str) or not is_unicode(notes):
         raise ConfigError(f"experiment {name}: notes", notes, "a text in valid Unicode")
-    hints = get_type_hints(RunFlags)
-    flags = RunFlags()
-    for key, value in given.items():
-        field = _ALIASES.get(key.replace("-", "_"), key.replace("-", "_"))
-        if field not in hints or field in _OURS:
-            known = {_flag(f) for f in hints if f not in _OURS} | {"name", "notes"}
-            raise ConfigError(f"experiment {name}", key, known)
-        flags = replace(flags, **{field: _value(f"experiment {name}: {key}", value, hints[field])})
+    for key in given:
+        if key.replace("-", "_") in _OURS:
+            raise ConfigError(f"experiment {name}", key, "a flag of semkv run; this one is the sweep's own")
     try:
-        return Experiment(name, notes, given, resolve(flags))
+        return Experiment(name, notes, given, resolve(given))
     except ConfigError as error:
         raise ConfigError(f"experiment {name}: {error.key}", error.value, error.allowed) from error
-
-
-def _flag(field: str) -> str:
-    names = {new: old for old, new in _ALIASES.items()}
-    return names.get(field, field).replace("_", "-")
-
-
-def _value(key: str, value: Any, hint: Any) -> Any:
-    """A JSON value as the flag's own type."""
-    if str in getattr(hint, "__args__", ()) or hint is str:
-        kind: type = str
-    else:
-        kind = next(k for k in (bool, int, float, Path, tuple) if k is hint or k in _members(hint))
-    if kind is tuple:
-        values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
-            raise ConfigError(key, value, "a text or a list of texts")
-        return tuple(values)
-    accepted = {float: (int, float), Path: (str,)}.get(kind, (kind,))
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(key, value, _WORDS[kind])
-    try:
-        return kind(value)
-    except OverflowError:
-        raise ConfigError(key, f"{str(value)[:20]}...", _WORDS[kind]) from None
-
-
-def _members(hint: Any) -> set[Any]:
-    return {getattr(member, "__origin__", None) or member for member in getattr(hint, "__args__", ())}
