@@ -40,8 +40,8 @@ class ServerSettings(LookupConfig):
         upstream: The OpenAI-compatible server behind; not used by the middleware.
         store: A SQLite file, memory, or redis://HOST:PORT/N; default: in the cache directory.
         ttl: Seconds a response may be served; 0 for ever.
-        ttl_rules: Such as prompt:*weather*=5m or model:*-news=1h,stale=60; may be repeated.
-        tag_rules: Labels responses for invalidation: prompt:*weather*=weather; may be repeated.
+        ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60`; may be repeated.
+        tag_rules: Labels responses for invalidation: `prompt:*weather*=weather`; may be repeated.
         stale: Seconds after its lifetime in which a response is still served while a fresh one is fetched.
         sliding: A response that is read in the second half of its life gets the whole again.
         jitter: Share of the lifetime that is taken off at random, so that responses do not expire together.
