@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 STAMP := $(VENV)/.installed-$(DEVICE)
-EXTRAS := $(DEVICE),encoders,onnx,datasets,report,calibration,ray,server,redis,dev
+EXTRAS := $(DEVICE),encoders,onnx,server,redis,dev
 
 ifeq ($(DEVICE),cpu)
 OVERRIDES := --overrides overrides-cpu.txt
@@ -28,13 +28,13 @@ endif
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-$(STAMP): pyproject.toml constraints-$(DEVICE).txt overrides-cpu.txt src/semkv_torchvision_shim.py
+$(STAMP): pyproject.toml packages/lab/pyproject.toml constraints-$(DEVICE).txt overrides-cpu.txt src/semkv_torchvision_shim.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "semkv needs Python 3.11 or newer; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	command -v $(UV) >/dev/null || $(BIN)/python -m pip install --quiet uv
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(OVERRIDES) --constraint constraints-$(DEVICE).txt \
-		--reinstall-package semkv --editable '.[$(EXTRAS)]'
+		--reinstall-package semkv --reinstall-package semkv-lab --editable '.[$(EXTRAS)]' --editable 'packages/lab[hub,ray]'
 ifeq ($(DEVICE),cpu)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps torchvision==0.28.0
 endif

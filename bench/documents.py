@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from semkv.experiments.minigqa.documents import Document, draw_count, draw_time, make_document
+from semkv_lab.minigqa.documents import Document, draw_count, draw_time, make_document
 
 VARIANTS = ("original", "whitespace", "case", "reworded", "edited", "other")
 """What a row's context is, in the order the rows of one document are written."""

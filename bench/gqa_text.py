@@ -24,13 +24,13 @@ from typing import Any
 from semkv.cache import SemanticCache
 from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
 from semkv.engines.scripted import ScriptedEngine
-from semkv.experiments.datasets import Sample, load_samples
-from semkv.experiments.metrics import Estimate, Summary, normalise_answer
-from semkv.experiments.report import write_json
-from semkv.experiments.requests import label_answers
-from semkv.experiments.runner import Silent, run
-from semkv.experiments.settings import RunFlags, resolve
 from semkv.keys import normalise
+from semkv_lab.datasets import Sample, load_samples
+from semkv_lab.metrics import Estimate, Summary, normalise_answer
+from semkv_lab.report import write_json
+from semkv_lab.requests import label_answers
+from semkv_lab.runner import Silent, run
+from semkv_lab.settings import resolve
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "gqa_testdev_llava13b.jsonl.gz"
 
@@ -85,14 +85,7 @@ def tiers(
 ) -> Summary:
     """One run over an empty cache."""
     settings = resolve(
-        RunFlags(
-            preset="opt-125m",
-            engine="scripted",
-            dataset="gqa-text",
-            dataset_root=data,
-            cache_dir=folder,
-            **flags,
-        )
+        preset="opt-125m", engine="scripted", dataset="gqa-text", dataset_root=data, cache_dir=folder, **flags
     )
     answers = label_answers(samples)
     _, summary = run(
@@ -139,9 +132,13 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        flags = RunFlags(
-            preset="opt-125m", dataset="gqa-text", dataset_root=options.data, data_dir=folder, engine="scripted"
-        )
+        flags = {
+            "preset": "opt-125m",
+            "dataset": "gqa-text",
+            "dataset_root": options.data,
+            "data_dir": folder,
+            "engine": "scripted",
+        }
         samples = load_samples("gqa-text", resolve(flags).data)[: options.max_samples]
         encoder = SentenceEncoder(options.index_encoder, remembered=2 * len(samples))
         start = time.perf_counter()

@@ -28,13 +28,13 @@ from quality_labels import REACH, corrected, verdicts, wrong_hits
 from quality_streams import draw_stream, halves, minigqa_stream, pairs_of
 
 from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
-from semkv.experiments.quality.calibrate import Fit, fit
-from semkv.experiments.quality.corpus import Corpus, build_corpus
-from semkv.experiments.quality.replay import TIER, Outcome, Replay
-from semkv.experiments.quality.rows import Asked, clusters, read_pairs
 from semkv.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibrated, Calibration, Decider, FixedThreshold
 from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
+from semkv_lab.quality.calibrate import Fit, fit
+from semkv_lab.quality.corpus import Corpus, build_corpus
+from semkv_lab.quality.replay import TIER, Outcome, Replay
+from semkv_lab.quality.rows import Asked, clusters, read_pairs
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = (0.01, 0.005, 0.002)

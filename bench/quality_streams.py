@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from semkv.experiments.minigqa.generate import generate
-from semkv.experiments.minigqa.knobs import Knobs
-from semkv.experiments.quality.rows import Asked, Pair, clusters
+from semkv_lab.minigqa.generate import generate
+from semkv_lab.minigqa.knobs import Knobs
+from semkv_lab.quality.rows import Asked, Pair, clusters
 
 _POPULAR = 0.6  # of the clusters with several texts; the others lend one text each to the singletons
 

@@ -23,12 +23,12 @@ from quality import BOUNDS, CHECKS, COSINES, ROOT, SETTLED, TIERS, Remembering, 
 from quality_streams import draw_stream, halves, minigqa_stream
 
 from semkv.encoders.text import DEFAULT_MODEL
-from semkv.experiments.quality.calibrate import fit
-from semkv.experiments.quality.corpus import Corpus, build_corpus
-from semkv.experiments.quality.replay import Replay
-from semkv.experiments.quality.rows import Asked, Pair, clusters, read_pairs
 from semkv.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibration
+from semkv_lab.quality.calibrate import fit
+from semkv_lab.quality.corpus import Corpus, build_corpus
+from semkv_lab.quality.replay import Replay
+from semkv_lab.quality.rows import Asked, Pair, clusters, read_pairs
 
 Stream = list[Asked]
 FIRST_SEED = 1000

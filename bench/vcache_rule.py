@@ -32,14 +32,14 @@ from quality import BOUNDS, ROOT, Remembering, mean, row
 from quality_streams import draw_stream, halves
 
 from semkv.encoders.text import DEFAULT_MODEL
-from semkv.experiments.quality.corpus import build_corpus
-from semkv.experiments.quality.replay import Replay
-from semkv.experiments.quality.rows import clusters, read_pairs
 from semkv.guards import no_veto
 from semkv.tiers.policies import Decision
 from semkv.tiers.policies.base import Stateless
 from semkv.tiers.policies.calibrated import chance
 from semkv.types import Entry, Match, Request
+from semkv_lab.quality.corpus import build_corpus
+from semkv_lab.quality.replay import Replay
+from semkv_lab.quality.rows import clusters, read_pairs
 
 _LEAST = (6, 1)
 _STEPS = 40  # of Newton's method

@@ -7,10 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-from typer.testing import CliRunner
 
+from command_line import invoke
 from semkv.cache import SemanticCache
-from semkv.cli import app
 from semkv.config import CacheConfig
 from semkv.stores.blocks import BlockStore
 from semkv.stores.cachedir import prepare
@@ -21,14 +20,14 @@ SECRET = b"a secret of the deployment"
 
 
 def call(*words: str, exit_code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    result = invoke(list(words))
     assert result.exit_code == exit_code, result.output
     return result.stdout
 
 
 def call_both(*words: str) -> str:
     """What a command prints, to people too."""
-    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    result = invoke(list(words))
     assert result.exit_code == 0
     return result.output
 

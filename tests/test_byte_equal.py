@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cache_helpers import LAYERS, Bench, seen
+from command_line import invoke
 from gateway_helpers import Pair
-from semkv.cli import app
 from semkv.server.settings import ServerSettings
 from semkv.tiers.policies import Decision, FixedThreshold
 from semkv.types import CacheMode, Exactness, Scope
@@ -181,7 +180,7 @@ class TestGateway:
     def settings(self, monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
         found: list[ServerSettings] = []
         monkeypatch.setattr("semkv.server.serve.run_server", lambda settings, *_, **__: found.append(settings))
-        out = CliRunner().invoke(app, ["serve", *flags])
+        out = invoke(["serve", *flags])
         assert out.exit_code == 0, out.output
         return found[0]
 

@@ -12,14 +12,14 @@ import pytest
 
 from block_helpers import found, open_store, right, save
 from semkv.errors import StoreError
-from semkv.experiments.settings import RunFlags, resolve
 from semkv.stores import cachedir
 from semkv.stores.cachedir import BLOCK_FILES, prepare, purge_directory
 from semkv.stores.fusion import FusionStore
+from semkv_lab.settings import resolve
 
 
 def config(root: Path, **flags: Any) -> Any:
-    return resolve(RunFlags(preset="opt-125m", cache_dir=root, **flags)).cache
+    return resolve(preset="opt-125m", cache_dir=root, **flags).cache
 
 
 def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from cache_helpers import Bench, WrittenEncoder
 from semkv.cache import SemanticCache
-from semkv.experiments.runner import run
 from semkv.tiers.checking import HitLog, SameMeaning, pair_of, same_text, wilson
 from semkv.tiers.memory import load_memory, save_memory
 from semkv.types import (
@@ -29,6 +28,7 @@ from semkv.types import (
     ReuseReport,
     TextSegment,
 )
+from semkv_lab.runner import run
 
 
 def asking(text: str = "a") -> Request:

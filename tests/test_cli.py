@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from command_line import invoke
 from semkv import __version__
-from semkv.cli import app
 
 FLAGS = (
     "--preset --model --dataset --dataset-root --dataset-config --split --max-samples --shuffle-seed --chunk-source "
@@ -56,12 +55,27 @@ def run_arguments(tmp_path: Path, prompts: Path) -> list[str]:
 
 def test_help_lists_every_flag() -> None:
     assert semkv("--help").returncode == 0
-    text = CliRunner().invoke(app, ["run", "--help"], terminal_width=200).output
+    text = invoke(["run", "--help"], columns=200).output
     assert [flag for flag in FLAGS.split() if flag not in text] == []
     assert "Examples:" in text
-    summaries = CliRunner().invoke(app, ["--help"], terminal_width=80).output
-    assert "..." not in summaries.split("Commands:")[1]
+    summaries = invoke(["--help"], columns=80).output
+    assert "…" not in summaries
+    assert "..." not in summaries
     assert semkv("--version").stdout == f"semkv {__version__}\n"
+
+
+def test_without_the_lab_its_commands_say_how_to_get_it() -> None:
+    hidden = "import sys; sys.modules['semkv_lab'] = None; from semkv.cli import main; main()"
+    out = subprocess.run([sys.executable, "-c", hidden, "run", "--max-samples", "4"], capture_output=True, text=True)
+    assert (out.returncode, out.stdout) == (2, "")
+    assert out.stderr == (
+        "semkv: semkv run is part of semkv-lab, which is not installed: from the repository, "
+        "pip install ./packages/lab\n"
+    )
+    text = subprocess.run([sys.executable, "-c", hidden, "--help"], capture_output=True, text=True, check=True).stdout
+    assert {"serve", "run", "demo", "sweep", "report", "eval-pairs"} <= {
+        line.split()[0] for line in text.split("\n")[9:] if line
+    }
 
 
 @pytest.mark.parametrize(
@@ -223,8 +237,8 @@ def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
 
 
 def test_flags_not_given_stay_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    from semkv.experiments import execute as module
-    from semkv.experiments.metrics import summarise
+    from semkv_lab import execute as module
+    from semkv_lab.metrics import summarise
 
     seen: list[Any] = []
 
@@ -234,5 +248,5 @@ def test_flags_not_given_stay_not_given(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(module, "execute", execute)
     for arguments in ([], ["--disable-fusion-cache"], ["--preset", "opt-125m", "--enable-fusion-cache"]):
-        assert CliRunner().invoke(app, ["run", *arguments]).exit_code == 0
+        assert invoke(["run", *arguments]).exit_code == 0
     assert [s.cache.fusion for s in seen] == [True, False, True]

@@ -18,10 +18,10 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.engines.base import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
-from semkv.experiments.minigqa.draw import draw, jpeg
-from semkv.experiments.minigqa.scene import make_scene
 from semkv.presets import get_preset
 from semkv.types import EmbeddingLayer, MatchPolicy, MediaSegment, Namespace, Request, Segment, TextSegment
+from semkv_lab.minigqa.draw import draw, jpeg
+from semkv_lab.minigqa.scene import make_scene
 
 pytestmark = pytest.mark.engine
 MODEL = get_preset("minigqa").model

@@ -12,10 +12,10 @@ from PIL import Image
 
 from semkv import keys
 from semkv.errors import ConfigError, DatasetError
-from semkv.experiments.datasets import DatasetOptions, ImageRef, Sample, load_samples
-from semkv.experiments.datasets.gqa import find_image, resolve_config
-from semkv.experiments.requests import ChunkSource, RequestBuilder, chunk_text
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
+from semkv_lab.datasets import DatasetOptions, ImageRef, Sample, load_samples
+from semkv_lab.datasets.gqa import find_image, resolve_config
+from semkv_lab.requests import ChunkSource, RequestBuilder, chunk_text
 
 
 @pytest.fixture(autouse=True)

@@ -28,11 +28,11 @@ from semkv.encoders.linear import pack_linear_layers
 from semkv.encoders.text import SentenceEncoder, forward, load_sentence_transformer, resolve_model
 from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError
-from semkv.experiments.minigqa.generate import generate
-from semkv.experiments.minigqa.knobs import Knobs
 from semkv.keys import media_id
 from semkv.tiers.vectors import clean
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
+from semkv_lab.minigqa.generate import generate
+from semkv_lab.minigqa.knobs import Knobs
 
 CHECKPOINT = Path(text_module.__file__).parents[1] / "assets" / "minigqa-vlm"
 packaged = pytest.mark.skipif(

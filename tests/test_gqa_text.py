@@ -16,12 +16,12 @@ from PIL import Image
 from semkv.cache import SemanticCache
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError
-from semkv.experiments.datasets import DatasetOptions, Sample, load_samples, locate_images
-from semkv.experiments.metrics import Summary
-from semkv.experiments.requests import label_answers
-from semkv.experiments.runner import Silent, run
-from semkv.experiments.settings import RunFlags, resolve
 from semkv.types import TextSegment
+from semkv_lab.datasets import DatasetOptions, Sample, load_samples, locate_images
+from semkv_lab.metrics import Summary
+from semkv_lab.requests import label_answers
+from semkv_lab.runner import Silent, run
+from semkv_lab.settings import resolve
 
 ROOT = Path(__file__).parents[1]
 REAL = ROOT.parent / "shared" / "data" / "gqa_testdev_llava13b.jsonl.gz"
@@ -102,9 +102,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 
 def measure(tmp_path: Path, path: Path, samples: list[Sample], **flags: Any) -> Summary:
     settings = resolve(
-        RunFlags(
-            preset="opt-125m", engine="scripted", dataset="gqa-text", dataset_root=path, cache_dir=tmp_path, **flags
-        )
+        preset="opt-125m", engine="scripted", dataset="gqa-text", dataset_root=path, cache_dir=tmp_path, **flags
     )
     answers = label_answers(samples)
     _, summary = run(

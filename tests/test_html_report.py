@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from command_line import invoke
 from semkv.cache import SemanticCache
-from semkv.cli import app
 from semkv.encoders.hooks import EmbeddingHook, build_hook
 from semkv.encoders.text import SentenceEncoder
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError
-from semkv.experiments.datasets import load_samples
-from semkv.experiments.html.command import run_command
-from semkv.experiments.html.log import Experiment, read_logs
-from semkv.experiments.html.markdown import escape
-from semkv.experiments.html.page import differing, image_files
-from semkv.experiments.html.text import milliseconds, percent
-from semkv.experiments.html.view import (
+from semkv_lab.datasets import load_samples
+from semkv_lab.html.log import Experiment, read_logs
+from semkv_lab.html.markdown import escape
+from semkv_lab.html.page import differing, image_files
+from semkv_lab.html.text import milliseconds, percent
+from semkv_lab.html.view import (
     count_hits,
     facts,
     grids,
@@ -36,11 +35,11 @@ from semkv.experiments.html.view import (
     worst,
     wrong_hits,
 )
-from semkv.experiments.html.write import write_report
-from semkv.experiments.metrics import Cold, SampleRecord, summarise
-from semkv.experiments.requests import label_answers
-from semkv.experiments.runner import Silent, run
-from semkv.experiments.settings import RunFlags, RunSettings, resolve
+from semkv_lab.html.write import write_report
+from semkv_lab.metrics import Cold, SampleRecord, summarise
+from semkv_lab.requests import label_answers
+from semkv_lab.runner import Silent, run
+from semkv_lab.settings import RunSettings, resolve, run_command
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -62,7 +61,7 @@ class Sweep:
     def settings(self, **flags: Any) -> RunSettings:
         data, cache = self.folder / "data", self.folder / f"cache{len(self.rows)}"
         fixed = {"preset": "minigqa", "engine": "scripted", "max_samples": SAMPLES, "data_dir": data, "baseline": True}
-        return resolve(RunFlags(cache_dir=cache, **{**fixed, **flags}))
+        return resolve(cache_dir=cache, **{**fixed, **flags})
 
     def add(self, name: str, **flags: Any) -> None:
         settings = self.settings(**flags)
@@ -320,10 +319,9 @@ def test_what_differs_between_two_questions_is_marked() -> None:
 def test_the_command_of_an_experiment_gives_its_settings_again(
     sweep: Sweep, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from typer.testing import CliRunner
 
-    from semkv.experiments import execute as module
-    from semkv.experiments.metrics import summarise
+    from semkv_lab import execute as module
+    from semkv_lab.metrics import summarise
 
     seen: list[RunSettings] = []
     monkeypatch.setattr(module, "execute", lambda settings, **_: seen.append(settings) or summarise([]))
@@ -331,7 +329,7 @@ def test_the_command_of_an_experiment_gives_its_settings_again(
     words = run_command(before.to_json()).split()
     assert words[:2] == ["semkv", "run"]
     places = ["--cache-dir", str(before.cache.cache_dir), "--data-dir", str(before.data.data_dir)]
-    out = CliRunner().invoke(app, [*words[1:], *places])
+    out = invoke([*words[1:], *places])
     assert out.exit_code == 0, out.output
     assert seen == [before]
 

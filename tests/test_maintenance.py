@@ -10,12 +10,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from command_line import invoke
 from gateway_helpers import SECRET as GATEWAYS_SECRET
 from maintenance_helpers import SECRET, block_files, call, call_both, digest_of, make_used
 from semkv.cache import SemanticCache
-from semkv.cli import EXIT_ERROR, app, main
+from semkv.cli import EXIT_ERROR, main
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
 from semkv.stores.blocks import BlockStore
@@ -48,7 +48,7 @@ def test_stats_count_what_is_there(used: Path) -> None:
 
 
 def test_a_tenant_that_nobody_knows_is_told(used: Path) -> None:
-    result = CliRunner().invoke(app, ["stats", "--cache-dir", str(used), "--tenant", "carol"], catch_exceptions=False)
+    result = invoke(["stats", "--cache-dir", str(used), "--tenant", "carol"])
     assert result.exit_code == 0
     assert "nothing is here of carol; known: alice, bob\n" in result.stderr
     assert "nothing is here of (none); known" in call_both("stats", "--cache-dir", str(used), "--tenant", "")

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
+from command_line import invoke
 from gateway_helpers import SECRET as GATEWAYS_SECRET
 from gateway_helpers import Pair, wait_until
 from maintenance_helpers import SECRET, block_files, call, files_of, make_used, store_kv
-from semkv.cli import app
 from semkv.engines.base import EnginePrompt
 from semkv.keys import namespace_key
 from semkv.server.tenancy import named_tenant, tenant_salt
@@ -81,10 +80,10 @@ def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeyp
     rest = {"media": (1, 0), "graphs": (1, 0), "answers": (3, 0)}  # what has run out lies there too
     assert held("alice") == ([("alice", 3)], {"kv": (2, 2), "fusion": (2, 2), **rest})
     words = ("stats", "--cache-dir", str(used), "--tenant", "alice")
-    assert "set SEMKV_SECRET" in CliRunner().invoke(app, words).stderr
+    assert "set SEMKV_SECRET" in invoke(words).stderr
     monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
     assert held("alice") == ([("alice", 3)], {"kv": (3, 3), "fusion": (3, 3), **rest})
-    assert "set SEMKV_SECRET" not in CliRunner().invoke(app, words).stderr
+    assert "set SEMKV_SECRET" not in invoke(words).stderr
     bobs = ([("bob", 3)], {"kv": (3, 3), "fusion": (3, 3), **rest, "answers": (1, 0)})
     assert held("bob") == bobs
     assert held("nobody") == ([], {})
@@ -131,7 +130,7 @@ def test_stats_beside_a_running_gateway_find_its_tenants(tmp_path: Path, monkeyp
     assert held("--tenant", "alice") == ([listed[0]], 2)
     assert held("--tenant", "ü")[1] == 1
     assert held("--tenant", "carol") == ([], 0)
-    result = CliRunner().invoke(app, ["stats", "--cache-dir", str(tmp_path), "--tenant", "alice"])
+    result = invoke(["stats", "--cache-dir", str(tmp_path), "--tenant", "alice"])
     assert "elsewhere than in catalog.sqlite" in result.stderr
 
 
@@ -161,7 +160,7 @@ def test_a_tenant_may_have_any_name(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("command", ["stats", "purge"])
 def test_a_name_that_is_no_text_is_refused(used: Path, command: str) -> None:
-    result = CliRunner().invoke(app, [command, "--cache-dir", str(used), "--tenant", "\udcff"])
+    result = invoke([command, "--cache-dir", str(used), "--tenant", "\udcff"])
     assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True)
     assert "UTF-8" in result.stderr
 
@@ -179,12 +178,12 @@ def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monk
     assert left() == [8, 7]
     monkeypatch.delenv("SEMKV_SECRET", raising=False)
     assert "3 entries, 0 answers and 5 files" in call(*words)  # a picture, and two of each store
-    assert "set SEMKV_SECRET" in CliRunner().invoke(app, words).stderr
+    assert "set SEMKV_SECRET" in invoke(words).stderr
     monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
     assert "0 entries, 0 answers and 2 files would" in call(*words, "--dry-run")
-    assert "set SEMKV_SECRET" not in (said := CliRunner().invoke(app, words).stderr)
+    assert "set SEMKV_SECRET" not in (said := invoke(words).stderr)
     assert "none has the salt" not in said
-    assert "none has the salt" in CliRunner().invoke(app, words).stderr
+    assert "none has the salt" in invoke(words).stderr
     assert left() == [5, 4]
     monkeypatch.delenv("SEMKV_SECRET")
     (used / "secret").write_bytes(SECRET)
@@ -198,7 +197,7 @@ def test_purge_of_the_one_tenant_of_a_single_tenant_gateway(used: Path, monkeypa
     """Its name is empty; what came without any salt is nobody's, and stays."""
     store_kv(used, 99, owner_of(tenant_salt(b"secret", "", None)))
     monkeypatch.setenv("SEMKV_SECRET", "secret")
-    result = CliRunner().invoke(app, ["purge", "--cache-dir", str(used), "--tenant", ""], catch_exceptions=False)
+    result = invoke(["purge", "--cache-dir", str(used), "--tenant", ""])
     assert "0 entries, 0 answers and 1 files deleted" in result.stdout
     assert "without a salt" in result.stderr
     assert len(block_files(used, "kv")) == 2

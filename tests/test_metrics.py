@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semkv.experiments import metrics
-from semkv.experiments.metrics import Cold, SampleRecord
-from semkv.experiments.metrics.intervals import resamples
 from semkv.types import Status
+from semkv_lab import metrics
+from semkv_lab.metrics import Cold, SampleRecord
+from semkv_lab.metrics.intervals import resamples
 
 
 def record(**values: Any) -> SampleRecord:

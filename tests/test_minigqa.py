@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from documents import VARIANTS, generate_documents
 
 from semkv.errors import ConfigError
-from semkv.experiments.minigqa.answers import restate
-from semkv.experiments.minigqa.draw import draw
-from semkv.experiments.minigqa.generate import generate
-from semkv.experiments.minigqa.knobs import Knobs, Order
-from semkv.experiments.minigqa.program import references
-from semkv.experiments.minigqa.questions import KINDS, WEIGHTS, ask, ask_any
-from semkv.experiments.minigqa.records import TYPES
-from semkv.experiments.minigqa.scene import COLORS, MARGIN, SIZES, WIDTH, make_scene, recolor, relation_holds
-from semkv.experiments.minigqa.surfaces import SURFACES, wordings
+from semkv_lab.minigqa.answers import restate
+from semkv_lab.minigqa.draw import draw
+from semkv_lab.minigqa.generate import generate
+from semkv_lab.minigqa.knobs import Knobs, Order
+from semkv_lab.minigqa.program import references
+from semkv_lab.minigqa.questions import KINDS, WEIGHTS, ask, ask_any
+from semkv_lab.minigqa.records import TYPES
+from semkv_lab.minigqa.scene import COLORS, MARGIN, SIZES, WIDTH, make_scene, recolor, relation_holds
+from semkv_lab.minigqa.surfaces import SURFACES, wordings
 
 Record = dict[str, Any]
 
@@ -479,6 +479,6 @@ def test_documents_return_as_their_variants_say(tmp_path: Path) -> None:
 
 
 def test_importing_the_generator_needs_no_heavy_library() -> None:
-    code = "import sys, semkv.experiments.minigqa.generate, semkv.experiments.minigqa.documents; print(*sys.modules)"
+    code = "import sys, semkv_lab.minigqa.generate, semkv_lab.minigqa.documents; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "vllm", "transformers", "faiss", "datasets", "pyarrow"} & set(loaded)

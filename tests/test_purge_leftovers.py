@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cache_helpers import Bench
+from command_line import invoke
 from gateway_helpers import SECRET, Pair, wait_until
-from semkv.cli import app
 from semkv.stores.maintenance import collect, inspect, purge_entries
 from semkv.stores.responses import ahead
 from semkv.stores.responses.ahead import AheadLog
@@ -45,7 +44,7 @@ def files_with(folder: Path, *needles: bytes) -> list[str]:
 
 
 def call(*words: str) -> str:
-    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    result = invoke(list(words))
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -10,21 +10,20 @@ from random import Random
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from quality_streams import draw_stream, halves, minigqa_stream, pairs_of
 
 from cache_helpers import WrittenEncoder
-from semkv.cli import app
+from command_line import invoke
 from semkv.errors import ConfigError, DatasetError
-from semkv.experiments.quality.calibrate import fit
-from semkv.experiments.quality.corpus import build_corpus
-from semkv.experiments.quality.judge import judge
-from semkv.experiments.quality.replay import TIER, Replay
-from semkv.experiments.quality.rows import Asked, Pair, clusters, read_pairs, read_stream
 from semkv.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibrated, FixedThreshold
+from semkv_lab.quality.calibrate import fit
+from semkv_lab.quality.corpus import build_corpus
+from semkv_lab.quality.judge import judge
+from semkv_lab.quality.replay import TIER, Replay
+from semkv_lab.quality.rows import Asked, Pair, clusters, read_pairs, read_stream
 
 ENCODER = WrittenEncoder(window=40)
 
@@ -238,7 +237,7 @@ def test_minigqa_gives_a_stream_with_hard_negatives(tmp_path: Path) -> None:
 
 def semkv(*args: str | Path) -> str:
     """What a command prints. In this process: torch is imported once."""
-    result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+    result = invoke([str(arg) for arg in args])
     assert result.exit_code == 0, result.stderr
     return result.stdout
 

@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import quality_labels as labels
 
 from cache_helpers import WrittenEncoder
-from semkv.experiments.quality.corpus import build_corpus
-from semkv.experiments.quality.replay import TIER
-from semkv.experiments.quality.rows import Asked
 from semkv.guards import no_veto
 from semkv.tiers.policies import FixedThreshold
+from semkv_lab.quality.corpus import build_corpus
+from semkv_lab.quality.replay import TIER
+from semkv_lab.quality.rows import Asked
 
 STREAM = [
     Asked("a", "1"),

@@ -18,12 +18,6 @@ from semkv.engines import EnginePrompt, EngineResult, MediaError
 from semkv.engines.base import load_image, system_text, user_parts
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError, EngineError
-from semkv.experiments.datasets import ImageRef, Sample
-from semkv.experiments.execute import execute
-from semkv.experiments.metrics import SampleRecord, Summary
-from semkv.experiments.report import console_listener, print_summary, sample_line, size
-from semkv.experiments.runner import NOISE_SAMPLES, Silent, bytes_on_disk, run
-from semkv.experiments.settings import RunFlags, RunSettings, resolve
 from semkv.tiers.stats import CacheStats
 from semkv.types import (
     CacheMode,
@@ -38,6 +32,12 @@ from semkv.types import (
     Status,
     TextSegment,
 )
+from semkv_lab.datasets import ImageRef, Sample
+from semkv_lab.execute import execute
+from semkv_lab.metrics import SampleRecord, Summary
+from semkv_lab.report import console_listener, print_summary, sample_line, size
+from semkv_lab.runner import NOISE_SAMPLES, Silent, bytes_on_disk, run
+from semkv_lab.settings import RunSettings, resolve
 
 
 @dataclass
@@ -86,7 +86,7 @@ class NormalisingCache:
 
 def settings(tmp_path: Path, **flags: Any) -> RunSettings:
     flags = {"preset": "opt-125m", "engine": "scripted", "cache_dir": tmp_path / "cache", **flags}
-    return resolve(RunFlags(**flags))
+    return resolve(**flags)
 
 
 def go(
@@ -365,7 +365,7 @@ def test_a_baseline_of_something_else_is_refused(tmp_path: Path, change: dict[st
     if "picture" in change:
         picture(tmp_path / "a.png", change["picture"])
     fields = {k: v for k, v in change.items() if k in Sample.__dataclass_fields__}
-    flags = {k: v for k, v in change.items() if k in RunFlags.__dataclass_fields__}
+    flags = {k: v for k, v in change.items() if k not in (*fields, "picture", "name")}
     engine = ScriptedEngine(store=set(), name=change.get("name", ScriptedEngine().name))
     with pytest.raises(DatasetError, match=message):
         go([replace(sample, **fields)], settings(tmp_path, baseline_from=path, **flags), engine)

@@ -9,23 +9,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from typer.testing import CliRunner
 
+from command_line import invoke
 from gateway_helpers import ADMIN, SECRET, Pair, Served, chat, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
-from semkv.cli import app
-from semkv.config import CacheConfig
+from semkv.config import CacheConfig, Variables, parse
 from semkv.connectors.settings import KVSettings, read_settings
-from semkv.experiments.settings import RunFlags, resolve
-from semkv.server.settings import ServerSettings, from_environment, secret_of
+from semkv.server.settings import ServerSettings, secret_of
+from semkv_lab.settings import resolve
 
 
 class Process:
@@ -254,8 +253,12 @@ def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
     """The settings that ``semkv serve`` makes of its flags."""
     found: list[ServerSettings] = []
     monkeypatch.setattr("semkv.server.serve.run_server", lambda settings, *_, **more: found.append(settings))
-    assert CliRunner().invoke(app, ["serve", *flags], catch_exceptions=False).exit_code == 0
+    assert invoke(["serve", *flags]).exit_code == 0
     return found[0]
+
+
+def from_environment(variables: Mapping[str, str]) -> ServerSettings:
+    return parse(ServerSettings, [], Variables(variables))
 
 
 class TestSettings:
@@ -276,7 +279,7 @@ class TestSettings:
             ServerSettings().cache_dir,
             from_environment(os.environ).cache_dir,
             read_settings(KVSettings, None).cache_dir,
-            resolve(RunFlags()).cache.cache_dir,
+            resolve().cache.cache_dir,
         }
         default = tmp_path / ".cache" / "semkv"
         assert folders == {default if not value else Path(value).expanduser()}
@@ -287,10 +290,10 @@ class TestSettings:
             served(monkeypatch, "--max-entries=7", "--media-mib=3").cache_config(),
         ]
         configs.append(from_environment({"SEMKV_MAX_ENTRIES": "7", "SEMKV_MEDIA_MIB": "3"}).cache_config())
-        configs.append(resolve(RunFlags(max_entries=7, media_mib=3)).cache)
+        configs.append(resolve(max_entries=7, media_mib=3).cache)
         default = CacheConfig(Path())
-        bounds = [(config.max_entries, config.max_media_bytes) for config in configs if config is not None]
-        assert bounds == [(default.max_entries, default.max_media_bytes), *[(7, 3 << 20)] * 3]
+        bounds = [(config.max_entries, config.media_mib) for config in configs if config is not None]
+        assert bounds == [(default.max_entries, default.media_mib), *[(7, 3)] * 3]
 
     @pytest.mark.parametrize("value", ["0", "1"])
     def test_normalised_hits_are_the_caches(self, value: str) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from semkv.errors import ConfigError
-from semkv.experiments.sweep.log import SweepLog, open_log
-from semkv.experiments.sweep.spec import read_spec
+from semkv_lab.sweep.log import SweepLog, open_log
+from semkv_lab.sweep.spec import read_spec
 
 REPO = Path(__file__).parents[1]
 
@@ -62,7 +62,7 @@ def table(folder: Path) -> list[dict[str, str]]:
     [
         ({"name": "a", "similarity-treshold": 0.5}, ("experiment a", "similarity-treshold", "similarity-threshold")),
         ({"name": "a", "similarity-threshold": 1.5}, ("experiment a", "--similarity-threshold", "1.5", "from 0 to 1")),
-        ({"name": "a", "similarity_threshold": "high"}, ("experiment a", "similarity_threshold", "'high'", "a number")),
+        ({"name": "a", "similarity_threshold": "high"}, ("experiment a", "--similarity-threshold", "'high'", "number")),
         ({"name": "a", "max-samples": True}, ("experiment a", "max-samples", "True", "a whole number")),
         ({"name": "a", "max-samples": 0}, ("experiment a", "--max-samples", "0", "a positive number")),
         ({"name": "a", "disable-guards": "yes"}, ("experiment a", "disable-guards", "'yes'", "true or false")),
@@ -368,7 +368,7 @@ def test_a_folder_of_samples_is_of_one_log(folder: Path) -> None:
     [
         ({"name": "a", "notes": "\ud800"}, ("experiment a: notes", "valid Unicode")),
         ({"name": "a", "tenant": "\ud800"}, ("experiment a: --tenant", "valid Unicode")),
-        ({"name": "a", "similarity-threshold": 10**400}, ("experiment a", "similarity-threshold", "a number")),
+        ({"name": "a", "similarity-threshold": 10**400}, ("experiment a", "similarity-threshold", "a finite number")),
         ({"name": "a", "max-samples": 10**400}, ("experiment a", "--max-samples", "less than 19 digits")),
     ],
 )

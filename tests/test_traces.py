@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from semkv.errors import ConfigError
-from semkv.experiments.datasets import ImageRef, Sample
-from semkv.experiments.settings import RunFlags, resolve
-from semkv.experiments.traces import SESSION_USERS, Trace, TraceKind, arrange
+from semkv_lab.datasets import ImageRef, Sample
+from semkv_lab.settings import resolve
+from semkv_lab.traces import SESSION_USERS, Trace, TraceKind, arrange
 
 SAMPLES = [
     Sample(f"{image}-{number}", f"question {number} on {image}", images=(ImageRef(f"i{image}", None),))
@@ -102,10 +102,10 @@ def test_wrong_values_are_named(tmp_path: Path) -> None:
         ({"trace_exponent": -1.0}, ("--trace-exponent", "-1.0")),
     ):
         with pytest.raises(ConfigError) as caught:
-            resolve(RunFlags(cache_dir=tmp_path, **flags))  # type: ignore[arg-type]
+            resolve(cache_dir=tmp_path, **flags)  # type: ignore[arg-type]
         assert all(word in str(caught.value) for word in words)
 
 
 def test_the_trace_stands_in_the_settings_of_a_run(tmp_path: Path) -> None:
-    flags = RunFlags(cache_dir=tmp_path, trace="zipf", trace_seed=4, trace_requests=9, trace_exponent=0.5)
-    assert resolve(flags).to_json()["trace"] == {"kind": "zipf", "seed": 4, "requests": 9, "exponent": 0.5}
+    settings = resolve(cache_dir=tmp_path, trace="zipf", trace_seed=4, trace_requests=9, trace_exponent=0.5)
+    assert settings.to_json()["trace"] == {"kind": "zipf", "seed": 4, "requests": 9, "exponent": 0.5}

@@ -88,7 +88,7 @@ class SemanticCache:
         self._tally = Tally()
         self._lookup_s = 0.0
         self._catalog = Catalog(config.cache_dir / "catalog.sqlite", max_entries=config.max_entries)
-        self.media = MediaStore(config.cache_dir / "media", max_bytes=config.max_media_bytes)
+        self.media = MediaStore(config.cache_dir / "media", max_bytes=config.media_mib << 20)
         self._roots = image_roots(config)
         self._decider = decider or build_policy(config, plain.fingerprint if config.calibration else "")
         floor = config.similarity_threshold if self._decider.floor is None else self._decider.floor

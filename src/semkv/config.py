@@ -1,26 +1,54 @@
-"""Settings of the cache, checked when they are made.
+"""Settings, each stated once: field, type, default, description. The command line is made from these classes.
 
-A wrong value is a `ConfigError` that names the key, the value and what is allowed.
+The line that a class's docstring has for a field is the flag's help. A wrong value is a `ConfigError` that names the
+key, the value and what is allowed, wherever it comes from: a flag, a variable ``SEMKV_<FLAG>``, a preset, a program, or
+a connector's extra config.
 """
 
-from __future__ import annotations
+# The command line reads the annotations of inherited fields: they must be values, not texts.
 
 import math
 import os
 import types
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, is_dataclass
 from enum import StrEnum
+from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from semkv.errors import ConfigError
+from cyclopts import App, Parameter, Token
+from cyclopts.exceptions import CycloptsError
+
+from semkv.errors import ConfigError, SemkvError
 from semkv.types import DEFAULT_LAYER_THRESHOLD, CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
+
+if TYPE_CHECKING:
+    from cyclopts import ArgumentCollection
 
 IMAGE_ROOT_VARIABLES = ("SEMANTIC_CACHE_IMAGE_ROOT", "GQA_IMAGE_ROOT", "LLAVA_IMAGE_ROOT")
 
 _E = TypeVar("_E", bound=StrEnum)
+_S = TypeVar("_S")
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Which values of a setting's type are allowed, as an annotation; None always is."""
+
+    text: str
+    test: Callable[[Any], bool]
+
+
+POSITIVE = Allowed("a positive number", lambda n: n > 0)
+NOT_NEGATIVE = Allowed("0 or a positive number", lambda n: n >= 0)
+COSINE = Allowed("a number from 0 to 1", lambda n: 0.0 <= n <= 1.0)
+SHARE = Allowed("a share from 0 to below 1", lambda n: 0.0 <= n < 1.0)
+SOME_SHARE = Allowed("a share above 0 and below 1, such as 0.01", lambda n: 0.0 < n < 1.0)
+EXISTS = Allowed("a file or folder that exists", Path.exists)
+NO_FOLDER = Allowed("a file, not a folder", lambda path: not path.is_dir())
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def default_cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
@@ -38,13 +66,6 @@ def parse_choice(key: str, value: str, kind: type[_E]) -> _E:
         return kind(value)
     except ValueError:
         raise ConfigError(key, value, [str(m) for m in kind]) from None
-
-
-def check_threshold(key: str, value: float) -> float:
-    """A cosine threshold lies in [0, 1]."""
-    if not 0.0 <= value <= 1.0:
-        raise ConfigError(key, value, "a number from 0 to 1")
-    return value
 
 
 def parse_embedding_layer(spec: str | EmbeddingLayer, key: str = "--embedding-layer") -> EmbeddingLayer:
@@ -67,7 +88,7 @@ def parse_embedding_layer(spec: str | EmbeddingLayer, key: str = "--embedding-la
 
 def typed(key: str, value: Any, kind: Any) -> Any:
     """A value of the type that a setting is declared with: bool, int, float (finite), str, a `StrEnum`, `Path`,
-    `EmbeddingLayer`, a tuple of these, or one of them or None.
+    `EmbeddingLayer`, a dict, a tuple of these, or one of them or None.
 
     What a flag takes as text may be text here as well: the words of an enum, a path (``~`` is the home directory), a
     layer as ``NAME:DIM[:THRESHOLD]``. Numbers and switches may not: ``"false"`` would be true.
@@ -78,10 +99,16 @@ def typed(key: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) in (Union, types.UnionType):
         (kind,) = (k for k in get_args(kind) if k is not types.NoneType)
         return None if value is None else typed(key, value, kind)
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, kind) and kind is not EmbeddingLayer:
+        return value
     if get_origin(kind) is tuple:
         if not isinstance(value, tuple | list):
-            raise ConfigError(key, value, "a tuple")
+            raise ConfigError(key, value, "a list")
         return tuple(typed(key, item, get_args(kind)[0]) for item in value)
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(key, value, "an object")
+        return dict(value)
     if issubclass(kind, StrEnum):
         return parse_choice(key, value, kind)
     if kind is EmbeddingLayer and isinstance(value, str | EmbeddingLayer):
@@ -97,7 +124,7 @@ def typed(key: str, value: Any, kind: Any) -> Any:
         return int(value)
     elif kind is float and isinstance(value, Real):
         return _finite(key, value)
-    raise ConfigError(key, value, f"a value of type {kind.__name__}")
+    raise ConfigError(key, value, _WORDS.get(kind, f"a value of type {kind.__name__}"))
 
 
 def _path(key: str, value: str | Path) -> Path:
@@ -119,97 +146,162 @@ def _finite(key: str, value: Real) -> float:
     return number
 
 
-@dataclass(frozen=True)
-class CacheConfig:
-    """Everything `SemanticCache` needs to know. Text will do where a flag takes it, as `typed` says.
+@cache
+def _declared(kind: Any) -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
+    """By field: its flag, its type, and what else its annotation says."""
+    hints, annotated = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    found: dict[str, tuple[str, Any, tuple[Any, ...]]] = {}
+    for item in fields(kind):
+        extras = getattr(annotated[item.name], "__metadata__", ())
+        names = [name for extra in extras if isinstance(extra, Parameter) for name in extra.name or ()]
+        found[item.name] = (names[0] if names else "--" + item.name.replace("_", "-"), hints[item.name], extras)
+    return found
 
-    Attributes:
-        cache_dir: where catalog, media, KV extents and fusion states live; one directory, one format version.
-        fusion_cache_dir: fusion states elsewhere than under ``cache_dir``.
-        mode: off, dry-run or live.
-        match: all or any (see `MatchPolicy`).
-        scope: media or any (see `Scope`).
-        exact: the exact text tier (L0.5).
-        normalised: texts that are equal after `keys.normalise` alone are the same. Off, only byte-equal ones are: a
-            question, or a few sentences of a context, that differ in typing may still be found similar, mostly at a
-            cosine near 1, by vectors, guards and policy; all other texts of a donor have to be byte-equal.
-            ``--match any`` asks for the texts of no other layer than the best, and is the same either way.
-        semantic: the semantic text tier (L1).
-        fusion: the fusion tier (L1.5).
-        guards: words may veto an approximate match: a changed number, unit, date, negation, direction, name,
-            code or word order (see `semkv.guards`). ``--match any`` goes without them.
-        similarity_threshold: least cosine of the semantic text tier. At 1 even an equal vector may fall short of it,
-            here and in a layer: cosines are float32, good to a millionth.
-        embedding_layers: layers of the embedding tier (L2); empty turns it off.
-        embedding_hook: none, prompt, vision, prompt_vision, or ``package.module:Factory``.
-        index_encoder: sentence-transformers id or directory for the text tiers.
-        vision_encoder: id or directory of the vision tower behind the ``vision`` hook; empty takes CLIP where present.
-        image_roots: folders searched for ``<name>.jpg`` or ``.png`` when a media segment has no file of its own.
-        max_cached_blocks: bound on stored KV blocks; 0 for no bound of this kind.
-        max_entries: bound on catalog entries; the least recently used go first.
-        max_media_bytes: bound on stored images; the least recently used go first, and their entries serve only
-            requests that bring the same image.
-        context_edit_share: how many of a context's sentences may be reworded for it still to be similar, as a share;
-            one always may.
-        policy: who has the last word on an approximate match: fixed, calibrated or bounded.
-        max_error_rate: the bounded policy's limit on wrong approximate answers, as a share of all requests.
-        calibration: what ``semkv calibrate`` wrote: the curve of the calibrated policy, the prior of the bounded one.
-        verify_rate: share of approximate hits to be checked against the unchanged request's own answer; the bounded
-            policy checks more where it knows little. None is 0.1 for the bounded policy, and 0 for the others.
+
+def flag(kind: type, name: str) -> str:
+    """The flag of a field."""
+    return _declared(kind)[name][0]
+
+
+def check(settings: Any, *, flags: bool = True) -> None:
+    """Hold every field of a frozen dataclass against its type and the `Allowed` of its annotation.
+
+    Call it first in ``__post_init__``. What may be given as text becomes what it says, as in `typed`.
+
+    Args:
+        settings: the dataclass.
+        flags: whether errors name the flag; else the field.
+
+    Raises:
+        ConfigError: a value does not fit.
+    """
+    for name, (option, kind, extras) in _declared(type(settings)).items():
+        key = option if flags else name
+        value = typed(key, getattr(settings, name), kind)
+        for extra in extras:
+            if isinstance(extra, Allowed) and value is not None and not extra.test(value):
+                raise ConfigError(key, value, extra.text)
+        object.__setattr__(settings, name, value)
+
+
+class Variables:
+    """A source of flags for the command line: ``SEMKV_<FLAG>`` for what was not given. Commas separate lists."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+        for argument in arguments:
+            if argument.parse and not argument.tokens and not argument.children:
+                for variable in (f"SEMKV_{name.lstrip('-').replace('-', '_').upper()}" for name in argument.names):
+                    text = self._environment.get(variable, "")
+                    many = argument.token_count()[1]
+                    for i, part in enumerate(text.split(",") if many else [text]):
+                        if part.strip():
+                            argument.append(Token(keyword=variable, value=part.strip(), source="environment", index=i))
+
+
+def whole_numbers(app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+    """Refuse 7.5 where a whole number is wanted, which the command line's parser would round."""
+    for argument in arguments:
+        if int in (argument.hint, *get_args(argument.hint)):
+            for token in argument.tokens:
+                if "." in token.value or "e" in token.value:
+                    raise ConfigError(token.keyword or argument.name, token.value, _WORDS[int])
+
+
+def command_line(*sources: Callable[[App, tuple[str, ...], "ArgumentCollection"], None], **options: Any) -> App:
+    """An application or a command whose parser raises instead of printing; `setting_error` makes it our words.
+
+    Args:
+        sources: give what was not given on the command line, the first ones first; such as `Variables`.
+        options: of `cyclopts.App`.
+    """
+    plain: dict[str, Any] = {"help_format": "markdown", "help_flags": "--help", "version_flags": ()}
+    raising: dict[str, Any] = {"result_action": "return_value", "exit_on_error": False, "print_error": False}
+    plain_lists = Parameter(negative_iterable=(), allow_repeating=True)
+    return App(config=(*sources, whole_numbers), default_parameter=plain_lists, **{**plain, **raising, **options})
+
+
+def parse(kind: type[_S], arguments: Sequence[str], *sources: Any) -> _S:
+    """Settings from arguments, and from sources for those that are not given.
+
+    Raises:
+        ConfigError: a value does not fit.
     """
 
-    cache_dir: Path
-    fusion_cache_dir: Path | None = None
-    mode: CacheMode = CacheMode.LIVE
-    match: MatchPolicy = MatchPolicy.ALL
-    scope: Scope = Scope.MEDIA
-    exact: bool = True
-    normalised: bool = True
-    semantic: bool = True
-    fusion: bool = False
-    guards: bool = True
-    similarity_threshold: float = 0.92
-    embedding_layers: tuple[EmbeddingLayer, ...] = ()
-    embedding_hook: str = "none"
-    index_encoder: str = "all-MiniLM-L6-v2"
-    vision_encoder: str = ""
-    image_roots: tuple[Path, ...] = field(default=())
-    max_cached_blocks: int = 0
-    max_entries: int = 100_000
-    max_media_bytes: int = 4 << 30
-    context_edit_share: float = 0.1
-    policy: PolicyName = PolicyName.FIXED
-    max_error_rate: float = 0.01
-    calibration: Path | None = None
-    verify_rate: float | None = None
+    def made(*, settings: Any = None) -> Any:
+        return settings or kind()
+
+    made.__annotations__["settings"] = Annotated[kind | None, Parameter(name="*")]
+    app = command_line(*sources)
+    app.default(made)
+    try:
+        found: _S = app(list(arguments))
+    except CycloptsError as error:
+        raise setting_error(error) from None
+    return found
+
+
+def setting_error(error: CycloptsError) -> SemkvError:
+    """What the command line's parser refused, in our words."""
+    token, target = getattr(error, "token", None), getattr(error, "target_type", None)
+    if token is None or target is None:
+        return SemkvError(str(error).rstrip("."))
+    if isinstance(target, type) and issubclass(target, StrEnum):
+        return ConfigError(token.keyword or "", token.value, [str(member) for member in target])
+    kinds = [kind for kind in get_args(target) if kind is not types.NoneType] or [target]
+    allowed = _WORDS.get(kinds[0], f"a value of type {getattr(kinds[0], '__name__', kinds[0])}")
+    return ConfigError(token.keyword or "", token.value, allowed)
+
+
+NEAR = Parameter(group="Near-repeats")
+BOUNDS = Parameter(group="Bounds")
+
+
+def _layers(_: Any, tokens: Sequence[Token]) -> tuple[EmbeddingLayer, ...]:
+    return tuple(parse_embedding_layer(token.value) for token in tokens)
+
+
+def switch(name: str, *negative: str) -> Parameter:
+    """The parameter of a switch with its own words for off."""
+    return Parameter(name=f"--{name}", negative=tuple(f"--{word}" for word in negative))
+
+
+FUSION = Parameter(name=("--enable-fusion-cache", "--fusion-cache"), negative="--disable-fusion-cache")
+LAYERS = Parameter(
+    name=("--embedding-layer", "--embedding-layers"), n_tokens=1, negative="--no-embedding-layer", converter=_layers
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """Who decides whether a similar text's answer may be given.
+
+    Attributes:
+        similarity_threshold: Least cosine of a similar text. At 1 even an equal vector may fall short: cosines are
+            float32, good to a millionth.
+        index_encoder: Sentence encoder of the text tiers: id or directory.
+        policy: Who has the last word on an approximate match: fixed, calibrated or bounded.
+        max_error_rate: Wrong approximate answers per request that the bounded policy allows.
+        calibration: A file that `semkv calibrate` wrote: the curve of the calibrated policy, the prior of the bounded
+            one.
+        verify_rate: Share of approximate hits whose unchanged request is also run, to compare; by default 0.1 for the
+            bounded policy and 0 for the others.
+        guards: Words may veto an approximate match: a changed number, unit, date, negation, direction, name, code or
+            word order.
+    """
+
+    similarity_threshold: Annotated[float, COSINE, NEAR] = 0.92
+    index_encoder: Annotated[str, NEAR] = "all-MiniLM-L6-v2"
+    policy: Annotated[PolicyName, NEAR] = PolicyName.FIXED
+    max_error_rate: Annotated[float, SOME_SHARE, NEAR] = 0.01
+    calibration: Annotated[Path | None, NEAR] = None
+    verify_rate: Annotated[float | None, COSINE, NEAR] = None
+    guards: Annotated[bool, switch("guards", "no-guards", "disable-guards"), NEAR] = True
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
-            object.__setattr__(self, name, typed(name, getattr(self, name), kind))
-        check_threshold("--similarity-threshold", self.similarity_threshold)
-        names = [layer.name for layer in self.embedding_layers]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError("--embedding-layer", name, "each layer once")
-        if self.embedding_layers and self.embedding_hook == "none":
-            raise ConfigError(
-                "--embedding-hook", "none", "a hook that fills " + ", ".join(names) + ", such as prompt_vision"
-            )
-        if self.max_cached_blocks < 0:
-            raise ConfigError("--max-cached-blocks", self.max_cached_blocks, "0 (no bound) or a positive number")
-        if self.max_entries < 1:
-            raise ConfigError("--max-entries", self.max_entries, "a positive number")
-        if self.max_media_bytes < 1:
-            raise ConfigError("max_media_bytes", self.max_media_bytes, "a positive number of bytes")
-        if not 0.0 <= self.context_edit_share < 1.0:
-            raise ConfigError("context_edit_share", self.context_edit_share, "a share from 0 to below 1")
-        self._check_policy()
-
-    def _check_policy(self) -> None:
-        if self.verify_rate is not None:
-            check_threshold("--verify-rate", self.verify_rate)
-        if not 0.0 < self.max_error_rate < 1.0:
-            raise ConfigError("--max-error-rate", self.max_error_rate, "a share above 0 and below 1, such as 0.01")
+        check(self)
         if self.policy is PolicyName.CALIBRATED and self.calibration is None:
             raise ConfigError("--calibration", None, "a file that `semkv calibrate` wrote, for --policy calibrated")
         if self.policy is PolicyName.FIXED and self.calibration is not None:
@@ -221,3 +313,70 @@ class CacheConfig:
         if self.verify_rate is not None:
             return self.verify_rate
         return 0.1 if self.policy is PolicyName.BOUNDED else 0.0
+
+
+@dataclass(frozen=True)
+class LookupConfig(PolicyConfig):
+    """Which earlier requests are looked for: in a program, ``semkv run`` and ``semkv serve`` alike.
+
+    Attributes:
+        cache_dir: Where the cache lives; SEMKV_CACHE_DIR or ~/.cache/semkv.
+        mode: live, dry-run (look up and report, change nothing) or off.
+        semantic: Find similar texts (tier L1).
+        normalised: Texts that differ only in typing (spaces, a sentence's first letter, Unicode form) are the same.
+            Without it they are near-repeats like others, mostly at a cosine near 1: threshold, guards and policy
+            decide.
+        embedding_layers: A layer of the embedding tier (L2), such as prompt:384:0.8; may be repeated.
+        embedding_hook: Fills the embedding layers: none, prompt, vision, prompt_vision, or package.module:Factory.
+        vision_encoder: Vision tower behind the vision layer: id or directory; empty takes CLIP where present.
+        max_entries: Most entries in the catalog; the least recently used go first.
+        media_mib: Most MiB of stored images; the least recently used go first, and their entries serve only requests
+            that bring the same image.
+    """
+
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    mode: Annotated[CacheMode, Parameter(name=("--cache-mode", "--mode")), NEAR] = CacheMode.LIVE
+    semantic: Annotated[bool, switch("semantic", "no-semantic", "disable-semantic-cache"), NEAR] = True
+    normalised: Annotated[bool, switch("normalised", "no-normalised", "disable-normalised-hits"), NEAR] = True
+    embedding_layers: Annotated[tuple[EmbeddingLayer, ...], LAYERS, NEAR] = ()
+    embedding_hook: Annotated[str, NEAR] = "none"
+    vision_encoder: Annotated[str, NEAR] = ""
+    max_entries: Annotated[int, POSITIVE, BOUNDS] = 100_000
+    media_mib: Annotated[int, POSITIVE, BOUNDS] = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [layer.name for layer in self.embedding_layers]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError("--embedding-layer", name, "each layer once")
+        if names and self.embedding_hook == "none":
+            raise ConfigError(
+                "--embedding-hook", "none", f"a hook that fills {', '.join(names)}, such as prompt_vision"
+            )
+
+
+@dataclass(frozen=True)
+class CacheConfig(LookupConfig):
+    """Everything `SemanticCache` needs to know.
+
+    Attributes:
+        fusion_cache_dir: Fusion states elsewhere than under the cache directory.
+        match: all (text and image must match) or any (one layer decides, without guards).
+        scope: media (text matches on the same image only) or any.
+        exact: Find equal texts (tier L0.5).
+        fusion: Keep the vision encoder's outputs (tier L1.5).
+        max_cached_blocks: Most stored KV blocks; 0 for a bound by bytes only.
+        image_roots: Folders searched for ``<name>.jpg`` or ``.png`` when a media segment has no file of its own.
+        context_edit_share: How many of a context's sentences may be reworded for it still to be similar, as a share;
+            one always may.
+    """
+
+    fusion_cache_dir: Path | None = None
+    match: Annotated[MatchPolicy, NEAR] = MatchPolicy.ALL
+    scope: Annotated[Scope, NEAR] = Scope.MEDIA
+    exact: Annotated[bool, switch("exact", "no-exact", "disable-exact-cache"), NEAR] = True
+    fusion: Annotated[bool, FUSION] = False
+    max_cached_blocks: Annotated[int, NOT_NEGATIVE, BOUNDS] = 0
+    image_roots: Annotated[tuple[Path, ...], Parameter(parse=False)] = ()
+    context_edit_share: Annotated[float, SHARE, Parameter(parse=False)] = 0.1

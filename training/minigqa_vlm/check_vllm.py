@@ -19,10 +19,10 @@ os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLE
 
 import prompt
 
-from semkv.experiments.minigqa.draw import draw
-from semkv.experiments.minigqa.questions import WEIGHTS, ask_any
-from semkv.experiments.minigqa.scene import make_scene
-from semkv.experiments.minigqa.surfaces import change_case, change_whitespace, word
+from semkv_lab.minigqa.draw import draw
+from semkv_lab.minigqa.questions import WEIGHTS, ask_any
+from semkv_lab.minigqa.scene import make_scene
+from semkv_lab.minigqa.surfaces import change_case, change_whitespace, word
 
 
 def cases(count: int) -> list[dict[str, Any]]:

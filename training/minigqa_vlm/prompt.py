@@ -7,10 +7,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from semkv.experiments.minigqa.documents import make_document
-from semkv.experiments.minigqa.questions import WEIGHTS, ask_any
-from semkv.experiments.minigqa.scene import make_scene
-from semkv.experiments.minigqa.surfaces import change_case, word
+from semkv_lab.minigqa.documents import make_document
+from semkv_lab.minigqa.questions import WEIGHTS, ask_any
+from semkv_lab.minigqa.scene import make_scene
+from semkv_lab.minigqa.surfaces import change_case, word
 
 BOS, EOS, PAD, IMAGE = "<s>", "</s>", "<pad>", "<image>"
 BOS_ID, EOS_ID, PAD_ID, IMAGE_ID = 0, 1, 2, 3

@@ -244,10 +244,10 @@ def answer_all(out: Path, device: torch.device, images: int, log: Log) -> None:
     from PIL import Image
     from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-    from semkv.experiments.minigqa.draw import draw
-    from semkv.experiments.minigqa.questions import WEIGHTS, ask_any
-    from semkv.experiments.minigqa.scene import make_scene
-    from semkv.experiments.minigqa.surfaces import word
+    from semkv_lab.minigqa.draw import draw
+    from semkv_lab.minigqa.questions import WEIGHTS, ask_any
+    from semkv_lab.minigqa.scene import make_scene
+    from semkv_lab.minigqa.surfaces import word
 
     processor = AutoProcessor.from_pretrained(out)
     processor.tokenizer.padding_side = "left"

@@ -1,77 +1,81 @@
-"""The command line. One module a group of commands; nothing heavy is imported before a command needs it, so that
+"""The command line. One module a group of commands, imported when one of them is called or shows its help, so that
 ``semkv --help`` answers at once.
 """
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Annotated, NoReturn
 
-import typer
+from cyclopts import Group, Parameter
+from cyclopts.exceptions import CycloptsError
 
 from semkv import __version__
-from semkv.cli.quality import (
-    CALIBRATE_EXAMPLES,
-    PAIRS_EXAMPLES,
-    STREAM_EXAMPLES,
-    calibrate,
-    eval_pairs,
-    eval_stream,
-)
-from semkv.cli.report import REPORT_EXAMPLES, report
-from semkv.cli.run import EXIT_INTERRUPTED, RUN_EXAMPLES, demo, run
-from semkv.cli.serve import SERVE_EXAMPLES, serve, warm
-from semkv.cli.store import GC_EXAMPLES, PURGE_EXAMPLES, STATS_EXAMPLES, VERIFY_EXAMPLES, gc, purge, stats, verify
-from semkv.cli.sweep import SWEEP_EXAMPLES, sweep
+from semkv.config import command_line, setting_error
 from semkv.errors import SemkvError
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,  # rich help costs 0.6 s of imports
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="A hierarchical semantic cache on top of vLLM.",
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+INSTALL_LAB = "from the repository, pip install ./packages/lab"
+
+app = command_line(
+    name="semkv", help="A hierarchical semantic cache on top of vLLM.", version=__version__, version_flags="--version"
 )
 
-EXIT_ERROR = 2
+SERVING = Group("Serving", sort_key=0)
+STORES = Group("Looking after a cache directory", sort_key=1)
+LAB = Group("Measuring", sort_key=2)
+
+app.command("semkv.cli.serve:serve", group=SERVING, help="Answer repeated requests in front of a server.")
+app.command("semkv.cli.serve:warm", group=SERVING, help="Send the prompts of a file through a gateway.")
+app.command("semkv.cli.store:stats", group=STORES, help="What a cache holds, by store, tenant and model.")
+app.command("semkv.cli.store:verify", group=STORES, help="Read everything and check every checksum.")
+app.command("semkv.cli.store:gc", group=STORES, help="Delete orphaned files, and what is too old.")
+app.command("semkv.cli.store:purge", group=STORES, help="Delete a cache, or what is one tenant's in it.")
+
+_LAB = {
+    "run": "Answer a data set through the cache, and measure it.",
+    "demo": "Answer drawn visual questions three times, and compare.",
+    "sweep": "Run many experiments, and log a row for each.",
+    "report": "Make one HTML page of the logs of sweeps.",
+    "calibrate": "Fit the chance of a wrong answer from labelled pairs.",
+    "eval-pairs": "Precision and recall of a policy on labelled pairs.",
+    "eval-stream": "Hits and wrong answers of a policy along a stream.",
+}
 
 
-def _version(value: bool) -> None:
-    if value:
-        typer.echo(f"semkv {__version__}")
-        raise typer.Exit
+def _missing(name: str) -> Callable[..., NoReturn]:
+    def missing(*_: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> NoReturn:
+        raise SemkvError(f"semkv {name} is part of semkv-lab, which is not installed: {INSTALL_LAB}")
+
+    return missing
 
 
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
+for _name, _help in _LAB.items():
+    if find_spec("semkv_lab"):
+        app.command(f"semkv_lab.cli:{_name.replace('-', '_')}", name=_name, group=LAB, help=_help)
+    else:
+        app.command(_missing(_name), name=_name, group=LAB, help=_help)
 
 
-app.command(epilog=RUN_EXAMPLES)(run)
-app.command()(demo)
-app.command(epilog=CALIBRATE_EXAMPLES)(calibrate)
-app.command("eval-pairs", epilog=PAIRS_EXAMPLES)(eval_pairs)
-app.command("eval-stream", epilog=STREAM_EXAMPLES)(eval_stream)
-app.command(epilog=SWEEP_EXAMPLES)(sweep)
-app.command(epilog=STATS_EXAMPLES)(stats)
-app.command(epilog=VERIFY_EXAMPLES)(verify)
-app.command(epilog=GC_EXAMPLES)(gc)
-app.command(epilog=PURGE_EXAMPLES)(purge)
-app.command(epilog=REPORT_EXAMPLES)(report)
-app.command(epilog=SERVE_EXAMPLES)(serve)
-app.command()(warm)
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; by default the one that the process was started with.
+
+    Raises:
+        SemkvError: a flag or a value is wrong, or what semkv raises on purpose.
+    """
+    try:
+        app(sys.argv[1:] if arguments is None else arguments)
+    except CycloptsError as error:
+        raise setting_error(error) from None
 
 
 def main() -> NoReturn:
     """The ``semkv`` command: errors that semkv raises on purpose are one line on stderr and exit code 2."""
     try:
-        app(prog_name="semkv", standalone_mode=True)
-    except SemkvError as e:
-        typer.echo(f"semkv: {e}", err=True)
+        run()
+    except SemkvError as error:
+        print(f"semkv: {error}", file=sys.stderr)
         sys.exit(EXIT_ERROR)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from cyclopts import Parameter, validators
 
-from semkv.errors import StoreError
+from semkv.config import command_line, default_cache_dir
+from semkv.errors import ConfigError, StoreError
 from semkv.stores.schema import CATALOG
 
 if TYPE_CHECKING:
@@ -22,16 +24,25 @@ _ELSEWHERE = f"answers that a gateway keeps elsewhere than in {CATALOG} there (i
 _INVALIDATE = f"{_ELSEWHERE}: its /semkv/api/invalidate removes them"
 _NAMES = 20  # tenants that are listed
 
-CacheDir = Annotated[Path | None, typer.Option(help="Where the cache lives (SEMKV_CACHE_DIR or ~/.cache/semkv).")]
-FusionDir = Annotated[Path | None, typer.Option(help="Fusion states, where they are kept elsewhere.")]
-TenantName = Annotated[
-    str | None,
-    typer.Option(callback=lambda name: _text(name), help="Only this tenant's, named as in stats ('' for no name)."),
+CacheDir = Annotated[
+    Path | None, Parameter(name="--cache-dir", help="Where the cache lives; SEMKV_CACHE_DIR or ~/.cache/semkv.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+FusionDir = Annotated[
+    Path | None, Parameter(name="--fusion-cache-dir", help="Fusion states, where they are kept elsewhere.")
+]
+TenantName = Annotated[
+    str | None, Parameter(name="--tenant", help="Only this tenant's, named as in stats ('' for no name).")
+]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
+DryRun = Annotated[bool, Parameter(name="--dry-run", negative="", help="Count, and delete nothing.")]
 
-STATS_EXAMPLES = """\b
-Examples:
+
+def _examples(text: str) -> str:
+    return f"Examples:\n\n```\n{text}```"
+
+
+stats = command_line(
+    help_epilogue=_examples("""\
   semkv stats --cache-dir runs/demo/cache
   semkv stats --json | jq '.stores[] | select(.store == "kv").nbytes'
   semkv stats --tenant alice
@@ -39,28 +50,31 @@ Examples:
       gateway's by 32 hex digits; with the deployment's secret, as for purge, also by the name that a trusted proxy gave
       it. Hits count the requests for which an entry stood in; exact repeats get a gateway's answers without one. A
       running process adds its hits when it next records an entry
-"""
+""")
+)
 
-VERIFY_EXAMPLES = """\b
-Examples:
+verify = command_line(
+    help_epilogue=_examples("""\
   semkv verify --cache-dir runs/demo/cache
       read every file, and every answer of a gateway, and check every checksum; exit code 1 where something is damaged,
       2 where something could not be read at all. Engines and gateways may be running
   semkv verify --repair
       delete what is damaged, so that it is computed again; of a gateway's answers only those that fail. A damaged
       catalog stays: a purge of everything deletes it, and an engine or a gateway that starts puts it aside
-"""
+""")
+)
 
-GC_EXAMPLES = """\b
-Examples:
+gc = command_line(
+    help_epilogue=_examples("""\
   semkv gc --cache-dir runs/demo/cache
       delete what crashed writers and deleted entries left
   semkv gc --max-age-days 30
       also what was stored more than 30 days ago, used since or not
-"""
+""")
+)
 
-PURGE_EXAMPLES = """\b
-Examples:
+purge = command_line(
+    help_epilogue=_examples("""\
   semkv purge --cache-dir runs/demo/cache
       delete everything that semkv wrote there, and nothing else; engines that run on it notice, and start again empty.
       A gateway forgets its answers and vectors within a second or so; its secret stays. What vLLM itself
@@ -74,10 +88,13 @@ Examples:
       repeat the purge
   semkv purge --tag release-7 --dry-run
       count what would go
-"""
+""")
+)
 
 
-def stats(
+@stats.default
+def _stats(
+    *,
     cache_dir: CacheDir = None,
     fusion_cache_dir: FusionDir = None,
     tenant: TenantName = None,
@@ -94,13 +111,13 @@ def stats(
         own, gateways = _salts(folder, names)
         found = inspect(folder, fusion_cache_dir, names, [*own, *gateways])
         untold = [*_untold(known=bool(gateways)), *[_ELSEWHERE] * _has_gateway(folder)]
-        typer.echo("not counted: " + "; ".join(untold), err=True)
+        print("not counted: " + "; ".join(untold), file=sys.stderr)
         if not (found.entries or found.stores or found.unread):
             everybody = inspect(folder, fusion_cache_dir)
             names = [row.tenant for row in everybody.entries] + [held.tenant or "" for held in everybody.answers]
             known = list(dict.fromkeys(names))
             told = ", ".join(map(_tenant, known[:_NAMES])) + ", ..." * (len(known) > _NAMES)
-            typer.echo(f"nothing is here of {_tenant(tenant)}; known: {told or 'nobody'}", err=True)
+            print(f"nothing is here of {_tenant(tenant)}; known: {told or 'nobody'}", file=sys.stderr)
     if as_json:
         _print_json(found)
     else:
@@ -132,10 +149,12 @@ def _print_use(found: CacheUse) -> None:
     console.print(table)
 
 
-def verify(
+@verify.default
+def _verify(
+    *,
     cache_dir: CacheDir = None,
     fusion_cache_dir: FusionDir = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Delete what is damaged.")] = False,
+    repair: Annotated[bool, Parameter(negative="", help="Delete what is damaged.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read everything and check every checksum.
@@ -159,24 +178,24 @@ def verify(
         _print_json(found)
     else:
         for line in found.damaged:
-            typer.echo(line)
+            print(line)
         counts = f"{found.checked} files and {found.answers} answers checked, {len(found.damaged)} damaged"
-        typer.echo(
-            counts + f", {found.deleted} of them deleted" * repair + ", not all could be read" * bool(found.unread)
-        )
+        print(counts + f", {found.deleted} of them deleted" * repair + ", not all could be read" * bool(found.unread))
     if found.unread:
         raise StoreError("; ".join(found.unread))
     if len(found.damaged) > found.deleted:
-        raise typer.Exit(EXIT_DAMAGED)
+        sys.exit(EXIT_DAMAGED)
 
 
-def gc(
+@gc.default
+def _gc(
+    *,
     cache_dir: CacheDir = None,
     fusion_cache_dir: FusionDir = None,
     max_age_days: Annotated[
         float | None,
-        typer.Option(
-            min=0,
+        Parameter(
+            validator=validators.Number(gte=0),
             help="Delete also what was stored longer ago: KV blocks, encoder outputs, entries (prompts and answers), "
             "the pictures that only those have, a gateway's answers. 0: any age may stay.",
         ),
@@ -193,22 +212,24 @@ def gc(
     if as_json:
         _print_json(found)
     else:
-        typer.echo(
+        print(
             f"deleted: {found.kv} of KV, {found.fusion} of fusion states, {found.media} pictures, "
             f"{found.graphs} graphs, {found.entries} entries, {found.answers} answers, {found.strays} temporary files"
         )
     if max_age_days and _has_gateway(_folder(cache_dir)):
-        typer.echo(f"left: {_INVALIDATE}", err=True)
+        print(f"left: {_INVALIDATE}", file=sys.stderr)
     if found.unread:
         raise StoreError("; ".join(found.unread))
 
 
-def purge(
+@purge.default
+def _purge(
+    *,
     cache_dir: CacheDir = None,
     fusion_cache_dir: FusionDir = None,
     tenant: TenantName = None,
-    tag: Annotated[str | None, typer.Option(help="Only the entries with this tag.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and delete nothing.")] = False,
+    tag: Annotated[str | None, Parameter(help="Only the entries with this tag.")] = None,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete a cache, or what is one tenant's in it.
@@ -234,11 +255,11 @@ def purge(
         _print_json(found)
     else:
         done = "would be deleted" if dry_run else "deleted"
-        typer.echo(f"{found.entries} entries, {found.answers} answers and {found.files} files {done}")
+        print(f"{found.entries} entries, {found.answers} answers and {found.files} files {done}")
     if tenant is not None or tag is not None:
-        typer.echo(_left_over(folder, tag, gateways, has_gateway=has_gateway), err=True)
+        print(_left_over(folder, tag, gateways, has_gateway=has_gateway), file=sys.stderr)
     elif has_gateway:
-        typer.echo(f"left: {_INVALIDATE}", err=True)
+        print(f"left: {_INVALIDATE}", file=sys.stderr)
     if found.unread:
         raise StoreError("; ".join(found.unread))
 
@@ -259,23 +280,15 @@ def _has_gateway(folder: Path) -> bool:
     return bool(_secret(folder)) or any(folder.glob("ahead*"))
 
 
-def _text(name: str | None) -> str | None:
-    """A name as it was typed.
-
-    Raises:
-        typer.BadParameter: it is no text.
-    """
-    try:
-        return name if name is None else name.encode().decode()
-    except UnicodeError:
-        raise typer.BadParameter("a name is UTF-8") from None
-
-
 def _names(folder: Path, tenant: str) -> list[str]:
     """What a tenant is called in the stores: so, and as the gateway calls whom a trusted proxy calls so, where its
     secret can be had."""
     from semkv.server.tenancy import named_tenant
 
+    try:
+        tenant.encode()
+    except UnicodeError:
+        raise ConfigError("--tenant", tenant, "a name in UTF-8") from None
     secret = _secret(folder)
     # A header is read as latin-1, whatever the proxy wrote.
     return [tenant, named_tenant(secret, tenant.encode().decode("latin-1"))] if secret and tenant else [tenant]
@@ -322,8 +335,6 @@ def _untold(*, known: bool) -> list[str]:
 
 
 def _folder(given: Path | None) -> Path:
-    from semkv.config import default_cache_dir
-
     return given or default_cache_dir()
 
 
@@ -331,7 +342,7 @@ def _print_json(value: DataclassInstance) -> None:
     import json
     from dataclasses import asdict
 
-    typer.echo(json.dumps(asdict(value), indent=2))
+    print(json.dumps(asdict(value), indent=2))
 
 
 def _console() -> Console:

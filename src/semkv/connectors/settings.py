@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
-from semkv.config import default_cache_dir, typed
+from semkv.config import NOT_NEGATIVE, POSITIVE, check, default_cache_dir
 from semkv.connectors import TIER
 from semkv.errors import ConfigError
 from semkv.stores.blocks import KV_MAX_BYTES, Bounds
@@ -49,26 +49,25 @@ class KVSettings:
         blocks_per_chunk, eviction_policy, self_describing_kv_events: passed to vLLM's OffloadingConnector as they are.
     """
 
-    cache_dir: Path
-    max_bytes: int = KV_MAX_BYTES
-    max_blocks: int = 0
-    max_age_s: float = 0.0
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    max_bytes: Annotated[int, NOT_NEGATIVE] = KV_MAX_BYTES
+    max_blocks: Annotated[int, NOT_NEGATIVE] = 0
+    max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
     capture_decode: bool = False
-    host_bytes: int = 0
-    queue_bytes: int = 2 << 30
+    host_bytes: Annotated[int, NOT_NEGATIVE] = 0
+    queue_bytes: Annotated[int, POSITIVE] = 2 << 30
     break_even: bool = True
     report: bool = True
     fixed_weights: bool = False
     secondary_tiers: tuple[dict[str, Any], ...] = ()
-    blocks_per_chunk: int = 1
+    blocks_per_chunk: Annotated[int, POSITIVE] = 1
     eviction_policy: str = "lru"
     self_describing_kv_events: bool = False
 
     def __post_init__(self) -> None:
-        _not_negative(self, "max_bytes", "max_blocks", "max_age_s", "host_bytes")
-        for key in ("queue_bytes", "blocks_per_chunk"):
-            if getattr(self, key) < 1:
-                raise ConfigError(key, getattr(self, key), "a positive number")
+        check(self, flags=False)
+        if not all(tier.get("type") for tier in self.secondary_tiers):
+            raise ConfigError("secondary_tiers", list(self.secondary_tiers), "a list of objects, each with a type")
         if sum(tier.get("type") == TIER for tier in self.secondary_tiers) > 1:
             raise ConfigError("secondary_tiers", list(self.secondary_tiers), f"at most one tier of type {TIER!r}")
 
@@ -87,7 +86,7 @@ class ECSettings:
 
     Attributes:
         cache_dir: the directory; fusion states go under ``fusion``.
-        fusion_dir: the fusion states' own directory instead; empty for ``cache_dir/fusion``.
+        fusion_dir: the fusion states' own directory instead of ``cache_dir/fusion``.
         max_bytes: bound on the bytes of all fusion states in the directory; 0 for none.
         max_items: bound on their number; 0 for none.
         max_age_s: seconds after which a state is neither served, from host memory or the disk, nor kept; 0 for ever.
@@ -96,34 +95,24 @@ class ECSettings:
         report: tell each request's outcome in its ``ec_transfer_params``, under ``semkv``.
     """
 
-    cache_dir: Path
-    fusion_dir: str = ""
-    max_bytes: int = FUSION_MAX_BYTES
-    max_items: int = 0
-    max_age_s: float = 0.0
-    host_bytes: int = 1 << 30
-    queue_bytes: int = 512 << 20
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    fusion_dir: Path | None = None
+    max_bytes: Annotated[int, NOT_NEGATIVE] = FUSION_MAX_BYTES
+    max_items: Annotated[int, NOT_NEGATIVE] = 0
+    max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    host_bytes: Annotated[int, NOT_NEGATIVE] = 1 << 30
+    queue_bytes: Annotated[int, POSITIVE] = 512 << 20
     report: bool = True
 
     def __post_init__(self) -> None:
-        _not_negative(self, "max_bytes", "max_items", "max_age_s", "host_bytes")
-        if self.queue_bytes < 1:
-            raise ConfigError("queue_bytes", self.queue_bytes, "a positive number")
-        if self.fusion_dir:
-            typed("fusion_dir", self.fusion_dir, Path)
+        check(self, flags=False)
 
     def bounds(self) -> Bounds:
         return Bounds(self.max_bytes, self.max_items, self.max_age_s)
 
     @property
     def root(self) -> Path:
-        return Path(self.fusion_dir).expanduser() if self.fusion_dir else self.cache_dir / "fusion"
-
-
-def _not_negative(settings: KVSettings | ECSettings, *keys: str) -> None:
-    for key in keys:
-        if not getattr(settings, key) >= 0:
-            raise ConfigError(key, getattr(settings, key), "0 (none) or a positive number")
+        return self.fusion_dir or self.cache_dir / "fusion"
 
 
 _S = TypeVar("_S", KVSettings, ECSettings)
@@ -135,21 +124,13 @@ def read_settings(kind: type[_S], extra: Mapping[str, Any] | None) -> _S:
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or range.
     """
-    kinds = get_type_hints(kind)
-    values: dict[str, Any] = {} if extra and "cache_dir" in extra else {"cache_dir": default_cache_dir()}
+    known = [item.name for item in fields(kind)]
+    values: dict[str, Any] = {}
     for key, value in (extra or {}).items():
-        if key == "secondary_tiers" and key in kinds:
-            values[key] = _tiers(value)
-        elif key in kinds:
-            values[key] = typed(key, value, kinds[key])
+        if key in known:
+            values[key] = value
         elif key in RETIRED:
             log.warning("semkv: the setting %s has no effect any more: %s", key, RETIRED[key])
         else:
-            raise ConfigError(f"{kind.__name__} key", key, kinds)
+            raise ConfigError(f"{kind.__name__} key", key, known)
     return kind(**values)
-
-
-def _tiers(value: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(t, dict) and t.get("type") for t in value):
-        raise ConfigError("secondary_tiers", value, "a list of objects, each with a type")
-    return tuple(dict(tier) for tier in value)

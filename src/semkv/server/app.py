@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 
 from semkv.cache import SemanticCache
+from semkv.config import Variables, parse
 from semkv.server.asgi import (
     Answer,
     TooLarge,
@@ -30,7 +31,7 @@ from semkv.server.cache_client import CacheClient
 from semkv.server.gateway import Gateway
 from semkv.server.metrics import Metrics
 from semkv.server.operations import Operations
-from semkv.server.settings import ServerSettings, admin_key, from_environment, secret_of
+from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.server.upstream import (
     Application,
@@ -145,7 +146,7 @@ class Middleware:
 
     def __init__(self, app: Application) -> None:
         self._wrapped = app
-        gateway = gateway_of(from_environment(os.environ), os.environ, AppUpstream(app))
+        gateway = gateway_of(parse(ServerSettings, [], Variables(os.environ)), os.environ, AppUpstream(app))
         operations = Operations(gateway, admin_key(os.environ)).application()
         self._gateway, self._app = gateway, App(gateway, operations, own=frozenset())
 

@@ -296,7 +296,7 @@ class CacheClient:
         if self.semantic is not None:
             more, counted = _semantic_figures(self.semantic.stats())
             gauges.update(more)
-            gauges["media_limit_bytes"] = float(self.semantic.config.max_media_bytes)
+            gauges["media_limit_bytes"] = float(self.semantic.config.media_mib << 20)
             events.update(counted)
         return {"gauges": gauges, "events": events}
 

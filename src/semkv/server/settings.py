@@ -1,143 +1,107 @@
-"""Settings of the gateway, checked when they are made. Secrets come from the environment and are never printed.
+"""Settings of the gateway. Secrets come from the environment and are never printed.
 
 SEMKV_SECRET       keys of stored answers are HMACs under it; made once per cache directory where it is not set
 SEMKV_ADMIN_KEY    opens the admin routes and the dashboard; without it they are closed
-SEMKV_<FLAG>       any flag of ``semkv serve`` in upper case, such as SEMKV_TTL; how the middleware is set up
+SEMKV_<FLAG>       any flag of ``semkv serve`` in upper case, such as SEMKV_TTL; a flag given overrides it
 """
 
-from __future__ import annotations
+# The command line reads the annotations of inherited fields: they must be values, not texts.
 
 import os
 import secrets
 import tempfile
-import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from ipaddress import ip_network
+from dataclasses import dataclass, fields
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated
 
-from semkv.config import CacheConfig, default_cache_dir, parse_choice, parse_embedding_layer
+from cyclopts import Parameter
+
+from semkv.config import NOT_NEGATIVE, POSITIVE, SHARE, CacheConfig, LookupConfig
 from semkv.errors import ConfigError, StoreError
-from semkv.server.tenancy import Network
-from semkv.stores.cachedir import make_folder
-from semkv.types import CacheMode, PolicyName
+from semkv.types import CacheMode
 
 _KEY_LENGTH = 16
 _MIB = 1 << 20
 
+MANY = Parameter(negative="")
+LIFE = Parameter(group="Lifetimes and labels")
+SIZES = Parameter(group="Bounds")
+TENANTS = Parameter(group="Tenants")
+WAITS = Parameter(group="Timeouts")
+
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """What ``semkv serve`` and the middleware need to know. Field names are the flags' names.
+class ServerSettings(LookupConfig):
+    """What ``semkv serve`` and the middleware need to know.
 
     Attributes:
-        upstream: the server behind; not used by the middleware.
-        cache_dir: where answers, the catalog and donors' images live.
-        store: a SQLite file, ``memory`` or ``redis://host:port/n``; empty for ``catalog.sqlite`` below ``cache_dir``.
-        ttl: seconds an answer may be served; 0 for ever.
-        ttl_rules: as ``prompt:*weather*=5m``; see `semkv.tiers.freshness.parse_rule`.
-        tag_rules: as ``prompt:*weather*=weather``; see `semkv.server.tenancy.parse_tag_rule`.
-        stale: seconds after that in which it is still served while a fresh one is fetched.
-        sliding: an answer that is read in the second half of its life gets the whole again.
-        jitter: share of ``ttl`` that is taken off at random, so that what came together does not go together.
-        memory_mib: answers held in memory, in MiB.
-        store_mib: answers held in the store, in MiB.
-        max_entries: donors held in the catalog.
-        media_mib: donors' images held, in MiB.
-        data_version: part of every key; a change makes every stored answer unreachable.
-        sampled: also keep answers of requests that draw at random (no temperature 0, no seed).
-        remote_media: also keep answers to requests with http(s) images, keyed by their address.
-        semantic: look for near-repeats.
-        normalised: among these, take texts that are equal but for typing for the same, without asking the policy.
-        mode: of near-repeats: live, dry-run (look and count, change nothing) or off.
-        overlap: where fewer than one in twenty lookups (of the store, and for near-repeats) found something, ask the
-            upstream meanwhile, and cut that off where one does.
-        similarity_threshold: least cosine of a similar question.
-        embedding_layers: as ``NAME:DIM[:THRESHOLD]``.
-        embedding_hook: fills the embedding layers.
-        index_encoder: sentence encoder.
-        vision_encoder: tower behind the ``vision`` layer: id or directory.
-        policy: who has the last word on a near-repeat: fixed, calibrated or bounded.
-        max_error_rate: the bounded policy's limit on wrong approximate answers, as a share of all requests.
-        calibration: what ``semkv calibrate`` wrote.
-        verify_rate: share of approximate hits that are checked against the unchanged request's own answer.
-        trusted_proxies: networks whose ``X-Semkv-Tenant`` and ``X-Semkv-Tags`` headers are believed.
-        single_tenant: all API keys share answers.
-        salt: send vLLM's ``cache_salt``, so that tenants share no prefix cache; off for a server that refuses it.
-        tell: put an ``X-Semkv`` header on answers.
-        tenant_metrics: label request metrics with a bucket of the tenant's digest.
-        max_body_mib: larger requests are refused.
-        max_answer_mib: larger answers are passed on, but neither shared nor kept.
-        body_timeout: seconds to wait for a request's body, beside a second for every 16 KiB of it.
-        connect_timeout: seconds to wait for a connection to the upstream.
-        upstream_timeout: seconds to wait for its next byte.
-        store_timeout: seconds a request waits for the store.
+        upstream: The OpenAI-compatible server behind; not used by the middleware.
+        store: A SQLite file, memory, or redis://HOST:PORT/N; default: in the cache directory.
+        ttl: Seconds a response may be served; 0 for ever.
+        ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60`; may be repeated.
+        tag_rules: Labels responses for invalidation: `prompt:*weather*=weather`; may be repeated.
+        stale: Seconds after its lifetime in which a response is still served while a fresh one is fetched.
+        sliding: A response that is read in the second half of its life gets the whole again.
+        jitter: Share of the lifetime that is taken off at random, so that responses do not expire together.
+        memory_mib: Most MiB of responses held in memory.
+        store_mib: Most MiB of responses held in the store.
+        data_version: Part of every key: a change makes every stored response unreachable.
+        sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
+        remote_media: Also keep responses about http(s) images, keyed by address.
+        overlap: Where near-repeats are rare, ask the upstream while they are looked for.
+        trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
+        single_tenant: All API keys share responses.
+        salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
+        tell: Put an X-Semkv header on responses.
+        tenant_metrics: Label request metrics with a bucket of the tenant's digest.
+        max_body_mib: Larger requests are refused.
+        max_answer_mib: Larger responses are passed on, but neither shared nor kept.
+        body_timeout: Seconds to wait for a request's body, in addition to one for every 16 KiB of it.
+        connect_timeout: Seconds to wait for a connection to the upstream.
+        upstream_timeout: Seconds to wait for the upstream's next byte.
+        store_timeout: Seconds a request waits for the store.
     """
 
     upstream: str = "http://127.0.0.1:8000"
-    cache_dir: Path = field(default_factory=default_cache_dir)
     store: str = ""
-    ttl: float = 0.0
-    ttl_rules: tuple[str, ...] = ()
-    tag_rules: tuple[str, ...] = ()
-    stale: float = 0.0
-    sliding: bool = False
-    jitter: float = 0.0
-    memory_mib: int = 256
-    store_mib: int = 4096
-    max_entries: int = 100_000
-    media_mib: int = 4096
-    data_version: str = ""
+    ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 0.0
+    ttl_rules: Annotated[tuple[str, ...], Parameter(name=("--ttl-rule", "--ttl-rules")), MANY, LIFE] = ()
+    tag_rules: Annotated[tuple[str, ...], Parameter(name=("--tag-rule", "--tag-rules")), MANY, LIFE] = ()
+    stale: Annotated[float, NOT_NEGATIVE, LIFE] = 0.0
+    sliding: Annotated[bool, LIFE] = False
+    jitter: Annotated[float, SHARE, LIFE] = 0.0
+    memory_mib: Annotated[int, POSITIVE, SIZES] = 256
+    store_mib: Annotated[int, POSITIVE, SIZES] = 4096
+    data_version: Annotated[str, LIFE] = ""
     sampled: bool = False
     remote_media: bool = False
-    semantic: bool = True
-    normalised: bool = True
-    mode: str = "live"
     overlap: bool = True
-    similarity_threshold: float = 0.92
-    embedding_layers: tuple[str, ...] = ()
-    embedding_hook: str = "none"
-    index_encoder: str = "all-MiniLM-L6-v2"
-    vision_encoder: str = ""
-    policy: str = PolicyName.FIXED
-    max_error_rate: float = 0.01
-    calibration: str = ""
-    verify_rate: float | None = None
-    trusted_proxies: tuple[str, ...] = ()
-    single_tenant: bool = False
-    salt: bool = True
+    trusted_proxies: Annotated[
+        tuple[str, ...], Parameter(name=("--trusted-proxy", "--trusted-proxies")), MANY, TENANTS
+    ] = ()
+    single_tenant: Annotated[bool, TENANTS] = False
+    salt: Annotated[bool, TENANTS] = True
     tell: bool = True
-    tenant_metrics: bool = False
-    max_body_mib: int = 32
-    max_answer_mib: int = 8
-    body_timeout: float = 60.0
-    connect_timeout: float = 2.0
-    upstream_timeout: float = 600.0
-    store_timeout: float = 0.25
+    tenant_metrics: Annotated[bool, TENANTS] = False
+    max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
+    max_answer_mib: Annotated[int, POSITIVE, SIZES] = 8
+    body_timeout: Annotated[float, POSITIVE, WAITS] = 60.0
+    connect_timeout: Annotated[float, POSITIVE, WAITS] = 2.0
+    upstream_timeout: Annotated[float, POSITIVE, WAITS] = 600.0
+    store_timeout: Annotated[float, POSITIVE, WAITS] = 0.25
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.upstream.startswith(("http://", "https://")):
             raise ConfigError("--upstream", self.upstream, "a URL such as http://127.0.0.1:8000")
-        for name in ("memory_mib", "store_mib", "media_mib", "max_body_mib", "max_answer_mib"):
-            if getattr(self, name) < 1:
-                raise ConfigError(flag(name), getattr(self, name), "a positive number of MiB")
-        for name in ("ttl", "stale"):
-            if getattr(self, name) < 0:
-                raise ConfigError(flag(name), getattr(self, name), "0 or more seconds")
-        if not 0.0 <= self.jitter < 1.0:
-            raise ConfigError("--jitter", self.jitter, "a share from 0 to below 1")
-        for name in ("body_timeout", "connect_timeout", "upstream_timeout", "store_timeout"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(flag(name), getattr(self, name), "a positive number of seconds")
-        parse_choice("--mode", self.mode, CacheMode)
-        parse_choice("--policy", self.policy, PolicyName)
         _ = self.networks
 
     @property
-    def networks(self) -> tuple[Network, ...]:
+    def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
         """The trusted proxies."""
-        found: list[Network] = []
+        found: list[IPv4Network | IPv6Network] = []
         for text in self.trusted_proxies:
             try:
                 found.append(ip_network(text.strip(), strict=False))
@@ -152,59 +116,9 @@ class ServerSettings:
 
     def cache_config(self) -> CacheConfig | None:
         """Settings of the semantic cache; None where it is off."""
-        if not self.semantic or self.mode == CacheMode.OFF:
+        if not self.semantic or self.mode is CacheMode.OFF:
             return None
-        return CacheConfig(
-            self.cache_dir,
-            mode=CacheMode(self.mode),
-            normalised=self.normalised,
-            similarity_threshold=self.similarity_threshold,
-            embedding_layers=tuple(parse_embedding_layer(layer) for layer in self.embedding_layers),
-            embedding_hook=self.embedding_hook,
-            index_encoder=self.index_encoder,
-            vision_encoder=self.vision_encoder,
-            max_entries=self.max_entries,
-            max_media_bytes=self.media_mib * _MIB,
-            policy=parse_choice("--policy", self.policy, PolicyName),
-            max_error_rate=self.max_error_rate,
-            calibration=Path(self.calibration) if self.calibration else None,
-            verify_rate=self.verify_rate,
-        )
-
-
-def flag(name: str) -> str:
-    """The flag of a field."""
-    return "--" + name.replace("_", "-")
-
-
-def _parse(name: str, kind: Any, text: str) -> Any:
-    if get_origin(kind) in (Union, types.UnionType):
-        kind = next(k for k in get_args(kind) if k is not types.NoneType)
-    if get_origin(kind) is tuple:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    if kind is bool:
-        if text.lower() not in ("1", "true", "yes", "0", "false", "no"):
-            raise ConfigError(name, text, "1 or 0")
-        return text.lower() in ("1", "true", "yes")
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(name, text, f"a value of type {kind.__name__}") from None
-
-
-def from_environment(environment: Mapping[str, str]) -> ServerSettings:
-    """Settings from variables named ``SEMKV_`` and the field, in upper case; lists are separated by commas.
-
-    Raises:
-        ConfigError: a value does not fit.
-    """
-    kinds = get_type_hints(ServerSettings)
-    given: dict[str, Any] = {"cache_dir": default_cache_dir(environment)}
-    for item in fields(ServerSettings):
-        variable = f"SEMKV_{item.name.upper()}"
-        if variable in environment and item.name not in given:
-            given[item.name] = _parse(variable, kinds[item.name], environment[variable])
-    return ServerSettings(**given)
+        return CacheConfig(**{item.name: getattr(self, item.name) for item in fields(LookupConfig)})
 
 
 def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes:
@@ -221,6 +135,8 @@ def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes
         return given.encode()
     if settings.store.startswith(("redis:", "rediss:", "unix:")):
         raise ConfigError("SEMKV_SECRET", "", "a secret that is the same for every gateway on this store")
+    from semkv.stores.cachedir import make_folder
+
     file = settings.cache_dir / "secret"
     make_folder(settings.cache_dir)
     try:

@@ -210,7 +210,6 @@ def _blocks(
         for name, root in (("kv", cache_dir / "kv"), ("fusion", fusion_dir or cache_dir / "fusion")):
             if (root / MARKER).is_file():
                 store = open_stores.enter_context(closing(BlockStore(root, name, bounds)))
-                store.adopt()
                 found.append((name, store))
         yield found
 

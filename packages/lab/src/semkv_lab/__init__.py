@@ -1,0 +1,1 @@
+"""Experiments with semkv: data sets, runs, metrics, sweeps, reports, and how far approximate hits can be trusted."""

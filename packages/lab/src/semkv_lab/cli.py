@@ -1,0 +1,320 @@
+"""The commands that this package adds to ``semkv``; nothing heavy is imported before a command needs it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter, validators
+
+from semkv.config import PolicyConfig, command_line
+from semkv.errors import ConfigError
+from semkv_lab.settings import FLAT, QualityFlags, RunSettings, fill_from_preset
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+
+
+def _examples(text: str) -> str:
+    return f"Examples:\n\n```\n{text.strip(chr(10))}\n```"
+
+
+run = command_line(
+    fill_from_preset,
+    help_epilogue=_examples("""
+  semkv run
+      the bundled model on its own questions, on CPU or GPU
+  semkv run --baseline --max-samples 128
+      the same, compared with vLLM's prefix cache
+  semkv run --preset qwen3-vl-2b --dataset-root /data/gqa --cache-mode dry-run
+      look up and report, send every request unchanged
+  semkv run --model facebook/opt-125m --dataset prompts.jsonl --chunk-source full
+      prompts of your own
+  semkv run --embedding-layer prompt:384:0.9 --embedding-hook prompt
+      one layer of the embedding tier, with a threshold of its own
+"""),
+)
+
+
+@run.default
+def _run(
+    *,
+    settings: Annotated[RunSettings | None, FLAT] = None,
+    quiet: Annotated[bool, Parameter(name=("--quiet", "-q"), negative="")] = False,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")] = False,
+) -> None:
+    """Answer a data set through the cache, and measure it.
+
+    Prints a line for each sample, then what was saved and at what accuracy.
+
+    Args:
+        quiet: No line for each sample.
+        verbose: vLLM's own log, too.
+    """
+    from semkv_lab.execute import execute
+
+    summary = execute(settings or RunSettings(), quiet=quiet, verbose=verbose)
+    if summary.interrupted:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+demo = command_line()
+
+
+@demo.default
+def _demo(
+    *,
+    directory: Annotated[Path, Parameter(name="--dir")] = Path("runs/demo"),
+    samples: Count = 256,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")] = False,
+) -> None:
+    """Answer drawn visual questions three times, and compare.
+
+    With vLLM only; with an empty cache; and in a new process, which finds on disk what the one before left.
+
+    Args:
+        directory: Where everything goes.
+        samples: How many questions.
+        verbose: vLLM's own log, too.
+    """
+    from semkv_lab.demo import run_demo
+
+    run_demo(directory, samples=samples, verbose=verbose)
+
+
+sweep = command_line(
+    help_epilogue=_examples("""
+  semkv sweep --specs specs/ablation-minigqa.json --log-file runs/a/sweep.csv --samples-dir runs/a/samples
+      every experiment of the file, each in a process of its own, a row each
+  semkv sweep --specs my.toml --log-file runs/a/sweep.csv --samples-dir runs/a/samples --resume
+      go on where it was stopped
+  semkv sweep --specs my.json --log-file x.csv --samples-dir x --dry-run
+      check the file and show what would run
+  semkv sweep --specs specs/ablation.json --log-file b.csv --samples-dir b --executor ray --ray-address auto
+      spread over the GPUs of a Ray cluster
+""")
+)
+
+
+@sweep.default
+def _sweep(
+    *,
+    specs: Path,
+    log_file: Path,
+    samples_dir: Path,
+    resume: Annotated[bool, Parameter(negative="")] = False,
+    retry_failed: Annotated[bool, Parameter(negative="")] = False,
+    purge_cache_between_runs: Annotated[bool, Parameter(negative="")] = False,
+    only: tuple[str, ...] = (),
+    dry_run: Annotated[bool, Parameter(negative="")] = False,
+    executor: str = "local",
+    ray_address: str | None = None,
+) -> None:
+    """Run many experiments, and log a row for each.
+
+    Each has a process of its own. A failed experiment is a row with its error, and the sweep goes on. Ctrl-C leaves a
+    log that --resume goes on with.
+
+    Args:
+        specs: Experiments in JSON or TOML: defaults, and a list with a name each.
+        log_file: CSV with a row for each experiment; JSON lines are written next to it.
+        samples_dir: For a samples file and the output of each experiment.
+        resume: Go on with this log; skip what it has.
+        retry_failed: With --resume: run again what failed.
+        purge_cache_between_runs: Empty the cache even where the spec names one.
+        only: Run only this experiment; may be repeated.
+        dry_run: Check everything and show what would run.
+        executor: local: one after the other. ray: over a cluster.
+        ray_address: Of a running Ray cluster, such as auto.
+    """
+    from semkv_lab.report import make_console
+    from semkv_lab.sweep import command
+
+    options = command.SweepOptions(
+        specs=specs,
+        log_file=log_file,
+        samples_dir=samples_dir,
+        resume=resume,
+        retry_failed=retry_failed,
+        purge=purge_cache_between_runs,
+        only=only,
+        executor=executor,
+        ray_address=ray_address,
+    )
+    if dry_run:
+        command.show(options, make_console())
+    elif command.sweep(options, make_console()):
+        sys.exit(EXIT_FAILED)
+
+
+report = command_line(
+    help_epilogue=_examples("""
+  semkv report runs/a/sweep.csv --out runs/a/report.html
+      of one sweep; a page that needs nothing else
+  semkv report runs/a/sweep.csv runs/b/sweep.csv --markdown both.md --title 'Two models'
+      of two together, and the same as markdown
+""")
+)
+
+
+@report.default
+def _report(
+    *logs: Annotated[Path, Parameter(required=True)],
+    out: Path = Path("report.html"),
+    figures: Path | None = None,
+    markdown: Path | None = None,
+    title: str = "",
+) -> None:
+    """Make one HTML page of the logs of sweeps.
+
+    It has figures, all experiments and the worst wrong hits.
+
+    Args:
+        logs: sweep.csv or sweep.jsonl, one or several sweeps together.
+        out: The page.
+        figures: Folder for the figures as PNG; by default PAGE_files next to the page.
+        markdown: Write the same as markdown to this file.
+        title: Heading of page and markdown.
+    """
+    from semkv_lab.html.write import write_report
+
+    for path in write_report(logs, out, figures=figures, markdown=markdown, title=title):
+        print(path)
+
+
+calibrate = command_line(
+    help_epilogue=_examples("""
+  semkv calibrate pairs.jsonl --out c.json --plot c.png
+      from rows such as {"a": "Where is Rome?", "b": "In which country is Rome?", "same": 1}
+""")
+)
+
+
+@calibrate.default
+def _calibrate(
+    pairs: Path,
+    /,
+    *,
+    out: Path,
+    precision: float = 0.95,
+    index_encoder: str = PolicyConfig.index_encoder,
+    plot: Path | None = None,
+) -> None:
+    """Fit the chance of a wrong answer from labelled pairs, by cosine, wording and veto.
+
+    Args:
+        pairs: JSONL of a, b, same (0 or 1), and group where there is one; .gz too.
+        out: The calibration, for --calibration.
+        precision: Least chance of a right answer for a match.
+        index_encoder: Sentence encoder: id or directory.
+        plot: Draw a figure (.png, .svg, .pdf).
+    """
+    from semkv_lab.outputs import keep_apart
+    from semkv_lab.quality.evaluate import calibrate_file
+    from semkv_lab.quality.figures import check_plot, plot_fit
+
+    check_plot(plot)
+    _check_out(out)
+    keep_apart({"--out": out, "--plot": plot}, {"PAIRS": pairs})
+    fitted, summary = calibrate_file(pairs, index_encoder, precision)
+    fitted.calibration.save(out)
+    if plot is not None:
+        plot_fit(fitted, plot)
+    print(json.dumps(summary, indent=1))
+
+
+eval_pairs = command_line(
+    help_epilogue=_examples("""
+  semkv eval-pairs pairs.jsonl --similarity-threshold 0.95
+      the fixed policy at another threshold
+  semkv eval-pairs pairs.jsonl --policy calibrated --calibration c.json
+      what a calibration does, on pairs that it was not made from
+""")
+)
+
+
+@eval_pairs.default
+def _eval_pairs(
+    pairs: Path,
+    /,
+    *,
+    flags: Annotated[QualityFlags | None, FLAT] = None,
+    out: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Precision and recall of a policy on labelled pairs.
+
+    Args:
+        pairs: JSONL of a, b, same (0 or 1), and group where there is one; .gz too.
+        out: Write the JSON here instead of printing it.
+        plot: Draw a figure (.png, .svg, .pdf).
+    """
+    from semkv_lab.quality import evaluate, figures
+
+    flags = flags or QualityFlags()
+    _check_files(flags, out, plot, {"PAIRS": pairs})
+    judged, summary = evaluate.eval_pairs(pairs, flags)
+    if plot is not None:
+        figures.plot_pairs(judged, plot)
+    _write(summary, out)
+
+
+eval_stream = command_line(
+    help_epilogue=_examples("""
+  semkv eval-stream requests.jsonl --policy bounded --max-error-rate 0.005 --plot s.png
+      rows such as {"text": "Where is Rome?", "cluster": "rome"}: texts of one cluster have one answer
+""")
+)
+
+
+@eval_stream.default
+def _eval_stream(
+    requests: Path,
+    /,
+    *,
+    flags: Annotated[QualityFlags | None, FLAT] = None,
+    out: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Hits and wrong answers of a policy along a stream.
+
+    No engine is needed: the stream says which requests have the same answer.
+
+    Args:
+        requests: JSONL of text and cluster in the order of requests, group where there is one.
+        out: Write the JSON here instead of printing it.
+        plot: Draw a figure (.png, .svg, .pdf).
+    """
+    from semkv_lab.quality import evaluate, figures
+
+    flags = flags or QualityFlags()
+    _check_files(flags, out, plot, {"REQUESTS": requests})
+    outcome, summary = evaluate.eval_stream(requests, flags)
+    if plot is not None:
+        figures.plot_stream(outcome, flags.max_error_rate if flags.policy == "bounded" else None, plot)
+    _write(summary, out)
+
+
+def _check_files(flags: QualityFlags, out: Path | None, plot: Path | None, read: dict[str, Path]) -> None:
+    from semkv_lab.outputs import keep_apart
+    from semkv_lab.quality.figures import check_plot
+
+    check_plot(plot)
+    if out is not None:
+        _check_out(out)
+    keep_apart({"--out": out, "--plot": plot}, {**read, "--calibration": flags.calibration})
+
+
+def _check_out(path: Path) -> None:
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError("--out", str(path), "a file in a folder that exists")
+
+
+def _write(summary: dict[str, Any], out: Path | None) -> None:
+    text = json.dumps(summary, indent=1)
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,193 @@
+"""What every data set yields."""
+
+# The command line reads the annotations of fields: they must be values, not texts.
+
+import gzip
+import json
+import random
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeVar
+
+from cyclopts import Parameter
+
+from semkv.config import EXISTS, POSITIVE, check
+from semkv.errors import DatasetError
+
+GQA_REPO = "lmms-lab/GQA"
+NO_JSON = (ValueError, RecursionError)
+"""What `json.loads` raises: the second where values are nested too deep, the first for numbers of 5,000 digits, too."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image of a sample: its name in the data set and its file, or None where the file was not found."""
+
+    name: str
+    path: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt with its expected answer.
+
+    Attributes:
+        sample_id: unique within the data set.
+        question: the user's question.
+        answer: the expected answer, or None where there is none to check.
+        images: in prompt order.
+        system: system text; empty for none.
+        context: text before the question, such as a retrieved document; empty for none.
+        semantic_str: GQA's functional program of the question, ``select: car [..]->query: color [..]``.
+        groups: GQA's group names, global and local.
+        equivalent: ids of questions that ask the same.
+        entailed: ids of questions whose answer follows from this one's.
+        repeats: the id of the sample that a trace asks again under this one's; empty for the first time.
+        variant: how MiniGQA made this question from another (``repeat``, ``paraphrase`` ...); empty for an original.
+    """
+
+    sample_id: str
+    question: str
+    answer: str | None = None
+    images: tuple[ImageRef, ...] = ()
+    system: str = ""
+    context: str = ""
+    semantic_str: str = ""
+    groups: tuple[str, ...] = ()
+    equivalent: tuple[str, ...] = ()
+    entailed: tuple[str, ...] = ()
+    variant: str = ""
+    repeats: str = ""
+
+    @property
+    def image_name(self) -> str:
+        """The first image's name, or the sample's id, the same for its repeats: what results are clustered by."""
+        return self.images[0].name if self.images else self.repeats or self.sample_id
+
+
+def default_data_dir() -> Path:
+    """Where drawn and unpacked data goes: beside the default cache directory."""
+    return Path("~/.cache/semkv-data").expanduser()
+
+
+DATA = Parameter(group="Data")
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """Which part of a data set to load.
+
+    Attributes:
+        data_dir: Where drawn and unpacked data goes.
+        root: Folder (or .jsonl file) with the data; for GQA also GQA_ROOT.
+        config: Such as val_balanced_instructions; by default SPLIT_balanced_instructions.
+        split: train, val or testdev; by default the one that the config names, else val.
+        max_samples: At most so many samples.
+        shuffle_seed: Shuffle with this seed before cutting; by default the order of the files.
+        repo: Hub id of GQA.
+    """
+
+    data_dir: Annotated[Path, DATA] = field(default_factory=default_data_dir)
+    root: Annotated[Path | None, EXISTS, Parameter(name="--dataset-root"), DATA] = None
+    config: Annotated[str, Parameter(name="--dataset-config"), DATA] = ""
+    split: Annotated[str, DATA] = ""
+    max_samples: Annotated[int | None, POSITIVE, DATA] = None
+    shuffle_seed: Annotated[int | None, DATA] = None
+    repo: Annotated[str, Parameter(name="--dataset-repo"), DATA] = GQA_REPO
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class Loader(Protocol):
+    """Loads the samples that the options select."""
+
+    def __call__(self, options: DatasetOptions) -> list[Sample]: ...
+
+
+def select(rows: list[_T], options: DatasetOptions) -> list[_T]:
+    """Shuffle by ``shuffle_seed`` and cut to ``max_samples``.
+
+    Loaders call it on raw rows, so that only what is used gets its images unpacked.
+    """
+    rows = list(rows)
+    if options.shuffle_seed is not None:
+        random.Random(options.shuffle_seed).shuffle(rows)  # noqa: S311 (an order, no secret)
+    return rows if options.max_samples is None else rows[: options.max_samples]
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file.
+
+    Raises:
+        DatasetError: it cannot be read or parsed; the message names file and line.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as e:
+        raise DatasetError(f"{path}, line {e.lineno}: {e.msg}") from e
+    except (OSError, *NO_JSON) as e:
+        raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield (line number, object) for every non-empty line; a file that ends in ``.gz`` is unpacked on the way.
+
+    Raises:
+        DatasetError: the file cannot be read, or a line is not a JSON object; the message names file and line.
+    """
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except NO_JSON as e:
+                    reason = e.msg if isinstance(e, json.JSONDecodeError) else str(e)
+                    raise DatasetError(f"{path}, line {number}: not valid JSON ({reason})") from e
+                if not isinstance(row, dict):
+                    raise DatasetError(f"{path}, line {number}: expected an object, found {type(row).__name__}")
+                yield number, row
+    except UnicodeDecodeError as e:
+        raise DatasetError(f"{path}: not UTF-8 text ({e.reason} at byte {e.start})") from e
+    except (EOFError, zlib.error) as e:
+        raise DatasetError(f"{path}: not a whole gzip file ({e})") from e
+    except OSError as e:
+        raise DatasetError(f"{path}: {e.strerror or e}") from e
+
+
+def text_field(row: Mapping[str, Any], key: str, where: str, *, required: bool = False) -> str:
+    """A string field, numbers taken as text; empty where it is absent.
+
+    Raises:
+        DatasetError: it is required and absent or empty, or it is neither text nor a number, or no valid Unicode.
+    """
+    value = row.get(key)
+    if value is None or value == "":
+        if required:
+            raise DatasetError(f"{where}: no {key!r}")
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DatasetError(f"{where}: {key!r} must be text, found {type(value).__name__}")
+    return check_unicode(str(value), key, where)
+
+
+def check_unicode(text: str, key: str, where: str) -> str:
+    """The text.
+
+    Raises:
+        DatasetError: it has half of a surrogate pair, which no UTF-8 and so no digest and no file can hold.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise DatasetError(
+            f"{where}: {key!r} must be valid Unicode, found {text[e.start]!a} alone at character {e.start}"
+        ) from e
+    return text

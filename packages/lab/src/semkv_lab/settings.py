@@ -1,0 +1,283 @@
+"""Settings of a run. What is not given comes from the preset, then from the defaults."""
+# The command line reads the annotations of fields: they must be values, not texts.
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Argument, ArgumentCollection, Parameter, Token
+
+from semkv.config import (
+    EXISTS,
+    IMAGE_ROOT_VARIABLES,
+    NO_FOLDER,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Allowed,
+    CacheConfig,
+    PolicyConfig,
+    check,
+    command_line,
+    parse,
+)
+from semkv.errors import ConfigError
+from semkv.presets import DEFAULT_PRESET, get_preset
+from semkv.types import PolicyName
+from semkv_lab.datasets import DATASETS, DatasetOptions
+from semkv_lab.outputs import SETTINGS, keep_apart
+from semkv_lab.requests import ChunkSource
+from semkv_lab.traces import Trace
+
+ENGINES = ("labels", "scripted", "vllm")
+MODEL, MATCHED = Parameter(group="Model"), Parameter(group="What the tiers match on")
+DATA, RESULTS = Parameter(group="Data"), Parameter(group="Results")
+FLAT = Parameter(name="*")
+
+# Layers that a built-in hook cannot fill are dropped from a preset when the user names that hook.
+_HOOK_LAYERS = {"none": frozenset[str](), "prompt": frozenset({"prompt"}), "vision": frozenset({"vision"})}
+_LARGEST = 10**18
+_PLACES = ("cache_dir", "fusion_cache_dir", "data_dir", "samples_out", "summary_out", "baseline_from", "purge")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything that ``semkv run`` needs.
+
+    Attributes:
+        preset: minigqa (the default without a model), opt-125m, qwen3-vl-2b, internvl3.5-2b or qwen2.5-vl-7b: fills in
+            what is not given.
+        model: A checkpoint's directory, or a hub id. Without a preset: no layers, and GQA as the data set.
+        revision: Revision of a hub id.
+        trust_remote_code: Run model code that the checkpoint brings.
+        max_model_len: Longest prompt plus answer, in tokens.
+        max_tokens: Longest answer, in tokens.
+        engine: vllm; scripted: no model, for trying settings; labels: the data set's own answers.
+        tenant: Partitions every cache; tenants share nothing.
+        dataset: minigqa, gqa, gqa-text, jsonl, or a .jsonl file.
+        chunk_source: question, semantic, group, combined or full.
+        chunk_window: Match on the first N characters only; 0 for all.
+        baseline: Run the samples with vLLM's prefix cache alone first.
+        baseline_from: Take the baseline from the samples file of an earlier run with a baseline.
+        purge: Empty the cache first; touches nothing that semkv did not write.
+        samples_out: Write a JSON object for each sample to this file.
+        summary_out: Write the figures to this JSON file.
+    """
+
+    preset: Annotated[str, MODEL] = ""
+    model: Annotated[str, MODEL] = ""
+    revision: Annotated[str | None, MODEL] = None
+    trust_remote_code: Annotated[bool, MODEL] = False
+    max_model_len: Annotated[int | None, POSITIVE, MODEL] = None
+    max_tokens: Annotated[int, POSITIVE, MODEL] = 16
+    engine: Annotated[str, Allowed(f"one of {', '.join(ENGINES)}", ENGINES.__contains__), MODEL] = "vllm"
+    tenant: str = ""
+    dataset: Annotated[str, DATA] = "gqa"
+    chunk_source: Annotated[ChunkSource, MATCHED] = ChunkSource.QUESTION
+    chunk_window: Annotated[int, NOT_NEGATIVE, MATCHED] = 0
+    data: Annotated[DatasetOptions, FLAT] = field(default_factory=DatasetOptions)
+    trace: Annotated[Trace, FLAT] = field(default_factory=Trace)
+    cache: Annotated[CacheConfig, FLAT] = field(default_factory=CacheConfig)
+    baseline: Annotated[bool, RESULTS] = False
+    baseline_from: Annotated[Path | None, EXISTS, RESULTS] = None
+    purge: bool = False
+    samples_out: Annotated[Path | None, NO_FOLDER, RESULTS] = None
+    summary_out: Annotated[Path | None, NO_FOLDER, RESULTS] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        for part in (self, self.data, self.trace, self.cache):
+            _check_extremes(part)
+        if self.dataset not in DATASETS and not self.dataset.endswith(".jsonl"):
+            raise ConfigError("--dataset", self.dataset, [*DATASETS, "a file that ends in .jsonl"])
+        if self.cache.calibration is not None and not self.cache.calibration.exists():
+            raise ConfigError("--calibration", str(self.cache.calibration), EXISTS.text)
+        object.__setattr__(self, "baseline", self.baseline or self.baseline_from is not None)
+        object.__setattr__(self, "cache", replace(self.cache, image_roots=_image_roots(self.data.root)))
+        check_files(self)
+
+    @property
+    def instruction(self) -> str:
+        """Appended to every question."""
+        return get_preset(self.preset).instruction if self.preset and self.dataset == "gqa" else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as plain values, for the header of a results file."""
+        plain: dict[str, Any] = _plain(asdict(self) | {"instruction": self.instruction})
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _check_extremes(settings: Any) -> None:
+    for item in fields(settings):
+        value, key = getattr(settings, item.name), "--" + item.name.replace("_", "-")
+        if isinstance(value, int) and abs(value) >= _LARGEST:
+            raise ConfigError(key, f"{str(value)[:20]}...", "a whole number of less than 19 digits")
+        if isinstance(value, str) and not is_unicode(value):
+            raise ConfigError(key, value, "a text in valid Unicode")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _image_roots(dataset_root: Path | None) -> tuple[Path, ...]:
+    roots = [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
+    if dataset_root is not None and (dataset_root / "images").is_dir():
+        roots.append(dataset_root / "images")
+    return tuple(roots)
+
+
+def check_files(settings: RunSettings) -> None:
+    """Refuse settings that write over what they read.
+
+    Raises:
+        ConfigError: names the two settings.
+    """
+    dataset = Path(settings.dataset) if settings.dataset.endswith(".jsonl") else None
+    samples = settings.samples_out
+    keep_apart(
+        {
+            "--samples-out": samples,
+            "--summary-out": settings.summary_out,
+            "the settings beside --samples-out": samples and samples.with_name(samples.name + SETTINGS),
+        },
+        {
+            "--dataset": dataset,
+            "--dataset-root": settings.data.root,
+            "--baseline-from": settings.baseline_from,
+            "--calibration": settings.cache.calibration,
+        },
+    )
+
+
+def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """A source of flags: the preset's, for what is not given."""
+    flags = {name: argument for argument in arguments for name in argument.names}
+    given, hook = flags["--preset"].tokens, flags["--embedding-hook"].tokens
+    name = given[0].value if given else "" if flags["--model"].tokens else DEFAULT_PRESET
+    if not name:
+        return
+    preset = get_preset(name)
+    values = {item.name: getattr(preset, item.name) for item in fields(preset) if item.name != "instruction"}
+    values |= {"preset": name, "enable_fusion_cache": values.pop("fusion")}
+    if hook:
+        fillable = _HOOK_LAYERS.get(hook[0].value)
+        layers = preset.embedding_layers
+        values["embedding_layers"] = [one for one in layers if fillable is None or one.split(":")[0] in fillable]
+    for key, value in values.items():
+        argument = flags[f"--{key.replace('_', '-')}"]
+        if not argument.tokens and value is not None:
+            for index, part in enumerate(value if isinstance(value, list | tuple) else [value]):
+                argument.append(Token(keyword=argument.name, value=str(part), source=f"preset {name}", index=index))
+
+
+def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSettings:
+    """The settings that flags of ``semkv run`` make, named with ``-`` or ``_``; None is not given.
+
+    Raises:
+        ConfigError: a key is no flag, or a value is not allowed; the message names the flag, the value and what is
+            allowed.
+    """
+    known = {name: argument for argument in _arguments() for name in argument.names}
+    arguments: list[str] = []
+    for key, value in {**(given or {}), **flags}.items():
+        flag = "--" + key.replace("_", "-")
+        if flag not in known:
+            raise ConfigError("semkv run", key, [name.lstrip("-") for name in known])
+        argument = known[flag]
+        if argument.hint is bool and not isinstance(value, bool | None):
+            raise ConfigError(flag, value, "true or false")
+        if flag in argument.negatives:
+            arguments += [flag] * bool(value)
+        elif isinstance(value, list | tuple):
+            arguments += [f"{flag}={one}" for one in value] or list(argument.negatives[:1])
+        elif value is not None:
+            arguments.append(f"{flag}={value}")
+    return read_run(arguments)
+
+
+@cache
+def _arguments() -> list[Argument]:
+    def run(*, settings: Annotated[RunSettings | None, FLAT] = None) -> None: ...
+
+    app = command_line()
+    app.default(run)
+    return [a for a in app.assemble_argument_collection() if a.parse and not a.children]
+
+
+def read_run(arguments: Sequence[str]) -> RunSettings:
+    """The settings that these arguments of ``semkv run`` make. Raises as `resolve`."""
+    return parse(RunSettings, arguments, fill_from_preset)
+
+
+def run_command(settings: Mapping[str, Any]) -> str:
+    """The command that makes settings as `RunSettings.to_json` gives them; where files lie is left to the user.
+
+    Settings of another version are followed as far as they are still flags.
+    """
+    preset = str(settings.get("preset") or "")
+    try:
+        default = resolve(preset=preset) if preset else resolve(model="none")
+    except ConfigError:
+        default, preset = resolve(model="none"), ""
+    words = ["semkv", "run", *(["--preset", preset] if preset else [])]
+    plain = default.to_json()
+    for argument in _arguments():
+        path = argument.keys
+        value, usual = _at(settings, path), _at(plain, path)
+        if value is None or value == usual or path == ("preset",) or path[-1] in _PLACES:
+            continue
+        if path[-1] == "embedding_layers":
+            specs = [":".join(map(str, layer.values())) for layer in value]
+            words += [word for spec in specs for word in (argument.name, spec)] or list(argument.negatives[:1])
+        elif isinstance(value, bool):
+            words.append(argument.names[0] if value else argument.negatives[-1])
+        else:
+            words += [argument.name, str(value)]
+    return shlex.join(words)
+
+
+def _at(settings: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        settings = settings.get(key) if isinstance(settings, Mapping) else None
+    return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityFlags(PolicyConfig):
+    """Flags of ``eval-pairs`` and ``eval-stream``.
+
+    Attributes:
+        seed: Seed of the sample that is checked.
+    """
+
+    seed: int = 0
+
+    def config(self) -> CacheConfig:
+        """The same as settings of a cache."""
+        return CacheConfig(**{item.name: getattr(self, item.name) for item in fields(PolicyConfig)})
+
+    def header(self) -> dict[str, Any]:
+        """What a result says of the flags."""
+        shown: dict[str, Any] = {"policy": self.policy, "encoder": self.index_encoder, "guards": self.guards}
+        if self.policy is PolicyName.FIXED:
+            shown["similarity_threshold"] = self.similarity_threshold
+        if self.policy is PolicyName.BOUNDED:
+            shown["max_error_rate"] = self.max_error_rate
+        return {**shown, "calibration": self.calibration.name if self.calibration else None}

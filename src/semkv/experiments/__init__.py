@@ -1,1 +1,0 @@
-"""Data sets, the experiment runner, sweeps and reports."""
