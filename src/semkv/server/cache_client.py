@@ -122,10 +122,6 @@ class CacheClient:
     def _count(self, *, found: bool) -> None:
         self.found_share += (found - self.found_share) / _RECENT
 
-    def peek(self, key: str) -> Found | None:
-        """What memory has under a key; never blocks."""
-        return self.responses.peek(key)
-
     async def stored(self, canonical: CanonicalRequest) -> Found | None:
         """The stored answer to exactly this request."""
         if canonical.sampled and not self._sampled:

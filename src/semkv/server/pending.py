@@ -103,10 +103,10 @@ class PendingRequests:
         while entry is not None:
             undecided = [p for p in self._running if not p.looked_up.done() and p.key != key and p.group == entry.group]
             if undecided:
-                first = {undecided[0].looked_up} if own is None or own.done else {undecided[0].looked_up, own.task}
-                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-                if own is not None and own.whole and not undecided[0].looked_up.done():
+                if own is not None and own.whole:
                     return None
+                waited_for = [undecided[0].looked_up, *([] if own is None or own.done else [own.task])]
+                await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
                 continue  # others may have come meanwhile
             if not (candidates := self._similar(entry, key, since, seen)):
                 break
