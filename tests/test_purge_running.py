@@ -240,3 +240,15 @@ def test_the_cache_directory_may_be_gone_for_good(tmp_path: Path) -> None:
     assert not save(store, 1)
     assert not store.on
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_cache_directory_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path / "cache" / "kv")
+    assert save(store, 1)
+    (tmp_path / "cache").rename(tmp_path / "away")
+    assert not save(store, 2)
+    (tmp_path / "away").rename(tmp_path / "cache")
+    assert served(store, [1]) == []
+    monkeypatch.setattr(store, "_open_after", 0.0)  # a minute later
+    assert save(store, 2)
+    assert served(store, [1, 2]) == [1, 2]

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -68,8 +69,8 @@ class FileJob:
 
 @dataclass(frozen=True, slots=True)
 class FileDone:
-    """What became of a job: by place among its keys, whether the block is on disk now, or in host memory and right.
-    Small, so that it comes in one piece."""
+    """What became of a job: by place among its keys, whether the block is on disk now, or in host memory and right;
+    and what the process's store has counted since its last answer. Small, so that it comes in one piece."""
 
     number: int
     good: bytes
@@ -77,11 +78,7 @@ class FileDone:
 
 
 class DiskProcess:
-    """The engine's side. For one thread.
-
-    Attributes:
-        counters: of the other side's store, since it was first started.
-    """
+    """The engine's side. For one thread."""
 
     def __init__(self, memory: int, rows: int, row_bytes: int, store: BlockStore) -> None:
         """Start the process.
@@ -91,8 +88,6 @@ class DiskProcess:
             rows, row_bytes: its shape.
             store: whose directory, bounds and writer the process shares.
         """
-        self.counters: dict[str, int] = {}
-        self._before: dict[str, int] = {}
         self._memory = memory
         about = {"rows": rows, "row_bytes": row_bytes, "root": str(store.root), "kind": store.kind}
         self._about = about | {"bounds": asdict(store.bounds), "writer": store.writer}
@@ -148,8 +143,6 @@ class DiskProcess:
                 self._ended()
                 break
             self._heard = time.monotonic()
-            names = {*done.counters, *self._before}
-            self.counters = {name: done.counters.get(name, 0) + self._before.get(name, 0) for name in names}
             self._under_way.discard(done.number)
             yield done
         if self._process is None:
@@ -168,7 +161,7 @@ class DiskProcess:
             self._heard = time.monotonic()
             return
         log.warning("semkv: the process for the disk has ended; what it had to read is computed")
-        self._before, self._process = dict(self.counters), None
+        self._process = None
         self._connection.close()
 
     def drain(self) -> list[FileDone]:
@@ -204,7 +197,7 @@ def main() -> None:
     shape = about["rows"], about["row_bytes"]
     rows = np.frombuffer(mmap.mmap(memory, shape[0] * shape[1]), np.uint8).reshape(shape)
     store = BlockStore(Path(about["root"]), about["kind"], Bounds(**about["bounds"]), about["writer"])
-    connection, lock = Connection(end), threading.Lock()
+    connection, lock, told = Connection(end), threading.Lock(), Counter[str]()
 
     def run(job: FileJob) -> None:
         try:
@@ -214,7 +207,9 @@ def main() -> None:
             store.counters["errors"] += 1
             good = b""
         with lock, contextlib.suppress(OSError):
-            connection.send(FileDone(job.number, good, dict(store.counters)))
+            new = Counter(store.counters) - told
+            told.update(new)
+            connection.send(FileDone(job.number, good, new))
 
     with (
         ThreadPoolExecutor(_READERS, "semkv-read") as readers,

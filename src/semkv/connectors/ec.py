@@ -193,10 +193,7 @@ class HostStates:
     @classmethod
     def of_engine(cls, engine: str, max_bytes: int) -> HostStates:
         """The one of this engine in this process, made for the first who asks."""
-        with _ENGINES_LOCK:
-            if (states := _ENGINES.get(engine)) is None:
-                states = _ENGINES[engine] = cls(max_bytes)
-            return states
+        return _ENGINES.setdefault(engine, cls(max_bytes))
 
     def get(self, key: str, namespace: str) -> FusionState | None:
         """The state, where it was put under the same namespace and is not too old."""
@@ -222,7 +219,6 @@ def _kept(store: FusionStore, since: int) -> str:
 
 
 _ENGINES: weakref.WeakValueDictionary[str, HostStates] = weakref.WeakValueDictionary()
-_ENGINES_LOCK = threading.Lock()
 
 
 def _page_locked(state: FusionState) -> FusionState:

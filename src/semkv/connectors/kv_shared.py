@@ -51,11 +51,10 @@ class KVShared:
         layout: of a row, as it stands in the head of every block file.
         facts: what the namespace is a digest of; called once, when the first request comes.
         gate: whether a load from disk is worth it; None where that is not asked.
-        counters: see `semkv.connectors.tier.COUNTERS`.
+        counters: of this process and of the disk process; see `semkv.connectors.tier.COUNTERS`.
         records: of each block in host memory, its tenant's tag and when it was computed, in seconds since the epoch.
         stamp: another object after each purge and reset; what was found in the index before does not count any more.
         storing: False while nothing may be stored.
-        disk_counters: of the disk process's store.
         renamed: whether a reset gave this engine a namespace of its own, which ends with it.
     """
 
@@ -68,7 +67,6 @@ class KVShared:
     records: dict[bytes, tuple[str, float]] = field(default_factory=dict)
     stamp: object = field(default_factory=object)
     storing: bool = True
-    disk_counters: Mapping[str, int] = field(default_factory=dict)
     renamed: bool = False
     _base: str = ""
     _names: dict[str, str] = field(default_factory=dict)
@@ -99,5 +97,4 @@ class KVShared:
 
     def totals(self) -> Counter[str]:
         """All counts since the start, the store's among them."""
-        mine = Counter(self.store.counters) if self.store is not None else Counter()
-        return self.counters + mine + Counter(self.disk_counters)
+        return self.counters + Counter({} if self.store is None else self.store.counters)

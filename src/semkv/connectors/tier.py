@@ -205,7 +205,7 @@ class SemKVTier(SecondaryTierManager):
             return
         transfer.good += itertools.compress(keys, done.good)
         transfer.parts -= 1
-        self._shared.disk_counters = self._disk.counters if self._disk is not None else {}
+        self._shared.counters.update(done.counters)
         if transfer.parts == 0:
             (self._loaded if transfer.job.is_promotion else self._stored)(transfer)
 

@@ -483,7 +483,9 @@ class BlockStore:
             gone = index.expire(time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0)
             committed = index.files(committed=True)
             there = [(path.name.partition(".")[0], path) for _, path, _ in block_folder.listed(self.root)]
-            index.remove(set(committed).difference(file for file, _ in there))
+            lost = set(committed).difference(file for file, _ in there)
+            self.counters["missing"] += len(lost)
+            index.remove(lost)
             known = set(index.files())
             if self._is_current(index):  # else it knows nothing of what is there now
                 for file, path in there:
