@@ -166,6 +166,25 @@ def test_a_file_that_is_cut_off_is_counted(disk: Disk, left: int) -> None:
     index.close()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_what_is_no_file_is_counted_and_read_by_nobody(disk: Disk, tmp_path: Path, kind: str) -> None:
+    vectors = clustered(COUNT)
+    disk.filled(vectors)
+    victim = kept_files(disk.folder)[0]
+    victim.rename(tmp_path / "elsewhere")
+    if kind == "pipe":
+        os.mkfifo(victim)
+    elif kind == "link":
+        victim.symlink_to(tmp_path / "elsewhere")
+    else:
+        victim.mkdir()
+    assert damage_of(victim)
+    index = disk.opened(vectors)
+    assert len(disk.faults) == 1
+    assert index.search("p", vectors[9])[0].item == "9"
+    index.close()
+
+
 def test_faiss_never_reads_what_was_not_checked(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.filled(clustered(COUNT))
     for file in kept_files(disk.folder):

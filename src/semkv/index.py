@@ -455,7 +455,7 @@ class VectorIndex:
             worker.join()
         with self._lock:
             homes = [] if self._reading or self._kept is None else list(self._partitions.values())
-            graphs = [graph for home in homes for graph in home.graphs if graph.kept != len(graph.items)]
+            graphs = [g for home in homes for g in home.graphs if g.file < 0 or g.kept != len(g.items)]
         for graph in graphs:
             self._keep(graph)
 

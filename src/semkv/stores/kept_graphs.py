@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from semkv.errors import CorruptValue
+from semkv.errors import CorruptValue, SemkvError
 from semkv.keys import digest
 from semkv.stores.catalog import Catalog
-from semkv.stores.files import described, file_id, make_folder, matching, remove_strays, replacing
+from semkv.stores.files import described, file_id, make_folder, matching, open_file, remove_strays, replacing
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -80,7 +80,7 @@ class KeptGraphs:
                 os.utime(file)
             except FileNotFoundError:
                 continue
-            except (OSError, ValueError, CorruptValue) as error:
+            except (OSError, ValueError, SemkvError) as error:
                 self._fault(error)
                 _delete(file)
 
@@ -233,7 +233,7 @@ def damage_of(file: Path) -> str:
         _checked(file, _MAGIC)
     except FileNotFoundError:
         return ""
-    except (OSError, CorruptValue) as error:
+    except (OSError, SemkvError) as error:
         return str(error)
     return ""
 
@@ -259,8 +259,11 @@ def _checked(file: Path, head: bytes) -> memoryview:
 
     Raises:
         CorruptValue: it begins otherwise, or does not fit its checksum.
+        StoreError: it is not a regular file.
+        OSError: it cannot be read.
     """
-    whole = memoryview(file.read_bytes())  # not mapped: an error of the disk would end the process
+    with os.fdopen(open_file(file, os.O_RDONLY), "rb") as opened:  # a pipe would block, a link lead elsewhere
+        whole = memoryview(opened.read())  # not mapped: an error of the disk would end the process
     if len(whole) < len(head) + _CHECKSUM:
         raise CorruptValue(f"graph {file.name}: cut off")
     body = whole[:-_CHECKSUM]

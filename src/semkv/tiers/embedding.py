@@ -98,8 +98,8 @@ class EmbeddingTier:
 
     # -- keeping the indexes ------------------------------------------------------------------------------------
 
-    def load(self, rows: Iterable[VectorRow], media: Iterable[MediaRow]) -> None:
-        """Index what the catalog holds; rows of other layers are ignored, damaged ones counted."""
+    def load(self, rows: Iterable[VectorRow]) -> None:
+        """Index texts of the catalog; rows of other layers are ignored, damaged ones counted."""
         names = {key: name for name, key in self.keys.items() if name != VISION}
         ready: dict[str, list[Row]] = {name: [] for name in names.values()}
         for row in rows:
@@ -115,6 +115,9 @@ class EmbeddingTier:
                 self._tally.fault("vector", error)
         for name, found in ready.items():
             self._text_indexes[name].extend(found)
+
+    def load_media(self, media: Iterable[MediaRow]) -> None:
+        """Index images of the catalog; damaged vectors are counted."""
         if self._vision is not None:
             with self._lock:
                 for media_row in media:
@@ -147,11 +150,6 @@ class EmbeddingTier:
             self._run_indexes[count] = VectorIndex(vision.dim * count, kept=kept)
         return self._run_indexes[count]
 
-    def loaded(self) -> None:
-        """Say that all of the catalog has been loaded."""
-        for index in self.indexes():
-            index.loaded()
-
     def _run_partition(self, space: str, run: str) -> str:
         return space if self._match is MatchPolicy.ANY else run
 
@@ -183,11 +181,6 @@ class EmbeddingTier:
                     empty.setdefault(len(self._media_of.pop(item)), []).append(item)
             for count, items in empty.items():
                 self._run_indexes[count].remove(items)
-
-    def close(self) -> None:
-        """Stop the indexes' upkeep and keep their graphs."""
-        for index in self.indexes():
-            index.close()
 
     # -- looking up ---------------------------------------------------------------------------------------------
 

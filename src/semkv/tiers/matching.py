@@ -107,6 +107,9 @@ class Matching:
                 catalog, encoder, config.scope, floor, tally, self._lost, normalised=folds
             )
             self._contexts = SimilarContext(catalog, encoder, config.scope, least, share, guard, normalised=folds)
+        self._similar: list[EmbeddingTier | SemanticTextTier] = [self._embedding]
+        if self._semantic is not None:
+            self._similar.append(self._semantic)
         self._seen_vectors = self._seen_media = 0
         self._behind = False  # whether the last refresh failed
         self._refreshing = threading.Lock()
@@ -124,9 +127,8 @@ class Matching:
         self._follower.join()
         with self._boundary("purge"):  # graphs are not written then
             self.heed()
-        self._embedding.close()
-        if self._semantic is not None:
-            self._semantic.close()
+        for index in self._indexes():
+            index.close()
 
     def warm_up(self) -> None:
         """Run the text encoder once."""
@@ -242,16 +244,14 @@ class Matching:
     def _read(self) -> None:
         layers = [key for name, key in self.layer_keys().items() if name != VISION]
         while rows := self._catalog.vectors(layers, self._seen_vectors, _PAGE):
-            self._embedding.load(rows, ())
-            if self._semantic is not None:
-                self._semantic.load(rows)
+            for tier in self._similar:
+                tier.load(rows)
             self._seen_vectors = rows[-1].number
         while VISION in self._embedding.keys and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
-            self._embedding.load((), media)
+            self._embedding.load_media(media)
             self._seen_media = media[-1].number
-        self._embedding.loaded()
-        if self._semantic is not None:
-            self._semantic.loaded()
+        for index in self._indexes():
+            index.loaded()
 
     def heed(self) -> None:
         """Forget what was purged since the last time, by this process or another: vectors, graphs, words of texts."""
@@ -271,20 +271,18 @@ class Matching:
         self._purge = purge
 
     def _indexes(self) -> list[VectorIndex]:
-        return self._embedding.indexes() + ([] if self._semantic is None else self._semantic.indexes())
+        return [index for tier in self._similar for index in tier.indexes()]
 
     def _entries(self) -> set[str]:
-        known = self._embedding.entries()
-        return known if self._semantic is None else known.union(self._semantic.entries())
+        return {entry for tier in self._similar for entry in tier.entries()}
 
     def remove(self, entry_ids: Sequence[str]) -> None:
         """Forget those of some entries that the catalog does not have."""
         for start in range(0, len(entry_ids), _ASKED):
             with self._refreshing:  # what is recorded again meanwhile is indexed after this, and stays
                 gone = self._catalog.missing(entry_ids[start : start + _ASKED])
-                self._embedding.remove(gone)
-                if self._semantic is not None:
-                    self._semantic.remove(gone)
+                for tier in self._similar:
+                    tier.remove(gone)
 
     def _lost(self, entry_id: str) -> None:
         """Forget an entry that another process deleted."""

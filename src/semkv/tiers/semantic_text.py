@@ -68,10 +68,6 @@ class SemanticTextTier:
                 self._tally.fault("vector", error)
         self._index.extend(row for row in ready if row.partition)
 
-    def loaded(self) -> None:
-        """Say that all of the catalog has been loaded."""
-        self._index.loaded()
-
     def indexes(self) -> list[VectorIndex]:
         return [self._index]
 
@@ -81,10 +77,6 @@ class SemanticTextTier:
 
     def remove(self, entry_ids: Iterable[str]) -> None:
         self._index.remove(entry_ids)
-
-    def close(self) -> None:
-        """Stop the index's upkeep and keep its graphs."""
-        self._index.close()
 
     def vector(self, text: str) -> Vector | None:
         """The chunk text's unit vector, or None for an empty text and one beyond the encoder's window."""
