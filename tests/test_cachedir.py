@@ -15,7 +15,8 @@ from semkv.errors import StoreError
 from semkv.stores import cachedir
 from semkv.stores.cachedir import BLOCK_FILES, prepare, purge_directory
 from semkv.stores.fusion import FusionStore
-from semkv_lab.settings import RunFlags, resolve
+from semkv_lab.flags import RunFlags
+from semkv_lab.settings import resolve
 
 
 def config(root: Path, **flags: Any) -> Any:

@@ -20,15 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from documents import VARIANTS, generate_documents
 
 from semkv.errors import ConfigError
-from semkv_lab.minigqa.answers import restate
-from semkv_lab.minigqa.draw import draw
-from semkv_lab.minigqa.generate import generate
-from semkv_lab.minigqa.knobs import Knobs, Order
-from semkv_lab.minigqa.program import references
-from semkv_lab.minigqa.questions import KINDS, WEIGHTS, ask, ask_any
-from semkv_lab.minigqa.records import TYPES
-from semkv_lab.minigqa.scene import COLORS, MARGIN, SIZES, WIDTH, make_scene, recolor, relation_holds
-from semkv_lab.minigqa.surfaces import SURFACES, wordings
+from semkv_lab.minigqa.generate import Knobs, Order, generate, restate
+from semkv_lab.minigqa.questions import KINDS, ask, ask_any, references, wordings
+from semkv_lab.minigqa.scenes import COLORS, MARGIN, SIZES, WIDTH, draw, make_scene, recolor, relation_holds
 
 Record = dict[str, Any]
 
@@ -111,8 +105,8 @@ def test_records_have_gqas_keys_and_types(data: Written) -> None:
             assert all(isinstance(d, int) and 0 <= d < number for d in step["dependencies"])
         for other in record["entailed"] + record["equivalent"]:
             assert data.questions[other]["imageId"] == record["imageId"]
-    assert {r["types"]["structural"] for r in data.questions.values()} == {t[0] for t in TYPES.values()}
-    assert {r["types"]["semantic"] for r in data.questions.values()} == {t[1] for t in TYPES.values()}
+    assert {r["types"]["structural"] for r in data.questions.values()} == {k.types[0] for k in KINDS.values()}
+    assert {r["types"]["semantic"] for r in data.questions.values()} == {k.types[1] for k in KINDS.values()}
 
 
 def test_scene_graphs_have_gqas_keys_and_fit_their_pictures(data: Written) -> None:
@@ -329,7 +323,7 @@ def test_every_kind_is_asked_with_balanced_answers(kind: str) -> None:
         program = ask(make_scene(rng), rng, kind)
         if program is not None:
             assert program.kind == kind
-            assert len(set(wordings(program))) == len(SURFACES[kind])
+            assert len(set(wordings(program))) == len(KINDS[kind].wordings)
             answers[program.answer] += 1
     assert sum(answers.values()) > 600
     assert max(answers.values()) < 1.35 * sum(answers.values()) / len(answers)
@@ -427,7 +421,7 @@ def test_restating_a_question_in_its_own_scene_changes_nothing() -> None:
     for _ in range(300):
         scene = make_scene(rng)
         for _ in range(10):
-            program = ask_any(scene, rng, WEIGHTS)
+            program = ask_any(scene, rng)
             assert restate(scene, program) == program
 
 

@@ -9,8 +9,9 @@ import pytest
 from semkv.errors import ConfigError
 from semkv.presets import PRESETS, get_preset
 from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, Scope
+from semkv_lab.flags import RunFlags
 from semkv_lab.requests import ChunkSource
-from semkv_lab.settings import RunFlags, resolve
+from semkv_lab.settings import resolve
 
 
 def test_every_preset_resolves() -> None:
@@ -40,10 +41,10 @@ def test_flags_override_the_preset(tmp_path: Path) -> None:
         preset="internvl3.5-2b",
         model="other/model",
         trust_remote_code=False,
-        embedding_layers=("prompt:384:0.9",),
+        embedding_layer=("prompt:384:0.9",),
         embedding_hook="prompt",
         similarity_threshold=0.0,
-        fusion_cache=False,
+        enable_fusion_cache=False,
         max_tokens=3,
         dataset="jsonl",
         cache_dir=tmp_path,
@@ -89,11 +90,11 @@ def test_words_become_values() -> None:
         (RunFlags(engine="tpu"), "--engine", "labels, scripted, vllm"),
         (RunFlags(similarity_threshold=1.2), "--similarity-threshold", "from 0 to 1"),
         (RunFlags(similarity_threshold=-0.1), "--similarity-threshold", "from 0 to 1"),
-        (RunFlags(embedding_layers=("prompt:384:7",)), "--embedding-layer", "from 0 to 1"),
-        (RunFlags(embedding_layers=("prompt",)), "--embedding-layer", "NAME:DIM"),
-        (RunFlags(embedding_layers=("prompt:0",)), "--embedding-layer", "positive"),
-        (RunFlags(embedding_layers=("a:3", "a:3")), "--embedding-layer", "once"),
-        (RunFlags(preset="opt-125m", embedding_layers=("prompt:384",)), "--embedding-hook", "prompt_vision"),
+        (RunFlags(embedding_layer=("prompt:384:7",)), "--embedding-layer", "from 0 to 1"),
+        (RunFlags(embedding_layer=("prompt",)), "--embedding-layer", "NAME:DIM"),
+        (RunFlags(embedding_layer=("prompt:0",)), "--embedding-layer", "positive"),
+        (RunFlags(embedding_layer=("a:3", "a:3")), "--embedding-layer", "once"),
+        (RunFlags(preset="opt-125m", embedding_layer=("prompt:384",)), "--embedding-hook", "prompt_vision"),
         (RunFlags(max_samples=0), "--max-samples", "positive"),
         (RunFlags(max_tokens=0), "--max-tokens", "positive"),
         (RunFlags(max_model_len=-1), "--max-model-len", "positive"),

@@ -25,7 +25,8 @@ from semkv.cli import app
 from semkv.config import CacheConfig
 from semkv.connectors.settings import KVSettings, read_settings
 from semkv.server.settings import ServerSettings, from_environment, secret_of
-from semkv_lab.settings import RunFlags, resolve
+from semkv_lab.flags import RunFlags
+from semkv_lab.settings import resolve
 
 
 class Process:

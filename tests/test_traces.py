@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from semkv.errors import ConfigError
-from semkv_lab.datasets import ImageRef, Sample
-from semkv_lab.settings import RunFlags, resolve
-from semkv_lab.traces import SESSION_USERS, Trace, TraceKind, arrange
+from semkv_lab.flags import RunFlags
+from semkv_lab.requests import SESSION_USERS, Trace, TraceKind, arrange
+from semkv_lab.samples import ImageRef, Sample
+from semkv_lab.settings import resolve
 
 SAMPLES = [
     Sample(f"{image}-{number}", f"question {number} on {image}", images=(ImageRef(f"i{image}", None),))

@@ -18,11 +18,11 @@ from semkv.config import (
 from semkv.errors import ConfigError
 from semkv.presets import DEFAULT_PRESET, Preset, get_preset
 from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
-from semkv_lab.datasets import DATASETS, DatasetOptions
-from semkv_lab.datasets.base import GQA_REPO
-from semkv_lab.outputs import SETTINGS, keep_apart
-from semkv_lab.requests import ChunkSource
-from semkv_lab.traces import ZIPF_EXPONENT, Trace, TraceKind
+from semkv_lab.console import SETTINGS, keep_apart
+from semkv_lab.datasets import DATASETS
+from semkv_lab.flags import RunFlags
+from semkv_lab.requests import ZIPF_EXPONENT, ChunkSource, Trace, TraceKind
+from semkv_lab.samples import GQA_REPO, DatasetOptions
 
 _LARGEST = 10**18
 ENGINES = ("vllm", "scripted", "labels")
@@ -30,61 +30,6 @@ ENGINES = ("vllm", "scripted", "labels")
 _T = TypeVar("_T")
 # Layers that a built-in hook cannot fill are dropped from a preset when the user names that hook.
 _HOOK_LAYERS = {"none": frozenset[str](), "prompt": frozenset({"prompt"}), "vision": frozenset({"vision"})}
-
-
-@dataclass(frozen=True)
-class RunFlags:
-    """Flags as they were given; None means not given. Field names are the flags' own, ``-`` as ``_``."""
-
-    preset: str | None = None
-    model: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool | None = None
-    max_model_len: int | None = None
-    dataset: str | None = None
-    dataset_root: Path | None = None
-    dataset_config: str | None = None
-    dataset_repo: str | None = None
-    split: str | None = None
-    max_samples: int | None = None
-    shuffle_seed: int | None = None
-    chunk_source: str | None = None
-    chunk_window: int | None = None
-    similarity_threshold: float | None = None
-    embedding_layers: tuple[str, ...] | None = None
-    embedding_hook: str | None = None
-    vision_encoder: str | None = None
-    index_encoder: str | None = None
-    disable_semantic_cache: bool = False
-    disable_guards: bool = False
-    policy: str | None = None
-    max_error_rate: float | None = None
-    calibration: Path | None = None
-    verify_rate: float | None = None
-    disable_exact_cache: bool = False
-    disable_normalised_hits: bool = False
-    fusion_cache: bool | None = None
-    max_cached_blocks: int | None = None
-    max_entries: int | None = None
-    media_mib: int | None = None
-    cache_dir: Path | None = None
-    fusion_cache_dir: Path | None = None
-    data_dir: Path | None = None
-    cache_mode: str | None = None
-    match: str | None = None
-    scope: str | None = None
-    tenant: str | None = None
-    max_tokens: int | None = None
-    engine: str | None = None
-    trace: str | None = None
-    trace_seed: int | None = None
-    trace_requests: int | None = None
-    trace_exponent: float | None = None
-    baseline: bool = False
-    baseline_from: Path | None = None
-    purge: bool = False
-    samples_out: Path | None = None
-    summary_out: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -258,7 +203,7 @@ def _cache(flags: RunFlags, preset: Preset, layers: tuple[EmbeddingLayer, ...], 
         exact=not flags.disable_exact_cache,
         normalised=not flags.disable_normalised_hits,
         semantic=not flags.disable_semantic_cache,
-        fusion=_or(flags.fusion_cache, preset.fusion),
+        fusion=_or(flags.enable_fusion_cache, preset.fusion),
         similarity_threshold=check_threshold(
             "--similarity-threshold", _or(flags.similarity_threshold, preset.similarity_threshold)
         ),
@@ -275,8 +220,8 @@ def _cache(flags: RunFlags, preset: Preset, layers: tuple[EmbeddingLayer, ...], 
 
 def _layers(flags: RunFlags, preset: Preset) -> tuple[tuple[EmbeddingLayer, ...], str]:
     hook = _or(flags.embedding_hook, preset.embedding_hook)
-    if flags.embedding_layers is not None:
-        return tuple(parse_embedding_layer(spec) for spec in flags.embedding_layers), hook
+    if flags.embedding_layer is not None:
+        return tuple(parse_embedding_layer(spec) for spec in flags.embedding_layer), hook
     layers = tuple(parse_embedding_layer(spec) for spec in preset.embedding_layers)
     return tuple(layer for layer in layers if layer.name in _HOOK_LAYERS.get(hook, {layer.name})), hook
 

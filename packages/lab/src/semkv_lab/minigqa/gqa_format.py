@@ -1,0 +1,237 @@
+"""Questions and scenes as GQA writes them: question records and scene graphs.
+
+The schema is that of GQA's ``val_balanced_questions.json`` and ``val_sceneGraphs.json`` (Hudson and Manning, "GQA: A
+New Dataset for Real-World Visual Reasoning and Compositional Question Answering", CVPR 2019).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from semkv_lab.minigqa.questions import KINDS, NOUN, Program, Ref, fill, slot_ref, slot_text
+from semkv_lab.minigqa.scenes import RELATIONS, WIDTH, Scene, relation_holds
+
+Step = dict[str, Any]
+"""``{"operation": str, "dependencies": list[int], "argument": str}``."""
+
+_GQA_NAME = {"shape": "name", "color": "color", "size": "size"}
+_SLOT = re.compile(r"\{(\w+)\}")
+
+
+def question_record(
+    program: Program,
+    template: str,
+    text: str,
+    *,
+    image_id: str,
+    object_ids: Sequence[str],
+    equivalent: Sequence[str],
+    entailed: Sequence[str],
+) -> dict[str, Any]:
+    """One question in GQA's schema.
+
+    Args:
+        template: the wording of `questions.KINDS`, for the annotations.
+        text: the question as it is asked; the template filled, or a variant of it in case or white space.
+        object_ids: the scene graph's id of each object of the scene, by index.
+        equivalent: ids of the image's questions with the same program, this one included.
+        entailed: ids of the image's questions whose answers follow from this one's.
+    """
+    steps = semantic(program, object_ids)
+    kind = KINDS[program.kind]
+    structural, meaning, detailed, *group = kind.types
+    full = kind.full[-1 if program.answer == "no" else 0]
+    return {
+        "semantic": steps,
+        "entailed": list(entailed),
+        "equivalent": list(equivalent),
+        "question": text,
+        "imageId": image_id,
+        "isBalanced": True,
+        "groups": {"global": group[0] if group else None, "local": _local_group(program)},
+        "answer": program.answer,
+        "semanticStr": semantic_str(steps),
+        "annotations": {
+            "answer": _answer_annotation(program, object_ids),
+            "question": _annotation(template, program, object_ids),
+            "fullAnswer": _annotation(full, program, object_ids),
+        },
+        "types": {"detailed": detailed, "semantic": meaning, "structural": structural},
+        "fullAnswer": fill(full, program),
+    }
+
+
+def semantic_str(steps: Sequence[Step]) -> str:
+    """GQA's one-line form: ``select: cube (7)->query: color [0]``."""
+    return "->".join(
+        f"{s['operation']}: {s['argument']}" + (f" {s['dependencies']}" if s["dependencies"] else "") for s in steps
+    )
+
+
+def semantic(program: Program, object_ids: Sequence[str]) -> list[Step]:
+    """The program as GQA's operations."""
+    steps = _Steps(object_ids)
+    kind, a, b = program.kind, program.a, program.b
+    if kind.startswith("ground"):
+        steps.add_task(kind.removeprefix("ground_"), "location", program, steps.add("select", "scene"))
+    elif kind.startswith(("rel_query", "rel_exist")) and a is not None and b is not None:
+        steps.add_related(program, a, b)
+    elif a is None:
+        raise ValueError(f"a {kind} program names no object")
+    elif b is None:
+        steps.add_single(program, steps.select(a))
+    else:
+        steps.add_pair(program, a, b)
+    return steps.done
+
+
+class _Steps:
+    """Steps as they are appended; every method that adds returns the number of its last step."""
+
+    def __init__(self, object_ids: Sequence[str]) -> None:
+        self._object_ids = object_ids
+        self.done: list[Step] = []
+
+    def add(self, operation: str, argument: str, *dependencies: int) -> int:
+        self.done.append({"operation": operation, "dependencies": list(dependencies), "argument": argument})
+        return len(self.done) - 1
+
+    def select(self, ref: Ref) -> int:
+        return self._narrow(ref, self.add("select", f"{ref.shape or NOUN} ({self._id(ref)})"))
+
+    def add_task(self, task: str, what: str, program: Program, at: int) -> int:
+        """``query``, ``verify`` or ``choose`` of one property."""
+        if task == "query":
+            return self.add("query", what, at)
+        return self.add(f"{task} {what}", program.value if task == "verify" else f"{program.value}|{program.other}", at)
+
+    def add_related(self, program: Program, a: Ref, b: Ref) -> int:
+        """What stands in a relation to ``b``: whether such an ``a`` is there, or a property of the only one."""
+        exists = program.kind == "rel_exist"
+        noun = a.shape or NOUN if exists else "_"
+        found = self.add("relate", f"{noun},{program.value},s ({self._id(a)})", self.select(b))
+        if exists:
+            return self.add("exist", "?", self._narrow(a, found))
+        return self.add("query", _GQA_NAME[program.kind.removeprefix("rel_query_")], found)
+
+    def add_single(self, program: Program, at: int) -> int:
+        task, _, name = program.kind.partition("_")
+        if task == "exist":
+            return self.add("exist", "?", at)
+        if task == "position":
+            axis = "vposition" if program.value in ("top", "bottom") else "hposition"
+            return self.add_task(name, axis, program, at)
+        if name == "both":
+            color = self.add("verify color", program.value, at)
+            return self.add("and", "", color, self.add("verify size", program.other, at))
+        return self.add_task(task, _GQA_NAME[name], program, at)
+
+    def add_pair(self, program: Program, a: Ref, b: Ref) -> int:
+        kind, first = program.kind, self.select(a)
+        if kind in ("exist_and", "exist_or"):
+            there = self.add("exist", "?", first)
+            return self.add(kind.removeprefix("exist_"), "", there, self.add("exist", "?", self.select(b)))
+        second = self.select(b)
+        if kind.startswith("rel_"):
+            task = kind.removeprefix("rel_")
+            relation = program.value if task == "verify" else f"{program.value}|{program.other}"
+            return self.add(f"{task} rel", f"{b.shape or NOUN},{relation},o ({self._id(b)})", first, second)
+        operation = f"choose {program.value}" if kind == "compare_size" else kind.replace("_", " ")
+        return self.add(operation, "", first, second)
+
+    def _id(self, ref: Ref) -> str:
+        return self._object_ids[ref.index] if ref.index >= 0 else "-"
+
+    def _narrow(self, ref: Ref, at: int) -> int:
+        if ref.color:
+            at = self.add("filter color", ref.color, at)
+        return self.add("filter size", ref.size, at) if ref.size else at
+
+
+def _local_group(program: Program) -> str:
+    number = list(KINDS).index(program.kind)
+    subject = program.a.text if program.a and program.a.text != NOUN else program.b.text if program.b else "ground"
+    values = "_".join(v for v in (program.value, program.other) if v) or program.kind.rsplit("_", 1)[-1]
+    return f"{number:02d}-{subject}_{values}".replace(" ", "-")
+
+
+def _annotation(template: str, program: Program, object_ids: Sequence[str]) -> dict[str, str]:
+    """Word spans of the phrases: ``"3"`` or ``"3:5"`` (end excluded), counted between spaces, to the object's id."""
+    spans: dict[str, str] = {}
+    at = 0
+    for token in template.split(" "):
+        slot = _SLOT.search(token)
+        if slot is None:
+            at += 1
+            continue
+        words = len(slot_text(slot.group(1), program).split(" "))
+        ref = slot_ref(slot.group(1), program)
+        if ref is not None and ref.index >= 0:
+            start = at + slot.group(1).startswith("an_")
+            spans[str(start) if at + words - start == 1 else f"{start}:{at + words}"] = object_ids[ref.index]
+        at += words
+    return spans
+
+
+def _answer_annotation(program: Program, object_ids: Sequence[str]) -> dict[str, str]:
+    """The object an answer names: the only word of the answer, where the answer is an object's name."""
+    if program.kind == "compare_size" and program.a and program.b:
+        chosen = program.a if program.a.shape == program.answer else program.b
+        return {"0": object_ids[chosen.index]}
+    if program.kind in ("query_shape", "choose_shape", "rel_query_shape") and program.a:
+        return {"0": object_ids[program.a.index]}
+    return {}
+
+
+def scene_graph(scene: Scene, object_ids: Sequence[str], *, scale: float = 1.0, shift: int = 0) -> dict[str, Any]:
+    """The scene in GQA's scene graph schema, boxes in pixels of a picture that was scaled and then shifted."""
+    objects = {}
+    for i, thing in enumerate(scene.things):
+        relations = [
+            {"name": relation, "object": object_ids[j]}
+            for j in range(len(scene.things))
+            if j != i
+            for relation in RELATIONS
+            if relation_holds(scene, i, relation, j)
+        ]
+        objects[object_ids[i]] = {
+            "name": thing.shape,
+            "x": round((thing.x - thing.radius) * scale) + shift,
+            "y": round((thing.y - thing.radius) * scale) + shift,
+            "w": round(2 * thing.radius * scale),
+            "h": round(2 * thing.radius * scale),
+            "attributes": [thing.color, thing.size],
+            "relations": relations,
+        }
+    side = round(WIDTH * scale)
+    return {"width": side, "height": side, "location": scene.ground, "objects": objects}
+
+
+Fact = tuple[str, ...]
+
+
+def settles(program: Program) -> frozenset[Fact]:
+    """The facts of the scene that the question and its answer together state."""
+    if program.kind.startswith(("verify", "ground_verify")) and program.answer != "yes":
+        return frozenset()
+    return needs(program)
+
+
+def needs(program: Program) -> frozenset[Fact]:
+    """The facts from which the question can be answered; empty where no single question states them."""
+    kind, a, b = program.kind, program.a, program.b
+    if kind in ("rel_verify", "rel_choose") and a and b:
+        axis = "x" if program.value in ("to the left of", "to the right of") else "y"
+        return frozenset({("rel", axis, *sorted((str(a.index), str(b.index))))})
+    if kind.startswith("ground"):
+        return frozenset({("ground",)})
+    if kind.startswith("position") and a:
+        return frozenset({("vposition" if program.value in ("top", "bottom") else "hposition", str(a.index))})
+    if kind == "verify_both" and a:
+        return frozenset({("color", str(a.index)), ("size", str(a.index))})
+    task, _, name = kind.partition("_")
+    if task in ("query", "verify", "choose") and a:
+        return frozenset({(name, str(a.index))})
+    return frozenset()

@@ -1,0 +1,244 @@
+"""Scenes of a few drawn objects, the spatial relations that a picture of them clearly shows, and the pictures.
+
+A scene is a value: everything the drawing needs stands in it, so equal scenes give equal pixels. Lengths are in
+pixels of the square picture, x to the right and y downwards, and ``x``, ``y`` of an object are its centre.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
+
+WIDTH = 96
+"""Side of a picture in pixels."""
+
+SHAPES = ("cube", "ball", "cone", "cylinder", "star", "ring", "cross", "heart")
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "black")
+SIZES = ("small", "large")
+GROUNDS = ("sand", "snow", "grass")
+
+RADIUS = {"small": 7.0, "large": 12.5}
+"""Half the side of an object's square, before a jitter of 6%."""
+
+MARGIN = 14.0
+"""Two centres nearer than this along an axis have no relation along it: a question about it would be unfair."""
+
+RELATIONS = ("to the left of", "to the right of", "above", "below")
+OPPOSITE = {
+    "to the left of": "to the right of",
+    "to the right of": "to the left of",
+    "above": "below",
+    "below": "above",
+}
+_GAP = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """One object: its shape, colour and size by name, its centre and half side in pixels, its shade in [-1, 1]."""
+
+    shape: str
+    color: str
+    size: str
+    x: float
+    y: float
+    radius: float
+    shade: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What one picture shows. ``grain`` seeds the background's texture, ``light`` in [-1, 1] shifts its brightness."""
+
+    things: tuple[Thing, ...]
+    ground: str
+    light: float
+    grain: int
+
+
+def make_scene(rng: Random) -> Scene:
+    """A scene of 3 to 5 objects that do not overlap; no two share both shape and colour.
+
+    Half of the scenes hold two objects of one shape and half two of one colour, so that a phrase often needs an
+    attribute to be unique and "the same colour" is often true.
+    """
+    kinds = _choose_kinds(rng, rng.choice((3, 3, 4, 4, 5)))
+    while True:
+        things = _place(rng, kinds)
+        if things is not None:
+            return Scene(things, rng.choice(GROUNDS), rng.uniform(-1, 1), rng.getrandbits(31))
+
+
+def _choose_kinds(rng: Random, count: int) -> list[tuple[str, str]]:
+    shapes = rng.sample(SHAPES, count)
+    colors = rng.sample(COLORS, count)
+    if rng.random() < 0.5:
+        shapes[1] = shapes[0]
+    if rng.random() < 0.5:
+        colors[-1] = colors[0]
+    kinds = list(zip(shapes, colors, strict=True))
+    rng.shuffle(kinds)
+    return kinds
+
+
+def _place(rng: Random, kinds: list[tuple[str, str]]) -> tuple[Thing, ...] | None:
+    things: list[Thing] = []
+    for shape, color in kinds:
+        size = rng.choice(SIZES)
+        radius = RADIUS[size] * rng.uniform(0.94, 1.06)
+        low, high = radius + 2, WIDTH - radius - 2
+        for _ in range(24):
+            x, y = rng.uniform(low, high), rng.uniform(low, high)
+            if all(max(abs(x - t.x), abs(y - t.y)) > radius + t.radius + _GAP for t in things):
+                things.append(Thing(shape, color, size, x, y, radius, rng.uniform(-1, 1)))
+                break
+        else:
+            return None
+    return tuple(things)
+
+
+def relation_holds(scene: Scene, subject: int, relation: str, target: int) -> bool | None:
+    """Whether object ``subject`` clearly stands in ``relation`` to ``target``; None where the picture is not clear."""
+    a, b = scene.things[subject], scene.things[target]
+    delta = b.x - a.x if relation in ("to the left of", "to the right of") else b.y - a.y
+    if abs(delta) < MARGIN:
+        return None
+    return (delta > 0) == (relation in ("to the left of", "above"))
+
+
+def side_of(scene: Scene, index: int, axis: str) -> str | None:
+    """``left``/``right`` for the axis ``hposition``, ``top``/``bottom`` for ``vposition``; None near the middle."""
+    thing = scene.things[index]
+    offset = (thing.x if axis == "hposition" else thing.y) - WIDTH / 2
+    if abs(offset) < MARGIN / 2:
+        return None
+    names = ("left", "right") if axis == "hposition" else ("top", "bottom")
+    return names[offset > 0]
+
+
+def recolor(scene: Scene, rng: Random) -> Scene:
+    """A look-alike: the same scene with one object in another colour; no two objects come to share shape and colour."""
+    index = rng.randrange(len(scene.things))
+    thing = scene.things[index]
+    taken = {t.color for t in scene.things if t.shape == thing.shape}
+    color = rng.choice([c for c in COLORS if c not in taken])
+    things = (*scene.things[:index], replace(thing, color=color), *scene.things[index + 1 :])
+    return replace(scene, things=things)
+
+
+RGB = tuple[int, int, int]
+
+_SCALE = 3
+_PAINTS: dict[str, RGB] = {
+    "red": (212, 34, 38),
+    "orange": (244, 134, 20),
+    "yellow": (248, 222, 40),
+    "green": (34, 148, 62),
+    "blue": (32, 84, 208),
+    "purple": (128, 44, 168),
+    "pink": (250, 142, 190),
+    "black": (28, 28, 32),
+}
+_GROUNDS: dict[str, RGB] = {"sand": (226, 208, 172), "snow": (228, 234, 242), "grass": (186, 216, 178)}
+_OUTLINE = 0.62
+
+
+def draw(scene: Scene) -> Image:
+    """The picture of a scene, 96 x 96 RGB; the same scene gives the same pixels."""
+    from PIL import Image, ImageDraw
+
+    big = _background(scene).resize((WIDTH * _SCALE, WIDTH * _SCALE), Image.Resampling.BILINEAR)
+    pen = ImageDraw.Draw(big)
+    for thing in scene.things:
+        _draw_thing(pen, thing)
+    return big.reduce(_SCALE)
+
+
+def jpeg(image: Image, quality: int = 90) -> bytes:
+    """The picture as the bytes of a JPEG file."""
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()
+
+
+def _background(scene: Scene) -> Image:
+    """A soft, slightly uneven ground: 12 x 12 noise of the scene's own seed, enlarged."""
+    import numpy as np
+    from PIL import Image
+
+    grain = np.random.default_rng(scene.grain)
+    noise = grain.normal(0.0, 5.0, (12, 12, 1)) + grain.normal(0.0, 1.5, (12, 12, 3))
+    slope = np.linspace(-6, 6, 12)[:, None, None] * (1 if scene.grain % 2 else -1)
+    pixels = np.array(_GROUNDS[scene.ground], dtype=np.float64) + 8 * scene.light + noise + slope
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8), "RGB")
+
+
+def _draw_thing(pen: ImageDraw, thing: Thing) -> None:
+    x, y, r = thing.x * _SCALE, thing.y * _SCALE, thing.radius * _SCALE
+    fill = _shaded(_PAINTS[thing.color], 1 + 0.07 * thing.shade)
+    edge = _shaded(fill, _OUTLINE)
+    light = _lightened(fill)
+    if thing.shape == "cube":
+        lift = 0.5 * r
+        left, top, right, bottom = x - r, y - r + lift, x + r - lift, y + r
+        pen.polygon([(left, top), (left + lift, y - r), (x + r, y - r), (right, top)], fill=light, outline=edge)
+        pen.polygon([(right, top), (x + r, y - r), (x + r, bottom - lift), (right, bottom)], fill=edge, outline=edge)
+        pen.rectangle((left, top, right, bottom), fill=fill, outline=edge, width=2)
+    elif thing.shape == "ball":
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=fill, outline=edge, width=2)
+        pen.ellipse((x - 0.55 * r, y - 0.6 * r, x - 0.1 * r, y - 0.2 * r), fill=light)
+    elif thing.shape == "cone":
+        pen.ellipse((x - r, y + 0.4 * r, x + r, y + r), fill=fill, outline=edge, width=2)
+        pen.polygon([(x, y - r), (x - r, y + 0.7 * r), (x + r, y + 0.7 * r)], fill=fill)
+        pen.line([(x - r, y + 0.7 * r), (x, y - r), (x + r, y + 0.7 * r)], fill=edge, width=2)
+    elif thing.shape == "cylinder":
+        half = 0.66 * r
+        pen.ellipse((x - half, y + 0.5 * r, x + half, y + r), fill=fill, outline=edge, width=2)
+        pen.rectangle((x - half, y - 0.72 * r, x + half, y + 0.75 * r), fill=fill)
+        pen.line([(x - half, y - 0.72 * r), (x - half, y + 0.75 * r)], fill=edge, width=2)
+        pen.line([(x + half, y - 0.72 * r), (x + half, y + 0.75 * r)], fill=edge, width=2)
+        pen.ellipse((x - half, y - r, x + half, y - 0.45 * r), fill=light, outline=edge, width=2)
+    elif thing.shape == "star":
+        pen.polygon(_star(x, y + 0.08 * r, 1.08 * r), fill=fill, outline=edge)
+    elif thing.shape == "ring":
+        pen.ellipse((x - r, y - r, x + r, y + r), outline=fill, width=max(3, round(0.42 * r)))
+    elif thing.shape == "cross":
+        arm = 0.34 * r
+        pen.rectangle((x - arm, y - r, x + arm, y + r), fill=fill)
+        pen.rectangle((x - r, y - arm, x + r, y + arm), fill=fill)
+    else:
+        pen.polygon(_heart(x, y, r), fill=fill, outline=edge)
+
+
+def _star(x: float, y: float, r: float) -> list[tuple[float, float]]:
+    points = []
+    for i in range(10):
+        length = r if i % 2 == 0 else 0.42 * r
+        angle = math.pi * (i / 5 - 0.5)
+        points.append((x + length * math.cos(angle), y + length * math.sin(angle)))
+    return points
+
+
+def _heart(x: float, y: float, r: float) -> list[tuple[float, float]]:
+    points = []
+    for i in range(28):
+        t = 2 * math.pi * i / 28
+        across = math.sin(t) ** 3
+        down = -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)) / 16
+        points.append((x + r * across, y + r * (0.92 * down - 0.08)))
+    return points
+
+
+def _shaded(color: RGB, factor: float) -> RGB:
+    return (min(255, round(color[0] * factor)), min(255, round(color[1] * factor)), min(255, round(color[2] * factor)))
+
+
+def _lightened(color: RGB) -> RGB:
+    return (color[0] + (255 - color[0]) // 2, color[1] + (255 - color[1]) // 2, color[2] + (255 - color[2]) // 2)

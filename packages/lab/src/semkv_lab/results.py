@@ -1,0 +1,493 @@
+"""What the logs of sweeps hold, and what a report shows of it: groups, Pareto front, grids, headlines, wrong hits."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from semkv.errors import DatasetError
+from semkv_lab.intervals import Estimate
+from semkv_lab.metrics import HUGE, SampleRecord, given, wrong_hit
+from semkv_lab.samples import NO_JSON
+
+STATUSES = ("ok", "failed", "interrupted")
+_OBJECTS = ("settings", "environment", "trace")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One row of a log.
+
+    Attributes:
+        name: unique on the page; where several logs use it, the log's name stands before it.
+        status: ``ok``, ``failed`` or ``interrupted``.
+        settings, environment, trace: as the sweep wrote them.
+        summary: `Summary.to_json`, or empty where the experiment failed.
+        records: its samples; empty where the log names no file of samples or the file is gone.
+        missing: the file of samples that the log names and that is not there.
+    """
+
+    name: str
+    status: str
+    error: str
+    notes: str
+    seconds: float | None
+    settings: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    trace: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    records: tuple[SampleRecord, ...] = ()
+    missing: Path | None = None
+
+    def estimate(self, *path: str) -> Estimate:
+        """A figure of the summary with its interval; empty where the summary has none."""
+        found = self.value(*path)
+        if not isinstance(found, Mapping):
+            return Estimate(0, None)
+        n, value, low, high = (number(found.get(key)) for key in ("n", "value", "low", "high"))
+        return Estimate(int(n or 0), value, low, high)
+
+    def value(self, *path: str) -> Any:
+        """Whatever the summary holds at this path of keys, or None."""
+        found: Any = self.summary
+        for key in path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+    def setting(self, *path: str) -> Any:
+        """Whatever the settings hold at this path of keys, or None."""
+        found: Any = self.settings
+        for key in path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+
+def read_logs(paths: Sequence[Path]) -> list[Experiment]:
+    """The experiments of all logs, in order.
+
+    Raises:
+        DatasetError: a log or a file of samples cannot be read, or is none; names file and line.
+    """
+    logs = [(path, _read_log(path)) for path in paths]
+    uses = Counter(e.name for _, experiments in logs for e in experiments)
+    found = [
+        replace(e, name=f"{path.stem}: {e.name}") if uses[e.name] > 1 else e
+        for path, experiments in logs
+        for e in experiments
+    ]
+    if not found:
+        raise DatasetError(f"{', '.join(map(str, paths))}: no experiment is logged there")
+    return found
+
+
+def _read_log(path: Path) -> list[Experiment]:
+    if path.suffix not in (".csv", ".jsonl"):
+        raise DatasetError(f"{path}: a log of a sweep ends in .csv or .jsonl")
+    if not path.is_file():
+        raise DatasetError(f"{path}: no such file")
+    lines = path.with_suffix(".jsonl")
+    if not lines.is_file():
+        raise DatasetError(f"{lines}: no such file; a report reads the .jsonl that the sweep writes beside {path.name}")
+    rows: dict[str, Experiment] = {}
+    for line, row in _whole_lines(lines):
+        experiment = _experiment(row, lines, line)
+        rows[experiment.name] = experiment  # a later row is a later try
+    return list(rows.values())
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(line number, object) of every line of JSON lines; a last line that was cut off, as by a kill, is left out.
+
+    Raises:
+        DatasetError: the file cannot be read, or a line is no JSON object; names file and line.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as e:
+        raise DatasetError(f"{path}: {e.strerror or e}") from e
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if b"\\ud" in line.lower():  # halves of surrogate pairs, as in the name of a file, become question marks
+                row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+        except NO_JSON as e:
+            if number == len(lines):
+                return
+            reason = e.msg if isinstance(e, json.JSONDecodeError) else str(e)
+            raise DatasetError(f"{path}, line {number}: not valid JSON ({reason})") from e
+        if not isinstance(row, dict):
+            raise DatasetError(f"{path}, line {number}: expected an object, found {type(row).__name__}")
+        yield number, row
+
+
+def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
+    where = f"{path}, line {line}"
+    name, status = row.get("name"), row.get("status")
+    if not isinstance(name, str) or not name:
+        raise DatasetError(f"{where}: no 'name': not a log of a sweep")
+    if status not in STATUSES:
+        raise DatasetError(f"{where}: 'status' is {status!r}; expected one of {', '.join(STATUSES)}")
+    for key in (*_OBJECTS, "summary"):
+        if row.get(key) is not None and not isinstance(row[key], Mapping):
+            raise DatasetError(f"{where}: {key!r} must be an object, found {type(row[key]).__name__}")
+    samples = path.parent / str(row["samples"]) if row.get("samples") else None
+    there = samples is not None and _is_file(samples)
+    return Experiment(
+        name=name,
+        status=status,
+        error=str(row.get("error") or ""),
+        notes=str(row.get("notes") or ""),
+        seconds=number(row.get("seconds")),
+        settings=row.get("settings") or {},
+        environment=row.get("environment") or {},
+        trace=row.get("trace") or {},
+        summary=row.get("summary") or {},
+        records=read_samples(samples) if samples is not None and there else (),
+        missing=samples if samples is not None and not there else None,
+    )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no name of a file at all
+        return False
+
+
+def listed(value: Any) -> list[Any]:
+    """The value where it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
+
+
+def number(value: Any) -> float | None:
+    """The value where it is a number that can be drawn, else None."""
+    there = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < HUGE
+    return float(value) if there else None
+
+
+def read_samples(path: Path) -> tuple[SampleRecord, ...]:
+    """The records of a ``--samples-out`` file. A last line that was cut off, as by a kill, is left out.
+
+    Raises:
+        DatasetError: a line is no record; names file and line.
+    """
+    records = []
+    for line, row in _whole_lines(path):
+        try:
+            records.append(SampleRecord.from_json(row))
+        except (ValueError, TypeError, AttributeError, KeyError) as e:
+            raise DatasetError(f"{path}, line {line}: not a record of a sample ({e})") from e
+    return tuple(records)
+
+
+# -- what is shown ------------------------------------------------------------
+
+# What differs between the experiments of one group: thresholds, tiers, places. All other settings make groups.
+_INSIDE = (
+    "preset", "baseline", "purge", "samples_out", "summary_out", "cache.cache_dir", "cache.fusion_cache_dir",
+    "cache.exact", "cache.semantic", "cache.fusion", "cache.embedding_hook", "cache.embedding_layers",
+    "cache.similarity_threshold", "data.data_dir", "cache.image_roots", "baseline_from",
+)  # fmt: skip
+_WORST = 12
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, plain value) for every leaf; lists are leaves."""
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from flatten(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inner
+
+
+def family(experiment: Experiment) -> str:
+    """The tiers that are on: ``exact``, ``semantic + fusion`` ...; ``none`` where none is."""
+    if experiment.setting("cache", "mode") == "off":
+        return "none"
+    on = {
+        "exact": experiment.setting("cache", "exact"),
+        "semantic": experiment.setting("cache", "semantic"),
+        "embedding": experiment.setting("cache", "embedding_layers"),
+        "fusion": experiment.setting("cache", "fusion"),
+    }
+    return " + ".join(name for name, there in on.items() if there) or "none"
+
+
+def thresholds(experiment: Experiment) -> dict[str, float]:
+    """Thresholds by tier that are in force: ``semantic``, ``prompt``, ``vision`` ..."""
+    found = {}
+    for layer in listed(experiment.setting("cache", "embedding_layers")):
+        if isinstance(layer, Mapping) and (value := number(layer.get("threshold"))) is not None:
+            found[str(layer.get("name"))] = value
+    least = number(experiment.setting("cache", "similarity_threshold"))
+    if experiment.setting("cache", "semantic") and least is not None:
+        found["semantic"] = least
+    return found
+
+
+def base_name(experiment: Experiment) -> str:
+    """The preset's name, else the last part of the model's."""
+    return str(experiment.setting("preset") or Path(str(experiment.setting("model") or "no model")).name)
+
+
+def group_names(experiments: Sequence[Experiment]) -> list[str]:
+    """The group of each experiment: its preset or model, and the settings in which groups differ.
+
+    Experiments of one group differ in their tiers and thresholds alone.
+    """
+    outer = [{k: _short(v) for k, v in flatten(e.settings) if k not in _INSIDE} for e in experiments]
+    names = [base_name(e) for e in experiments]
+    told = {name: _telling([o for o, n in zip(outer, names, strict=True) if n == name]) for name in set(names)}
+    return [
+        ", ".join([name, *(f"{key.split('.')[-1]} {settings.get(key, '-')}" for key in told[name])])
+        for name, settings in zip(names, outer, strict=True)
+    ]
+
+
+def _telling(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Few keys whose values tell all different settings apart: each time the one that parts most, those that change
+    answers before the others."""
+    different = [dict(items) for items in dict.fromkeys(tuple(sorted(s.items())) for s in settings)]
+    keys = sorted({key for s in different for key in s}, key=lambda key: (not key.startswith("cache."), key))
+    chosen: list[str] = []
+
+    def parts(more: Sequence[str]) -> int:
+        return len({tuple(s.get(key) for key in more) for s in different})
+
+    while parts(chosen) < len(different):
+        chosen.append(max(keys, key=lambda key: parts([*chosen, key])))
+    return chosen
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    text = "none" if value is None else str(value)
+    text = Path(text).name if text.startswith("/") else text  # a place on one machine says nothing
+    return text if len(text) <= 24 else f"…{text[-22:]}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """An experiment on the plane of hit rate and accuracy on hits; ``front`` numbers those on the Pareto front."""
+
+    experiment: Experiment
+    group: str
+    family: str
+    rate: Estimate
+    accuracy: Estimate
+    front: int = 0
+
+
+def accuracy_on_hits(experiment: Experiment) -> Estimate:
+    """Accuracy on hits; where nothing was expected, agreement with the cold answer, in dry-run mode the donor's."""
+    found = experiment.estimate("accuracy_on_hits")
+    other = ("donor_agreement",) if _dry(experiment) else ("against_cold", "agreement")
+    return found if found.value is not None else experiment.estimate(*other)
+
+
+def points(experiments: Sequence[Experiment]) -> list[Point]:
+    """The experiments that have hits and an accuracy, the Pareto front numbered by falling accuracy.
+
+    On the front is what no other experiment beats in one of the two without losing in the other; of equal ones the
+    first.
+    """
+    groups = group_names(experiments)
+    found = []
+    for experiment, group in zip(experiments, groups, strict=True):
+        rate, accuracy = experiment.estimate("hit_share"), accuracy_on_hits(experiment)
+        if rate.value and accuracy.value is not None:
+            found.append(Point(experiment, group, family(experiment), rate, accuracy))
+    order = sorted(found, key=lambda p: (-(p.rate.value or 0), -(p.accuracy.value or 0)))
+    best, front = -1.0, []
+    for point in order:
+        if (point.accuracy.value or 0) > best:
+            best = point.accuracy.value or 0
+            front.append(point)
+    numbers = {id(p): n for n, p in enumerate(reversed(front), start=1)}
+    return [Point(p.experiment, p.group, p.family, p.rate, p.accuracy, numbers.get(id(p), 0)) for p in found]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Experiments that differ in the thresholds of the ``prompt`` and the ``vision`` layer alone."""
+
+    name: str
+    prompt: tuple[float, ...]
+    vision: tuple[float, ...]
+    cells: Mapping[tuple[float, float], Experiment]
+
+
+def grids(experiments: Sequence[Experiment]) -> list[Grid]:
+    """Every threshold grid of at least two experiments."""
+    names = group_names(experiments)
+    found: dict[tuple[str, str, Any], dict[tuple[float, float], Experiment]] = {}
+    for experiment, name in zip(experiments, names, strict=True):
+        limits = thresholds(experiment)
+        if {"prompt", "vision"} <= limits.keys() and experiment.summary:
+            rest = tuple(sorted((k, v) for k, v in limits.items() if k not in ("prompt", "vision")))
+            cells = found.setdefault((name, family(experiment), rest), {})
+            cells[limits["prompt"], limits["vision"]] = experiment
+    several = Counter(name for (name, _, _), cells in found.items() if len(cells) > 1)
+    return [
+        Grid(
+            name=name if several[name] == 1 else ", ".join([name, tiers, *(f"{k} {v:g}" for k, v in rest)]),
+            prompt=tuple(sorted({p for p, _ in cells})),
+            vision=tuple(sorted({v for _, v in cells})),
+            cells=cells,
+        )
+        for (name, tiers, rest), cells in found.items()
+        if len(cells) > 1
+    ]
+
+
+@dataclass(frozen=True)
+class TierPoint:
+    """One tier of one experiment: the share of requests it served, and what each of them saved in seconds."""
+
+    tier: str
+    group: str
+    rate: Estimate
+    saved: Estimate
+
+
+def tier_points(experiments: Sequence[Experiment]) -> list[TierPoint]:
+    """Every tier of every experiment, misses too; ``all`` left out."""
+    found = []
+    for experiment, group in zip(experiments, group_names(experiments), strict=True):
+        for row in listed(experiment.value("tiers")):
+            tier = row.get("tier") if isinstance(row, Mapping) else None
+            if isinstance(tier, str) and tier != "all" and row.get("n"):
+                part = Experiment("", "ok", "", "", None, {}, {}, {}, row)
+                found.append(TierPoint(tier, group, part.estimate("share"), part.estimate("saved", "latency_p50_s")))
+    return found
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A hit that gave a wrong answer, and the experiments in which it did."""
+
+    record: SampleRecord
+    experiments: tuple[Experiment, ...]
+
+    @property
+    def score(self) -> float:
+        return 1.0 if self.record.score is None else self.record.score
+
+    @property
+    def given(self) -> str:
+        return given(self.record) or ""
+
+    @property
+    def without(self) -> str | None:
+        """The answer without the hit, where it is known."""
+        r = self.record
+        return r.text if not r.applied else r.cold.text if r.cold is not None else None
+
+
+def wrong_hits(experiments: Sequence[Experiment]) -> list[Wrong]:
+    """Wrong hits, the most certain first: by the highest score, then by how many experiments made them.
+
+    The same request with the same donor is one wrong hit, however many experiments made it.
+    """
+    found: dict[tuple[str, ...], tuple[SampleRecord, list[Experiment]]] = {}
+    for experiment in experiments:
+        for record in experiment.records:
+            if wrong_hit(record):
+                key = (base_name(experiment), record.question, record.image, record.donor_question, record.donor_image)
+                found.setdefault(key, (record, []))[1].append(experiment)
+    every = [Wrong(record, tuple({e.name: e for e in where}.values())) for record, where in found.values()]
+    return sorted(every, key=lambda w: (-w.score, -len(w.experiments), w.record.sample_id))
+
+
+def count_hits(experiments: Sequence[Experiment]) -> tuple[int, int]:
+    """How many hits the samples have, and how many of them something judges."""
+    judged = [wrong_hit(r) is not None for e in experiments for r in e.records if r.hit]
+    return len(judged), sum(judged)
+
+
+def worst(every: Sequence[Wrong]) -> list[Wrong]:
+    """Those that are shown: the highest scores of each kind in turn, at most two with one donor question.
+
+    A kind is the tier, and whether the picture changed too.
+    """
+    kinds: dict[tuple[str, bool], list[Wrong]] = {}
+    donors: Counter[str] = Counter()
+    for wrong in every:
+        r = wrong.record
+        donors[r.donor_question] += 1
+        if donors[r.donor_question] <= 2 or not r.donor_question:
+            kinds.setdefault((r.provenance, r.donor_image in ("", r.image)), []).append(wrong)
+    turns = zip_longest(*kinds.values())
+    return [wrong for turn in turns for wrong in turn if wrong is not None][:_WORST]
+
+
+def _clean(experiment: Experiment) -> bool:
+    """Whether it had hits, each of them was judged, and none was wrong."""
+    wrong, hits = experiment.estimate("wrong_hit_share"), experiment.estimate("hit_share")
+    return (
+        bool(hits.value) and wrong.value == 0 and wrong.n == hits.n and accuracy_on_hits(experiment).value is not None
+    )
+
+
+def _dry(experiment: Experiment) -> bool:
+    return str(experiment.setting("cache", "mode")) == "dry-run"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A headline: a figure, what it is, and where it is from."""
+
+    figure: str
+    what: str
+    where: str
+
+
+def facts(
+    experiments: Sequence[Experiment], percent: Callable[[Estimate], str], ms: Callable[[Estimate], str]
+) -> list[Fact]:
+    """What a reader should know first."""
+    done = [e for e in experiments if e.summary]
+    failed = [e for e in experiments if e.status == "failed"]
+    found = [
+        Fact(
+            str(len(experiments)),
+            "experiments",
+            f"{sum(e.status == 'ok' for e in experiments)} finished, {len(failed)} failed, "
+            f"{sum(int(number(e.value('samples')) or 0) for e in done):,} requests in all",
+        )
+    ]
+    clean = [e for e in done if _clean(e)]
+    if clean:
+        best = max(clean, key=lambda e: e.estimate("hit_share").value or 0)
+        found.append(Fact(percent(best.estimate("hit_share")), "most hits without a wrong one", best.name))
+    hitting = [e for e in done if e.estimate("hit_share").value]
+    if hitting:
+        top = max(hitting, key=lambda e: e.estimate("hit_share").value or 0)
+        wrong = percent(top.estimate("wrong_hit_share"))
+        found.append(
+            Fact(percent(top.estimate("hit_share")), f"most hits at all, wrong hits a request: {wrong}", top.name)
+        )
+    # A dry run sends every request unchanged: what it saves is not its hits'.
+    timed = [e for e in clean if (e.estimate("saved", "latency_s").value or 0) > 0 and not _dry(e)]
+    if timed:
+        fastest = max(timed, key=lambda e: e.estimate("saved", "latency_s").value or 0)
+        saved = ms(fastest.estimate("saved", "latency_s"))
+        found.append(Fact(saved, "most time saved a request without a wrong hit", fastest.name))
+    cold = next((e for e in done if e.estimate("baseline_accuracy").value is not None), None)
+    if cold:
+        found.append(Fact(percent(cold.estimate("baseline_accuracy")), "accuracy without semkv", base_name(cold)))
+    noisy = next((e for e in done if e.estimate("noise_floor", "tokens").value is not None), None)
+    if noisy:
+        noise = noisy.estimate("noise_floor", "tokens")
+        found.append(
+            Fact(percent(noise), "noise floor: the same prompt twice, other tokens", f"{noise.n} prompts, {noisy.name}")
+        )
+    return found

@@ -1,0 +1,523 @@
+"""A run: the same samples cold and cached, one record a sample.
+
+A cold pass, when asked for, goes first, on an engine of its own with vLLM's prefix cache alone, which is closed before
+the cached pass starts. The cached pass asks the tiers, sends the canonical prompt, and tells the cache what came back.
+
+- ``live`` sends the canonical prompt.
+- ``dry-run`` looks up and records, but sends each request unchanged; exact caches (KV blocks, encoder outputs) stay
+  on, since they cannot change an answer.
+- ``off`` uses nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from semkv.engines.base import Engine, EnginePrompt, EngineResult, MediaError
+from semkv.errors import DatasetError, EngineError
+from semkv.stores.cachedir import prepare
+from semkv.stores.files import described
+from semkv.tiers.stats import CacheStats
+from semkv.types import CacheMode, MediaSegment, Namespace, Plan, Request, ReuseReport, Role, Status, TextSegment
+from semkv_lab.console import (
+    SAMPLES_OUT,
+    SETTINGS,
+    SUMMARY_OUT,
+    Listener,
+    console_listener,
+    make_console,
+    print_summary,
+    try_to_write,
+    write_summary,
+)
+from semkv_lab.datasets import load_samples
+from semkv_lab.metrics import Cold, SampleRecord, Summary, answers_match, summarise
+from semkv_lab.requests import RequestBuilder, arrange, asked, label_answers
+from semkv_lab.samples import Sample, read_json, read_jsonl
+from semkv_lab.settings import RunSettings
+
+if TYPE_CHECKING:
+    from semkv.cache import SemanticCache
+
+NOISE_SAMPLES = 32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
+_GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
+
+
+@dataclass
+class Progress:
+    """What a run has so far; complete at any moment, so an interrupt loses nothing."""
+
+    records: list[SampleRecord] = field(default_factory=list)
+    cold: dict[str, Cold] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def count(self, fault: str) -> None:
+        self.faults[fault] = self.faults.get(fault, 0) + 1
+
+    def failed(self, error: EngineError, done: int) -> None:
+        """Count a sample the engine failed on; give up where none has succeeded yet."""
+        self.count("failed samples")
+        if not done and self.faults["failed samples"] >= _GIVE_UP_AFTER:
+            raise error
+
+
+class Stop:
+    """Whether the user asked to stop (Ctrl-C)."""
+
+    requested = False
+
+
+@contextmanager
+def stop_between_samples() -> Iterator[Stop]:
+    """The first Ctrl-C inside the block lets the sample at hand finish, so that records, file and engine agree; the
+    second one raises KeyboardInterrupt."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if stop.requested:
+        raise KeyboardInterrupt
+
+
+def _each(
+    stage: str,
+    samples: Sequence[Sample],
+    answer: Callable[[Sample], None],
+    done: Sized,
+    listener: Listener,
+    progress: Progress,
+) -> None:
+    """Hand every sample to ``answer``, count those the engine fails on, stop between samples when asked to."""
+    listener.stage(stage, len(samples))
+    with stop_between_samples() as stop:
+        for sample in samples:
+            if stop.requested:
+                break
+            try:
+                answer(sample)
+            except EngineError as e:
+                listener.failed(sample, e)
+                progress.failed(e, len(done))
+
+
+def run_cold(
+    samples: Sequence[Sample],
+    engine: Engine,
+    builder: RequestBuilder,
+    settings: RunSettings,
+    listener: Listener,
+    progress: Progress,
+) -> None:
+    """Answer every sample with the engine's own prefix cache alone, adding to ``progress.cold``.
+
+    `NOISE_SAMPLES` of them, evenly spread, are asked a second time under a tenant, and so a cache salt, of their own:
+    vLLM computes all of the prompt again, and what it keeps of that serves nobody else.
+    """
+    spacing = max(1, len(samples) // NOISE_SAMPLES)
+    twice = {s.sample_id for s in samples[::spacing][:NOISE_SAMPLES]}
+
+    def answer(sample: Sample) -> None:
+        request = builder.build(sample)
+        prompt = _prompt(request.segments, settings)
+        result = engine.generate(prompt)
+        again = None
+        if sample.sample_id in twice:
+            again = engine.generate(replace(prompt, tenant=f"{settings.tenant} noise floor {sample.sample_id}"))
+        cold = Cold(
+            image=sample.image_name,
+            text=result.text,
+            match=_match(result.text, sample),
+            latency_s=result.latency_s,
+            ttft_s=result.ttft_s,
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=result.cached_tokens,
+            token_ids=result.token_ids,
+            again_text=again.text if again else None,
+            again_token_ids=again.token_ids if again else None,
+            asked=asked(request),
+        )
+        progress.cold[sample.sample_id] = cold
+        listener.cold(sample, cold)
+
+    _each("cold", samples, answer, progress.cold, listener, progress)
+
+
+def run_cached(
+    samples: Sequence[Sample],
+    engine: Engine,
+    cache: SemanticCache | None,
+    builder: RequestBuilder,
+    settings: RunSettings,
+    listener: Listener,
+    progress: Progress,
+) -> None:
+    """Answer every sample through the cache, adding to ``progress`` as it goes."""
+
+    def answer(sample: Sample) -> None:
+        record = _answer(sample, builder.build(sample), engine, cache, settings, progress)
+        progress.records.append(record)
+        listener.record(record)
+
+    _each("cached", samples, answer, progress.records, listener, progress)
+
+
+def _answer(
+    sample: Sample,
+    request: Request,
+    engine: Engine,
+    cache: SemanticCache | None,
+    settings: RunSettings,
+    progress: Progress,
+) -> SampleRecord:
+    report = cache.try_reuse(request) if cache is not None else ReuseReport(request, Plan(request.segments), {})
+    try:
+        result = engine.generate(_prompt(report.plan.segments, settings))
+    except MediaError:
+        if not report.plan.substituted:
+            raise
+        # The donor's image is gone: a fault inside the cache, so the request goes out as it came.
+        progress.count("donor image lost")
+        report = replace(report, plan=Plan(request.segments), statuses=_as_misses(report))
+        result = engine.generate(_prompt(request.segments, settings))
+    start = time.perf_counter()
+    if cache is not None:
+        cache.add_observation(report, result.text, metadata=_metadata(result, settings))
+        if report.plan.substituted and cache.should_check(report):
+            _check(report, result.text, engine, cache, settings)
+    after_s = time.perf_counter() - start
+    report = report.with_status(kv_cache=result.kv, fusion=result.fusion)
+    return _record(sample, report, result, cold=progress.cold.get(sample.sample_id), after_s=after_s)
+
+
+def _check(report: ReuseReport, answer: str, engine: Engine, cache: SemanticCache, settings: RunSettings) -> None:
+    """Answer the unchanged request of an approximate hit as well, and hand in whether the two answers agree."""
+    own = report.unchanged()
+    result = engine.generate(_prompt(own.plan.segments, settings))
+    cache.checked(report.hit_id, cache.same_answer(result.text, answer))
+    cache.add_observation(own, result.text, metadata=_metadata(result, settings))
+
+
+def _metadata(result: EngineResult, settings: RunSettings) -> dict[str, str]:
+    model = Path(settings.model)
+    return {"finish_reason": result.finish_reason, "model": model.name if model.is_dir() else settings.model}
+
+
+def _as_misses(report: ReuseReport) -> dict[str, Status]:
+    return {tier: Status.MISS if status is Status.HIT else status for tier, status in report.statuses.items()}
+
+
+def _record(
+    sample: Sample, report: ReuseReport, result: EngineResult, *, cold: Cold | None, after_s: float
+) -> SampleRecord:
+    match = report.plan.match
+    donor_question, donor_image = _donor_inputs(report)
+    return SampleRecord(
+        sample_id=sample.sample_id,
+        image=sample.image_name,
+        question=sample.question,
+        text=result.text,
+        answer=sample.answer,
+        match=_match(result.text, sample),
+        provenance=report.provenance,
+        exactness=str(match.exactness) if match else "",
+        applied=report.plan.substituted > 0,
+        score=match.score if match else None,
+        donor=match.entry_id if match else "",
+        donor_answer=report.donor_response,
+        statuses=dict(report.statuses),
+        latency_s=report.lookup_s + result.latency_s,
+        lookup_s=report.lookup_s,
+        ttft_s=None if result.ttft_s is None else report.lookup_s + result.ttft_s,
+        prompt_tokens=result.prompt_tokens,
+        cached_tokens=result.cached_tokens,
+        loaded_tokens=result.loaded_tokens,
+        prefix_tokens=result.prefix_tokens,
+        finish_reason=result.finish_reason,
+        token_ids=result.token_ids,
+        variant=sample.variant,
+        donor_question=donor_question,
+        donor_image=donor_image,
+        entailed=sample.entailed,
+        cold=cold,
+        after_s=after_s,
+    )
+
+
+def _donor_inputs(report: ReuseReport) -> tuple[str, str]:
+    """The donor's question and its first image's name, as far as they stand in (or would, in dry-run mode)."""
+    if report.plan.match is None:
+        return "", ""
+    plan = report.proposed or report.plan
+    donor = plan.segments[: plan.substituted]
+    questions = [s.text for s in donor if isinstance(s, TextSegment) and s.role is Role.QUESTION]
+    images = [s.name for s in donor if isinstance(s, MediaSegment)]
+    return questions[-1] if questions else "", images[0] if images else ""
+
+
+def _prompt(segments: tuple[Any, ...], settings: RunSettings) -> EnginePrompt:
+    return EnginePrompt(segments, tenant=settings.tenant, max_tokens=settings.max_tokens)
+
+
+def _match(text: str, sample: Sample) -> bool | None:
+    return None if sample.answer is None else answers_match(text, sample.answer)
+
+
+def check_images(samples: Sequence[Sample]) -> None:
+    """Stop before the first answer where images are missing.
+
+    Raises:
+        DatasetError: how many are missing, and where to put them.
+    """
+    missing = sorted({image.name for s in samples for image in s.images if image.path is None})
+    if missing:
+        raise DatasetError(
+            f"{len(missing)} images have no file (the first is {missing[0]!r}): put them under the data set's images/ "
+            "folder, or name the folder in GQA_IMAGE_ROOT"
+        )
+
+
+def make_builder(samples: Sequence[Sample], engine: Engine, settings: RunSettings) -> RequestBuilder:
+    """The builder of requests for this engine: its namespace, and images only where it takes them."""
+    if engine.accepts_images:
+        check_images(samples)
+    return RequestBuilder(
+        namespace=Namespace(settings.tenant, engine.fingerprint()),
+        chunk_source=settings.chunk_source,
+        chunk_window=settings.chunk_window,
+        instruction=settings.instruction,
+        images=engine.accepts_images,
+    )
+
+
+EngineFactory = Callable[[RunSettings, bool], Engine]
+"""Makes an engine; the flag says whether our connectors are attached."""
+
+
+def run(
+    settings: RunSettings,
+    samples: Sequence[Sample],
+    make_engine: EngineFactory,
+    make_cache: Callable[[RunSettings], SemanticCache],
+    listener: Listener,
+) -> tuple[list[SampleRecord], Summary]:
+    """Run both passes and sum up. An interrupt (Ctrl-C) ends the pass; what was answered is kept and summed up.
+
+    Raises:
+        SemkvError: a setting, a file or the engine is at fault.
+    """
+    progress = Progress()
+    cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
+    try:
+        if settings.baseline_from is not None:
+            progress.cold.update(read_cold(settings.baseline_from, samples, settings))
+        elif settings.baseline:
+            listener.stage("start", 0)
+            engine = make_engine(settings, False)
+            try:
+                builder = make_builder(samples, engine, settings)
+                run_cold(samples, engine, builder, settings, listener, progress)
+            finally:
+                engine.close()
+        listener.stage("start", 0)
+        engine = make_engine(settings, cache is not None)
+        try:
+            builder = make_builder(samples, engine, settings)
+            if settings.baseline_from is not None:
+                check_asked(settings.baseline_from, progress.cold, [builder.build(sample) for sample in samples])
+            run_cached(samples, engine, cache, builder, settings, listener, progress)
+        finally:
+            engine.close()
+    except KeyboardInterrupt:
+        progress.interrupted = True
+    finally:
+        stats = cache.stats() if cache is not None else CacheStats()
+        if cache is not None:
+            cache.close()
+    summary = summarise(
+        progress.records,
+        list(progress.cold.values()),
+        bytes_on_disk=bytes_on_disk(settings),
+        interrupted=progress.interrupted,
+        refused=stats.refused + sum(stats.vetoes.values()),
+        faults={**progress.faults, **{f"cache fault: {kind}": n for kind, n in stats.faults.items()}},
+    )
+    return progress.records, summary
+
+
+def bytes_on_disk(settings: RunSettings) -> int:
+    """Bytes of all files below the cache folders, but for those that other processes take away meanwhile."""
+    folders = [f for f in (settings.cache.cache_dir, settings.cache.fusion_cache_dir) if f is not None]
+    files = {Path(place, name).resolve() for folder in folders for place, _, names in os.walk(folder) for name in names}
+    return sum(status.st_size for _, status in described(files))
+
+
+# -- cold answers of an earlier run ------------------------------------------------------------
+
+# What a cold answer, its time or its cached tokens depend on; the model itself is in `asked`.
+_SAME = ("engine", "tenant", "max_model_len", "max_tokens", "instruction", "trace.kind", "trace.seed", "trace.exponent",
+         "data.shuffle_seed")  # fmt: skip
+
+
+def read_cold(path: Path, samples: Sequence[Sample], settings: RunSettings) -> dict[str, Cold]:
+    """The cold answers in a file of ``--samples-out``, by sample id.
+
+    Raises:
+        DatasetError: the file lacks a sample, has another question or answer under its id, or was made with settings
+            under which cold answers differ.
+    """
+    _check_settings(path.with_name(path.name + SETTINGS), settings.to_json())
+    found: dict[str, tuple[str, Any, Cold]] = {}
+    for number, row in read_jsonl(path):
+        if row.get("cold"):
+            try:
+                found[str(row["sample_id"])] = (str(row["question"]), row["answer"], Cold.from_json(row["cold"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise DatasetError(f"{path}, line {number}: no sample of a run ({error})") from error
+    for sample in samples:
+        if sample.sample_id not in found:
+            raise DatasetError(f"{path} has no cold answer for sample {sample.sample_id}: run it with --baseline")
+        question, answer, _ = found[sample.sample_id]
+        if question != sample.question:
+            raise DatasetError(f"{path}: sample {sample.sample_id} is another question there")
+        if answer != sample.answer:
+            raise DatasetError(
+                f"{path}: sample {sample.sample_id} expects {answer!r} there, and {sample.answer!r} in the data set"
+            )
+    return {sample.sample_id: found[sample.sample_id][2] for sample in samples}
+
+
+def check_asked(path: Path, cold: Mapping[str, Cold], requests: Sequence[Request]) -> None:
+    """Refuse cold answers to something else than these requests.
+
+    Raises:
+        DatasetError: names the sample.
+    """
+    for request in requests:
+        if cold[request.request_id].asked != asked(request):
+            raise DatasetError(
+                f"{path}: sample {request.request_id} was asked of another model, or with another text or picture: run "
+                "it with --baseline again"
+            )
+
+
+def _check_settings(path: Path, now: Mapping[str, Any]) -> None:
+    header = read_json(path)
+    before = header.get("settings") if isinstance(header, dict) else None
+    if not isinstance(before, dict):
+        raise DatasetError(f"{path}: no settings of a run")
+    for name in _SAME:
+        there, here = _at(before, name), _at(now, name)
+        if there != here:
+            was, now_is = json.dumps(there), json.dumps(here)
+            raise DatasetError(f"{path}: {name} was {was} when the cold answers were given, and is {now_is} now")
+
+
+def _at(settings: Any, name: str) -> Any:
+    for key in name.split("."):
+        settings = settings.get(key) if isinstance(settings, Mapping) else None
+    return settings
+
+
+# -- what `semkv run` does ------------------------------------------------------------
+
+
+def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False) -> Summary:
+    """Run, print and write what the settings ask for.
+
+    Raises:
+        SemkvError: a setting, a file or the engine is at fault; nothing was lost.
+    """
+    if not verbose:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; ours stays
+    if settings.engine == "vllm":
+        from semkv.engines.checkpoint import check_model
+        from semkv.engines.vllm import set_environment
+
+        check_model(settings.model, settings.revision)  # before a data set is loaded, which may be a download
+        set_environment(verbose=verbose)  # before the cache's encoders import torch
+    for key, path in ((SAMPLES_OUT, settings.samples_out), (SUMMARY_OUT, settings.summary_out)):
+        if path is not None:
+            try_to_write(key, path)
+    samples = arrange(load_samples(settings.dataset, settings.data), settings.trace)
+    if settings.cache.mode is not CacheMode.OFF:
+        prepare(settings.cache, purge=settings.purge)
+    console = make_console()
+    with console_listener(console, settings, quiet=quiet) as listener:
+        _, summary = run(settings, samples, engine_factory(samples, verbose), make_cache, listener)
+        if not summary.interrupted:
+            listener.finish()
+    print_summary(console, summary, settings)
+    if settings.summary_out is not None:
+        write_summary(settings.summary_out, settings, summary)
+    return summary
+
+
+def samples_images(samples: list[Sample]) -> int:
+    """The most images in one sample."""
+    return max((len(s.images) for s in samples), default=0)
+
+
+def engine_factory(samples: list[Sample], verbose: bool = False) -> EngineFactory:
+    """Makes engines of the kind that the settings name."""
+
+    def make(settings: RunSettings, attach: bool) -> Engine:
+        if settings.engine == "scripted":
+            from semkv.engines.scripted import ScriptedEngine
+
+            return ScriptedEngine(name=settings.model)
+        if settings.engine == "labels":
+            from semkv.engines.scripted import ScriptedEngine
+
+            answers = label_answers(samples, settings.instruction)
+            return ScriptedEngine(answer=answers, name="labels", store=set() if attach else None)
+        from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
+
+        cache = settings.cache
+        connectors = ConnectorOptions(
+            cache_dir=cache.cache_dir,
+            fusion_cache_dir=cache.fusion_cache_dir,
+            fusion=cache.fusion,
+            max_blocks=cache.max_cached_blocks,
+        )
+        return VllmEngine(
+            VllmOptions(
+                model=settings.model,
+                revision=settings.revision,
+                trust_remote_code=settings.trust_remote_code,
+                max_model_len=settings.max_model_len,
+                max_images=samples_images(samples),
+                connectors=connectors if attach else None,
+                verbose=verbose,
+            )
+        )
+
+    return make
+
+
+def make_cache(settings: RunSettings) -> SemanticCache:
+    """The semantic cache of a run."""
+    from semkv.cache import SemanticCache
+
+    return SemanticCache(settings.cache)
