@@ -25,7 +25,8 @@ from semkv.errors import ConfigError, DatasetError
 from semkv_lab.console import Listener, milliseconds, percent
 from semkv_lab.datasets import load_samples
 from semkv_lab.flags import RunFlags
-from semkv_lab.metrics import Cold, SampleRecord, summarise
+from semkv_lab.metrics import summarise
+from semkv_lab.records import Cold, SampleRecord
 from semkv_lab.report import differing, escape, image_files, run_command, write_report
 from semkv_lab.requests import label_answers
 from semkv_lab.results import (

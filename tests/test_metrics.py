@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from semkv.types import Status
 from semkv_lab import metrics
 from semkv_lab.intervals import resamples
-from semkv_lab.metrics import Cold, SampleRecord
+from semkv_lab.records import Cold, SampleRecord
 
 
 def record(**values: Any) -> SampleRecord:

@@ -34,7 +34,8 @@ from semkv.types import (
 )
 from semkv_lab.console import Listener, console_listener, print_summary, sample_line, size
 from semkv_lab.flags import RunFlags
-from semkv_lab.metrics import SampleRecord, Summary
+from semkv_lab.metrics import Summary
+from semkv_lab.records import SampleRecord
 from semkv_lab.run import NOISE_SAMPLES, bytes_on_disk, execute, run
 from semkv_lab.samples import ImageRef, Sample
 from semkv_lab.settings import RunSettings, resolve

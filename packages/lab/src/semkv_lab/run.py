@@ -41,7 +41,8 @@ from semkv_lab.console import (
     write_summary,
 )
 from semkv_lab.datasets import load_samples
-from semkv_lab.metrics import Cold, SampleRecord, Summary, answers_match, summarise
+from semkv_lab.metrics import Summary, summarise
+from semkv_lab.records import Cold, SampleRecord, answers_match
 from semkv_lab.requests import RequestBuilder, arrange, asked, label_answers
 from semkv_lab.samples import Sample, read_json, read_jsonl
 from semkv_lab.settings import RunSettings

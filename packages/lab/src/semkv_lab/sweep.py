@@ -39,6 +39,7 @@ from semkv.stores.files import replace_text
 from semkv_lab.console import SETTINGS, keep_apart, progress_bar, writing
 from semkv_lab.flags import RunFlags, SweepFlags
 from semkv_lab.jobs import Execute, Job, Outcome, executor, version
+from semkv_lab.results import flatten
 from semkv_lab.settings import RunSettings, check_files, is_unicode, resolve
 
 # -- the file of experiments ------------------------------------------------------------------------------------
@@ -236,7 +237,10 @@ class SweepLog:
         self._write_csv()
 
     def _write_csv(self) -> None:
-        flat = [dict(_flatten(row)) for row in self.rows]
+        flat = [
+            {key: json.dumps(value) if isinstance(value, list) else value for key, value in flatten(row)}
+            for row in self.rows
+        ]
         columns = [*_FIRST, *sorted({key for row in flat for key in row} - set(_FIRST))]
         out = io.StringIO()
         writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
@@ -244,17 +248,6 @@ class SweepLog:
         writer.writerows(flat)
         with writing(_LOG_FILE, self.path):
             replace_text(self.path, out.getvalue())
-
-
-def _flatten(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in row.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{name}.")
-        elif isinstance(value, list):
-            yield name, json.dumps(value)
-        else:
-            yield name, value
 
 
 # -- the sweep ------------------------------------------------------------

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class _Fact:
+class Fact:
     """One kind of entry: a sentence with slots, and questions with the slot that answers each."""
 
     sentence: str
@@ -21,23 +22,10 @@ class _Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class _Topic:
-    """One kind of document: title and opening with slots, what its names and goods are, its facts and its filler."""
-
-    title: str
-    opening: str
-    names: list[str]
-    goods: list[str]
-    places: list[str]
-    facts: list[_Fact]
-    filler: list[str]
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
     """One entry of a document: a fact with the words in its slots, and a sentence of filler."""
 
-    fact: _Fact
+    fact: Fact
     slots: Mapping[str, str]
     filler: str
 
@@ -65,39 +53,33 @@ class Document:
         return f"{self.title}\n{self.opening}\n{body}"
 
 
-def _read_topics() -> tuple[list[str], list[_Topic]]:
-    data = tomllib.loads(Path(__file__).with_name("documents.toml").read_text(encoding="utf-8"))
-    topics = [_Topic(**{**row, "facts": [_Fact(**fact) for fact in row["facts"]]}) for row in data["topics"]]
-    return data["ports"], topics
-
-
-_PORTS, _TOPICS = _read_topics()
+_WORDS: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("documents.toml").read_text(encoding="utf-8"))
 
 
 def make_document(rng: Random, words: int = 1100) -> Document:
     """A document of about ``words`` words: the last entry is the one that reaches that length."""
-    topic = rng.choice(_TOPICS)
-    title = topic.title.format(number=rng.randrange(1000, 10000), place=rng.choice(_PORTS))
+    topic = rng.choice(_WORDS["topics"])
+    title = topic["title"].format(number=rng.randrange(1000, 10000), place=rng.choice(_WORDS["ports"]))
     entries: list[Entry] = []
-    length = len(title.split()) + len(topic.opening.split())
+    length = len(title.split()) + len(topic["opening"].split())
     while length < words or not entries:
         entry = _make_entry(rng, topic, len(entries) + 1)
         entries.append(entry)
         length += len(entry.sentence.split()) + len(entry.filler.split())
-    return Document(title, topic.opening, tuple(entries))
+    return Document(title, topic["opening"], tuple(entries))
 
 
-def _make_entry(rng: Random, topic: _Topic, number: int) -> Entry:
-    fact = rng.choice(topic.facts)
+def _make_entry(rng: Random, topic: Mapping[str, Any], number: int) -> Entry:
+    fact = Fact(**rng.choice(topic["facts"]))
     slots = {
         "entry": str(number),
-        "name": rng.choice(topic.names),
-        "good": rng.choice(topic.goods),
-        "place": rng.choice(topic.places),
+        "name": rng.choice(topic["names"]),
+        "good": rng.choice(topic["goods"]),
+        "place": rng.choice(topic["places"]),
         "count": draw_count(rng),
         "time": draw_time(rng),
     }
-    return Entry(fact, slots, rng.choice(topic.filler))
+    return Entry(fact, slots, rng.choice(topic["filler"]))
 
 
 def draw_count(rng: Random) -> str:

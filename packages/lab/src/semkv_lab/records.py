@@ -1,0 +1,172 @@
+"""What is known about one sample of a run, and when two answers are the same."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from semkv.types import Status
+
+HUGE = 1e18
+"""No time, count or score of a run is as large; what is, infinity too, cannot be drawn or added up."""
+_PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}](?!\d)")
+
+_T = TypeVar("_T")
+
+
+def normalise_answer(text: str) -> str:
+    """Lowercase, punctuation removed, outer white space stripped: lmms-eval's exact match for GQA.
+
+    Other than there, what stands before a digit stays: -5 is not 5, and 1.5 is not 15.
+    """
+    return _PUNCTUATION.sub("", text.lower()).strip()
+
+
+def answers_match(prediction: str, answer: str) -> bool:
+    """Whether two answers are equal but for case and punctuation."""
+    return normalise_answer(prediction) == normalise_answer(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """The same sample on an engine with vLLM's prefix cache alone.
+
+    Attributes:
+        asked: digest of what was asked (`baseline.asked`); empty in files of earlier versions.
+        again_text, again_token_ids: the answer to the same prompt asked a second time, computed from nothing; on a few
+            samples only (`runner.NOISE_SAMPLES`), None on the others.
+    """
+
+    image: str
+    text: str
+    match: bool | None
+    latency_s: float
+    ttft_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: tuple[int, ...] = ()
+    again_text: str | None = None
+    again_token_ids: tuple[int, ...] | None = None
+    asked: str = ""
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Cold:
+        """A line's ``cold`` as it was written; see `SampleRecord.from_json`."""
+        return _make(cls, row)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """All that is known about one sample of a run; a line of ``--samples-out``.
+
+    Attributes:
+        provenance: `ReuseReport.provenance`: which tier hit, empty on a miss.
+        exactness: of the substitution, empty on a miss.
+        applied: whether the donor's segments were sent (False on a miss and in dry-run mode).
+        donor_answer: what the donor answered, where all of its prompt stands in (or would, in dry-run mode).
+        donor_question, donor_image: the donor's question and the name of its first image, each empty where that part
+            of the donor does not stand in.
+        answer: what was expected, or None.
+        match: whether the text equals ``answer`` (`answers_match`), None without an answer.
+        latency_s: lookup and generation together.
+        lookup_s: the lookup alone, encoders included.
+        after_s: what the cache did once the answer was there, and no latency holds: recording it, and the check of an
+            approximate hit.
+        cached_tokens: prompt tokens not computed; ``loaded_tokens`` of them from our KV store (None: no connector),
+            ``prefix_tokens`` from vLLM's own prefix cache.
+        entailed: ids of samples whose answer follows from this one's.
+        cold: the same sample without our caches, when a baseline was run.
+    """
+
+    sample_id: str
+    image: str
+    question: str
+    text: str
+    answer: str | None
+    match: bool | None
+    provenance: str
+    exactness: str
+    applied: bool
+    score: float | None
+    donor: str
+    donor_answer: str | None
+    statuses: Mapping[str, Status]
+    latency_s: float
+    lookup_s: float
+    ttft_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    loaded_tokens: int | None
+    prefix_tokens: int
+    finish_reason: str = ""
+    token_ids: tuple[int, ...] = ()
+    variant: str = ""
+    donor_question: str = ""
+    donor_image: str = ""
+    entailed: tuple[str, ...] = ()
+    cold: Cold | None = None
+    after_s: float = 0.0
+
+    @property
+    def hit(self) -> bool:
+        return bool(self.provenance)
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        return {"hit": self.hit, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> SampleRecord:
+        """The record of a line that `to_json` wrote; fields that this version does not know are left out.
+
+        Raises:
+            ValueError: a field is missing or not of its type; the message names it.
+        """
+        statuses, cold = row.get("statuses"), row.get("cold")
+        if not isinstance(statuses, dict):
+            raise ValueError(f"'statuses' is {statuses!r}")
+        return _make(
+            cls,
+            {
+                **row,
+                "statuses": {tier: Status(status) for tier, status in statuses.items()},
+                "cold": None if cold is None else Cold.from_json(cold),
+            },
+        )
+
+
+def _make(kind: type[_T], row: Mapping[str, Any]) -> _T:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{kind.__name__} is {row!r}")
+    known = fields(kind)  # type: ignore[arg-type]
+    values = {}
+    for f in known:
+        if f.name in row:
+            if not _is_a(row[f.name], str(f.type)):
+                raise ValueError(f"{f.name!r} is {repr(row[f.name])[:80]}; expected {f.type}")
+            values[f.name] = tuple(row[f.name]) if isinstance(row[f.name], list) else row[f.name]
+        elif f.default is MISSING:
+            raise ValueError(f"no field {f.name!r}")
+    return kind(**values)
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    """Whether a JSON value is of the type of a field, as the dataclasses above write it."""
+    if kind.endswith(" | None"):
+        return value is None or _is_a(value, kind.removesuffix(" | None"))
+    if kind.startswith("tuple["):
+        return isinstance(value, list) and all(_is_a(v, kind[len("tuple[") : -len(", ...]")]) for v in value)
+    if kind in ("int", "float"):
+        there = isinstance(value, int if kind == "int" else int | float) and not isinstance(value, bool)
+        return there and abs(value) < HUGE
+    return isinstance(value, {"str": str, "bool": bool}.get(kind, object))
