@@ -95,8 +95,7 @@ def prepare(pairs: Path, seeds: int, folder: Path) -> None:
     from quality_streams import draw_stream, halves
 
     from semkv.encoders.text import SentenceEncoder
-    from semkv_lab.quality.corpus import encode
-    from semkv_lab.quality.rows import read_pairs
+    from semkv_lab.quality import encode, read_pairs
 
     _, second = halves(read_pairs(pairs), 0)
     streams = [draw_stream(second, seed) for seed in range(seeds)]

@@ -25,11 +25,14 @@ from semkv.cache import SemanticCache
 from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
 from semkv.engines.scripted import ScriptedEngine
 from semkv.keys import normalise
-from semkv_lab.datasets import Sample, load_samples
-from semkv_lab.metrics import Estimate, Summary, normalise_answer
-from semkv_lab.report import write_json
+from semkv_lab.console import Listener, write_json
+from semkv_lab.datasets import load_samples
+from semkv_lab.intervals import Estimate
+from semkv_lab.metrics import Summary
+from semkv_lab.records import normalise_answer
 from semkv_lab.requests import label_answers
-from semkv_lab.runner import Silent, run
+from semkv_lab.run import run
+from semkv_lab.samples import Sample
 from semkv_lab.settings import resolve
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "gqa_testdev_llava13b.jsonl.gz"
@@ -85,7 +88,12 @@ def tiers(
 ) -> Summary:
     """One run over an empty cache."""
     settings = resolve(
-        preset="opt-125m", engine="scripted", dataset="gqa-text", dataset_root=data, cache_dir=folder, **flags
+        preset="opt-125m",
+        engine="scripted",
+        dataset="gqa-text",
+        dataset_root=data,
+        cache_dir=folder,
+        **flags,
     )
     answers = label_answers(samples)
     _, summary = run(
@@ -93,7 +101,7 @@ def tiers(
         samples,
         lambda _, attach: ScriptedEngine(answer=answers, name="labels"),
         lambda s: SemanticCache(s.cache, text_encoder=encoder),
-        Silent(),
+        Listener(),
     )
     return summary
 

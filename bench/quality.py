@@ -31,10 +31,8 @@ from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
 from semkv.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibrated, Calibration, Decider, FixedThreshold
 from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
-from semkv_lab.quality.calibrate import Fit, fit
-from semkv_lab.quality.corpus import Corpus, build_corpus
-from semkv_lab.quality.replay import TIER, Outcome, Replay
-from semkv_lab.quality.rows import Asked, clusters, read_pairs
+from semkv_lab.evaluate import Fit, fit
+from semkv_lab.quality import TIER, Asked, Corpus, Outcome, Replay, build_corpus, clusters, read_pairs
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = (0.01, 0.005, 0.002)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from quality_labels import REACH
 
-from semkv_lab.quality.figures import figure
+from semkv_lab.evaluate import figure
 
 SHARES = (0.0003, 0.0004, 0.0005, 0.0006, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1)
 DRAWS = 400  # of streams, for the intervals of the curves

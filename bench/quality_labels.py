@@ -18,9 +18,7 @@ from typing import Any
 
 from semkv.tiers.policies import Decider, Decision
 from semkv.types import Entry, Match, Request
-from semkv_lab.quality.corpus import Corpus
-from semkv_lab.quality.replay import Replay
-from semkv_lab.quality.rows import Asked
+from semkv_lab.quality import Asked, Corpus, Replay
 
 REACH = 0.003  # wrong answers per request; beyond it many pairs are unread
 VERDICTS: dict[str, bool] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

@@ -23,14 +23,11 @@ import numpy as np
 import quality
 from quality_curves import above
 from quality_streams import draw_stream, halves
+from semkv.tiers.guards import veto
 
 from semkv.encoders.text import DEFAULT_MODEL
-from semkv.guards import veto
-from semkv_lab.quality.calibrate import fit
-from semkv_lab.quality.corpus import build_corpus
-from semkv_lab.quality.figures import figure
-from semkv_lab.quality.replay import Replay
-from semkv_lab.quality.rows import clusters, read_pairs
+from semkv_lab.evaluate import figure, fit
+from semkv_lab.quality import Replay, build_corpus, clusters, read_pairs
 
 # Both as dense at the far end as the lists that they extend are at the near one.
 COSINES = sorted({*quality.COSINES, 0.72, 0.74, 0.76, 0.78, 0.82, 0.83, 0.85, 0.87, 0.89})

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from semkv_lab.minigqa.generate import generate
-from semkv_lab.minigqa.knobs import Knobs
-from semkv_lab.quality.rows import Asked, Pair, clusters
+from semkv_lab.minigqa.generate import Knobs, generate
+from semkv_lab.quality import Asked, Pair, clusters
 
 _POPULAR = 0.6  # of the clusters with several texts; the others lend one text each to the singletons
 

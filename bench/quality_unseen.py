@@ -25,10 +25,8 @@ from quality_streams import draw_stream, halves, minigqa_stream
 from semkv.encoders.text import DEFAULT_MODEL
 from semkv.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibration
-from semkv_lab.quality.calibrate import fit
-from semkv_lab.quality.corpus import Corpus, build_corpus
-from semkv_lab.quality.replay import Replay
-from semkv_lab.quality.rows import Asked, Pair, clusters, read_pairs
+from semkv_lab.evaluate import fit
+from semkv_lab.quality import Asked, Corpus, Pair, Replay, build_corpus, clusters, read_pairs
 
 Stream = list[Asked]
 FIRST_SEED = 1000

@@ -22,8 +22,7 @@ import numpy as np
 from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
 from semkv.encoders.vision import TowerEncoder
 from semkv.keys import normalise
-from semkv_lab.minigqa.generate import generate
-from semkv_lab.minigqa.knobs import Knobs
+from semkv_lab.minigqa.generate import Knobs, generate
 
 CHECKPOINT = Path(__file__).parents[1] / "src" / "semkv" / "assets" / "minigqa-vlm"
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)

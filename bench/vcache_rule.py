@@ -37,9 +37,7 @@ from semkv.tiers.policies import Decision
 from semkv.tiers.policies.base import Stateless
 from semkv.tiers.policies.calibrated import chance
 from semkv.types import Entry, Match, Request
-from semkv_lab.quality.corpus import build_corpus
-from semkv_lab.quality.replay import Replay
-from semkv_lab.quality.rows import clusters, read_pairs
+from semkv_lab.quality import Replay, build_corpus, clusters, read_pairs
 
 _LEAST = (6, 1)
 _STEPS = 40  # of Newton's method

@@ -28,7 +28,7 @@ from semkv.types import (
     ReuseReport,
     TextSegment,
 )
-from semkv_lab.runner import run
+from semkv_lab.run import run
 
 
 def asking(text: str = "a") -> Request:
@@ -281,7 +281,7 @@ def test_a_dry_run_checks_every_hit_for_nothing(tmp_path: Path) -> None:
 
 def test_a_run_checks_the_share_it_was_told(tmp_path: Path) -> None:
     from semkv.engines.scripted import ScriptedEngine
-    from test_runner import Sample, Silent, settings
+    from test_runner import Listener, Sample, settings
 
     sentences = ["What is a good way to learn French?", "What is a good way to learn French", "what is the best tea?"]
     samples = [Sample(sample_id=str(n), question=q) for n, q in enumerate(sentences)]
@@ -299,7 +299,7 @@ def test_a_run_checks_the_share_it_was_told(tmp_path: Path) -> None:
         engines.append(ScriptedEngine(name="m"))
         return engines[0]
 
-    records, _ = run(chosen, samples, engine, make, Silent())
+    records, _ = run(chosen, samples, engine, make, Listener())
     approximate = [r for r in records if r.exactness == "approximate"]
     stats = caches[0].stats()
     assert len(approximate) == 1

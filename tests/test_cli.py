@@ -237,7 +237,7 @@ def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
 
 
 def test_flags_not_given_stay_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    from semkv_lab import execute as module
+    from semkv_lab import run as module
     from semkv_lab.metrics import summarise
 
     seen: list[Any] = []

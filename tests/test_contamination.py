@@ -20,8 +20,7 @@ from semkv.engines.base import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 from semkv.presets import get_preset
 from semkv.types import EmbeddingLayer, MatchPolicy, MediaSegment, Namespace, Request, Segment, TextSegment
-from semkv_lab.minigqa.draw import draw, jpeg
-from semkv_lab.minigqa.scene import make_scene
+from semkv_lab.minigqa.scenes import draw, jpeg, make_scene
 
 pytestmark = pytest.mark.engine
 MODEL = get_preset("minigqa").model

@@ -13,9 +13,9 @@ from PIL import Image
 from semkv import keys
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
-from semkv_lab.datasets import DatasetOptions, ImageRef, Sample, load_samples
-from semkv_lab.datasets.gqa import find_image, resolve_config
+from semkv_lab.datasets import find_image, load_samples, resolve_config
 from semkv_lab.requests import ChunkSource, RequestBuilder, chunk_text
+from semkv_lab.samples import DatasetOptions, ImageRef, Sample
 
 
 @pytest.fixture(autouse=True)

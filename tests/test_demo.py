@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from semkv_lab.console import to_json
 from semkv_lab.demo import same_answers
-from semkv_lab.outputs import to_json
 
 SAMPLES = 24
 

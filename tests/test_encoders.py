@@ -31,8 +31,7 @@ from semkv.errors import ConfigError
 from semkv.keys import media_id
 from semkv.tiers.vectors import clean
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
-from semkv_lab.minigqa.generate import generate
-from semkv_lab.minigqa.knobs import Knobs
+from semkv_lab.minigqa.generate import Knobs, generate
 
 CHECKPOINT = Path(text_module.__file__).parents[1] / "assets" / "minigqa-vlm"
 packaged = pytest.mark.skipif(

@@ -17,10 +17,12 @@ from semkv.cache import SemanticCache
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import TextSegment
-from semkv_lab.datasets import DatasetOptions, Sample, load_samples, locate_images
+from semkv_lab.console import Listener
+from semkv_lab.datasets import load_samples, locate_images
 from semkv_lab.metrics import Summary
 from semkv_lab.requests import label_answers
-from semkv_lab.runner import Silent, run
+from semkv_lab.run import run
+from semkv_lab.samples import DatasetOptions, Sample
 from semkv_lab.settings import resolve
 
 ROOT = Path(__file__).parents[1]
@@ -106,7 +108,7 @@ def measure(tmp_path: Path, path: Path, samples: list[Sample], **flags: Any) -> 
     )
     answers = label_answers(samples)
     _, summary = run(
-        settings, samples, lambda *_: ScriptedEngine(answer=answers), lambda s: SemanticCache(s.cache), Silent()
+        settings, samples, lambda *_: ScriptedEngine(answer=answers), lambda s: SemanticCache(s.cache), Listener()
     )
     return summary
 

@@ -17,7 +17,6 @@ from maintenance_helpers import SECRET, block_files, call, call_both, digest_of,
 from semkv.cache import SemanticCache
 from semkv.cli import EXIT_ERROR, main
 from semkv.config import CacheConfig
-from semkv.errors import StoreError
 from semkv.stores.blocks import BlockStore
 from semkv.stores.maintenance import collect, inspect, verify
 from semkv.stores.responses.base import StoredResponse

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semkv.types import Status
 from semkv_lab import metrics
-from semkv_lab.metrics import Cold, SampleRecord
-from semkv_lab.metrics.intervals import resamples
+from semkv_lab.intervals import resamples
+from semkv_lab.records import Cold, SampleRecord
 
 
 def record(**values: Any) -> SampleRecord:
@@ -65,6 +65,7 @@ def test_an_interval_widens_with_the_clusters() -> None:
     assert metrics.share(outcomes) == clustered
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=30))
 def test_an_interval_holds_its_value(outcomes: list[tuple[str, bool]]) -> None:
     share = metrics.share(outcomes)
@@ -130,6 +131,7 @@ def test_hits_against_cold() -> None:
 # --- intervals
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-1e3, 1e3, allow_nan=False)), min_size=1, max_size=30))
 def test_means_and_medians_lie_inside_the_values(values: list[tuple[str, float]]) -> None:
     numbers = [v for _, v in values]

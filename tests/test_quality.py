@@ -19,11 +19,8 @@ from command_line import invoke
 from semkv.errors import ConfigError, DatasetError
 from semkv.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibrated, FixedThreshold
-from semkv_lab.quality.calibrate import fit
-from semkv_lab.quality.corpus import build_corpus
-from semkv_lab.quality.judge import judge
-from semkv_lab.quality.replay import TIER, Replay
-from semkv_lab.quality.rows import Asked, Pair, clusters, read_pairs, read_stream
+from semkv_lab.evaluate import fit
+from semkv_lab.quality import TIER, Asked, Pair, Replay, build_corpus, clusters, judge, read_pairs, read_stream
 
 ENCODER = WrittenEncoder(window=40)
 

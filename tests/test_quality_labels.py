@@ -13,9 +13,7 @@ import quality_labels as labels
 from cache_helpers import WrittenEncoder
 from semkv.guards import no_veto
 from semkv.tiers.policies import FixedThreshold
-from semkv_lab.quality.corpus import build_corpus
-from semkv_lab.quality.replay import TIER
-from semkv_lab.quality.rows import Asked
+from semkv_lab.quality import TIER, Asked, build_corpus
 
 STREAM = [
     Asked("a", "1"),

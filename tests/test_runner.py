@@ -32,11 +32,11 @@ from semkv.types import (
     Status,
     TextSegment,
 )
-from semkv_lab.datasets import ImageRef, Sample
-from semkv_lab.execute import execute
-from semkv_lab.metrics import SampleRecord, Summary
-from semkv_lab.report import console_listener, print_summary, sample_line, size
-from semkv_lab.runner import NOISE_SAMPLES, Silent, bytes_on_disk, run
+from semkv_lab.console import Listener, console_listener, print_summary, sample_line, size
+from semkv_lab.metrics import Summary
+from semkv_lab.records import SampleRecord
+from semkv_lab.run import NOISE_SAMPLES, bytes_on_disk, execute, run
+from semkv_lab.samples import ImageRef, Sample
 from semkv_lab.settings import RunSettings, resolve
 
 
@@ -103,7 +103,7 @@ def go(
         samples,
         lambda _, attach: engine if attach or cold is None else cold,
         lambda s: cache if cache is not None else NormalisingCache(s.cache.mode),
-        listener or Silent(),
+        listener or Listener(),
     )
 
 
@@ -150,7 +150,7 @@ def test_off_uses_nothing_of_ours(tmp_path: Path) -> None:
         [CAR, CAR_AGAIN],
         lambda _, attach: attached.append(attach) or engine,  # type: ignore[func-returns-value]
         lambda _: pytest.fail("no cache is made"),
-        Silent(),
+        Listener(),
     )
     assert attached == [False]
     assert not any(r.hit for r in records)
@@ -479,7 +479,7 @@ def test_numbers_and_texts_that_nothing_can_hold_are_named(tmp_path: Path) -> No
     for flags, message in (
         ({"trace_requests": 10**30}, "--trace-requests: '1000.*less than 19 digits"),
         ({"tenant": "\ud800"}, "--tenant: .*valid Unicode"),
-        ({"embedding_layers": ("\udfff:3",)}, "--embedding-layers: .*valid Unicode"),
+        ({"embedding_layer": ("\udfff:3",)}, "--embedding-layer: .*valid Unicode"),
     ):
         with pytest.raises(ConfigError, match=message):
             settings(tmp_path, **flags)

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from semkv.errors import ConfigError
-from semkv_lab.sweep.log import SweepLog, open_log
-from semkv_lab.sweep.spec import read_spec
+from semkv_lab.sweep import SweepLog, open_log, read_spec
 
 REPO = Path(__file__).parents[1]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from semkv.errors import ConfigError
-from semkv_lab.datasets import ImageRef, Sample
+from semkv_lab.requests import SESSION_USERS, Trace, TraceKind, arrange
+from semkv_lab.samples import ImageRef, Sample
 from semkv_lab.settings import resolve
-from semkv_lab.traces import SESSION_USERS, Trace, TraceKind, arrange
 
 SAMPLES = [
     Sample(f"{image}-{number}", f"question {number} on {image}", images=(ImageRef(f"i{image}", None),))

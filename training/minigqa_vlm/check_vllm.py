@@ -19,10 +19,8 @@ os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLE
 
 import prompt
 
-from semkv_lab.minigqa.draw import draw
-from semkv_lab.minigqa.questions import WEIGHTS, ask_any
-from semkv_lab.minigqa.scene import make_scene
-from semkv_lab.minigqa.surfaces import change_case, change_whitespace, word
+from semkv_lab.minigqa.questions import ask_any, change_case, change_whitespace, word
+from semkv_lab.minigqa.scenes import draw, make_scene
 
 
 def cases(count: int) -> list[dict[str, Any]]:
@@ -33,7 +31,7 @@ def cases(count: int) -> list[dict[str, Any]]:
         scene = make_scene(rng)
         picture = draw(scene)
         for _ in range(4):
-            program = ask_any(scene, rng, WEIGHTS)
+            program = ask_any(scene, rng)
             question = word(program, rng)
             case: dict[str, Any] = {"picture": picture, "question": question, "answer": program.answer, "kind": "plain"}
             number = len(made) % 8

@@ -20,11 +20,8 @@ import numpy.typing as npt
 import prompt
 
 from semkv_lab.minigqa.documents import make_document
-from semkv_lab.minigqa.draw import draw
-from semkv_lab.minigqa.program import Program, references
-from semkv_lab.minigqa.questions import KINDS, WEIGHTS, ask
-from semkv_lab.minigqa.scene import WIDTH, Scene, make_scene
-from semkv_lab.minigqa.surfaces import change_case, change_whitespace, word
+from semkv_lab.minigqa.questions import KINDS, WEIGHTS, Program, ask, change_case, change_whitespace, references, word
+from semkv_lab.minigqa.scenes import WIDTH, Scene, draw, make_scene
 
 ROW = 448
 """Tokens of a row: a head of about 150 and some 20 questions."""

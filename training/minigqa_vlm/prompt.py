@@ -8,9 +8,8 @@ from random import Random
 from typing import Any
 
 from semkv_lab.minigqa.documents import make_document
-from semkv_lab.minigqa.questions import WEIGHTS, ask_any
-from semkv_lab.minigqa.scene import make_scene
-from semkv_lab.minigqa.surfaces import change_case, word
+from semkv_lab.minigqa.questions import ask_any, change_case, word
+from semkv_lab.minigqa.scenes import make_scene
 
 BOS, EOS, PAD, IMAGE = "<s>", "</s>", "<pad>", "<image>"
 BOS_ID, EOS_ID, PAD_ID, IMAGE_ID = 0, 1, 2, 3
@@ -112,7 +111,7 @@ def _corpus(rng: Random) -> Iterator[str]:
     for _ in range(1500):
         scene = make_scene(rng)
         for _ in range(8):
-            program = ask_any(scene, rng, WEIGHTS)
+            program = ask_any(scene, rng)
             question = word(program, rng)
             if rng.random() < 0.15:
                 question = change_case(question, rng)

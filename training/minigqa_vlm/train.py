@@ -244,10 +244,8 @@ def answer_all(out: Path, device: torch.device, images: int, log: Log) -> None:
     from PIL import Image
     from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-    from semkv_lab.minigqa.draw import draw
-    from semkv_lab.minigqa.questions import WEIGHTS, ask_any
-    from semkv_lab.minigqa.scene import make_scene
-    from semkv_lab.minigqa.surfaces import word
+    from semkv_lab.minigqa.questions import ask_any, word
+    from semkv_lab.minigqa.scenes import draw, make_scene
 
     processor = AutoProcessor.from_pretrained(out)
     processor.tokenizer.padding_side = "left"
@@ -258,7 +256,7 @@ def answer_all(out: Path, device: torch.device, images: int, log: Log) -> None:
         scene = make_scene(rng)
         picture = draw(scene)
         for _ in range(8):
-            program = ask_any(scene, rng, WEIGHTS)
+            program = ask_any(scene, rng)
             asked.append((picture, word(program, rng), program.answer, program.kind))
     right: dict[str, list[bool]] = defaultdict(list)
     wrong: list[dict[str, str]] = []

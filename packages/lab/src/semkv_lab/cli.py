@@ -9,7 +9,7 @@ from cyclopts import Parameter, validators
 
 from semkv.config import PolicyConfig, command_line
 from semkv.errors import ConfigError
-from semkv_lab.settings import FLAT, QualityFlags, RunSettings, fill_from_preset
+from semkv_lab.settings import FLAT, SWITCH, QualityFlags, RunSettings, SweepFlags, fill_from_preset
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -53,7 +53,7 @@ def _run(
         quiet: No line for each sample.
         verbose: vLLM's own log, too.
     """
-    from semkv_lab.execute import execute
+    from semkv_lab.run import execute
 
     summary = execute(settings or RunSettings(), quiet=quiet, verbose=verbose)
     if summary.interrupted:
@@ -99,53 +99,21 @@ sweep = command_line(
 
 
 @sweep.default
-def _sweep(
-    *,
-    specs: Path,
-    log_file: Path,
-    samples_dir: Path,
-    resume: Annotated[bool, Parameter(negative="")] = False,
-    retry_failed: Annotated[bool, Parameter(negative="")] = False,
-    purge_cache_between_runs: Annotated[bool, Parameter(negative="")] = False,
-    only: tuple[str, ...] = (),
-    dry_run: Annotated[bool, Parameter(negative="")] = False,
-    executor: str = "local",
-    ray_address: str | None = None,
-) -> None:
+def _sweep(*, flags: Annotated[SweepFlags, FLAT], dry_run: Annotated[bool, SWITCH] = False) -> None:
     """Run many experiments, and log a row for each.
 
     Each has a process of its own. A failed experiment is a row with its error, and the sweep goes on. Ctrl-C leaves a
     log that --resume goes on with.
 
     Args:
-        specs: Experiments in JSON or TOML: defaults, and a list with a name each.
-        log_file: CSV with a row for each experiment; JSON lines are written next to it.
-        samples_dir: For a samples file and the output of each experiment.
-        resume: Go on with this log; skip what it has.
-        retry_failed: With --resume: run again what failed.
-        purge_cache_between_runs: Empty the cache even where the spec names one.
-        only: Run only this experiment; may be repeated.
         dry_run: Check everything and show what would run.
-        executor: local: one after the other. ray: over a cluster.
-        ray_address: Of a running Ray cluster, such as auto.
     """
-    from semkv_lab.report import make_console
-    from semkv_lab.sweep import command
+    from semkv_lab.console import make_console
+    from semkv_lab.sweep import run_sweep, show
 
-    options = command.SweepOptions(
-        specs=specs,
-        log_file=log_file,
-        samples_dir=samples_dir,
-        resume=resume,
-        retry_failed=retry_failed,
-        purge=purge_cache_between_runs,
-        only=only,
-        executor=executor,
-        ray_address=ray_address,
-    )
     if dry_run:
-        command.show(options, make_console())
-    elif command.sweep(options, make_console()):
+        show(flags, make_console())
+    elif run_sweep(flags, make_console()):
         sys.exit(EXIT_FAILED)
 
 
@@ -178,7 +146,7 @@ def _report(
         markdown: Write the same as markdown to this file.
         title: Heading of page and markdown.
     """
-    from semkv_lab.html.write import write_report
+    from semkv_lab.report import write_report
 
     for path in write_report(logs, out, figures=figures, markdown=markdown, title=title):
         print(path)
@@ -211,13 +179,9 @@ def _calibrate(
         index_encoder: Sentence encoder: id or directory.
         plot: Draw a figure (.png, .svg, .pdf).
     """
-    from semkv_lab.outputs import keep_apart
-    from semkv_lab.quality.evaluate import calibrate_file
-    from semkv_lab.quality.figures import check_plot, plot_fit
+    from semkv_lab.evaluate import calibrate_file, plot_fit
 
-    check_plot(plot)
-    _check_out(out)
-    keep_apart({"--out": out, "--plot": plot}, {"PAIRS": pairs})
+    _check_outputs(out, plot, {"PAIRS": pairs})
     fitted, summary = calibrate_file(pairs, index_encoder, precision)
     fitted.calibration.save(out)
     if plot is not None:
@@ -251,13 +215,13 @@ def _eval_pairs(
         out: Write the JSON here instead of printing it.
         plot: Draw a figure (.png, .svg, .pdf).
     """
-    from semkv_lab.quality import evaluate, figures
+    from semkv_lab import evaluate
 
     flags = flags or QualityFlags()
-    _check_files(flags, out, plot, {"PAIRS": pairs})
+    _check_outputs(out, plot, {"PAIRS": pairs, "--calibration": flags.calibration})
     judged, summary = evaluate.eval_pairs(pairs, flags)
     if plot is not None:
-        figures.plot_pairs(judged, plot)
+        evaluate.plot_pairs(judged, plot)
     _write(summary, out)
 
 
@@ -287,29 +251,25 @@ def _eval_stream(
         out: Write the JSON here instead of printing it.
         plot: Draw a figure (.png, .svg, .pdf).
     """
-    from semkv_lab.quality import evaluate, figures
+    from semkv_lab import evaluate
 
     flags = flags or QualityFlags()
-    _check_files(flags, out, plot, {"REQUESTS": requests})
+    _check_outputs(out, plot, {"REQUESTS": requests, "--calibration": flags.calibration})
     outcome, summary = evaluate.eval_stream(requests, flags)
     if plot is not None:
-        figures.plot_stream(outcome, flags.max_error_rate if flags.policy == "bounded" else None, plot)
+        evaluate.plot_stream(outcome, flags.max_error_rate if flags.policy == "bounded" else None, plot)
     _write(summary, out)
 
 
-def _check_files(flags: QualityFlags, out: Path | None, plot: Path | None, read: dict[str, Path]) -> None:
-    from semkv_lab.outputs import keep_apart
-    from semkv_lab.quality.figures import check_plot
+def _check_outputs(out: Path | None, plot: Path | None, inputs: dict[str, Path | None]) -> None:
+    """Fail before the work, not after it."""
+    from semkv_lab.console import keep_apart
 
-    check_plot(plot)
-    if out is not None:
-        _check_out(out)
-    keep_apart({"--out": out, "--plot": plot}, {**read, "--calibration": flags.calibration})
-
-
-def _check_out(path: Path) -> None:
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError("--out", str(path), "a file in a folder that exists")
+    if plot is not None and (plot.suffix not in (".png", ".svg", ".pdf") or not plot.parent.is_dir()):
+        raise ConfigError("--plot", str(plot), "a .png, .svg or .pdf file in a folder that exists")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError("--out", str(out), "a file in a folder that exists")
+    keep_apart({"--out": out, "--plot": plot}, inputs)
 
 
 def _write(summary: dict[str, Any], out: Path | None) -> None:

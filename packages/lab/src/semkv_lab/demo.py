@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from semkv.errors import SemkvError
-from semkv_lab.report import make_console
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from semkv_lab.console import make_console, table
 
 _PASSES = ("cold", "warm")
 
@@ -72,53 +71,44 @@ def same_answers(directory: Path) -> tuple[int, int]:
 
 def comparison(results: Mapping[str, Mapping[str, Any]], same: tuple[int, int]) -> Table:
     """Three columns: vLLM alone, semkv with an empty cache, semkv after a restart."""
-    from rich.table import Table
-
     cold, warm = results["cold"], results["warm"]
-    table = Table(title="the same questions three times", title_justify="left", title_style="bold")
-    for name in ("", "vLLM alone", "semkv, empty cache", "semkv, new process"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    for row in _rows(cold, warm):
-        table.add_row(*row)
-    table.add_row("answers with the same tokens as before", "", "", f"{same[0]} of {same[1]}")
-    return table
+    rows: list[tuple[str, ...]] = []
 
+    def add(name: str, of: Callable[[Mapping[str, Any]], str], alone: str = "") -> None:
+        rows.append((name, alone, of(cold), of(warm)))
 
-def _rows(cold: Mapping[str, Any], warm: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    both = (cold, warm)
-    names = sorted({row["tier"] for result in both for row in result["tiers"]} - {"all", "miss"})
-    rows: list[tuple[str, ...]] = [("questions", str(cold["samples"]), str(cold["samples"]), str(warm["samples"]))]
-    rows.append(("hits", "", *(f"{r['hits']} ({r['hit_rate']:.0%})" for r in both)))
-    rows += [(f"  {name}", "", *(_tier_count(r, name) for r in both)) for name in names]
-    base = cold["tokens"]
-    alone = base["baseline_not_computed"], base["baseline_prompt"]
-    rows.append(("prompt tokens not computed", _part(*alone), *(_part(*_not_computed(r)) for r in both)))
-    rows.append(("  loaded from disk", "", *(f"{r['tokens']['from_store']:,}" for r in both)))
-    for key, name in (("kv_cache", "requests that loaded KV"), ("fusion", "requests that loaded an encoder output")):
-        rows.append((name, "", *(str(r["statuses"].get(key, {}).get("hit", 0)) for r in both)))
-    rows.append(
-        ("latency p50", _ms(cold["baseline_latency"]["p50_s"]), *(_ms(_all(r)["latency"]["p50_s"]) for r in both))
+    def add_times(name: str, kind: str, at: str) -> None:
+        add(name, lambda r: _ms(_tier(r, "all")[kind][at]), _ms(cold[f"baseline_{kind}"][at]))
+
+    add("questions", lambda r: str(r["samples"]), str(cold["samples"]))
+    add("hits", lambda r: f"{r['hits']} ({r['hit_rate']:.0%})")
+    for name in sorted({row["tier"] for r in (cold, warm) for row in r["tiers"]} - {"all", "miss"}):
+        add(f"  {name}", lambda r, name=name: str(_tier(r, name)["n"]))  # type: ignore[misc]
+    alone = cold["tokens"]
+    add(
+        "prompt tokens not computed",
+        lambda r: _part(r["tokens"]["not_computed"], r["tokens"]["prompt"]),
+        _part(alone["baseline_not_computed"], alone["baseline_prompt"]),
     )
-    rows.append(
-        ("latency p95", _ms(cold["baseline_latency"]["p95_s"]), *(_ms(_all(r)["latency"]["p95_s"]) for r in both))
-    )
-    rows.append(("  of it lookup, p50", "", *(_ms(r["lookup"]["p50_s"]) for r in both)))
-    rows.append(("TTFT p50", _ms(cold["baseline_ttft"]["p50_s"]), *(_ms(_all(r)["ttft"]["p50_s"]) for r in both)))
-    rows.append(("accuracy", _percent(cold["baseline_accuracy"]), *(_percent(r["accuracy"]) for r in both)))
-    return rows
+    add("  loaded from disk", lambda r: f"{r['tokens']['from_store']:,}")
+    add("requests that loaded KV", lambda r: _hits(r, "kv_cache"))
+    add("requests that loaded an encoder output", lambda r: _hits(r, "fusion"))
+    add_times("latency p50", "latency", "p50_s")
+    add_times("latency p95", "latency", "p95_s")
+    add("  of it lookup, p50", lambda r: _ms(r["lookup"]["p50_s"]))
+    add_times("TTFT p50", "ttft", "p50_s")
+    add("accuracy", lambda r: _percent(r["accuracy"]), _percent(cold["baseline_accuracy"]))
+    rows.append(("answers with the same tokens as before", "", "", f"{same[0]} of {same[1]}"))
+    names = ("", "vLLM alone", "semkv, empty cache", "semkv, new process")
+    return table("the same questions three times", names, rows)
 
 
-def _all(result: Mapping[str, Any]) -> dict[str, Any]:
-    row: dict[str, Any] = next(row for row in result["tiers"] if row["tier"] == "all")
-    return row
+def _tier(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return next((row for row in result["tiers"] if row["tier"] == name), {"n": 0})
 
 
-def _tier_count(result: Mapping[str, Any], name: str) -> str:
-    return str(next((row["n"] for row in result["tiers"] if row["tier"] == name), 0))
-
-
-def _not_computed(result: Mapping[str, Any]) -> tuple[int, int]:
-    return result["tokens"]["not_computed"], result["tokens"]["prompt"]
+def _hits(result: Mapping[str, Any], tier: str) -> str:
+    return str(result["statuses"].get(tier, {}).get("hit", 0))
 
 
 def _part(count: int, total: int) -> str:

@@ -1,348 +1,345 @@
-"""How a run looks: a progress bar, a line a sample, a summary, and the same as files."""
+"""``semkv report``: from the logs of sweeps one HTML page that needs nothing else, and a markdown file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import base64
+import difflib
+import io
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from semkv import __version__
-from semkv_lab.metrics import Cold, Estimate, SampleRecord, Saved, Summary, Times
-from semkv_lab.outputs import SETTINGS, to_json, writing
+from semkv.errors import ConfigError
+from semkv_lab.console import interval, keep_apart, milliseconds, percent, writing
+from semkv_lab.datasets import DATASETS, locate_images
+from semkv_lab.figures import Drawing, draw_all
+from semkv_lab.intervals import Estimate
+from semkv_lab.results import (
+    Experiment,
+    Wrong,
+    count_hits,
+    facts,
+    family,
+    group_names,
+    number,
+    points,
+    read_logs,
+    thresholds,
+    worst,
+    wrong_hits,
+)
+from semkv_lab.samples import DatasetOptions
+from semkv_lab.settings import run_command
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-    from rich.table import Table
-
-    from semkv_lab.datasets import Sample
-    from semkv_lab.settings import RunSettings
-
-SAMPLES_OUT, SUMMARY_OUT = "--samples-out", "--summary-out"
-_STAGES = {"start": "starting the engine", "cold": "without semkv", "cached": "with semkv"}
-
-
-def sample_line(record: SampleRecord) -> str:
-    """``[05515938] hit (embedding:prompt) | latency=0.032s | answer match=True | exact_text=miss, ...``."""
-    outcome = f"hit ({record.provenance})" if record.hit else "miss"
-    parts = [f"[{record.sample_id}] {outcome}", f"latency={record.latency_s:.3f}s"]
-    if record.match is not None:
-        parts.append(f"answer match={record.match}")
-    parts.append(", ".join(f"{tier}={status}" for tier, status in record.statuses.items()))
-    return " | ".join(parts)
-
-
-def make_console() -> Console:
-    """Standard output; wide enough for the tables where it is no terminal."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 120))
+_SPECIAL = re.compile(r"([\\`*_<>|#~&$]|\](?=[(\[:]))")  # a bracket alone is text, a link needs more
+# Of the wide table of experiments; the other columns are on the page and in the log.
+_IN_MARKDOWN = (
+    "experiment", "thresholds", "requests", "hit rate", "accuracy on hits", "wrong hits", "same as cold", "consistency",
+    "P-CHR AUC", "tokens saved", "ms saved",
+)  # fmt: skip
 
 
-class SamplesFile:
-    """``--samples-out FILE``: one JSON object a line; the settings go beside it, to ``FILE.settings.json``.
-
-    What an earlier run left there stays until there is a record to put in its place. Every method raises `ConfigError`
-    where the file cannot be written.
-    """
-
-    def __init__(self, path: Path, settings: RunSettings) -> None:
-        self._path, self._settings = path, settings
-        self._file: BinaryIO | None = None
-
-    def write(self, record: SampleRecord) -> None:
-        with writing(SAMPLES_OUT, self._path):
-            file = self._begun()
-            file.write(to_json(record.to_json()))
-            file.flush()
-
-    def finish(self) -> None:
-        """The run has come to its end, maybe without a record."""
-        with writing(SAMPLES_OUT, self._path):
-            self._begun()
-
-    def close(self) -> None:
-        with writing(SAMPLES_OUT, self._path):
-            if self._file is not None:
-                self._file.close()
-
-    def _begun(self) -> BinaryIO:
-        if self._file is None:
-            write_json(self._path.with_name(self._path.name + SETTINGS), run_header(self._settings))
-            self._file = self._path.open("wb")
-        return self._file
-
-
-class ConsoleListener:
-    """Draws progress on a console and writes records to a file as they come.
+def write_report(
+    logs: Sequence[Path], out: Path, *, figures: Path | None = None, markdown: Path | None = None, title: str = ""
+) -> list[Path]:
+    """Write the page, its figures as PNG, and the markdown file where one is asked for.
 
     Args:
-        console: where to draw; a console that is no terminal gets lines without a bar.
-        progress: the bar.
-        quiet: no line a sample.
-        samples: the file, or None.
-    """
+        logs: ``.csv`` or ``.jsonl`` files of sweeps.
+        out: the page.
+        figures: folder of the PNG files; ``<page>_files`` beside the page when not given.
+        markdown: the markdown file.
+        title: of page and markdown.
 
-    def __init__(self, console: Console, progress: Progress, *, quiet: bool, samples: SamplesFile | None) -> None:
-        self._console, self._progress, self._quiet, self._samples = console, progress, quiet, samples
-        self._task: TaskID | None = None
-
-    def stage(self, name: str, total: int) -> None:
-        if self._task is not None:
-            self._progress.update(self._task, visible=False)
-        self._task = self._progress.add_task(_STAGES.get(name, name), total=total or None)
-
-    def cold(self, sample: Sample, cold: Cold) -> None:
-        self._advance()
-
-    def record(self, record: SampleRecord) -> None:
-        if self._samples is not None:
-            self._samples.write(record)
-        if not self._quiet:
-            self._print(sample_line(record))
-        self._advance()
-
-    def failed(self, sample: Sample, error: Exception) -> None:
-        self._print(f"[{sample.sample_id}] failed | {error}")
-        self._advance()
-
-    def finish(self) -> None:
-        """The run has come to its end."""
-        if self._samples is not None:
-            self._samples.finish()
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _advance(self) -> None:
-        if self._task is not None:
-            self._progress.advance(self._task)
-
-
-@contextmanager
-def console_listener(console: Console, settings: RunSettings, *, quiet: bool) -> Iterator[ConsoleListener]:
-    """A listener with its bar drawn and its `SamplesFile`."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    progress = Progress(
-        *columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal
-    )
-    samples = SamplesFile(settings.samples_out, settings) if settings.samples_out is not None else None
-    try:
-        with progress:
-            yield ConsoleListener(console, progress, quiet=quiet, samples=samples)
-    finally:
-        if samples is not None:
-            samples.close()
-
-
-def run_header(settings: RunSettings) -> dict[str, object]:
-    """What a results file says of the run that made it."""
-    return {"semkv": __version__, "settings": settings.to_json()}
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write indented JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(to_json(value, indent=2))
-
-
-def write_summary(path: Path, settings: RunSettings, summary: Summary) -> None:
-    """Write ``--summary-out``: settings and figures.
+    Returns:
+        What was written.
 
     Raises:
-        ConfigError: the file cannot be written.
+        DatasetError: a log cannot be read; names file and line.
+        ConfigError: a file cannot be written, or is one that is read.
     """
-    with writing(SUMMARY_OUT, path):
-        write_json(path, {**run_header(settings), "summary": summary.to_json()})
+    read = {f"LOG {log.name}": log for log in logs} | {
+        f"the JSON lines of {log.name}": log.with_suffix(".jsonl") for log in logs
+    }
+    keep_apart({"--out": out, "--markdown": markdown}, read)
+    experiments = read_logs(logs)
+    drawings = draw_all(experiments)
+    folder = figures or out.with_name(f"{out.stem}_files")
+    shown = _shown(experiments, drawings, title or "What each tier is worth", [log.name for log in logs])
+    files: dict[Path, bytes] = {out: _render("report.html.j2", shown).encode()}
+    files |= {folder / f"{d.name}.png": d.png for d in drawings}
+    if markdown is not None:
+        place = Path(os.path.relpath(folder, markdown.parent)).as_posix()
+        files[markdown] = _render("report.md.j2", {**shown, "folder": place}).encode()
+    for path, data in files.items():
+        with writing("semkv report", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    return list(files)
 
 
-def print_summary(console: Console, summary: Summary, settings: RunSettings) -> None:
-    """The tables at the end of a run."""
-    if summary.interrupted:
-        console.print(f"[yellow]interrupted[/yellow]: the figures cover the {summary.samples} samples answered so far")
-    if summary.samples:
-        console.print(tier_table(summary))
-    console.print(figure_table(summary, settings))
+def _shown(
+    experiments: Sequence[Experiment], drawings: Sequence[Drawing], title: str, logs: Sequence[str]
+) -> dict[str, Any]:
+    """All that the templates show."""
+    rows = [(e, group, cells(e, group)) for e, group in zip(experiments, group_names(experiments), strict=True)]
+    wrong = wrong_hits(experiments)
+    return {
+        "title": title,
+        "version": __version__,
+        "logs": logs,
+        "facts": facts(experiments, percent, milliseconds),
+        "drawings": drawings,
+        "front": sorted((p for p in points(experiments) if p.front), key=lambda p: p.front),
+        "columns": COLUMNS,
+        "in_markdown": _IN_MARKDOWN,
+        "groups": {
+            group: [[row[name].text for name in _IN_MARKDOWN] for e, g, row in rows if g == group and e.summary]
+            for group in dict.fromkeys(g for e, g, _ in rows if e.summary)
+        },
+        "unfinished": [e for e in experiments if e.status != "ok"],
+        "rows": rows,
+        "wrong": wrong,
+        "cards": [_card(w) for w in worst(wrong)],
+        "sampled": sum(bool(e.records) for e in experiments),
+        "hits": judged(*count_hits(experiments)),
+        "environments": environments(experiments),
+        "traces": traces(experiments),
+        "commands": [(e.name, run_command(e.settings)) for e in experiments if e.settings],
+    }
 
 
-def tier_table(summary: Summary) -> Table:
-    """Hit rate, latency and accuracy by tier."""
-    from rich.table import Table
-
-    table = Table(title="by tier", title_justify="left", title_style="bold")
-    for name in ("tier", "samples", "rate", "latency p50", "p95", "TTFT p50", "accuracy [95%]"):
-        table.add_column(name, justify="left" if name == "tier" else "right", no_wrap=True)
-    for row in summary.tiers:
-        table.add_row(
-            row.tier,
-            str(row.n),
-            f"{row.rate:.1%}",
-            _seconds(row.latency.p50_s),
-            _seconds(row.latency.p95_s),
-            _seconds(row.ttft.p50_s),
-            percent(row.accuracy),
-        )
-    return table
+def _render(name: str, shown: Mapping[str, Any]) -> str:
+    """A template filled in; in the page all that comes from the logs is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=name.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(
+        percent=percent, md=escape, row=_row, head=_head, uri=lambda svg: _uri("image/svg+xml", svg.encode())
+    )
+    return environment.get_template(name).render(shown)
 
 
-def figure_table(summary: Summary, settings: RunSettings) -> Table:
-    """Everything that is one figure."""
-    from rich.table import Table
-
-    table = Table(title="figures", title_justify="left", title_style="bold", show_header=False)
-    for name, value in figures(summary, settings):
-        table.add_row(name, value)
-    return table
+def escape(value: str) -> str:
+    """Text that markdown shows as it is, on one line."""
+    return _SPECIAL.sub(r"\\\1", " ".join(value.split()))
 
 
-def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
-    """The rows of `figure_table`: name and value."""
-    rows = [
-        ("hits", f"{summary.hits} of {summary.samples}: {percent(summary.hit_share)}"),
-        ("similar, but refused", str(summary.refused)),
-        ("lookup p50 / p95", times(summary.lookup)),
-        ("after the answer p50 / p95", times(summary.after)),
-        *_token_rows(summary),
-        ("accuracy", percent(summary.accuracy)),
-        ("accuracy on hits", percent(summary.accuracy_on_hits)),
-        ("accuracy on misses", percent(summary.accuracy_on_misses)),
-        ("wrong hits a request", percent(summary.wrong_hit_share)),
-        *_optional("consistency (entailed)", summary.consistency),
-        *_optional("P-CHR AUC", summary.chr_area.area, f" up to a hit rate of {summary.chr_area.reached:.1%}"),
-        *_cold_rows(summary),
-    ]
-    if summary.donor_agreement.n:
-        rows.append(("answer equals the donor's", f"{percent(summary.donor_agreement)} of full hits"))
-    rows += [
-        (tier, ", ".join(f"{n} {status}" for status, n in summary.statuses[tier].items()))
-        for tier in ("kv_cache", "fusion")
-        if tier in summary.statuses
-    ]
-    rows.append(("on disk", f"{size(summary.bytes_on_disk)} in {settings.cache.cache_dir}"))
-    rows += [(name, str(count)) for name, count in summary.faults.items()]
-    return rows
+def _row(texts: Iterable[object]) -> str:
+    """A row of a markdown table; every cell is escaped."""
+    return f"| {' | '.join(escape(str(text)) for text in texts)} |"
 
 
-def _token_rows(summary: Summary) -> list[tuple[str, str]]:
-    t = summary.tokens
-    rows = [
-        ("prompt tokens", f"{t.prompt:,}"),
-        ("not computed", f"{t.not_computed:,} ({_part(t.not_computed, t.prompt)})"),
-        ("  loaded from the KV store", f"{t.from_store:,}"),
-        ("  vLLM's own prefix cache", f"{t.from_prefix_cache:,}"),
-    ]
-    if t.beyond is not None and t.baseline_prompt is not None and t.baseline_not_computed is not None:
-        rows += [
-            (
-                "vLLM's prefix cache alone",
-                f"{t.baseline_not_computed:,} ({_part(t.baseline_not_computed, t.baseline_prompt)}) not computed",
-            ),
-            (
-                "saved beyond it",
-                f"{t.beyond:,} tokens ({_part(t.beyond, t.baseline_computed or 0)} of what it left to compute)",
-            ),
-        ]
-    return rows
+def _head(names: Sequence[str]) -> str:
+    return f"{_row(names)}\n| {' | '.join('---' for _ in names)} |"
 
 
-def _cold_rows(summary: Summary) -> list[tuple[str, str]]:
-    rows = []
-    if summary.baseline_accuracy is not None and summary.baseline_latency is not None:
-        rows.append(("cold: accuracy", percent(summary.baseline_accuracy)))
-        rows.append(("cold: latency p50 / p95", times(summary.baseline_latency)))
-    cold = summary.against_cold
-    if cold is not None:
-        if cold.n:
-            rows += [
-                ("hits run cold: accuracy", percent(cold.cold_accuracy_on_hits)),
-                ("hits: same answer as cold", percent(cold.agreement)),
-                ("wrong hits / gained", f"{cold.wrong_hits} / {cold.gained_hits}"),
-                ("hits: cold latency / cached", interval(cold.speedup, "{:.2f}", "x")),
-            ]
-        rows.append(("all: same answer as cold", percent(cold.agreement_all)))
-        rows += _optional("cold: consistency (entailed)", cold.consistency)
-        if cold.identical_tokens.n:
-            rows.append(
-                ("exact prompts: tokens equal cold", f"{percent(cold.identical_tokens)} of {cold.identical_tokens.n}")
+# -- figures as text ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of the table of experiments: its text, and for a figure the number it is sorted by (None sorts last)."""
+
+    text: str
+    number: bool = False
+    key: float | None = None
+
+
+COLUMNS: Mapping[str, str] = {
+    "experiment": "its name",
+    "status": "ok, failed or interrupted",
+    "hit rate": "% of requests [95% interval]",
+    "accuracy on hits": "% of hits that are right; of a dry run what the donor answered [95% interval]",
+    "wrong hits": "hits that spoiled a right answer, % of the requests that can be judged [95% interval]",
+    "same as cold": "% of hits with the answer that vLLM alone gave [95% interval]",
+    "accuracy": "% of all answers that are right [95% interval]",
+    "consistency": "GQA's: of right answers, the share of entailed questions right too, % [95% interval]",
+    "P-CHR AUC": "precision averaged over cache-hit ratios up to the hit rate, % [95% interval]",
+    "tokens saved": "prompt tokens a request over vLLM's prefix cache, mean [95% interval]",
+    "ms saved": "a request over vLLM's prefix and encoder cache, lookup paid for, mean [95% interval]",
+    "lookup": "median time of the lookup, ms",
+    "requests": "requests answered",
+    "tiers": "tiers that are on",
+    "thresholds": "least cosine by tier or layer",
+    "group": "preset or model, and what else differs",
+    "took": "the whole experiment, s",
+    "note": "error or note",
+}
+"""Title and meaning of every column."""
+
+
+def cells(experiment: Experiment, group: str) -> dict[str, Cell]:
+    """One row of the table by column, in the order of `COLUMNS`."""
+    limits = thresholds(experiment)
+    note = experiment.error or experiment.notes
+    if experiment.missing is not None:
+        note = "; ".join(x for x in (note, f"its samples are gone: {experiment.missing.name}") if x)
+    found = {
+        "experiment": Cell(experiment.name),
+        "status": Cell(experiment.status),
+        "hit rate": _share(experiment.estimate("hit_share")),
+        "accuracy on hits": _share(experiment.estimate("accuracy_on_hits")),
+        "wrong hits": _share(experiment.estimate("wrong_hit_share")),
+        "same as cold": _share(experiment.estimate("against_cold", "agreement")),
+        "accuracy": _share(experiment.estimate("accuracy")),
+        "consistency": _share(experiment.estimate("consistency")),
+        "P-CHR AUC": _share(experiment.estimate("chr_area", "area")),
+        "tokens saved": _figure(experiment.estimate("saved", "tokens")),
+        "ms saved": _figure(experiment.estimate("saved", "latency_s"), 1000),
+        "lookup": _number(number(experiment.value("lookup", "p50_s")), 1000, 1),
+        "requests": _number(number(experiment.value("samples")), 1, 0),
+        "tiers": Cell(family(experiment) if experiment.settings else "-"),
+        "thresholds": Cell(", ".join(f"{name} {value:g}" for name, value in limits.items()) or "-"),
+        "group": Cell(group),
+        "took": _number(experiment.seconds, 1, 0),
+        "note": Cell(note or "-"),
+    }
+    return {name: found[name] for name in COLUMNS}
+
+
+def judged(hits: int, of_them: int) -> str:
+    """``12 hits``, or how many of them there is anything to judge by."""
+    return f"{hits:,} hits" if of_them == hits else f"{of_them:,} of {hits:,} hits that anything judges"
+
+
+def _share(value: Estimate) -> Cell:
+    return _figure(value, 100)
+
+
+def _figure(value: Estimate, factor: float = 1.0) -> Cell:
+    return Cell(interval(value, factor=factor), True, value.value)
+
+
+def _number(value: float | None, factor: float, digits: int) -> Cell:
+    return Cell("-" if value is None else f"{factor * value:,.{digits}f}", True, value)
+
+
+def environments(experiments: Sequence[Experiment]) -> list[tuple[dict[str, str], list[str]]]:
+    """Every environment that occurs, as text, with the names of its experiments."""
+    found: dict[str, tuple[dict[str, str], list[str]]] = {}
+    for experiment in experiments:
+        values = {k: _value(v) for k, v in sorted(experiment.environment.items())}
+        if values:
+            found.setdefault(repr(values), (values, []))[1].append(experiment.name)
+    return list(found.values())
+
+
+def traces(experiments: Sequence[Experiment]) -> list[tuple[str, int]]:
+    """Every workload trace that occurs, as text, with the number of its experiments."""
+    found: dict[str, int] = {}
+    for experiment in experiments:
+        if experiment.trace:
+            text = ", ".join(f"{k} {_value(v)}" for k, v in experiment.trace.items())
+            found[text] = found.get(text, 0) + 1
+    return list(found.items())
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {_value(v)}" for k, v in value.items())
+    if isinstance(value, list):
+        return ", ".join(_value(v) for v in value)
+    return "-" if value is None else str(value)
+
+
+# -- wrong hits ------------------------------------------------------------
+
+_THUMBNAIL = (240, 240)
+_WORD = re.compile(r"(\w+|[^\w\s]+)(\s*)")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A thumbnail as a data URI, empty where the image has no file."""
+
+    name: str
+    uri: str
+
+
+@dataclass(frozen=True)
+class WrongCard:
+    """A wrong hit as the page shows it; the questions are cut into (text, whether it differs)."""
+
+    wrong: Wrong
+    question: tuple[tuple[str, bool], ...]
+    donor_question: tuple[tuple[str, bool], ...]
+    picture: Picture
+    donor_picture: Picture | None
+    thresholds: str
+
+
+def _uri(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _card(wrong: Wrong) -> WrongCard:
+    record, settings = wrong.record, wrong.experiments[0].settings
+    own, donor = differing(record.question, record.donor_question)
+    names = {record.image, record.donor_image} - {""}
+    files = image_files(settings, names)
+    other = record.donor_image not in ("", record.image)
+    return WrongCard(
+        wrong=wrong,
+        question=own,
+        donor_question=donor if record.donor_question else (),
+        picture=_picture(record.image, files),
+        donor_picture=_picture(record.donor_image, files) if other else None,
+        thresholds=", ".join(f"{k} {v:g}" for k, v in thresholds(wrong.experiments[0]).items()),
+    )
+
+
+def differing(a: str, b: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple[str, bool], ...]]:
+    """Two texts in pieces, each with whether the other one lacks it; white space and case aside."""
+    words = _WORD.findall(a), _WORD.findall(b)
+    one, other = ([word.casefold() for word, _ in text] for text in words)
+    pieces: tuple[list[tuple[str, bool]], list[tuple[str, bool]]] = ([], [])
+    for kind, i1, i2, j1, j2 in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        for found, out in zip((words[0][i1:i2], words[1][j1:j2]), pieces, strict=True):
+            piece = "".join(word + space for word, space in found)
+            out += (
+                [(piece.rstrip(), kind != "equal"), (" ", False)]
+                if piece != piece.rstrip()
+                else [(piece, kind != "equal")]
             )
-    if summary.saved is not None:
-        rows += _saved_rows(summary.saved)
-    noise = summary.noise_floor
-    if noise is not None:
-        rows.append(("noise floor: answers differ", f"{percent(noise.answers)} of {noise.answers.n} asked twice"))
-        rows.append(("noise floor: tokens differ", percent(noise.tokens)))
-    return rows
+    return tuple(p for p in pieces[0] if p[0]), tuple(p for p in pieces[1] if p[0])
 
 
-def _saved_rows(saved: Saved) -> list[tuple[str, str]]:
-    return [
-        ("saved a request: tokens", interval(saved.tokens, "{:.1f}")),
-        ("  latency, mean", interval(saved.latency_s, "{:.1f}", " ms", factor=1000)),
-        ("  latency, median", interval(saved.latency_p50_s, "{:.1f}", " ms", factor=1000)),
-        ("  TTFT, mean", interval(saved.ttft_s, "{:.1f}", " ms", factor=1000)),
-    ]
+def image_files(settings: Mapping[str, Any], names: set[str]) -> dict[str, Path]:
+    """Files of images, looked for where the settings say the data set is."""
+    data, dataset = settings.get("data"), str(settings.get("dataset") or "")
+    if not isinstance(data, Mapping) or not (dataset in DATASETS or dataset.endswith(".jsonl")):
+        return {}
+    known = {k: v for k, v in data.items() if k in DatasetOptions.__dataclass_fields__}
+    known["data_dir"] = Path(str(data.get("data_dir") or "."))
+    known["root"] = Path(str(data["root"])) if data.get("root") else None
+    try:
+        return locate_images(dataset, DatasetOptions(**known), names)
+    except (ConfigError, TypeError, OSError):
+        return {}  # settings of another version: the page does without pictures
 
 
-def _optional(name: str, value: Estimate, more: str = "") -> list[tuple[str, str]]:
-    return [(name, percent(value) + more)] if value.n else []
+def _picture(name: str, files: Mapping[str, Path]) -> Picture:
+    from PIL import Image, ImageOps
 
-
-def interval(value: Estimate, form: str, unit: str = "", *, factor: float = 1.0) -> str:
-    """``12.3 ms [11.0, 14.1]``, ``-`` for no samples, no interval from one image; ``form`` is for one number."""
-    if value.value is None:
-        return "-"
-    if value.low is None or value.high is None:
-        return f"{form.format(factor * value.value)}{unit}"
-    middle, low, high = (form.format(factor * x) for x in (value.value, value.low, value.high))
-    return f"{middle}{unit} [{low}, {high}]"
-
-
-def percent(value: Estimate) -> str:
-    """``93.1% [91.0, 95.0]``, ``-`` for no samples, no interval from one image."""
-    if value.value is None:
-        return "-"
-    if value.low is None or value.high is None:
-        return f"{value.value:.1%}"
-    return f"{value.value:.1%} [{100 * value.low:.1f}, {100 * value.high:.1f}]"
-
-
-def times(value: Times) -> str:
-    """``12 ms / 30 ms``."""
-    return f"{_seconds(value.p50_s)} / {_seconds(value.p95_s)}"
-
-
-def size(count: int) -> str:
-    """Bytes in binary units: ``1.5 MiB``."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
-
-
-def _part(count: int, total: int) -> str:
-    return f"{count / total:.1%}" if total else "-"
+    if name not in files:
+        return Picture(name, "")
+    try:
+        with Image.open(files[name]) as image:
+            small = ImageOps.contain(image.convert("RGB"), _THUMBNAIL)
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return Picture(name, "")
+    data = io.BytesIO()
+    small.save(data, "JPEG", quality=85)
+    return Picture(name, _uri("image/jpeg", data.getvalue()))

@@ -27,15 +27,15 @@ from semkv.config import (
 from semkv.errors import ConfigError
 from semkv.presets import DEFAULT_PRESET, get_preset
 from semkv.types import PolicyName
-from semkv_lab.datasets import DATASETS, DatasetOptions
-from semkv_lab.outputs import SETTINGS, keep_apart
-from semkv_lab.requests import ChunkSource
-from semkv_lab.traces import Trace
+from semkv_lab.console import SETTINGS, keep_apart
+from semkv_lab.datasets import DATASETS
+from semkv_lab.requests import ChunkSource, Trace
+from semkv_lab.samples import DatasetOptions
 
 ENGINES = ("labels", "scripted", "vllm")
 MODEL, MATCHED = Parameter(group="Model"), Parameter(group="What the tiers match on")
 DATA, RESULTS = Parameter(group="Data"), Parameter(group="Results")
-FLAT = Parameter(name="*")
+FLAT, SWITCH = Parameter(name="*"), Parameter(negative="")
 
 # Layers that a built-in hook cannot fill are dropped from a preset when the user names that hook.
 _HOOK_LAYERS = {"none": frozenset[str](), "prompt": frozenset({"prompt"}), "vision": frozenset({"vision"})}
@@ -281,3 +281,34 @@ class QualityFlags(PolicyConfig):
         if self.policy is PolicyName.BOUNDED:
             shown["max_error_rate"] = self.max_error_rate
         return {**shown, "calibration": self.calibration.name if self.calibration else None}
+
+
+@dataclass(frozen=True)
+class SweepFlags:
+    """Flags of ``semkv sweep``.
+
+    Attributes:
+        specs: Experiments in JSON or TOML: defaults, and a list with a name each.
+        log_file: CSV with a row for each experiment; JSON lines are written next to it.
+        samples_dir: For a samples file and the output of each experiment.
+        resume: Go on with this log; skip what it has.
+        retry_failed: With --resume: run again what failed.
+        purge_cache_between_runs: Empty the cache even where the spec names one.
+        only: Run only this experiment; may be repeated.
+        executor: local: one after the other. ray: over a cluster.
+        ray_address: Of a running Ray cluster, such as auto.
+    """
+
+    specs: Path
+    log_file: Path
+    samples_dir: Path
+    resume: Annotated[bool, SWITCH] = False
+    retry_failed: Annotated[bool, SWITCH] = False
+    purge_cache_between_runs: Annotated[bool, SWITCH] = False
+    only: tuple[str, ...] = ()
+    executor: str = "local"
+    ray_address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.retry_failed and not self.resume:
+            raise ConfigError("--retry-failed", True, "given with --resume only")

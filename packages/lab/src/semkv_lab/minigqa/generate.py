@@ -13,24 +13,127 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
 from io import BytesIO
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from semkv.errors import ConfigError
-from semkv_lab.minigqa.answers import restate
-from semkv_lab.minigqa.draw import draw, jpeg
-from semkv_lab.minigqa.knobs import ImageVariant, Knobs, Order, QuestionVariant
-from semkv_lab.minigqa.program import Program
-from semkv_lab.minigqa.questions import WEIGHTS, ask, ask_any
-from semkv_lab.minigqa.records import needs, question_record, scene_graph, settles
-from semkv_lab.minigqa.scene import Scene, make_scene, recolor
-from semkv_lab.minigqa.surfaces import SURFACES, change_case, change_whitespace, fill
+from semkv_lab.minigqa.gqa_format import needs, question_record, scene_graph, settles
+from semkv_lab.minigqa.questions import (
+    KINDS,
+    Program,
+    Ref,
+    ask,
+    ask_any,
+    attribute,
+    change_case,
+    change_whitespace,
+    fill,
+    only_neighbour,
+    opposite_side,
+    short_relation,
+    yes_no,
+)  # fmt: skip
+from semkv_lab.minigqa.scenes import OPPOSITE, Scene, draw, jpeg, make_scene, recolor, relation_holds, side_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+class Order(StrEnum):
+    """``grouped``: all questions of a picture together, as 96.8% of GQA's are. ``shuffled``: all questions mixed."""
+
+    GROUPED = "grouped"
+    SHUFFLED = "shuffled"
+
+
+class QuestionVariant(StrEnum):
+    """What a question is to the earlier one it was made from; see `Knobs`."""
+
+    ORIGINAL = "original"
+    REPEAT = "repeat"
+    CASE = "case"
+    WHITESPACE = "whitespace"
+    PARAPHRASE = "paraphrase"
+    NEGATIVE = "negative"
+
+
+class ImageVariant(StrEnum):
+    """What a picture is to the one it was made from; see `Knobs`."""
+
+    ORIGINAL = "original"
+    REENCODED = "reencoded"
+    RESIZED = "resized"
+    BRIGHTNESS = "brightness"
+    SHIFTED = "shifted"
+    LOOKALIKE = "lookalike"
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """The size of a data set and the rates of what returns in it. Raises `ConfigError` on a value out of range.
+
+    The defaults describe a service whose users come back; `gqa()` gives the rates of GQA's balanced testdev split
+    itself, where almost nothing returns (12,578 questions on 398 images, 8 of them exact repeats).
+
+    Attributes:
+        images: base pictures.
+        questions_per_image: mean number of questions on a base picture; GQA has 31.6.
+        questions_spread: standard deviation of that number.
+        repeat: share of the questions on a base picture that repeat an earlier one, byte for byte.
+        case: share that repeat an earlier one in other case.
+        whitespace: share that repeat an earlier one with other white space.
+        paraphrase: share that ask an earlier one in other words.
+        negative: share that take an earlier one's sentence with another argument, nearly always with another answer.
+        reencoded: derived pictures per base picture: the same, encoded at JPEG quality 60.
+        resized: the same at 120 x 120 pixels.
+        brightness: the same, 6% brighter.
+        shifted: the same, moved by one pixel.
+        lookalike: the same scene with one object in another colour.
+        asked_again: share of a base picture's questions that are asked of each picture derived from it.
+        order: whether the questions of a picture come together.
+    """
+
+    images: int = 12
+    questions_per_image: float = 31.6
+    questions_spread: float = 7.0
+    repeat: float = 0.06
+    case: float = 0.03
+    whitespace: float = 0.03
+    paraphrase: float = 0.10
+    negative: float = 0.12
+    reencoded: float = 0.17
+    resized: float = 0.17
+    brightness: float = 0.17
+    shifted: float = 0.17
+    lookalike: float = 0.25
+    asked_again: float = 0.25
+    order: Order = Order.GROUPED
+
+    def __post_init__(self) -> None:
+        if self.images < 1:
+            raise ConfigError("minigqa.images", self.images, "at least 1")
+        if not 1 <= self.questions_per_image <= 200:
+            raise ConfigError("minigqa.questions_per_image", self.questions_per_image, "1 to 200")
+        if self.questions_spread < 0:
+            raise ConfigError("minigqa.questions_spread", self.questions_spread, "0 or more")
+        for field in fields(self)[3:14]:
+            value = getattr(self, field.name)
+            if not 0 <= value <= 1:
+                raise ConfigError(f"minigqa.{field.name}", value, "a share from 0 to 1")
+        if self.repeat + self.case + self.whitespace + self.paraphrase + self.negative > 0.8:
+            raise ConfigError("minigqa", "the rates of the question variants", "a sum of at most 0.8")
+        object.__setattr__(self, "order", Order(self.order))
+
+    @classmethod
+    def gqa(cls, images: int = 398) -> Knobs:
+        """GQA's balanced testdev split: 31.6 questions an image, 0.06% exact repeats, 5.7% near-equal neighbours."""
+        none = dict.fromkeys(("case", "whitespace", "reencoded", "resized", "brightness", "shifted", "lookalike"), 0.0)
+        return cls(images=images, repeat=0.0006, paraphrase=0.02, negative=0.037, **none)  # type: ignore[arg-type]
+
 
 SPLITS = ("train", "val", "testdev")
 
@@ -179,8 +282,8 @@ def _ask_base(knobs: Knobs, rng: Random, ids: _Ids, picture: _Picture, made: lis
 
 def _original(rng: Random, picture: _Picture, question_id: str, texts: set[str]) -> _Asked:
     while True:
-        program = ask_any(picture.scene, rng, WEIGHTS)
-        templates = SURFACES[program.kind]
+        program = ask_any(picture.scene, rng)
+        templates = KINDS[program.kind].wordings
         template = templates[0] if rng.random() < 0.5 else rng.choice(templates)
         text = fill(template, program)
         if not any(fill(t, program) in texts for t in templates):
@@ -204,7 +307,7 @@ def _variant(
         elif variant is QuestionVariant.WHITESPACE:
             text = change_whitespace(text, rng)
         elif variant is QuestionVariant.PARAPHRASE:
-            template = rng.choice([t for t in SURFACES[program.kind] if t != template])
+            template = rng.choice([t for t in KINDS[program.kind].wordings if t != template])
             text = fill(template, program)
         elif variant is QuestionVariant.NEGATIVE:
             other = _other_argument(rng, picture.scene, source)
@@ -319,3 +422,116 @@ def _write_provenance(
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def restate(scene: Scene, program: Program) -> Program | None:
+    """The program with the objects and the answer that its words have in ``scene``.
+
+    None where the words no longer make a fair question there: a phrase fits no object or two, a choice offers no true
+    alternative, a relation is not clear.
+    """
+    if program.kind.startswith("ground"):
+        return _ground(scene, program)
+    if program.kind in ("exist", "exist_and", "exist_or", "rel_exist"):
+        return _existence(scene, program)
+    a = _the_one(scene, program.a) if program.kind not in ("rel_query_shape", "rel_query_color") else None
+    b = _the_one(scene, program.b)
+    if (a is None and not program.kind.startswith("rel_query")) or (b is None and program.b is not None):
+        return None
+    if program.kind.startswith("rel_"):
+        return _relation(scene, program, a, b)
+    if b is not None and a is not None:
+        return _comparison(scene, program, a, b)
+    return None if a is None else _single(scene, program, a)
+
+
+def _fitting(scene: Scene, ref: Ref | None) -> list[int]:
+    return [] if ref is None else [i for i, thing in enumerate(scene.things) if ref.fits(thing)]
+
+
+def _the_one(scene: Scene, ref: Ref | None) -> Ref | None:
+    found = _fitting(scene, ref)
+    return replace(ref, index=found[0]) if ref is not None and len(found) == 1 else None
+
+
+def _ground(scene: Scene, program: Program) -> Program | None:
+    if program.kind == "ground_verify":
+        return replace(program, answer=yes_no(scene.ground == program.value))
+    if program.kind == "ground_choose" and scene.ground not in (program.value, program.other):
+        return None
+    return replace(program, answer=scene.ground)
+
+
+def _existence(scene: Scene, program: Program) -> Program | None:
+    found = _fitting(scene, program.a)
+    if program.kind == "rel_exist":
+        b = _the_one(scene, program.b)
+        if b is None or b.index in found:
+            return None
+        sides = {i: relation_holds(scene, i, program.value, b.index) for i in found}
+        if None in sides.values():
+            return None
+        found = [i for i, holds in sides.items() if holds]
+        return replace(program, answer=yes_no(bool(found)), a=_first(program.a, found), b=b)
+    others = _fitting(scene, program.b)
+    if program.kind == "exist":
+        truth = bool(found)
+    else:
+        if set(found) & set(others):
+            return None
+        truth = bool(found and others) if program.kind == "exist_and" else bool(found or others)
+    return replace(program, answer=yes_no(truth), a=_first(program.a, found), b=_first(program.b, others))
+
+
+def _first(ref: Ref | None, found: list[int]) -> Ref | None:
+    return None if ref is None else replace(ref, index=found[0] if found else -1)
+
+
+def _relation(scene: Scene, program: Program, a: Ref | None, b: Ref | None) -> Program | None:
+    if b is None:
+        return None
+    if a is None:
+        found = only_neighbour(scene, b.index, program.value)
+        if found is None:
+            return None
+        name = program.kind.removeprefix("rel_query_")
+        return replace(program, answer=attribute(scene.things[found], name), a=Ref(found), b=b)
+    truth = relation_holds(scene, a.index, program.value, b.index)
+    if truth is None or a.index == b.index:
+        return None
+    chosen = program.value if truth else OPPOSITE[program.value]
+    answer = yes_no(truth) if program.kind == "rel_verify" else short_relation(chosen)
+    return replace(program, answer=answer, a=a, b=b)
+
+
+def _comparison(scene: Scene, program: Program, a: Ref, b: Ref) -> Program | None:
+    if a.index == b.index:
+        return None
+    first, second = scene.things[a.index], scene.things[b.index]
+    if program.kind == "compare_size":
+        if first.size == second.size or first.shape == second.shape:
+            return None
+        wanted = "large" if program.value == "larger" else "small"
+        return replace(program, answer=first.shape if first.size == wanted else second.shape, a=a, b=b)
+    same, name = program.kind.split("_")
+    equal = attribute(first, name) == attribute(second, name)
+    return replace(program, answer=yes_no(equal == (same == "same")), a=a, b=b)
+
+
+def _single(scene: Scene, program: Program, a: Ref) -> Program | None:
+    task, name = program.kind.split("_")
+    if task == "position":
+        axis = "vposition" if program.value in ("top", "bottom") else "hposition"
+        side = side_of(scene, a.index, axis)
+        if side is None or (name == "choose" and opposite_side(program.value) != program.other):
+            return None
+        return replace(program, answer=yes_no(side == program.value) if name == "verify" else side, a=a)
+    thing = scene.things[a.index]
+    if name == "both":
+        return replace(program, answer=yes_no((thing.color, thing.size) == (program.value, program.other)), a=a)
+    own = attribute(thing, name)
+    if task == "verify":
+        return replace(program, answer=yes_no(own == program.value), a=a)
+    if task == "choose" and own not in (program.value, program.other):
+        return None
+    return replace(program, answer=own, a=a)

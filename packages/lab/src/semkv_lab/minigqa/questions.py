@@ -1,27 +1,22 @@
-"""Questions about a scene: what is asked, and the one answer that the picture gives.
+"""Questions about a scene: what is asked, the one answer that the picture gives, and the words.
 
-A `Program` says what is asked, free of wording; `surfaces.py` words it and `records.py` writes it in GQA's schema. An
-object is only ever named by a phrase that fits one object of the scene, and nothing is asked that the picture leaves
-open: no relation along an axis where two centres lie close together, no "what is left of" with two candidates.
+A `Program` says what is asked, free of wording; ``kinds.toml`` has several wordings of each kind, so that a program has
+paraphrases. An object is only ever named by a phrase that fits one object of the scene, and nothing is asked that the
+picture leaves open: no relation along an axis where two centres lie close together, no "what is left of" with two
+candidates.
 """
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from types import MappingProxyType
 
-from semkv_lab.minigqa.program import (
-    Program,
-    Ref,
-    attribute,
-    only_neighbour,
-    opposite_side,
-    references,
-    short_relation,
-    yes_no,
-)
-from semkv_lab.minigqa.scene import (
+from semkv_lab.minigqa.scenes import (
     COLORS,
     GROUNDS,
     OPPOSITE,
@@ -29,23 +24,210 @@ from semkv_lab.minigqa.scene import (
     SHAPES,
     SIZES,
     Scene,
+    Thing,
     relation_holds,
     side_of,
-)
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of question, as ``kinds.toml`` describes it."""
+
+    weight: float
+    types: tuple[str, ...]
+    full: tuple[str, ...]
+    wordings: tuple[str, ...]
+
+
+def _read_kinds() -> dict[str, Kind]:
+    data = tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8"))
+    return {
+        name: Kind(row["weight"], tuple(row["types"]), tuple(row["full"]), tuple(row["wordings"]))
+        for name, row in data.items()
+    }
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(_read_kinds())
+WEIGHTS: Mapping[str, float] = MappingProxyType({name: kind.weight for name, kind in KINDS.items()})
+
+NOUN = "object"
+"""What an object is called when its shape is not said."""
+
+_TRIES = 12
+_SHORT = {"to the left of": "left", "to the right of": "right", "above": "above", "below": "below"}
+_OTHER_SIDE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A phrase for an object: ``index`` in the scene (-1: nothing there fits), and the parts that are said."""
+
+    index: int
+    shape: str = ""
+    color: str = ""
+    size: str = ""
+
+    @property
+    def text(self) -> str:
+        return " ".join(part for part in (self.size, self.color, self.shape or NOUN) if part)
+
+    def fits(self, thing: Thing) -> bool:
+        return self.shape in ("", thing.shape) and self.color in ("", thing.color) and self.size in ("", thing.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What is asked, and the answer.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        answer: one word, as in GQA.
+        a: the object the question is about, where there is one.
+        b: the second object.
+        value: the attribute value, relation, axis or place that is asked about; empty where the kind has none.
+        other: the second alternative of a choice.
+    """
+
+    kind: str
+    answer: str
+    a: Ref | None = None
+    b: Ref | None = None
+    value: str = ""
+    other: str = ""
+
+
+_PHRASES = (
+    ("shape",), ("shape", "color"), ("color",), ("shape", "size"), ("color", "size"), ("shape", "color", "size"),
+)  # fmt: skip
+
+
+def references(scene: Scene, index: int, without: str = "") -> list[Ref]:
+    """Every phrase that names object ``index`` and no other, not using the attribute ``without``."""
+    thing = scene.things[index]
+    phrases = (
+        Ref(index, **{name: attribute(thing, name) for name in names}) for names in _PHRASES if without not in names
+    )
+    return [ref for ref in phrases if sum(ref.fits(t) for t in scene.things) == 1]
+
+
+def attribute(thing: Thing, name: str) -> str:
+    """The object's ``color``, ``shape`` or ``size``. Raises `KeyError` on another name."""
+    return {"color": thing.color, "shape": thing.shape, "size": thing.size}[name]
+
+
+def only_neighbour(scene: Scene, target: int, relation: str) -> int | None:
+    """The one object in ``relation`` to ``target``, where every other is clearly not; else None."""
+    found = None
+    for i in range(len(scene.things)):
+        if i == target:
+            continue
+        truth = relation_holds(scene, i, relation, target)
+        if truth is None or (truth and found is not None):
+            return None
+        if truth:
+            found = i
+    return found
+
+
+def short_relation(relation: str) -> str:
+    """A relation as a one-word answer: ``left``, ``right``, ``above`` or ``below``."""
+    return _SHORT[relation]
+
+
+def opposite_side(side: str) -> str:
+    """``left`` for ``right``, ``top`` for ``bottom``, and back."""
+    return _OTHER_SIDE[side]
+
+
+def yes_no(truth: bool) -> str:
+    return "yes" if truth else "no"
+
+
+_SLOT = re.compile(r"\{(\w+)\}")
+
+
+def plural(phrase: str) -> str:
+    return phrase + ("es" if phrase.endswith("s") else "s")
+
+
+def with_article(phrase: str) -> str:
+    return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
+
+
+def fill(template: str, program: Program) -> str:
+    """A template with the program's words in its slots."""
+    return _SLOT.sub(lambda match: slot_text(match.group(1), program), template)
+
+
+def slot_text(slot: str, program: Program) -> str:
+    """The words for one slot. Raises `KeyError` on a slot the program has nothing for."""
+    if slot == "value":
+        return program.value
+    if slot == "other":
+        return program.other
+    if slot == "answer":
+        return program.answer
+    if slot == "chosen":  # the relation that a one-word answer such as "left" stands for
+        return program.value if program.answer in program.value.split() else program.other
+    ref = slot_ref(slot, program)
+    if ref is None:
+        raise KeyError(slot)
+    if slot in ("as", "bs"):
+        return plural(ref.text)
+    return with_article(ref.text) if slot.startswith("an_") else ref.text
+
+
+def slot_ref(slot: str, program: Program) -> Ref | None:
+    """The object that a slot names, or None for a slot of words."""
+    return {"a": program.a, "an_a": program.a, "as": program.a, "b": program.b, "an_b": program.b}.get(slot)
+
+
+def word(program: Program, rng: Random) -> str:
+    """The question in one of its wordings; the plainest half of the time."""
+    templates = KINDS[program.kind].wordings
+    return fill(templates[0] if rng.random() < 0.5 else rng.choice(templates), program)
+
+
+def wordings(program: Program) -> tuple[str, ...]:
+    """The question in all of its wordings, the plainest first."""
+    return tuple(fill(template, program) for template in KINDS[program.kind].wordings)
+
+
+def change_case(text: str, rng: Random) -> str:
+    """The same words in another case: all lower, all upper, or each word capitalised. Never the text itself."""
+    changed = [c for c in (text.lower(), text.lower(), text.upper(), text.title()) if c != text]
+    return rng.choice(changed)
+
+
+def change_whitespace(text: str, rng: Random) -> str:
+    """The same words with other white space: doubled spaces, a space before the mark, spaces at the ends, a tab."""
+    words = text.split(" ")
+    gap = rng.randrange(1, len(words))
+    changed = (
+        " ".join(words[:gap]) + "  " + " ".join(words[gap:]),
+        "  ".join(words),
+        f" {text}",
+        f"{text} ",
+        f"  {text}  ",
+        " ".join(words[:gap]) + "\t" + " ".join(words[gap:]),
+        f"{text[:-1]} ?" if text.endswith("?") else f"{text}\n",
+    )
+    return rng.choice(changed)
+
 
 Asker = Callable[[Scene, Random], Program | None]
 
 
 def ask(scene: Scene, rng: Random, kind: str) -> Program | None:
     """One question of a kind, or None where this draw found none (the scene may hold no such question)."""
-    return KINDS[kind](scene, rng)
+    return _ASKERS[kind](scene, rng)
 
 
-def ask_any(scene: Scene, rng: Random, weights: Mapping[str, float]) -> Program:
-    """One question of a kind drawn by weight. Kinds that every scene can answer must be among the weights."""
-    kinds = list(weights)
+def ask_any(scene: Scene, rng: Random) -> Program:
+    """One question of a kind drawn by weight."""
     while True:
-        kind = rng.choices(kinds, [weights[k] for k in kinds])[0]
+        kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         program = ask(scene, rng, kind)
         if program is not None:
             return program
@@ -119,9 +301,6 @@ def _verify_both(scene: Scene, rng: Random) -> Program | None:
         color = color if wrong == "size" else _wrong(scene, rng, a.index, "color")
         size = size if wrong == "color" else _wrong(scene, rng, a.index, "size")
     return Program("verify_both", yes_no(truth), a, value=color, other=size)
-
-
-_TRIES = 12
 
 
 def _maybe_there(scene: Scene, rng: Random, truth: bool) -> Ref | None:
@@ -205,25 +384,21 @@ def _larger(scene: Scene, rng: Random) -> Program | None:
     return Program("compare_size", first.shape if first.size == wanted else second.shape, a, b, value=value)
 
 
-def _relation_verify(scene: Scene, rng: Random) -> Program | None:
-    pair = _pair(scene, rng)
-    if pair is None:
-        return None
-    relation = rng.choice(RELATIONS)
-    truth = relation_holds(scene, pair[0].index, relation, pair[1].index)
-    return None if truth is None else Program("rel_verify", yes_no(truth), *pair, value=relation)
+def _relation(kind: str) -> Asker:
+    def asker(scene: Scene, rng: Random) -> Program | None:
+        pair = _pair(scene, rng)
+        if pair is None:
+            return None
+        relation = rng.choice(RELATIONS)
+        truth = relation_holds(scene, pair[0].index, relation, pair[1].index)
+        if truth is None:
+            return None
+        if kind == "rel_verify":
+            return Program(kind, yes_no(truth), *pair, value=relation)
+        opposite = OPPOSITE[relation]
+        return Program(kind, short_relation(relation if truth else opposite), *pair, value=relation, other=opposite)
 
-
-def _relation_choose(scene: Scene, rng: Random) -> Program | None:
-    pair = _pair(scene, rng)
-    if pair is None:
-        return None
-    relation = rng.choice(RELATIONS)
-    truth = relation_holds(scene, pair[0].index, relation, pair[1].index)
-    if truth is None:
-        return None
-    opposite = OPPOSITE[relation]
-    return Program("rel_choose", short_relation(relation if truth else opposite), *pair, value=relation, other=opposite)
+    return asker
 
 
 def _relation_query(name: str) -> Asker:
@@ -296,74 +471,28 @@ def _ground_choose(scene: Scene, rng: Random) -> Program:
 
 
 _BOTH_AXES = ("hposition", "vposition")
-
-KINDS: Mapping[str, Asker] = MappingProxyType(
-    {
-        "query_color": _query("color"),
-        "query_shape": _query("shape"),
-        "query_size": _query("size"),
-        "position_query": _position("position_query", ("hposition",)),
-        "rel_query_shape": _relation_query("shape"),
-        "rel_query_color": _relation_query("color"),
-        "ground_query": _ground_query,
-        "exist": _exist,
-        "rel_exist": _relation_exist,
-        "rel_verify": _relation_verify,
-        "verify_color": _verify("color"),
-        "verify_shape": _verify("shape"),
-        "verify_size": _verify("size"),
-        "position_verify": _position("position_verify", _BOTH_AXES),
-        "ground_verify": _ground_verify,
-        "choose_color": _choose("color"),
-        "choose_shape": _choose("shape"),
-        "choose_size": _choose("size"),
-        "position_choose": _position("position_choose", _BOTH_AXES),
-        "rel_choose": _relation_choose,
-        "ground_choose": _ground_choose,
-        "exist_and": _exist_two("exist_and", lambda p, q: p and q),
-        "exist_or": _exist_two("exist_or", lambda p, q: p or q),
-        "verify_both": _verify_both,
-        "same_color": _same("color", "same_color"),
-        "different_color": _same("color", "different_color", same=False),
-        "same_size": _same("size", "same_size"),
-        "same_shape": _same("shape", "same_shape"),
-        "compare_size": _larger,
-    }
-)
-"""Every kind of question, by name."""
-
-WEIGHTS: Mapping[str, float] = MappingProxyType(
-    {
-        "query_color": 14.0,
-        "query_shape": 10.0,
-        "query_size": 6.0,
-        "position_query": 4.0,
-        "rel_query_shape": 9.0,
-        "rel_query_color": 5.0,
-        "ground_query": 2.0,
-        "exist": 7.0,
-        "rel_exist": 5.0,
-        "rel_verify": 6.0,
-        "verify_color": 4.0,
-        "verify_shape": 3.0,
-        "verify_size": 2.0,
-        "position_verify": 2.0,
-        "ground_verify": 0.5,
-        "choose_color": 3.0,
-        "choose_shape": 3.0,
-        "choose_size": 2.0,
-        "position_choose": 2.0,
-        "rel_choose": 4.0,
-        "ground_choose": 0.5,
-        "exist_and": 4.0,
-        "exist_or": 4.0,
-        "verify_both": 3.0,
-        "same_color": 2.0,
-        "different_color": 2.0,
-        "same_size": 1.5,
-        "same_shape": 1.5,
-        "compare_size": 2.0,
-    }
-)
-"""How often each kind is asked: about half are open queries, as in GQA's balanced split, then verify, choose, logical
-and compare questions."""
+_ASKERS: Mapping[str, Asker] = {
+    **{f"query_{name}": _query(name) for name in _DOMAIN},
+    **{f"verify_{name}": _verify(name) for name in _DOMAIN},
+    **{f"choose_{name}": _choose(name) for name in _DOMAIN},
+    "position_query": _position("position_query", ("hposition",)),
+    "position_verify": _position("position_verify", _BOTH_AXES),
+    "position_choose": _position("position_choose", _BOTH_AXES),
+    "ground_query": _ground_query,
+    "ground_verify": _ground_verify,
+    "ground_choose": _ground_choose,
+    "exist": _exist,
+    "exist_and": _exist_two("exist_and", lambda p, q: p and q),
+    "exist_or": _exist_two("exist_or", lambda p, q: p or q),
+    "rel_query_shape": _relation_query("shape"),
+    "rel_query_color": _relation_query("color"),
+    "rel_exist": _relation_exist,
+    "rel_verify": _relation("rel_verify"),
+    "rel_choose": _relation("rel_choose"),
+    "verify_both": _verify_both,
+    "same_color": _same("color", "same_color"),
+    "different_color": _same("color", "different_color", same=False),
+    "same_size": _same("size", "same_size"),
+    "same_shape": _same("shape", "same_shape"),
+    "compare_size": _larger,
+}

@@ -11,6 +11,7 @@ the cached pass starts. The cached pass asks the tiers, sends the canonical prom
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -20,69 +21,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from semkv.engines.base import Engine, EnginePrompt, EngineResult, MediaError
 from semkv.errors import DatasetError, EngineError
+from semkv.stores.cachedir import prepare
 from semkv.stores.files import described
 from semkv.tiers.stats import CacheStats
 from semkv.types import CacheMode, MediaSegment, Namespace, Plan, Request, ReuseReport, Role, Status, TextSegment
-from semkv_lab.baseline import asked, check_asked, read_cold
-from semkv_lab.datasets import Sample
-from semkv_lab.metrics import Cold, SampleRecord, Summary, answers_match, summarise
-from semkv_lab.requests import RequestBuilder
+from semkv_lab.console import (
+    SAMPLES_OUT,
+    SETTINGS,
+    SUMMARY_OUT,
+    Listener,
+    console_listener,
+    make_console,
+    print_summary,
+    try_to_write,
+    write_summary,
+)
+from semkv_lab.datasets import load_samples
+from semkv_lab.metrics import Summary, summarise
+from semkv_lab.records import Cold, SampleRecord, answers_match
+from semkv_lab.requests import RequestBuilder, arrange, asked, label_answers
+from semkv_lab.samples import Sample, read_json, read_jsonl
 from semkv_lab.settings import RunSettings
+
+if TYPE_CHECKING:
+    from semkv.cache import SemanticCache
 
 NOISE_SAMPLES = 32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
 _GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
-
-
-class Cache(Protocol):
-    """The part of `semkv.cache.SemanticCache` that a run uses."""
-
-    def try_reuse(self, request: Request) -> ReuseReport: ...
-
-    def add_observation(
-        self, report: ReuseReport, response: str, *, tags: Sequence[str] = ..., metadata: Mapping[str, Any] = ...
-    ) -> Any: ...
-
-    def should_check(self, report: ReuseReport) -> bool: ...
-
-    def same_answer(self, first: str, second: str) -> bool: ...
-
-    def checked(self, hit_id: str, correct: bool) -> bool: ...
-
-    def stats(self) -> CacheStats: ...
-
-    def close(self) -> None: ...
-
-
-class Listener(Protocol):
-    """Told how a run goes; draws progress, prints lines, writes files."""
-
-    def stage(self, name: str, total: int) -> None: ...
-
-    def cold(self, sample: Sample, cold: Cold) -> None: ...
-
-    def record(self, record: SampleRecord) -> None: ...
-
-    def failed(self, sample: Sample, error: Exception) -> None: ...
-
-
-class Silent:
-    """A `Listener` that does nothing."""
-
-    def stage(self, name: str, total: int) -> None:
-        pass
-
-    def cold(self, sample: Sample, cold: Cold) -> None:
-        pass
-
-    def record(self, record: SampleRecord) -> None:
-        pass
-
-    def failed(self, sample: Sample, error: Exception) -> None:
-        pass
 
 
 @dataclass
@@ -199,7 +168,7 @@ def run_cold(
 def run_cached(
     samples: Sequence[Sample],
     engine: Engine,
-    cache: Cache | None,
+    cache: SemanticCache | None,
     builder: RequestBuilder,
     settings: RunSettings,
     listener: Listener,
@@ -219,7 +188,7 @@ def _answer(
     sample: Sample,
     request: Request,
     engine: Engine,
-    cache: Cache | None,
+    cache: SemanticCache | None,
     settings: RunSettings,
     progress: Progress,
 ) -> SampleRecord:
@@ -243,7 +212,7 @@ def _answer(
     return _record(sample, report, result, cold=progress.cold.get(sample.sample_id), after_s=after_s)
 
 
-def _check(report: ReuseReport, answer: str, engine: Engine, cache: Cache, settings: RunSettings) -> None:
+def _check(report: ReuseReport, answer: str, engine: Engine, cache: SemanticCache, settings: RunSettings) -> None:
     """Answer the unchanged request of an approximate hit as well, and hand in whether the two answers agree."""
     own = report.unchanged()
     result = engine.generate(_prompt(own.plan.segments, settings))
@@ -351,7 +320,7 @@ def run(
     settings: RunSettings,
     samples: Sequence[Sample],
     make_engine: EngineFactory,
-    make_cache: Callable[[RunSettings], Cache],
+    make_cache: Callable[[RunSettings], SemanticCache],
     listener: Listener,
 ) -> tuple[list[SampleRecord], Summary]:
     """Run both passes and sum up. An interrupt (Ctrl-C) ends the pass; what was answered is kept and summed up.
@@ -403,3 +372,153 @@ def bytes_on_disk(settings: RunSettings) -> int:
     folders = [f for f in (settings.cache.cache_dir, settings.cache.fusion_cache_dir) if f is not None]
     files = {Path(place, name).resolve() for folder in folders for place, _, names in os.walk(folder) for name in names}
     return sum(status.st_size for _, status in described(files))
+
+
+# -- cold answers of an earlier run ------------------------------------------------------------
+
+# What a cold answer, its time or its cached tokens depend on; the model itself is in `asked`.
+_SAME = ("engine", "tenant", "max_model_len", "max_tokens", "instruction", "trace.kind", "trace.seed", "trace.exponent",
+         "data.shuffle_seed")  # fmt: skip
+
+
+def read_cold(path: Path, samples: Sequence[Sample], settings: RunSettings) -> dict[str, Cold]:
+    """The cold answers in a file of ``--samples-out``, by sample id.
+
+    Raises:
+        DatasetError: the file lacks a sample, has another question or answer under its id, or was made with settings
+            under which cold answers differ.
+    """
+    _check_settings(path.with_name(path.name + SETTINGS), settings.to_json())
+    found: dict[str, tuple[str, Any, Cold]] = {}
+    for number, row in read_jsonl(path):
+        if row.get("cold"):
+            try:
+                found[str(row["sample_id"])] = (str(row["question"]), row["answer"], Cold.from_json(row["cold"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise DatasetError(f"{path}, line {number}: no sample of a run ({error})") from error
+    for sample in samples:
+        if sample.sample_id not in found:
+            raise DatasetError(f"{path} has no cold answer for sample {sample.sample_id}: run it with --baseline")
+        question, answer, _ = found[sample.sample_id]
+        if question != sample.question:
+            raise DatasetError(f"{path}: sample {sample.sample_id} is another question there")
+        if answer != sample.answer:
+            raise DatasetError(
+                f"{path}: sample {sample.sample_id} expects {answer!r} there, and {sample.answer!r} in the data set"
+            )
+    return {sample.sample_id: found[sample.sample_id][2] for sample in samples}
+
+
+def check_asked(path: Path, cold: Mapping[str, Cold], requests: Sequence[Request]) -> None:
+    """Refuse cold answers to something else than these requests.
+
+    Raises:
+        DatasetError: names the sample.
+    """
+    for request in requests:
+        if cold[request.request_id].asked != asked(request):
+            raise DatasetError(
+                f"{path}: sample {request.request_id} was asked of another model, or with another text or picture: run "
+                "it with --baseline again"
+            )
+
+
+def _check_settings(path: Path, now: Mapping[str, Any]) -> None:
+    header = read_json(path)
+    before = header.get("settings") if isinstance(header, dict) else None
+    if not isinstance(before, dict):
+        raise DatasetError(f"{path}: no settings of a run")
+    for name in _SAME:
+        there, here = _at(before, name), _at(now, name)
+        if there != here:
+            was, now_is = json.dumps(there), json.dumps(here)
+            raise DatasetError(f"{path}: {name} was {was} when the cold answers were given, and is {now_is} now")
+
+
+def _at(settings: Any, name: str) -> Any:
+    for key in name.split("."):
+        settings = settings.get(key) if isinstance(settings, Mapping) else None
+    return settings
+
+
+# -- what `semkv run` does ------------------------------------------------------------
+
+
+def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False) -> Summary:
+    """Run, print and write what the settings ask for.
+
+    Raises:
+        SemkvError: a setting, a file or the engine is at fault; nothing was lost.
+    """
+    if not verbose:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; ours stays
+    if settings.engine == "vllm":
+        from semkv.engines.checkpoint import check_model
+        from semkv.engines.vllm import set_environment
+
+        check_model(settings.model, settings.revision)  # before a data set is loaded, which may be a download
+        set_environment(verbose=verbose)  # before the cache's encoders import torch
+    for key, path in ((SAMPLES_OUT, settings.samples_out), (SUMMARY_OUT, settings.summary_out)):
+        if path is not None:
+            try_to_write(key, path)
+    samples = arrange(load_samples(settings.dataset, settings.data), settings.trace)
+    if settings.cache.mode is not CacheMode.OFF:
+        prepare(settings.cache, purge=settings.purge)
+    console = make_console()
+    with console_listener(console, settings, quiet=quiet) as listener:
+        _, summary = run(settings, samples, engine_factory(samples, verbose), make_cache, listener)
+        if not summary.interrupted:
+            listener.finish()
+    print_summary(console, summary, settings)
+    if settings.summary_out is not None:
+        write_summary(settings.summary_out, settings, summary)
+    return summary
+
+
+def samples_images(samples: list[Sample]) -> int:
+    """The most images in one sample."""
+    return max((len(s.images) for s in samples), default=0)
+
+
+def engine_factory(samples: list[Sample], verbose: bool = False) -> EngineFactory:
+    """Makes engines of the kind that the settings name."""
+
+    def make(settings: RunSettings, attach: bool) -> Engine:
+        if settings.engine == "scripted":
+            from semkv.engines.scripted import ScriptedEngine
+
+            return ScriptedEngine(name=settings.model)
+        if settings.engine == "labels":
+            from semkv.engines.scripted import ScriptedEngine
+
+            answers = label_answers(samples, settings.instruction)
+            return ScriptedEngine(answer=answers, name="labels", store=set() if attach else None)
+        from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
+
+        cache = settings.cache
+        connectors = ConnectorOptions(
+            cache_dir=cache.cache_dir,
+            fusion_cache_dir=cache.fusion_cache_dir,
+            fusion=cache.fusion,
+            max_blocks=cache.max_cached_blocks,
+        )
+        return VllmEngine(
+            VllmOptions(
+                model=settings.model,
+                revision=settings.revision,
+                trust_remote_code=settings.trust_remote_code,
+                max_model_len=settings.max_model_len,
+                max_images=samples_images(samples),
+                connectors=connectors if attach else None,
+                verbose=verbose,
+            )
+        )
+
+    return make
+
+
+def make_cache(settings: RunSettings) -> SemanticCache:
+    """The semantic cache of a run."""
+    from semkv.cache import SemanticCache
+
+    return SemanticCache(settings.cache)

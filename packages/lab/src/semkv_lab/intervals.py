@@ -1,24 +1,22 @@
 """Means and medians with 95% intervals, by bootstrap over images.
 
 Questions on one image are not independent, so whole images are drawn again, not questions (the cluster bootstrap;
-Davison and Hinkley, Bootstrap Methods and their Application, 1997, 3.8). The seed is fixed: equal records give equal
+Davison and Hinkley, Bootstrap Methods and their Application, 1997, 3.8). The seed is fixed: equal values give equal
 intervals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from semkv.tiers.checking import wilson
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Floats = npt.NDArray[np.float64]
-    Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 RESAMPLES, FEW_RESAMPLES, MANY_IMAGES = 2_000, 500, 2_000  # fewer draws where there are many images
 _AT_ONCE = 2_000_000  # numbers drawn at a time, to bound memory
@@ -48,8 +46,6 @@ class Times:
 
 def mean(values: Sequence[tuple[str, float]]) -> Estimate:
     """The mean of (image, value) pairs; empty for no pairs."""
-    import numpy as np
-
     if not values:
         return Estimate(0, None)
     groups, numbers = split(values)
@@ -77,35 +73,26 @@ def share(outcomes: Sequence[tuple[str, bool]]) -> Estimate:
 
 def median(values: Sequence[tuple[str, float]]) -> Estimate:
     """The median of (image, value) pairs; empty for no pairs."""
-    import numpy as np
-
     if not values:
         return Estimate(0, None)
     groups, numbers = split(values)
     order = np.argsort(numbers, kind="stable")
     groups, numbers = groups[order], numbers[order]
-    count = int(groups.max()) + 1
-    if count == 1:
+    if not groups.any():
         return Estimate(len(values), float(np.median(numbers)))
 
     def medians() -> Iterator[Floats]:
-        for drawn in resamples(count):
-            start = 0
-            for rows in parts(len(drawn), len(numbers)):
-                how_often = np.stack([np.bincount(row, minlength=count) for row in drawn[start : start + rows]])
-                start += rows
-                below = how_often[:, groups].cumsum(axis=1)
-                half = below[:, -1:] / 2
-                lower, upper = (below >= half).argmax(axis=1), (below > half).argmax(axis=1)
-                yield (numbers[lower] + numbers[upper]) / 2
+        for weights in row_weights(groups):
+            below = weights.cumsum(axis=1)
+            half = below[:, -1:] / 2
+            lower, upper = (below >= half).argmax(axis=1), (below > half).argmax(axis=1)
+            yield (numbers[lower] + numbers[upper]) / 2
 
     return estimate(len(values), float(np.median(numbers)), medians())
 
 
 def times(values: Iterable[tuple[str, float | None]]) -> Times:
     """Median with its interval, and 95th percentile, of the (image, seconds) pairs that have seconds."""
-    import numpy as np
-
     there = [(image, seconds) for image, seconds in values if seconds is not None]
     if not there:
         return Times(0, None, None)
@@ -115,20 +102,31 @@ def times(values: Iterable[tuple[str, float | None]]) -> Times:
 
 def split(values: Sequence[tuple[str, float]]) -> tuple[Integers, Floats]:
     """Images as numbers from 0 in order of appearance, and the values."""
-    import numpy as np
-
     index: dict[str, int] = {}
     groups = [index.setdefault(image, len(index)) for image, _ in values]
     return np.array(groups), np.array([value for _, value in values], dtype=np.float64)
 
 
-def resamples(groups: int) -> Iterator[Integers]:
-    """Draws of ``groups`` images with replacement, some at a time ([n, groups]), `RESAMPLES` in all."""
-    import numpy as np
-
+def resamples(groups: int, most: int = RESAMPLES) -> Iterator[Integers]:
+    """Draws of ``groups`` images with replacement, some at a time ([n, groups]), ``most`` in all."""
     rng = np.random.default_rng(_SEED)
-    for rows in parts(RESAMPLES if groups <= MANY_IMAGES else FEW_RESAMPLES, groups):
+    for rows in parts(most if groups <= MANY_IMAGES else FEW_RESAMPLES, groups):
         yield rng.integers(0, groups, size=(rows, groups))
+
+
+def row_weights(groups: Integers, most: int = RESAMPLES) -> Iterator[Integers]:
+    """How often each row is there in each draw of whole images, some draws at a time ([draws, rows]).
+
+    Args:
+        groups: the image of every row, as a number from 0.
+    """
+    count = int(groups.max()) + 1
+    for drawn in resamples(count, most):
+        start = 0
+        for draws in parts(len(drawn), len(groups)):
+            how_often = np.stack([np.bincount(row, minlength=count) for row in drawn[start : start + draws]])
+            start += draws
+            yield how_often[:, groups]
 
 
 def parts(rows: int, width: int) -> Iterator[int]:
@@ -141,37 +139,6 @@ def parts(rows: int, width: int) -> Iterator[int]:
 
 def estimate(n: int, value: float, drawn: Iterable[Floats]) -> Estimate:
     """The percentile interval of the figures of all resamples; draws without a figure (NaN) are left out."""
-    import numpy as np
-
     figures = np.concatenate(list(drawn))
     low, high = np.nanpercentile(figures, [2.5, 97.5])
     return Estimate(n, value, float(low), float(high))
-
-
-def statistic(images: Sequence[str], figure: Callable[[Integers], float], value: float, *, draws: int) -> Estimate:
-    """The interval of any figure, by recomputing it on drawn rows: slow, for figures that are no mean or median.
-
-    Args:
-        images: the image of every row.
-        figure: the figure of the rows with these numbers; a row may be there several times.
-        value: the figure of all rows.
-        draws: how many resamples.
-    """
-    import numpy as np
-
-    groups, _ = split([(image, 0.0) for image in images])
-    if not groups.any():
-        return Estimate(len(images), value)
-    order, sizes = np.argsort(groups, kind="stable"), np.bincount(groups)
-    starts = sizes.cumsum() - sizes
-    rng = np.random.default_rng(_SEED)
-
-    def rows() -> Integers:
-        """The rows of as many images as there are, drawn with replacement."""
-        drawn = rng.integers(0, len(sizes), size=len(sizes))
-        lengths = sizes[drawn]
-        before = lengths.cumsum() - lengths
-        found: Integers = order[np.repeat(starts[drawn] - before, lengths) + np.arange(lengths.sum())]
-        return found
-
-    return estimate(len(images), value, [np.array([figure(rows()) for _ in range(draws)])])

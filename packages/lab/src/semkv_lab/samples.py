@@ -1,26 +1,30 @@
-"""What every data set yields."""
+"""What every data set yields, and how its files are read."""
 
 # The command line reads the annotations of fields: they must be values, not texts.
 
 import gzip
 import json
+import os
 import random
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
 from semkv.config import EXISTS, POSITIVE, check
-from semkv.errors import DatasetError
+from semkv.errors import ConfigError, DatasetError
 
 GQA_REPO = "lmms-lab/GQA"
 NO_JSON = (ValueError, RecursionError)
 """What `json.loads` raises: the second where values are nested too deep, the first for numbers of 5,000 digits, too."""
 
 _T = TypeVar("_T")
+_FIELDS = frozenset(
+    {"id", "system", "context", "images", "image", "question", "answer", "semantic", "group", "variant"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +105,6 @@ class DatasetOptions:
 
     def __post_init__(self) -> None:
         check(self)
-
-
-class Loader(Protocol):
-    """Loads the samples that the options select."""
-
-    def __call__(self, options: DatasetOptions) -> list[Sample]: ...
 
 
 def select(rows: list[_T], options: DatasetOptions) -> list[_T]:
@@ -191,3 +189,63 @@ def check_unicode(text: str, key: str, where: str) -> str:
             f"{where}: {key!r} must be valid Unicode, found {text[e.start]!a} alone at character {e.start}"
         ) from e
     return text
+
+
+def load_jsonl(options: DatasetOptions) -> list[Sample]:
+    """Any prompts, one JSON object a line: ``system``, ``context``, ``images``, ``question``, ``answer``.
+
+    Only ``question`` is required. ``images`` is a path or a list of paths, relative to the file. ``id``, ``semantic``
+    and ``group`` are taken where they are given.
+
+    Raises:
+        ConfigError: ``options.root`` names no file.
+        DatasetError: it cannot be read; names file and line.
+    """
+    if options.root is None:
+        raise ConfigError("--dataset-root", None, "a .jsonl file when --dataset is jsonl")
+    path = options.root
+    samples: list[Sample] = []
+    seen: dict[str, int] = {}
+    for number, row in read_jsonl(path):
+        sample = _jsonl_sample(row, path, number)
+        if sample.sample_id in seen:
+            raise DatasetError(
+                f"{path}, line {number}: id {sample.sample_id!r} was used in line {seen[sample.sample_id]}"
+            )
+        seen[sample.sample_id] = number
+        samples.append(sample)
+    return select(samples, options)
+
+
+def _jsonl_sample(row: Mapping[str, Any], path: Path, number: int) -> Sample:
+    where = f"{path}, line {number}"
+    if unknown := sorted(set(row) - _FIELDS):
+        raise DatasetError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
+    group = text_field(row, "group", where)
+    return Sample(
+        sample_id=text_field(row, "id", where) or f"{number:08d}",
+        question=text_field(row, "question", where, required=True),
+        answer=text_field(row, "answer", where) or None,
+        images=_images(row, path, where),
+        system=text_field(row, "system", where),
+        context=text_field(row, "context", where),
+        semantic_str=text_field(row, "semantic", where),
+        groups=(group,) if group else (),
+        variant=text_field(row, "variant", where),
+    )
+
+
+def _images(row: Mapping[str, Any], path: Path, where: str) -> tuple[ImageRef, ...]:
+    value = row.get("images", row.get("image"))
+    if value is None:
+        return ()
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(n, str) and n and "\0" not in n for n in names):
+        raise DatasetError(f"{where}: 'images' must be a path or a list of paths")
+    images = []
+    for name in names:
+        file = path.parent / check_unicode(name, "images", where)
+        if not file.is_file():
+            raise DatasetError(f"{where}: no image {file}")
+        images.append(ImageRef(os.path.normpath(name), file))  # not its last part: s1/frame.png is not s2/frame.png
+    return tuple(images)

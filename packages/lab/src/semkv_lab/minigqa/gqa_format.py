@@ -7,88 +7,14 @@ New Dataset for Real-World Visual Reasoning and Compositional Question Answering
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
-from semkv_lab.minigqa.program import NOUN, Program, Ref
-from semkv_lab.minigqa.scene import RELATIONS, WIDTH, Scene, relation_holds
-from semkv_lab.minigqa.surfaces import fill, slot_ref, slot_text
+from semkv_lab.minigqa.questions import KINDS, NOUN, Program, Ref, fill, slot_ref, slot_text
+from semkv_lab.minigqa.scenes import RELATIONS, WIDTH, Scene, relation_holds
 
 Step = dict[str, Any]
 """``{"operation": str, "dependencies": list[int], "argument": str}``."""
-
-TYPES: Mapping[str, tuple[str, str, str, str | None]] = MappingProxyType(
-    {
-        "query_color": ("query", "attr", "directOf", "color"),
-        "query_shape": ("query", "cat", "categoryAttr", "shape"),
-        "query_size": ("query", "attr", "how", "size"),
-        "position_query": ("query", "attr", "positionQuery", "position"),
-        "rel_query_shape": ("query", "rel", "categoryRelS", "shape"),
-        "rel_query_color": ("query", "attr", "directOf", "color"),
-        "ground_query": ("query", "global", "place", "ground"),
-        "exist": ("verify", "obj", "exist", None),
-        "rel_exist": ("verify", "rel", "existRelS", None),
-        "rel_verify": ("verify", "rel", "relVerify", None),
-        "verify_color": ("verify", "attr", "verifyAttr", None),
-        "verify_shape": ("verify", "cat", "verifyCat", None),
-        "verify_size": ("verify", "attr", "verifyAttr", None),
-        "position_verify": ("verify", "attr", "positionVerify", None),
-        "ground_verify": ("verify", "global", "placeVerify", None),
-        "choose_color": ("choose", "attr", "chooseAttr", "color"),
-        "choose_shape": ("choose", "cat", "chooseCat", "shape"),
-        "choose_size": ("choose", "attr", "chooseAttr", "size"),
-        "position_choose": ("choose", "attr", "positionChoose", "position"),
-        "rel_choose": ("choose", "rel", "chooseRel", None),
-        "ground_choose": ("choose", "global", "placeChoose", "ground"),
-        "exist_and": ("logical", "obj", "existAnd", None),
-        "exist_or": ("logical", "obj", "existOr", None),
-        "verify_both": ("logical", "attr", "verifyAttrAnd", None),
-        "same_color": ("compare", "attr", "twoSame", None),
-        "different_color": ("compare", "attr", "twoDifferent", None),
-        "same_size": ("compare", "attr", "twoSame", None),
-        "same_shape": ("compare", "attr", "twoSame", None),
-        "compare_size": ("compare", "attr", "comparativeChoose", "shape"),
-    }
-)
-"""Kind to GQA's structural, semantic and detailed types, and the global answer group (None for yes or no)."""
-
-_FULL: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "query_color": ("The {a} is {answer}.", ""),
-        "query_shape": ("The {a} is a {answer}.", ""),
-        "query_size": ("The {a} is {answer}.", ""),
-        "position_query": ("The {a} is on the {answer} side of the picture.", ""),
-        "rel_query_shape": ("The {answer} is {value} the {b}.", ""),
-        "rel_query_color": ("The object {value} the {b} is {answer}.", ""),
-        "ground_query": ("The ground is covered with {answer}.", ""),
-        "exist": ("Yes, there is {an_a}.", "No, there is no {a}."),
-        "rel_exist": ("Yes, there is {an_a} {value} the {b}.", "No, there is no {a} {value} the {b}."),
-        "rel_verify": ("Yes, the {a} is {value} the {b}.", "No, the {a} is not {value} the {b}."),
-        "verify_color": ("Yes, the {a} is {value}.", "No, the {a} is not {value}."),
-        "verify_shape": ("Yes, the {a} is a {value}.", "No, the {a} is not a {value}."),
-        "verify_size": ("Yes, the {a} is {value}.", "No, the {a} is not {value}."),
-        "position_verify": ("Yes, the {a} is on the {value} side.", "No, the {a} is not on the {value} side."),
-        "ground_verify": ("Yes, {value} covers the ground.", "No, {value} does not cover the ground."),
-        "choose_color": ("The {a} is {answer}.", ""),
-        "choose_shape": ("The {a} is a {answer}.", ""),
-        "choose_size": ("The {a} is {answer}.", ""),
-        "position_choose": ("The {a} is on the {answer} side of the picture.", ""),
-        "rel_choose": ("The {a} is {chosen} the {b}.", ""),
-        "ground_choose": ("The ground is covered with {answer}.", ""),
-        "exist_and": ("Yes, there are both {an_a} and {an_b}.", "No, there are not both {an_a} and {an_b}."),
-        "exist_or": ("Yes, there is {an_a} or {an_b}.", "No, there is neither {an_a} nor {an_b}."),
-        "verify_both": ("Yes, the {a} is {value} and {other}.", "No, the {a} is not {value} and {other}."),
-        "same_color": ("Yes, the {a} and the {b} have one color.", "No, the {a} and the {b} have different colors."),
-        "different_color": (
-            "Yes, the {a} and the {b} have different colors.",
-            "No, the {a} and the {b} have one color.",
-        ),
-        "same_size": ("Yes, the {a} is as large as the {b}.", "No, the {a} and the {b} have different sizes."),
-        "same_shape": ("Yes, the {a} and the {b} have one shape.", "No, the {a} and the {b} have different shapes."),
-        "compare_size": ("The {answer} is {value}.", ""),
-    }
-)
 
 _GQA_NAME = {"shape": "name", "color": "color", "size": "size"}
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -107,16 +33,16 @@ def question_record(
     """One question in GQA's schema.
 
     Args:
-        template: the wording of `surfaces.SURFACES`, for the annotations.
+        template: the wording of `questions.KINDS`, for the annotations.
         text: the question as it is asked; the template filled, or a variant of it in case or white space.
         object_ids: the scene graph's id of each object of the scene, by index.
         equivalent: ids of the image's questions with the same program, this one included.
         entailed: ids of the image's questions whose answers follow from this one's.
     """
     steps = semantic(program, object_ids)
-    structural, meaning, detailed, group = TYPES[program.kind]
-    yes, no = _FULL[program.kind]
-    full = no if program.answer == "no" and no else yes
+    kind = KINDS[program.kind]
+    structural, meaning, detailed, *group = kind.types
+    full = kind.full[-1 if program.answer == "no" else 0]
     return {
         "semantic": steps,
         "entailed": list(entailed),
@@ -124,7 +50,7 @@ def question_record(
         "question": text,
         "imageId": image_id,
         "isBalanced": True,
-        "groups": {"global": group, "local": _local_group(program)},
+        "groups": {"global": group[0] if group else None, "local": _local_group(program)},
         "answer": program.answer,
         "semanticStr": semantic_str(steps),
         "annotations": {
@@ -225,7 +151,7 @@ class _Steps:
 
 
 def _local_group(program: Program) -> str:
-    number = list(TYPES).index(program.kind)
+    number = list(KINDS).index(program.kind)
     subject = program.a.text if program.a and program.a.text != NOUN else program.b.text if program.b else "ground"
     values = "_".join(v for v in (program.value, program.other) if v) or program.kind.rsplit("_", 1)[-1]
     return f"{number:02d}-{subject}_{values}".replace(" ", "-")

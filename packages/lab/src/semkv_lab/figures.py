@@ -2,33 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+import io
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from semkv_lab.html.canvas import (
-    GRID,
-    INK,
-    MARKERS,
-    MUTED,
-    ON_DARK,
-    ON_LIGHT,
-    SERIES,
-    SURFACE,
-    Drawing,
-    Layout,
-    panels,
-    render,
-)
-from semkv_lab.html.log import Experiment
-from semkv_lab.html.view import Grid, Point, TierPoint, grids, group_names, points, tier_points
-from semkv_lab.metrics import Estimate
-from semkv_lab.metrics.intervals import resamples, split
+from semkv_lab.intervals import Estimate, resamples, split
+from semkv_lab.results import Experiment, Grid, Point, TierPoint, grids, group_names, points, tier_points
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+INK, MUTED, GRID, SURFACE = "#1b2026", "#5a6470", "#d8dde2", "#fefefe"
+SERIES = ("#0b68c7", "#c2430d", "#16803c", "#8a3ab5", "#9a6206", "#bd1a5e")
+# The same colors in the dark. The finished SVG names each color by a variable, and a style sheet in it has both values.
+_DARK = {
+    INK: "#e7eaee", MUTED: "#a0aab5", GRID: "#363e48", SURFACE: "#161a20",
+    "#0b68c7": "#62b0ff", "#c2430d": "#ff9d66", "#16803c": "#52d685", "#8a3ab5": "#cf9bf5", "#9a6206": "#e3be6a",
+    "#bd1a5e": "#ff80ba",
+}  # fmt: skip
+# Text on a heat map's cell, whose color is the same in both palettes.
+ON_LIGHT, ON_DARK = "#0a0a0a", "#fafafa"
+MARKERS = "osD^vPX*"
+
+_PNG_DPI = 150
+_WIDTH = 10.6  # inches
+_STYLE: Any = {
+    "svg.hashsalt": "semkv",
+    "svg.fonttype": "path",
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "axes.titlesize": 10.0,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.5,
+    "xtick.labelsize": 9.0,
+    "ytick.labelsize": 9.0,
+    "legend.fontsize": 9.0,
+    "legend.frameon": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.facecolor": "none",
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A finished figure.
+
+    Attributes:
+        name: a file name without suffix.
+        title, caption: what it shows, and how to read it.
+        svg: light or dark, as its reader prefers.
+        png: light.
+    """
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+    png: bytes
+
+
+def render(name: str, title: str, caption: str, draw: Callable[[Figure], None]) -> Drawing:
+    """Draw a figure; equal data gives equal bytes. Matplotlib's global state stays as it is."""
+    svg, png = io.StringIO(), io.BytesIO()
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, 4), layout="constrained")
+        draw(figure)
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(png, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None})
+    return Drawing(name, title, caption, _with_variables(svg.getvalue()), png.getvalue())
+
+
+def _with_variables(svg: str) -> str:
+    """The picture with a variable for each color, and a style sheet that sets them as its reader prefers."""
+    light = dark = ""
+    for number, (color, in_the_dark) in enumerate(_DARK.items()):
+        svg = svg.replace(color, f"var(--c{number})")
+        light, dark = f"{light}--c{number}:{color};", f"{dark}--c{number}:{in_the_dark};"
+    style = f"<style>:root{{{light}}}@media (prefers-color-scheme: dark){{:root{{{dark}}}}}</style>"
+    return svg.replace("<defs>", f"{style}<defs>", 1)
+
+
+def panels(figure: Figure, count: int, height: float) -> list[Axes]:
+    """So many panels, three in a row; ``height`` of a panel in inches."""
+    columns = min(count, 3)
+    rows = -(-count // columns)
+    figure.set_size_inches(_WIDTH, rows * height)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    axes = list(grid.ravel())
+    for unused in axes[count:]:
+        unused.set_axis_off()
+    return axes[:count]
+
+
+# -- the figures ------------------------------------------------------------
 
 _ECDF_POINTS = 100
 _INTERVAL = "95% intervals by bootstrap over images"
@@ -66,8 +151,8 @@ def _bars(values: Sequence[Estimate], factor: float) -> Any:
 
 
 def _tradeoff(plane: Sequence[Point], colors: dict[str, str]) -> Drawing:
-    def draw(figure: Figure, layout: Layout) -> None:
-        figure.set_size_inches(layout.width, layout.height(5.2, 5.4))
+    def draw(figure: Figure) -> None:
+        figure.set_size_inches(_WIDTH, 5.2)
         ax = figure.subplots()
         families = sorted({p.family for p in plane})
         for p in plane:
@@ -85,7 +170,7 @@ def _tradeoff(plane: Sequence[Point], colors: dict[str, str]) -> Drawing:
         low, high = ax.get_ylim()
         ax.set_ylim(max(-2.0, low), 108.0 if high > 95 else high)
         ax.set_yticks([t for t in ax.get_yticks() if -2 <= t <= 100])
-        _legend(figure, layout, colors, {p.group for p in plane}, families)
+        _legend(figure, colors, {p.group for p in plane}, families)
 
     return render(
         "tradeoff",
@@ -111,28 +196,23 @@ def _front(ax: Axes, plane: Sequence[Point]) -> None:
         last = (px, py)
 
 
-def _legend(figure: Figure, layout: Layout, colors: dict[str, str], groups: set[str], families: Sequence[str]) -> None:
+def _legend(figure: Figure, colors: dict[str, str], groups: set[str], families: Sequence[str]) -> None:
     """Groups below the panels, tiers above them."""
-    from matplotlib.lines import Line2D
-
     named = [g for g in colors if g in groups]
-    handles = [Line2D([], [], marker="o", linestyle="", color=colors[g], label=_wrap(g, layout)) for g in named]
+    handles = [Line2D([], [], marker="o", linestyle="", color=colors[g], label=_wrap(g)) for g in named]
     longest = max(map(len, named))
-    columns = (4 if longest < 28 else 3 if longest < 38 else 2) if layout.wide else 1
+    columns = 4 if longest < 28 else 3 if longest < 38 else 2
     figure.legend(handles=handles, loc="outside lower left", ncols=columns)
     marks = [
         Line2D([], [], marker=MARKERS[i % len(MARKERS)], linestyle="", color=MUTED, label=name)
         for i, name in enumerate(families)
     ]
     if marks:
-        short = max(map(len, families)) < 18
-        figure.legend(handles=marks, loc="outside upper left", ncols=4 if layout.wide else 2 if short else 1)
+        figure.legend(handles=marks, loc="outside upper left", ncols=4)
 
 
-def _wrap(text: str, layout: Layout, wide: int = 60) -> str:
-    import textwrap
-
-    return "\n".join(textwrap.wrap(text, wide if layout.wide else 42))
+def _wrap(text: str, width: int = 60) -> str:
+    return "\n".join(textwrap.wrap(text, width))
 
 
 # -- tiers ------------------------------------------------------------------------------------------------------
@@ -142,9 +222,9 @@ def _tiers(found: Sequence[TierPoint], colors: dict[str, str]) -> Drawing:
     names = sorted({p.tier for p in found}, key=lambda t: (t == "miss", t))
     timed = any(p.saved.value is not None for p in found)
 
-    def draw(figure: Figure, layout: Layout) -> None:
+    def draw(figure: Figure) -> None:
         height = 1.0 + 0.085 * sum(_rows(found, name) for name in names)
-        axes = panels(figure, layout, 2 if timed else 1, (height + 0.4, height))
+        axes = panels(figure, 2 if timed else 1, height + 0.4)
         hits = [n for n in names if n != "miss"]
         _strip(axes[0], [p for p in found if p.tier != "miss"], hits, colors, "rate", 100)
         axes[0].set_xlabel("requests served by the tier (%)")
@@ -154,7 +234,7 @@ def _tiers(found: Sequence[TierPoint], colors: dict[str, str]) -> Drawing:
             axes[1].axvline(0, color=INK, linewidth=0.9)
             axes[1].set_xlim(*_room([1000 * p.saved.value for p in found if p.saved.value is not None]))
             axes[1].set_xlabel("median time saved a request (ms)")
-        _legend(figure, layout, colors, {p.group for p in found}, ())
+        _legend(figure, colors, {p.group for p in found}, ())
 
     return render(
         "tiers",
@@ -224,11 +304,8 @@ def _latency(found: dict[str, dict[str, list[tuple[str, float]]]]) -> Drawing:
         "hits": (SERIES[2], "-"), "misses": (SERIES[1], "-"), "without semkv": (MUTED, "--")
     }  # fmt: skip
 
-    def draw(figure: Figure, layout: Layout) -> None:
-        from matplotlib.lines import Line2D
-        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-        for ax, (group, samples) in zip(panels(figure, layout, len(found), (3.7, 3.4)), found.items(), strict=True):
+    def draw(figure: Figure) -> None:
+        for ax, (group, samples) in zip(panels(figure, len(found), 3.7), found.items(), strict=True):
             for kind, (color, style) in kinds.items():
                 if samples[kind]:
                     x, y, low, high = _ecdf(samples[kind])
@@ -242,7 +319,7 @@ def _latency(found: dict[str, dict[str, list[tuple[str, float]]]]) -> Drawing:
             ax.set_ylabel("answered by then (%)")
             ax.set_ylim(0, 101)
             counts = ", ".join(f"{len(samples[kind]):,} {kind}" for kind in ("hits", "misses"))
-            ax.set_title(f"{_wrap(group, layout, 38)}\n{counts}", fontsize="medium")
+            ax.set_title(f"{_wrap(group, 38)}\n{counts}", fontsize="medium")
         handles = [Line2D([], [], color=color, linestyle=style, label=kind) for kind, (color, style) in kinds.items()]
         figure.legend(handles=handles, loc="outside lower left", ncols=3)
 
@@ -278,10 +355,10 @@ _PANELS = (
 
 
 def _grid(number: int, grid: Grid) -> Drawing:
-    def draw(figure: Figure, layout: Layout) -> None:
+    def draw(figure: Figure) -> None:
         shown = [p for p in _PANELS if any(e.estimate(*p[1]).value is not None for e in grid.cells.values())]
         rows = 0.62 * len(grid.prompt) + 1.5
-        for ax, panel in zip(panels(figure, layout, len(shown), (rows, rows)), shown, strict=True):
+        for ax, panel in zip(panels(figure, len(shown), rows), shown, strict=True):
             _heat(ax, grid, *panel)
 
     return render(

@@ -1,0 +1,408 @@
+"""How a run looks: a progress bar, a line a sample, a summary, and the same as files.
+
+A file that a command writes is never one that it reads, and is tried before the work, not after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from semkv import __version__
+from semkv.errors import ConfigError
+from semkv_lab.intervals import Estimate, Times
+from semkv_lab.metrics import Saved, Summary, TierRow
+from semkv_lab.records import Cold, SampleRecord
+
+if TYPE_CHECKING:
+    from semkv_lab.samples import Sample
+    from semkv_lab.settings import RunSettings
+
+SAMPLES_OUT, SUMMARY_OUT = "--samples-out", "--summary-out"
+_STAGES = {"start": "starting the engine", "cold": "without semkv", "cached": "with semkv"}
+
+
+def sample_line(record: SampleRecord) -> str:
+    """``[05515938] hit (embedding:prompt) | latency=0.032s | answer match=True | exact_text=miss, ...``."""
+    outcome = f"hit ({record.provenance})" if record.hit else "miss"
+    parts = [f"[{record.sample_id}] {outcome}", f"latency={record.latency_s:.3f}s"]
+    if record.match is not None:
+        parts.append(f"answer match={record.match}")
+    parts.append(", ".join(f"{tier}={status}" for tier, status in record.statuses.items()))
+    return " | ".join(parts)
+
+
+def make_console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 120))
+
+
+class SamplesFile:
+    """``--samples-out FILE``: one JSON object a line; the settings go beside it, to ``FILE.settings.json``.
+
+    What an earlier run left there stays until there is a record to put in its place. Every method raises `ConfigError`
+    where the file cannot be written.
+    """
+
+    def __init__(self, path: Path, settings: RunSettings) -> None:
+        self._path, self._settings = path, settings
+        self._file: BinaryIO | None = None
+
+    def write(self, record: SampleRecord) -> None:
+        with writing(SAMPLES_OUT, self._path):
+            file = self._begun()
+            file.write(to_json(record.to_json()))
+            file.flush()
+
+    def finish(self) -> None:
+        """The run has come to its end, maybe without a record."""
+        with writing(SAMPLES_OUT, self._path):
+            self._begun()
+
+    def close(self) -> None:
+        with writing(SAMPLES_OUT, self._path):
+            if self._file is not None:
+                self._file.close()
+
+    def _begun(self) -> BinaryIO:
+        if self._file is None:
+            write_json(self._path.with_name(self._path.name + SETTINGS), run_header(self._settings))
+            self._file = self._path.open("wb")
+        return self._file
+
+
+class Listener:
+    """Told how a run goes; a subclass draws progress, prints lines, writes files."""
+
+    def stage(self, name: str, total: int) -> None:
+        """A pass begins."""
+
+    def cold(self, sample: Sample, cold: Cold) -> None:
+        """A sample was answered without semkv."""
+
+    def record(self, record: SampleRecord) -> None:
+        """A sample was answered."""
+
+    def failed(self, sample: Sample, error: Exception) -> None:
+        """The engine failed on a sample."""
+
+
+class ConsoleListener(Listener):
+    """Draws progress on a console and writes records to a file as they come.
+
+    Args:
+        console: where to draw; a console that is no terminal gets lines without a bar.
+        progress: the bar.
+        quiet: no line a sample.
+        samples: the file, or None.
+    """
+
+    def __init__(self, console: Console, progress: Progress, *, quiet: bool, samples: SamplesFile | None) -> None:
+        self._console, self._progress, self._quiet, self._samples = console, progress, quiet, samples
+        self._task: TaskID | None = None
+
+    def stage(self, name: str, total: int) -> None:
+        if self._task is not None:
+            self._progress.update(self._task, visible=False)
+        self._task = self._progress.add_task(_STAGES.get(name, name), total=total or None)
+
+    def cold(self, sample: Sample, cold: Cold) -> None:
+        self._advance()
+
+    def record(self, record: SampleRecord) -> None:
+        if self._samples is not None:
+            self._samples.write(record)
+        if not self._quiet:
+            self._print(sample_line(record))
+        self._advance()
+
+    def failed(self, sample: Sample, error: Exception) -> None:
+        self._print(f"[{sample.sample_id}] failed | {error}")
+        self._advance()
+
+    def finish(self) -> None:
+        """The run has come to its end."""
+        if self._samples is not None:
+            self._samples.finish()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _advance(self) -> None:
+        if self._task is not None:
+            self._progress.advance(self._task)
+
+
+def progress_bar(console: Console, **options: Any) -> Progress:
+    """A bar with counts and times; ``options`` are those of `rich.progress.Progress`."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(TextColumn("{task.description}"), *columns, console=console, **options)
+
+
+@contextmanager
+def console_listener(console: Console, settings: RunSettings, *, quiet: bool) -> Iterator[ConsoleListener]:
+    """A listener with its bar drawn and its `SamplesFile`."""
+    progress = progress_bar(console, transient=True, refresh_per_second=4, disable=not console.is_terminal)
+    samples = SamplesFile(settings.samples_out, settings) if settings.samples_out is not None else None
+    try:
+        with progress:
+            yield ConsoleListener(console, progress, quiet=quiet, samples=samples)
+    finally:
+        if samples is not None:
+            samples.close()
+
+
+def run_header(settings: RunSettings) -> dict[str, object]:
+    """What a results file says of the run that made it."""
+    return {"semkv": __version__, "settings": settings.to_json()}
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write indented JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(to_json(value, indent=2))
+
+
+def write_summary(path: Path, settings: RunSettings, summary: Summary) -> None:
+    """Write ``--summary-out``: settings and figures.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    with writing(SUMMARY_OUT, path):
+        write_json(path, {**run_header(settings), "summary": summary.to_json()})
+
+
+def print_summary(console: Console, summary: Summary, settings: RunSettings) -> None:
+    """The tables at the end of a run."""
+    if summary.interrupted:
+        console.print(f"[yellow]interrupted[/yellow]: the figures cover the {summary.samples} samples answered so far")
+    if summary.samples:
+        names = ("tier", "samples", "rate", "latency p50", "p95", "TTFT p50", "accuracy [95%]")
+        console.print(table("by tier", names, (_tier_cells(row) for row in summary.tiers)))
+    console.print(table("figures", (), figures(summary, settings)))
+
+
+def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table for the console: the first column to the left, figures to the right. No names make no header."""
+    made = Table(title=title, title_justify="left", title_style="bold", show_header=bool(names))
+    for number, name in enumerate(names):
+        made.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def _tier_cells(row: TierRow) -> tuple[str, ...]:
+    latency = (_seconds(row.latency.p50_s), _seconds(row.latency.p95_s), _seconds(row.ttft.p50_s))
+    return (row.tier, str(row.n), f"{row.rate:.1%}", *latency, percent(row.accuracy))
+
+
+def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
+    """Everything that is one figure: name and value."""
+    rows = [
+        ("hits", f"{summary.hits} of {summary.samples}: {percent(summary.hit_share)}"),
+        ("similar, but refused", str(summary.refused)),
+        ("lookup p50 / p95", times(summary.lookup)),
+        ("after the answer p50 / p95", times(summary.after)),
+        *_token_rows(summary),
+        ("accuracy", percent(summary.accuracy)),
+        ("accuracy on hits", percent(summary.accuracy_on_hits)),
+        ("accuracy on misses", percent(summary.accuracy_on_misses)),
+        ("wrong hits a request", percent(summary.wrong_hit_share)),
+        *_optional("consistency (entailed)", summary.consistency),
+        *_optional("P-CHR AUC", summary.chr_area.area, f" up to a hit rate of {summary.chr_area.reached:.1%}"),
+        *_cold_rows(summary),
+    ]
+    if summary.donor_agreement.n:
+        rows.append(("answer equals the donor's", f"{percent(summary.donor_agreement)} of full hits"))
+    rows += [
+        (tier, ", ".join(f"{n} {status}" for status, n in summary.statuses[tier].items()))
+        for tier in ("kv_cache", "fusion")
+        if tier in summary.statuses
+    ]
+    rows.append(("on disk", f"{size(summary.bytes_on_disk)} in {settings.cache.cache_dir}"))
+    rows += [(name, str(count)) for name, count in summary.faults.items()]
+    return rows
+
+
+def _token_rows(summary: Summary) -> list[tuple[str, str]]:
+    t = summary.tokens
+    rows = [
+        ("prompt tokens", f"{t.prompt:,}"),
+        ("not computed", f"{t.not_computed:,} ({_part(t.not_computed, t.prompt)})"),
+        ("  loaded from the KV store", f"{t.from_store:,}"),
+        ("  vLLM's own prefix cache", f"{t.from_prefix_cache:,}"),
+    ]
+    if t.beyond is not None and t.baseline_prompt is not None and t.baseline_not_computed is not None:
+        rows += [
+            (
+                "vLLM's prefix cache alone",
+                f"{t.baseline_not_computed:,} ({_part(t.baseline_not_computed, t.baseline_prompt)}) not computed",
+            ),
+            (
+                "saved beyond it",
+                f"{t.beyond:,} tokens ({_part(t.beyond, t.baseline_computed or 0)} of what it left to compute)",
+            ),
+        ]
+    return rows
+
+
+def _cold_rows(summary: Summary) -> list[tuple[str, str]]:
+    rows = []
+    if summary.baseline_accuracy is not None and summary.baseline_latency is not None:
+        rows.append(("cold: accuracy", percent(summary.baseline_accuracy)))
+        rows.append(("cold: latency p50 / p95", times(summary.baseline_latency)))
+    cold = summary.against_cold
+    if cold is not None:
+        if cold.n:
+            rows += [
+                ("hits run cold: accuracy", percent(cold.cold_accuracy_on_hits)),
+                ("hits: same answer as cold", percent(cold.agreement)),
+                ("wrong hits / gained", f"{cold.wrong_hits} / {cold.gained_hits}"),
+                ("hits: cold latency / cached", interval(cold.speedup, 2, "x")),
+            ]
+        rows.append(("all: same answer as cold", percent(cold.agreement_all)))
+        rows += _optional("cold: consistency (entailed)", cold.consistency)
+        if cold.identical_tokens.n:
+            rows.append(
+                ("exact prompts: tokens equal cold", f"{percent(cold.identical_tokens)} of {cold.identical_tokens.n}")
+            )
+    if summary.saved is not None:
+        rows += _saved_rows(summary.saved)
+    noise = summary.noise_floor
+    if noise is not None:
+        rows.append(("noise floor: answers differ", f"{percent(noise.answers)} of {noise.answers.n} asked twice"))
+        rows.append(("noise floor: tokens differ", percent(noise.tokens)))
+    return rows
+
+
+def _saved_rows(saved: Saved) -> list[tuple[str, str]]:
+    return [
+        ("saved a request: tokens", interval(saved.tokens)),
+        ("  latency, mean", milliseconds(saved.latency_s)),
+        ("  latency, median", milliseconds(saved.latency_p50_s)),
+        ("  TTFT, mean", milliseconds(saved.ttft_s)),
+    ]
+
+
+def _optional(name: str, value: Estimate, more: str = "") -> list[tuple[str, str]]:
+    return [(name, percent(value) + more)] if value.n else []
+
+
+def interval(value: Estimate, digits: int = 1, unit: str = "", *, factor: float = 1.0) -> str:
+    """``12.3 ms [11.0, 14.1]``, a dash for no figure, no interval from one image."""
+    if value.value is None:
+        return "-"
+    text = f"{factor * value.value:.{digits}f}{unit}"
+    if value.low is None or value.high is None:
+        return text
+    return f"{text} [{factor * value.low:.{digits}f}, {factor * value.high:.{digits}f}]"
+
+
+def percent(value: Estimate) -> str:
+    """``93.1% [91.0, 95.0]``."""
+    return interval(value, unit="%", factor=100)
+
+
+def milliseconds(value: Estimate) -> str:
+    """``12.3 ms [11.0, 14.1]``, of seconds."""
+    return interval(value, unit=" ms", factor=1000)
+
+
+def times(value: Times) -> str:
+    """``12 ms / 30 ms``."""
+    return f"{_seconds(value.p50_s)} / {_seconds(value.p95_s)}"
+
+
+def size(count: int) -> str:
+    """Bytes in binary units: ``1.5 MiB``."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _part(count: int, total: int) -> str:
+    return f"{count / total:.1%}" if total else "-"
+
+
+# -- files ------------------------------------------------------------
+
+SETTINGS = ".settings.json"  # added to the name of a file of samples
+
+
+@contextmanager
+def writing(key: str, path: Path) -> Iterator[None]:
+    """Names the setting where the block cannot write its file.
+
+    Raises:
+        ConfigError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as e:
+        raise ConfigError(key, str(path), f"a file that can be written ({e.strerror or e})") from e
+
+
+def try_to_write(key: str, path: Path) -> None:
+    """Make the folder of a file, and find out whether the file can be written; what is in it stays.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    with writing(key, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink(missing_ok=True)
+
+
+def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
+    """Refuse to write a file that is read, or two outputs to one file; paths by setting, None where there is none.
+
+    Raises:
+        ConfigError: names both settings.
+    """
+    for (key, path), (other, taken) in itertools.chain(
+        itertools.combinations(outputs.items(), 2), itertools.product(outputs.items(), inputs.items())
+    ):
+        if path is not None and taken is not None and _same(path, taken):
+            raise ConfigError(key, str(path), f"another file than that of {other}")
+
+
+def _same(one: Path, other: Path) -> bool:
+    if one.exists() and other.exists():
+        return one.is_file() and one.samefile(other)  # /dev/null and the like may be named twice
+    return one.resolve() == other.resolve()
+
+
+def to_json(value: object, indent: int | None = None) -> bytes:
+    """JSON in UTF-8. What no UTF-8 can hold, as in the name of a file, becomes an escape."""
+    return json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

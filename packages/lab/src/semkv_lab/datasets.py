@@ -1,0 +1,422 @@
+"""Data sets by name: ``minigqa`` (generated here), ``gqa`` (official files or the Hugging Face layout), ``gqa-text``
+(its questions with a model's answers, no images), ``jsonl`` (yours).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from semkv import keys
+from semkv.config import IMAGE_ROOT_VARIABLES
+from semkv.errors import ConfigError, DatasetError
+from semkv.stores.files import replacing
+from semkv_lab import minigqa
+from semkv_lab.minigqa.generate import Knobs, generate
+from semkv_lab.samples import (
+    DatasetOptions,
+    ImageRef,
+    Sample,
+    check_unicode,
+    load_jsonl,
+    read_json,
+    read_jsonl,
+    select,
+    text_field,
+)
+
+DATASETS = ("minigqa", "gqa", "gqa-text", "jsonl")
+_Rows = Iterable[dict[str, Any]]
+
+
+def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
+    """Load the samples that ``options`` select, in their order.
+
+    A name that ends in ``.jsonl`` is that file.
+
+    Raises:
+        ConfigError: no such data set, or an option it cannot serve.
+        DatasetError: a file cannot be read (the message names file and line), or nothing was selected.
+    """
+    if name.endswith(".jsonl"):
+        name, options = "jsonl", replace(options, root=Path(name))
+    loaders = {"minigqa": load_minigqa, "gqa": load_gqa, "gqa-text": load_gqa_text, "jsonl": load_jsonl}
+    if name not in loaders:
+        raise ConfigError("--dataset", name, DATASETS)
+    samples = loaders[name](options)
+    if not samples:
+        raise DatasetError(f"data set {name!r} holds no samples for the options given")
+    return samples
+
+
+def locate_images(name: str, options: DatasetOptions, wanted: Collection[str]) -> dict[str, Path]:
+    """Files of these images as far as they are there now; nothing is drawn, unpacked or fetched."""
+    if name.endswith(".jsonl") or name == "jsonl":
+        try:
+            samples = load_samples(name, options)
+        except (ConfigError, DatasetError):
+            return {}
+        return {i.name: i.path for s in samples for i in s.images if i.path is not None and i.name in wanted}
+    if name == "gqa":
+        folders = gqa_image_folders(options)
+    else:
+        folders = [minigqa_image_folder(options) if name == "minigqa" else options.data_dir / "gqa-text"]
+    found = {image: find_image(image, folders) for image in wanted}
+    return {image: path for image, path in found.items() if path is not None}
+
+
+# -- GQA --------------------------------------------------------------------------------------------------------
+
+ROOT_VARIABLE = "GQA_ROOT"
+_KIND = "_instructions"
+_SUFFIXES = (".jpg", ".jpeg", ".png")
+_SAFE_NAME = re.compile(r"[\w.-]{1,128}")
+
+
+def load_gqa(options: DatasetOptions) -> list[Sample]:
+    """GQA (Hudson and Manning, 2019): the official question files with an image folder, or the Hugging Face layout.
+
+    Where it is looked for, in this order: ``--dataset-root``, the environment variable ``GQA_ROOT``, the hub. A folder
+    may hold
+
+    - ``val_balanced_questions.json`` (or ``questions/...``), images as ``<imageId>.jpg`` in ``images/`` or under one of
+      the image roots (``GQA_IMAGE_ROOT`` ...): the official download;
+    - ``val_balanced_instructions/val-*.parquet`` and ``val_balanced_images/val-*.parquet``: a copy of ``lmms-lab/GQA``.
+
+    Without a folder, ``datasets`` reads ``--dataset-repo`` from the hub or from its local cache.
+
+    Raises:
+        ConfigError: ``config`` is no name of GQA's form.
+        DatasetError: nothing was found, or a file cannot be read.
+    """
+    config, split = resolve_config(options)
+    root = _gqa_root(options)
+    if root is None:
+        return _load_tables(options, config, options.repo, lambda name, _: _read_hub(options.repo, name, split))
+    if not root.is_dir():
+        raise DatasetError(f"{root}: no such folder")
+    if any((root / config).glob(f"{split}-*.parquet")):
+        return _load_tables(
+            options, config, str(root / config), lambda name, ids: _read_parquet(root / name, split, ids)
+        )
+    return load_official(root, options, config)
+
+
+def resolve_config(options: DatasetOptions) -> tuple[str, str]:
+    """Configuration and split, each filled in from the other: ``("val_balanced_instructions", "val")``."""
+    config = options.config or f"{options.split or 'val'}_balanced{_KIND}"
+    parts = config.removesuffix(_KIND).rsplit("_", 1)
+    if not config.endswith(_KIND) or len(parts) != 2 or parts[1] not in ("balanced", "all"):
+        raise ConfigError("--dataset-config", config, "<split>_balanced_instructions or <split>_all_instructions")
+    return config, options.split or parts[0]
+
+
+def load_official(root: Path, options: DatasetOptions, config: str) -> list[Sample]:
+    """Read ``<split>_<balanced|all>_questions.json`` below ``root``; MiniGQA uses the same form."""
+    name = f"{config.removesuffix(_KIND)}_questions.json"
+    places = [root / name, root / "questions" / name, root / "questions1.2" / name]
+    file = next((p for p in places if p.is_file()), None)
+    if file is None:
+        raise DatasetError(f"{root}: neither {name} (also in questions/) nor {config}/*.parquet was found there")
+    data = read_json(file)
+    if not isinstance(data, dict):
+        raise DatasetError(f"{file}: expected an object of questions by id, found {type(data).__name__}")
+    roots = [*_below(root), *_image_roots()]
+    return [
+        to_sample(str(key), row, f"{file}, question {key}", lambda name: find_image(name, roots))
+        for key, row in select(list(data.items()), options)
+    ]
+
+
+def to_sample(key: str, row: Any, where: str, find: Any) -> Sample:
+    """One GQA row, official or Hugging Face, as a `Sample`.
+
+    Args:
+        key: the question's id.
+        row: its fields.
+        where: for messages: file and question.
+        find: image name to file, or None where there is none.
+    """
+    if not isinstance(row, Mapping):
+        raise DatasetError(f"{where}: expected an object, found {type(row).__name__}")
+    image = text_field(row, "imageId", where)
+    groups = row.get("groups") or {}
+    if not isinstance(groups, Mapping):
+        raise DatasetError(f"{where}: 'groups' must be an object")
+    return Sample(
+        sample_id=check_unicode(key, "id", where),
+        question=text_field(row, "question", where, required=True),
+        answer=text_field(row, "answer", where) or None,
+        images=(ImageRef(image, find(image)),) if image else (),
+        semantic_str=text_field(row, "semanticStr", where),
+        groups=tuple(text for k in ("global", "local") if (text := text_field(groups, k, f"{where}, groups"))),
+        equivalent=_ids(row, "equivalent", where),
+        entailed=tuple(name for name in _ids(row, "entailed", where) if name != key),
+        variant=text_field(row, "variant", where),
+    )
+
+
+def find_image(name: str, roots: Iterable[Path]) -> Path | None:
+    """``<name>.jpg`` or ``.png`` below the first root that has it; names that are no plain file names find nothing."""
+    if not is_safe_name(name):
+        return None
+    for root in roots:
+        for suffix in _SUFFIXES:
+            file = root / f"{name}{suffix}"
+            if file.is_file():
+                return file
+    return None
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether an image's name is a plain file name: no separators, no leading dot."""
+    return _SAFE_NAME.fullmatch(name) is not None and not name.startswith(".")
+
+
+def gqa_image_folders(options: DatasetOptions) -> list[Path]:
+    """Folders where `load` would find or unpack the images of these options; they need not exist."""
+    config, _ = resolve_config(options)
+    root = _gqa_root(options)
+    unpacked = options.data_dir / "gqa" / (config.removesuffix(_KIND) + "_images")
+    return [*(_below(root) if root else []), *_image_roots(), unpacked]
+
+
+def _gqa_root(options: DatasetOptions) -> Path | None:
+    return options.root or (Path(os.environ[ROOT_VARIABLE]) if os.environ.get(ROOT_VARIABLE) else None)
+
+
+def _below(root: Path) -> list[Path]:
+    return [root / "images", root / "allImages" / "images", root]
+
+
+def _image_roots() -> list[Path]:
+    return [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
+
+
+def _ids(row: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    """Ids as a list, or as the Hugging Face layout writes a list: one string."""
+    value = row.get(key)
+    if value is not None and not isinstance(value, str | list):
+        raise DatasetError(f"{where}: {key!r} must be a list of ids, found {type(value).__name__}")
+    return tuple(re.findall(r"[\w-]+", value)) if isinstance(value, str) else tuple(str(v) for v in value or ())
+
+
+def _load_tables(
+    options: DatasetOptions, config: str, where: str, read: Callable[[str, set[str] | None], _Rows]
+) -> list[Sample]:
+    """GQA in the Hugging Face layout.
+
+    Args:
+        where: for messages.
+        read: the rows of a configuration; those of some ids where ids are given.
+    """
+    chosen = select(list(read(config, None)), options)
+    wanted = {str(r.get("imageId")) for r in chosen}
+    images = config.removesuffix(_KIND) + "_images"
+    found = _unpack_images(read(images, wanted), wanted, options.data_dir / "gqa" / images)
+    samples = []
+    for number, row in enumerate(chosen, start=1):
+        key = text_field(row, "id", f"{where}, row {number}", required=True)
+        samples.append(to_sample(key, row, f"{where}, question {key}", found.get))
+    return samples
+
+
+def _read_parquet(folder: Path, split: str, wanted: set[str] | None) -> _Rows:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for file in sorted(folder.glob(f"{split}-*.parquet")):
+        try:
+            with pq.ParquetFile(file) as table:
+                for batch in table.iter_batches(batch_size=256):
+                    rows: list[dict[str, Any]] = batch.to_pylist()
+                    yield from (r for r in rows if wanted is None or str(r.get("id")) in wanted)
+        except (OSError, pa.ArrowException) as e:
+            raise DatasetError(f"{file}: not a readable parquet file ({str(e).splitlines()[0][:200]})") from e
+
+
+def _read_hub(repo: str, config: str, split: str) -> _Rows:
+    try:
+        from datasets import Image, load_dataset
+    except ImportError as e:
+        raise DatasetError(
+            f"no GQA folder was given (--dataset-root or {ROOT_VARIABLE}) and the package 'datasets' that reads {repo} "
+            "from the hub is not installed: pip install datasets"
+        ) from e
+    try:
+        table = load_dataset(repo, config, split=split)
+        if "image" in table.column_names:
+            table = table.cast_column("image", Image(decode=False))
+    except (OSError, ValueError, RuntimeError) as e:
+        raise DatasetError(
+            f"{repo} ({config}, {split}) cannot be read from the hub: {str(e).splitlines()[0][:200]}; where there is "
+            f"no network give a folder with --dataset-root or {ROOT_VARIABLE}, or take --dataset minigqa, which needs "
+            "no download"
+        ) from e
+    return (dict(row) for row in table)
+
+
+def _unpack_images(rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: Path) -> dict[str, Path]:
+    """Write each wanted image's own bytes to ``folder``; a file that is there already is kept."""
+    found: dict[str, Path] = {}
+    for row in rows:
+        name, image = str(row.get("id")), row.get("image")
+        if name not in wanted or not is_safe_name(name):
+            continue
+        data = image.get("bytes") if isinstance(image, Mapping) else None
+        if not data:
+            continue
+        file = folder / (name + (".png" if data.startswith(b"\x89PNG") else ".jpg"))
+        if not file.is_file() or file.stat().st_size != len(data):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with replacing(file) as part:
+                    part.write(data)
+            except OSError as e:
+                raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e
+        found[name] = file
+        if len(found) == len(wanted):
+            break
+    return found
+
+
+# -- GQA's text, with a model's answers ------------------------------------------------------------
+
+_TEXT_FIELDS = ("questionId", "imageId", "question")
+_CARD = (160, 120)
+
+
+def load_gqa_text(options: DatasetOptions) -> list[Sample]:
+    """GQA's questions with a model's answers as labels, without the images: what reuse of text alone is worth.
+
+    The file (``options.root``) is ``.jsonl`` or ``.jsonl.gz``, an object a line: ``questionId``, ``imageId``,
+    ``question``, and one more field, whatever its name, with the answer of the model that the labels are from. A small
+    drawn card with its name on it stands in for each image, so that the tiers, the stores and ``--scope`` treat it as
+    an image of its own. Only the text tiers mean something here; `requests.label_answers` makes an engine of them.
+
+    Raises:
+        ConfigError: ``options.root`` names no file.
+        DatasetError: it cannot be read (names file and line), or the cards cannot be written.
+    """
+    if options.root is None:
+        raise ConfigError("--dataset-root", None, "a .jsonl or .jsonl.gz file when --dataset is gqa-text")
+    rows = [_text_row(row, f"{options.root}, line {number}") for number, row in read_jsonl(options.root)]
+    folder = options.data_dir / "gqa-text"
+    return [
+        Sample(name, question, answer, (ImageRef(image, _card(folder, image)),))
+        for name, image, question, answer in select(rows, options)
+    ]
+
+
+def _text_row(row: Mapping[str, Any], where: str) -> tuple[str, str, str, str]:
+    name, image, question = (text_field(row, key, where, required=True) for key in _TEXT_FIELDS)
+    labels = sorted(set(row) - set(_TEXT_FIELDS))
+    if len(labels) != 1:
+        raise DatasetError(
+            f"{where}: expected one field beside {', '.join(_TEXT_FIELDS)}, found {', '.join(labels) or 'none'}"
+        )
+    if not is_safe_name(image):
+        raise DatasetError(f"{where}: 'imageId' must be a plain file name, found {image[:80]!r}")
+    return name, image, question, text_field(row, labels[0], where)
+
+
+def _card(folder: Path, name: str) -> Path:
+    """A card with the name on it; the same name gives the same bytes."""
+    file = folder / f"{name}.png"
+    if file.is_file():
+        return file
+    from PIL import Image, ImageDraw
+
+    card = Image.new("RGB", _CARD, (226, 226, 222))
+    ImageDraw.Draw(card).text((_CARD[0] / 2, _CARD[1] / 2), name, fill=(70, 70, 70), anchor="mm")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as part:
+            card.save(part, "PNG")
+    except OSError as e:
+        raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e
+    return file
+
+
+# -- MiniGQA ------------------------------------------------------------
+
+_SEED = 0
+_QUESTIONS_PER_IMAGE = 30  # at least, derived pictures included
+
+
+def load_minigqa(options: DatasetOptions) -> list[Sample]:
+    """MiniGQA, our own visual question set in GQA's schema, from ``options.root``; without one it is drawn first, under
+    ``options.data_dir``.
+
+    The default size is `Knobs`' own; asking for more samples than that draws more pictures.
+
+    Raises:
+        ConfigError: ``config`` is no name of GQA's form, or names a split that MiniGQA does not have.
+        DatasetError: a file cannot be read, or the folder cannot be written.
+    """
+    config, split = resolve_config(options)
+    root = options.root or _ensure(options.data_dir, split, _knobs(options))
+    return _with_variants(load_official(root, options, config), root / "provenance.json", split)
+
+
+def minigqa_image_folder(options: DatasetOptions) -> Path:
+    """The folder where `load` would find or draw the images of these options; it need not exist."""
+    _, split = resolve_config(options)
+    return (options.root or _folder(options.data_dir, split, _knobs(options))) / "images"
+
+
+def _folder(data_dir: Path, split: str, knobs: Knobs) -> Path:
+    return data_dir / f"minigqa-{split}-{keys.digest(repr(knobs), str(_SEED), _generator())[:12]}"
+
+
+def _ensure(data_dir: Path, split: str, knobs: Knobs) -> Path:
+    """The folder of a split drawn with ``knobs``; drawn into a temporary folder and renamed when complete."""
+    folder = _folder(data_dir, split, knobs)
+    if folder.is_dir():
+        return folder
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".minigqa-", dir=data_dir))
+        try:
+            drawn = generate(part / "data", knobs, seed=_SEED, split=split)
+            if not folder.is_dir():
+                drawn.replace(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    except OSError as e:
+        raise DatasetError(f"{data_dir}: MiniGQA cannot be written there ({e.strerror or e})") from e
+    return folder
+
+
+def _generator() -> str:
+    """Digest of the generator's source: data drawn by another version is drawn again."""
+    folder = Path(minigqa.__file__).parent
+    files = sorted([*folder.glob("*.py"), *folder.glob("*.toml")])
+    return keys.digest(*(file.read_bytes() for file in files))
+
+
+def _knobs(options: DatasetOptions) -> Knobs:
+    return Knobs(images=max(Knobs().images, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE)))
+
+
+def _with_variants(samples: list[Sample], path: Path, split: str) -> list[Sample]:
+    """With what each sample was made from another by: ``repeat``, ``paraphrase`` ...; ``image:shifted`` ... for a
+    question asked again of a derived picture."""
+    made = (read_json(path) or {}).get(split) if path.is_file() else None
+    if not made:
+        return samples
+
+    def variant(sample: Sample) -> str:
+        question, image = (
+            str(made[kind].get(name, {}).get("variant", "original"))
+            for kind, name in (("questions", sample.sample_id), ("images", sample.image_name))
+        )
+        return question if question != "original" else "" if image == "original" else f"image:{image}"
+
+    return [replace(sample, variant=variant(sample)) for sample in samples]

@@ -1,0 +1,393 @@
+"""``semkv calibrate``, ``eval-pairs`` and ``eval-stream``: from files to JSON values and figures.
+
+A calibration (`semkv.tiers.policies.Calibration`) is fitted from labelled pairs. The share of same pairs in a file says
+nothing of how often a *nearest neighbour* is the same question, which is what a cache meets. So the pairs' texts are
+used as traffic: a random part is stored, each other text is looked up, and what it finds is labelled by the clusters
+that the same pairs make. A file too small for that is fitted pair by pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from semkv.tiers.guards import Wording, no_veto, veto
+
+from semkv.encoders.text import SentenceEncoder
+from semkv.errors import ConfigError, DatasetError
+from semkv.tiers.checking import wilson
+from semkv.tiers.policies import Decider, build_policy
+from semkv.tiers.policies.calibrated import FEATURES, Calibration, features
+from semkv_lab.quality import (
+    FLOOR,
+    Corpus,
+    Item,
+    Judgement,
+    Outcome,
+    Pair,
+    Replay,
+    build_corpus,
+    clusters,
+    judge,
+    read_pairs,
+    read_stream,
+)
+from semkv_lab.settings import QualityFlags
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+_STORED = (0.15, 0.32, 0.5, 0.68, 0.85)  # shares of the texts that are stored, one round each
+_ENOUGH = 300  # lookups with a neighbour, to fit from them
+_LEAST_PAIRS = 20
+_VETO_ENOUGH = 10  # vetoed lookups, to believe that a guard errs
+_VETO_PRIOR = 2.0  # log odds that a guard is believed to add, worth a few lookups
+_RIDGE = 10.0
+_LEAST_RISK = 1e-4
+_FOLDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A text found its nearest neighbour."""
+
+    score: float
+    veto: str
+    wrong: bool
+    cluster: int
+    wording: Wording
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A calibration and what it was fitted from.
+
+    Attributes:
+        calibration: the estimate.
+        losses: log loss on clusters left out, of the cosine with the vetoes and of all features.
+        lookups: what it was fitted from.
+        simulated: whether the pairs' texts served as traffic.
+    """
+
+    calibration: Calibration
+    losses: dict[str, float]
+    lookups: tuple[Lookup, ...]
+    simulated: bool
+
+
+def lookups(
+    pairs: Sequence[Pair], corpus: Corpus, *, seed: int = 0, tick: Callable[[int], None] = lambda _: None
+) -> list[Lookup]:
+    """Every text's nearest neighbour, in rounds in which a growing part of the texts is stored."""
+    cluster = clusters(pairs)
+    of = [cluster[item] for item in corpus.items]
+    random = np.random.default_rng(seed)
+    found: dict[tuple[int, int], Lookup] = {}
+    for share in _STORED:
+        stored = random.random(len(of)) < share
+        for number in range(len(of)):
+            if stored[number]:
+                continue
+            near = next(((m, s) for m, s in corpus.neighbours[number] if stored[m]), None)
+            if near is not None:
+                m, score = near
+                found[number, m] = Lookup(
+                    score, corpus.veto(number, m), of[number] != of[m], of[number], corpus.wording(number, m)
+                )
+        tick(1)
+    return list(found.values())
+
+
+def labelled(pairs: Sequence[Pair], corpus: Corpus) -> list[Lookup]:
+    """The pairs as they are."""
+    rows = []
+    for pair in pairs:
+        a, b = corpus.number[pair.group, pair.a], corpus.number[pair.group, pair.b]
+        score = dict(corpus.neighbours[a]).get(b)
+        if score is not None:
+            rows.append(Lookup(score, corpus.veto(a, b), not pair.same, a, corpus.wording(a, b)))
+    return rows
+
+
+def fit(
+    pairs: Sequence[Pair],
+    corpus: Corpus,
+    fingerprint: str,
+    *,
+    precision: float = 0.95,
+    tick: Callable[[int], None] = lambda _: None,
+) -> Fit:
+    """Fit the chance of a wrong answer.
+
+    Args:
+        pairs: labelled pairs.
+        corpus: of their texts.
+        fingerprint: of the encoder.
+        precision: least chance of a right answer with which a donor may be used.
+        tick: hears of each of five rounds.
+
+    Raises:
+        ConfigError: ``precision`` is no share.
+        DatasetError: too few pairs, or all of one kind.
+    """
+    if not 0.0 < precision < 1.0:
+        raise ConfigError("--precision", precision, "a share above 0 and below 1")
+    if len(pairs) < _LEAST_PAIRS or len({pair.same for pair in pairs}) < 2:
+        raise DatasetError(f"a calibration needs at least {_LEAST_PAIRS} pairs, same and different ones")
+    rows = lookups(pairs, corpus, tick=tick)
+    simulated = len(rows) >= _ENOUGH and 0 < sum(row.wrong for row in rows) < len(rows)
+    rows = rows if simulated else labelled(pairs, corpus)
+    if len({row.wrong for row in rows}) < 2:
+        raise DatasetError(f"nothing can be fitted: among pairs above a cosine of {FLOOR}, all are of one kind")
+    losses = {"cosine alone": _loss(rows, 2), "all features": _loss(rows, len(FEATURES))}
+    return Fit(_calibration(rows, fingerprint, 1.0 - precision), losses, tuple(rows), simulated)
+
+
+def _calibration(rows: Sequence[Lookup], fingerprint: str, limit: float, named: int = len(FEATURES)) -> Calibration:
+    """Logistic regression by penalised likelihood, of the first ``named`` features and of every reason seen enough.
+
+    A higher cosine may not raise the chance, nor may a veto lower it. A feature's weight, by its standard deviation, is
+    drawn to 0; a veto's log odds to `_VETO_PRIOR`.
+    """
+    from scipy.optimize import minimize  # type: ignore[import-untyped]
+
+    seen = Counter(row.veto for row in rows if row.veto)
+    reasons = sorted(reason for reason, count in seen.items() if count >= _VETO_ENOUGH)
+    used = [row for row in rows if not row.veto or row.veto in reasons]
+    raw = np.array([features(row.score, row.wording)[:named] for row in used])
+    wrong = np.array([row.wrong for row in used], dtype=float)
+    middle, spread = raw.mean(axis=0), np.maximum(raw.std(axis=0), 1e-6)
+    vetoed = np.array([[row.veto == reason for reason in reasons] for row in used], dtype=float)
+    table = np.hstack([np.ones((len(used), 1)), (raw - middle) / spread, vetoed.reshape(len(used), -1)])
+    penalty = np.array([1e-3, *[_RIDGE] * named, *[1.0] * len(reasons)])
+    target = np.array([0.0] * (1 + named) + [_VETO_PRIOR] * len(reasons))
+
+    def cost(weights: Floats) -> tuple[float, Floats]:
+        odds, off = table @ weights, weights - target
+        value = float(np.sum(np.logaddexp(0.0, odds) - wrong * odds)) + 0.5 * float(penalty @ off**2)
+        return value, table.T @ (1.0 / (1.0 + np.exp(-odds)) - wrong) + penalty * off
+
+    bounds = [(None, None), (None, 0.0), (None, 0.0), *[(None, None)] * (named - 2), *[(0.0, None)] * len(reasons)]
+    found = minimize(cost, np.zeros(table.shape[1]), jac=True, method="L-BFGS-B", bounds=bounds).x
+    weights = found[1 : 1 + named] / spread
+    bias = float(found[0] - weights @ middle)
+    named_weights = dict(zip(FEATURES, [*(round(float(w), 5) for w in weights), *[0.0] * len(FEATURES)], strict=False))
+    vetoes = {r: round(math.exp(min(20.0, w)), 4) for r, w in zip(reasons, found[1 + named :], strict=True)}
+    return Calibration(fingerprint, round(bias, 5), named_weights, round(limit, 6), vetoes)
+
+
+def _loss(rows: Sequence[Lookup], named: int) -> float:
+    """Mean log loss over clusters left out."""
+    total, count = 0.0, 0
+    for fold in range(_FOLDS):
+        out = [row for row in rows if row.cluster % _FOLDS == fold]
+        kept = [row for row in rows if row.cluster % _FOLDS != fold]
+        if not out or len({row.wrong for row in kept}) < 2:
+            continue
+        fitted = _calibration(kept, "", 0.05, named)
+        for row in out:
+            risk = min(1 - _LEAST_RISK, max(_LEAST_RISK, fitted.risk(row.score, row.veto, row.wording)))
+            total -= math.log(risk if row.wrong else 1.0 - risk)
+        count += len(out)
+    return total / count if count else math.inf
+
+
+# -- the commands ------------------------------------------------------------
+
+Tick = Callable[[int], None]
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int], Tick]]:
+    """Bars on stderr: call what is yielded with a name and a total, and the result with each step."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+
+        def start(name: str, total: int) -> Tick:
+            bar = bars.add_task(name, total=total)
+            return lambda steps: bars.advance(bar, steps)
+
+        yield start
+
+
+def calibrate_file(path: Path, encoder_name: str, precision: float) -> tuple[Fit, dict[str, Any]]:
+    """Fit a calibration from a file of pairs.
+
+    Returns:
+        The fit, and what to print.
+
+    Raises:
+        ConfigError, DatasetError: a setting or the file is at fault.
+    """
+    pairs = read_pairs(path)
+    encoder = SentenceEncoder(encoder_name)
+    items = list(clusters(pairs))
+    with progress() as start:
+        corpus = build_corpus(items, encoder, veto, start("encoding", len(items)))
+        fitted = fit(pairs, corpus, encoder.fingerprint, precision=precision, tick=start("looking up", 5))
+    curve = fitted.calibration
+    summary = {
+        "pairs": len(pairs),
+        "same": sum(pair.same for pair in pairs),
+        "texts": len(items),
+        "fitted_from": "lookups among the texts" if fitted.simulated else "the pairs as they are",
+        "lookups": len(fitted.lookups),
+        "log_loss": {name: round(loss, 5) for name, loss in fitted.losses.items()},
+        "precision": precision,
+        "limit": curve.limit,
+        "least_cosine": round(curve.least, 4),
+        "weights": {"bias": curve.bias, **curve.weights},
+        "vetoes_that_may_be_overruled": dict(curve.vetoes),
+    }
+    return fitted, summary
+
+
+def _prepare(flags: QualityFlags, items: list[Item], start: Callable[[str, int], Tick]) -> tuple[Corpus, Decider]:
+    config = flags.config()
+    encoder = SentenceEncoder(config.index_encoder)
+    policy = build_policy(config, encoder.fingerprint if config.calibration else "")
+    distinct = list(dict.fromkeys(items))
+    guard = veto if config.guards else no_veto
+    return build_corpus(distinct, encoder, guard, start("encoding", len(distinct))), policy
+
+
+def eval_pairs(path: Path, flags: QualityFlags) -> tuple[Judgement, dict[str, Any]]:
+    """Send labelled pairs through a policy. Raises `ConfigError` and `DatasetError`."""
+    config = flags.config()
+    pairs = read_pairs(path)
+    items = [(pair.group, text) for pair in pairs for text in (pair.a, pair.b)]
+    with progress() as start:
+        corpus, policy = _prepare(flags, items, start)
+        judged = judge(
+            pairs,
+            corpus,
+            policy,
+            verify_rate=config.checked_share,
+            seed=flags.seed,
+            tick=start("judging", len(pairs)),
+        )
+    return judged, {
+        **flags.header(),
+        "pairs": judged.pairs,
+        "same": judged.same,
+        "accepted": judged.accepted,
+        "right": judged.right,
+        "vetoed": judged.vetoed,
+        "precision": _short(judged.precision),
+        "recall": _short(judged.recall),
+        "false_positive_rate": _short(judged.false_positive_rate),
+        "p_chr_auc": _short(judged.area),
+    }
+
+
+def eval_stream(path: Path, flags: QualityFlags) -> tuple[Outcome, dict[str, Any]]:
+    """Play a stream through a policy. Raises `ConfigError` and `DatasetError`."""
+    config = flags.config()
+    stream = read_stream(path)
+    with progress() as start:
+        corpus, policy = _prepare(flags, [(asked.group, asked.text) for asked in stream], start)
+        outcome = Replay(stream, corpus).play(
+            policy, verify_rate=config.checked_share, seed=flags.seed, tick=start("replaying", len(stream))
+        )
+    low, high = wilson(outcome.wrong, outcome.requests)
+    return outcome, {
+        **flags.header(),
+        "verify_rate": config.checked_share,
+        "requests": outcome.requests,
+        "hits": outcome.hits,
+        "exact_hits": outcome.exact,
+        "approximate_hits": outcome.approximate,
+        "overruled_vetoes": outcome.overruled,
+        "checks": outcome.checks,
+        "wrong": outcome.wrong,
+        "wrong_exact_hits": outcome.wrong_exact,
+        "hit_rate": _short(outcome.hit_rate),
+        "wrong_per_request": _short(outcome.wrong_rate),
+        "wrong_per_request_95": [_short(low), _short(high)],
+        "wrong_per_approximate_hit": _short(outcome.wrong_per_approximate),
+        "wrong_per_request_at_worst": _short(outcome.worst),
+        "along_the_stream": [{"requests": n, "hits": h, "wrong": w} for n, h, w in outcome.curve],
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+# -- figures ------------------------------------------------------------
+
+
+@contextmanager
+def figure(path: Path, x: str, y: str) -> Iterator[Any]:
+    """One set of axes, written to ``path``. No global state of matplotlib is touched."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(6.4, 4.0), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.add_subplot()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    yield axes
+    drawn.savefig(path, dpi=144)
+
+
+def plot_fit(fitted: Fit, path: Path) -> None:
+    """The share of wrong answers among lookups against the estimated chance."""
+    curve = fitted.calibration
+    with figure(path, "estimated chance of a wrong answer", "share of wrong answers") as axes:
+        axes.plot([0, 1], [0, 1], color="gray", linewidth=1)
+        for veto, color, label in ((False, "black", "no veto"), (True, "tab:red", "a guard objects")):
+            rows = [(curve.risk(r.score, r.veto, r.wording), r.wrong) for r in fitted.lookups if bool(r.veto) is veto]
+            points = [_shares([row for row in rows if low <= row[0] < low + _BAND]) for low in _LOWS]
+            shown = [point for point in points if point is not None]
+            axes.plot(*zip(*shown, strict=True), "o", color=color, label=label) if shown else None
+        axes.axvline(curve.limit, color="gray", linestyle="--", label=f"limit {curve.limit:.2f}")
+        axes.legend(frameon=False)
+
+
+_BAND = 0.1
+_LOWS = [_BAND * n for n in range(10)]
+
+
+def _shares(rows: Sequence[tuple[float, bool]]) -> tuple[float, float] | None:
+    """Mean estimate and share of wrong answers of a band that has some lookups."""
+    if len(rows) < 5:
+        return None
+    return sum(risk for risk, _ in rows) / len(rows), sum(wrong for _, wrong in rows) / len(rows)
+
+
+def plot_pairs(judged: Judgement, path: Path) -> None:
+    """Precision against hit ratio."""
+    with figure(path, "hit ratio", "precision") as axes:
+        axes.plot(*zip(*judged.curve, strict=True), label=f"area {judged.area:.3f}")
+        if judged.precision is not None:
+            axes.plot(judged.accepted / judged.pairs, judged.precision, "o", color="black", label="the policy")
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1.02)
+        axes.legend(frameon=False)
+
+
+def plot_stream(outcome: Outcome, bound: float | None, path: Path) -> None:
+    """Wrong answers per request along the stream, with the bound where there is one."""
+    with figure(path, "requests", "wrong answers per request, %") as axes:
+        axes.plot([n for n, _, _ in outcome.curve], [100 * wrong / n for n, _, wrong in outcome.curve], color="tab:red")
+        if bound is not None:
+            axes.axhline(100 * bound, color="gray", linestyle="--", label="bound")
+            axes.legend(frameon=False)
+        hits = axes.twinx()
+        hits.plot([n for n, _, _ in outcome.curve], [100 * h / n for n, h, _ in outcome.curve], color="tab:blue")
+        hits.set_ylabel("hits, % of requests", color="tab:blue")
+        axes.set_ylim(bottom=0)

@@ -1,0 +1,504 @@
+"""Figures of a run, computed from its sample records. Pure functions, no input or output.
+
+Every figure that may vary from draw to draw comes with a 95% interval, by bootstrap over images (`intervals`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from semkv.types import Status
+from semkv_lab.intervals import (
+    FEW_RESAMPLES,
+    Estimate,
+    Floats,
+    Integers,
+    Times,
+    estimate,
+    mean,
+    median,
+    row_weights,
+    share,
+    split,
+    times,
+)
+from semkv_lab.records import Cold, SampleRecord, answers_match
+
+# -- how right the answers are ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChrArea:
+    """`chr_area`: the area, and the largest cache-hit ratio it was averaged over (0 without a hit)."""
+
+    area: Estimate
+    reached: float
+
+
+def accuracy(records: Iterable[SampleRecord]) -> Estimate:
+    """Accuracy over the records that have an expected answer."""
+    return share([(r.image, r.match) for r in records if r.match is not None])
+
+
+def given(record: SampleRecord) -> str | None:
+    """What a hit gave; in dry-run mode what it would have given, None where only a part of the donor stood in."""
+    return record.text if record.applied else record.donor_answer
+
+
+def accuracy_on_hits(records: Iterable[SampleRecord]) -> Estimate:
+    """Accuracy of what hits gave (`given`), over those of which it is known and that have an expected answer."""
+    hits = [(r, text) for r in records if r.hit and (text := given(r)) is not None]
+    return share([(r.image, answers_match(text, r.answer)) for r, text in hits if r.answer is not None])
+
+
+def cold_accuracy(cold: Iterable[Cold]) -> Estimate:
+    """Accuracy over the cold answers that have an expected answer."""
+    return share([(c.image, c.match) for c in cold if c.match is not None])
+
+
+def consistency(records: Sequence[SampleRecord], *, cold: bool = False) -> Estimate:
+    """GQA's consistency (Hudson and Manning, GQA, CVPR 2019): do the answers contradict one another?
+
+    For each question that was answered correctly: the share of the questions it entails that were answered correctly
+    too. The mean of these shares over questions. As in GQA's own evaluation script, a question entails neither itself
+    nor counts where it entails nothing; entailed questions that the run did not ask are left out.
+
+    Args:
+        records: those of a run.
+        cold: of the cold answers instead.
+    """
+
+    def right(record: SampleRecord) -> bool | None:
+        return record.match if not cold else record.cold.match if record.cold is not None else None
+
+    outcome = {r.sample_id: right(r) for r in records}
+    scores = []
+    for record in records:
+        # The loader leaves a question's own id out: that of a repeat in a trace is another.
+        asked = [outcome.get(name) for name in record.entailed if name != record.sample_id]
+        judged = [o for o in asked if o is not None]
+        if right(record) and judged:
+            scores.append((record.image, sum(judged) / len(judged)))
+    return mean(scores)
+
+
+def stands_for(record: SampleRecord) -> bool | None:
+    """Whether a hit gave what the request would have got without it; None for a miss and where nothing tells.
+
+    Compared with the cold answer where there is one, else with the expected answer. A dry-run hit compares the donor's
+    answer with the request's own.
+    """
+    if not record.hit:
+        return None
+    if not record.applied:
+        return None if record.donor_answer is None else answers_match(record.donor_answer, record.text)
+    return answers_match(record.text, record.cold.text) if record.cold is not None else record.match
+
+
+def wrong_hit(record: SampleRecord) -> bool | None:
+    """Whether the cache spoiled this answer: a hit that is wrong where the cold answer was right. False for a miss,
+    None for a hit that nothing judges.
+
+    Without an expected answer a hit that differs from the cold one is wrong; without a cold answer, one that differs
+    from the expected answer, so that the model's own mistakes count too. In dry-run mode the donor's answer is judged,
+    and the request's own answer is the cold one.
+    """
+    if not record.hit:
+        return False
+    if not record.applied:
+        if record.donor_answer is None:
+            return None
+        if record.answer is None:
+            return not answers_match(record.donor_answer, record.text)
+        return bool(record.match) and not answers_match(record.donor_answer, record.answer)
+    if record.cold is None:
+        return None if record.match is None else not record.match
+    if record.match is None or record.cold.match is None:
+        return not answers_match(record.text, record.cold.text)
+    return not record.match and record.cold.match
+
+
+def wrong_hit_share(records: Sequence[SampleRecord]) -> Estimate:
+    """Wrong hits a request, over the requests that can be judged.
+
+    A miss counts where a hit would have been judged: all the same a data set with few expected answers has as many
+    hits among those counted as among all.
+    """
+    dry = any(r.hit and not r.applied for r in records)
+    judged = [
+        (r.image, wrong)
+        for r in records
+        if (wrong := wrong_hit(r)) is not None and (r.hit or dry or r.match is not None or r.cold is not None)
+    ]
+    return share(judged)
+
+
+def chr_curve(records: Sequence[SampleRecord]) -> tuple[Floats, Floats]:
+    """Precision against cache-hit ratio, as the threshold on the score falls.
+
+    At a threshold t the cache-hit ratio is the share of all requests that hit with a score of at least t, and the
+    precision is the share of these hits that give what the request would have got without (`stands_for`). Hits that
+    nothing can judge are left out; requests that missed count in the ratio only. Exact hits have score 1.
+
+    Returns:
+        Ratios, ascending, and precisions: one point a distinct score, [n] each.
+    """
+    ratio, precision = _curves(records, np.ones((1, len(records)), dtype=np.int64))
+    return ratio[0], precision[0]
+
+
+def chr_area(records: Sequence[SampleRecord]) -> ChrArea:
+    """P-CHR AUC: the area under precision against cache-hit ratio.
+
+    Introduced by Baral et al., Closing the Calibration Gap in Semantic Caching, 2026, arXiv:2606.19719.
+
+    There every request has a score and the ratio runs to 1. Here a request whose best donor stayed under the threshold
+    has none, so the curve ends at the run's hit rate: the area is divided by that ratio, which is given beside it. 1
+    means that every hit was right at every threshold from the run's own upwards. For a whole curve run with a low
+    threshold, ``--disable-guards`` and ``--cache-mode dry-run``. Only areas that reach a like ratio can be compared.
+    """
+    ratio, precision = chr_curve(records)
+    if not len(ratio):
+        return ChrArea(Estimate(0, None), 0.0)
+    value, n = float(_areas(ratio[None], precision[None])[0]), sum(stands_for(r) is not None for r in records)
+    groups, _ = split([(r.image, 0.0) for r in records])
+    if not groups.any():
+        return ChrArea(Estimate(n, value), float(ratio[-1]))
+    drawn = (_areas(*_curves(records, weights)) for weights in row_weights(groups, FEW_RESAMPLES))
+    return ChrArea(estimate(n, value, drawn), float(ratio[-1]))
+
+
+def _curves(records: Sequence[SampleRecord], weights: Integers) -> tuple[Floats, Floats]:
+    """Cache-hit ratios and precisions, [draws, distinct scores] each; a precision over no hit is NaN.
+
+    Args:
+        weights: how often each record counts, [draws, records].
+    """
+    hits = [
+        (1.0 if r.score is None else r.score, row, good)
+        for row, r in enumerate(records)
+        if (good := stands_for(r)) is not None
+    ]
+    hits.sort(key=lambda hit: -hit[0])
+    last = [n for n, hit in enumerate(hits) if n + 1 == len(hits) or hits[n + 1][0] != hit[0]]  # of one score, together
+    counts = weights[:, [row for _, row, _ in hits]]
+    right = (counts * np.array([good for _, _, good in hits], dtype=np.int64)).cumsum(axis=1)[:, last]
+    found = counts.cumsum(axis=1)[:, last]
+    with np.errstate(invalid="ignore"):
+        return found / weights.sum(axis=1, keepdims=True), right / found
+
+
+def _areas(ratio: Floats, precision: Floats) -> Floats:
+    """The mean of the precision over the ratios up to the largest, by trapezoids; level before the first point."""
+    first = np.take_along_axis(precision, (ratio > 0).argmax(axis=1)[:, None], axis=1)
+    x = np.hstack([np.zeros_like(first), ratio])
+    y = np.hstack([first, np.where(ratio > 0, precision, first)])
+    with np.errstate(invalid="ignore"):
+        found: Floats = np.sum(np.diff(x) * (y[:, 1:] + y[:, :-1]) / 2, axis=1) / x[:, -1]
+    return found
+
+
+# -- compared with the same samples run cold --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Prompt tokens of all samples, and where those that were not computed came from.
+
+    ``beyond`` is what our caches saved over vLLM's own prefix cache: tokens the baseline computed less tokens this
+    run computed. None without a baseline.
+    """
+
+    prompt: int
+    computed: int
+    not_computed: int
+    from_store: int
+    from_prefix_cache: int
+    baseline_prompt: int | None = None
+    baseline_computed: int | None = None
+    baseline_not_computed: int | None = None
+    beyond: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a request saved over vLLM's prefix cache and encoder cache: cold less cached, sample by sample.
+
+    The lookup is paid for in the times, recording and checks are not: they come after the answer (``after_s`` of a
+    record). Negative where the cache costs more than it saves.
+
+    Attributes:
+        tokens: mean of computed prompt tokens saved a request.
+        latency_s: mean seconds saved a request; ``latency_p50_s`` the median.
+        ttft_s: mean seconds saved to the first token.
+    """
+
+    tokens: Estimate
+    latency_s: Estimate
+    latency_p50_s: Estimate
+    ttft_s: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseFloor:
+    """What differs when the same prompt is asked twice on the baseline engine, no cache of ours near.
+
+    The first time it is answered as the cold pass goes, prefix cache and all; the second time under a cache salt of its
+    own, so that vLLM computes all of it again. A difference from the cold answers below these shares says nothing.
+
+    Attributes:
+        answers: share of prompts whose two answers differ (`answers_match`).
+        tokens: share of prompts whose generated tokens differ.
+    """
+
+    answers: Estimate
+    tokens: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstCold:
+    """Hits compared with the same samples run cold.
+
+    Attributes:
+        accuracy_on_hits, cold_accuracy_on_hits: on the same samples.
+        agreement: share of hits whose answer equals the cold one (`answers_match`); ``agreement_all`` of all samples.
+        identical_tokens: share of all samples that sent their own prompt or a byte-equal one, whose tokens equal the
+            cold run's one by one.
+        wrong_hits: hits that answer wrongly where the cold run was right.
+        gained_hits: hits that answer rightly where the cold run was wrong.
+        speedup: median of cold latency over cached latency, sample by sample, over hits.
+        consistency: GQA's, of the cold answers.
+    """
+
+    n: int
+    accuracy_on_hits: Estimate
+    cold_accuracy_on_hits: Estimate
+    agreement: Estimate
+    agreement_all: Estimate
+    identical_tokens: Estimate
+    wrong_hits: int
+    gained_hits: int
+    speedup: Estimate
+    consistency: Estimate
+
+
+def tokens(records: Sequence[SampleRecord]) -> Tokens:
+    """Prompt tokens, split by where they came from."""
+    prompt, computed = sum(r.prompt_tokens for r in records), sum(r.computed_tokens for r in records)
+    cold = [r.cold for r in records if r.cold is not None]
+    parts: dict[str, int] = {}
+    if cold and len(cold) == len(records):
+        cold_prompt, cold_computed = sum(c.prompt_tokens for c in cold), sum(c.computed_tokens for c in cold)
+        parts = {
+            "baseline_prompt": cold_prompt,
+            "baseline_computed": cold_computed,
+            "baseline_not_computed": cold_prompt - cold_computed,
+            "beyond": cold_computed - computed,
+        }
+    return Tokens(
+        prompt=prompt,
+        computed=computed,
+        not_computed=prompt - computed,
+        from_store=sum(r.loaded_tokens or 0 for r in records),
+        from_prefix_cache=sum(r.prefix_tokens for r in records),
+        **parts,
+    )
+
+
+def saved(records: Iterable[SampleRecord]) -> Saved | None:
+    """What the records saved over their cold selves; None where none has one."""
+    pairs = [(r, r.cold) for r in records if r.cold is not None]
+    if not pairs:
+        return None
+    seconds = [(r.image, c.latency_s - r.latency_s) for r, c in pairs]
+    return Saved(
+        tokens=mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in pairs]),
+        latency_s=mean(seconds),
+        latency_p50_s=median(seconds),
+        ttft_s=mean(
+            [(r.image, c.ttft_s - r.ttft_s) for r, c in pairs if c.ttft_s is not None and r.ttft_s is not None]
+        ),
+    )
+
+
+def noise_floor(cold: Iterable[Cold]) -> NoiseFloor | None:
+    """The noise floor over the cold samples that were asked twice; None where none was."""
+    twice = [(c, c.again_text) for c in cold if c.again_text is not None]
+    if not twice:
+        return None
+    return NoiseFloor(
+        answers=share([(c.image, not answers_match(c.text, again)) for c, again in twice]),
+        tokens=share([(c.image, c.token_ids != c.again_token_ids) for c, _ in twice]),
+    )
+
+
+def against_cold(records: Sequence[SampleRecord]) -> AgainstCold | None:
+    """Hits against the same samples run cold; None without a baseline."""
+    pairs = [(r, r.cold) for r in records if r.cold is not None]
+    if not pairs:
+        return None
+    hits = [(r, c) for r, c in pairs if r.hit and r.applied]
+    exact = [(r, c) for r, c in pairs if not r.applied or r.exactness == "exact"]
+    judged = [(r.match, c.match) for r, c in hits if r.match is not None and c.match is not None]
+    return AgainstCold(
+        n=len(hits),
+        accuracy_on_hits=accuracy(r for r, _ in hits),
+        cold_accuracy_on_hits=cold_accuracy(c for _, c in hits),
+        agreement=share([(r.image, answers_match(r.text, c.text)) for r, c in hits]),
+        agreement_all=share([(r.image, answers_match(r.text, c.text)) for r, c in pairs]),
+        identical_tokens=share([(r.image, r.token_ids == c.token_ids) for r, c in exact]),
+        wrong_hits=sum(not now and before for now, before in judged),
+        gained_hits=sum(now and not before for now, before in judged),
+        speedup=median([(r.image, c.latency_s / r.latency_s) for r, c in hits if r.latency_s > 0]),
+        consistency=consistency(records, cold=True),
+    )
+
+
+# -- the figures of a whole run --------------------------------------------------
+
+_MISS, _ALL = "miss", "all"
+
+
+@dataclass(frozen=True, slots=True)
+class TierRow:
+    """One line of the table by tier: ``tier`` is a provenance, ``miss`` or ``all``.
+
+    ``share`` is ``rate`` with its interval; ``saved`` is None without a baseline.
+    """
+
+    tier: str
+    n: int
+    rate: float
+    share: Estimate
+    latency: Times
+    ttft: Times
+    accuracy: Estimate
+    saved: Saved | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of a run; ``--summary-out`` writes them as JSON.
+
+    Attributes:
+        hit_share: ``hit_rate`` with its interval.
+        accuracy_on_hits: of what hits gave; in dry-run mode of what they would have given.
+        wrong_hit_share: wrong hits (`wrong_hit`) a request, over the requests that can be judged.
+        consistency: GQA's, over ``entailed``.
+        chr_area: P-CHR AUC.
+        donor_agreement: share of full hits whose answer equals the donor's stored one. In dry-run mode, where each
+            request was answered as it came, it estimates what a live run would get right without having run one.
+        saved: over vLLM's prefix cache and encoder cache; None without a baseline, as ``noise_floor``.
+    """
+
+    samples: int
+    hits: int
+    hit_rate: float
+    hit_share: Estimate
+    tiers: tuple[TierRow, ...]
+    lookup: Times
+    after: Times
+    tokens: Tokens
+    accuracy: Estimate
+    accuracy_on_hits: Estimate
+    accuracy_on_misses: Estimate
+    wrong_hit_share: Estimate
+    consistency: Estimate
+    chr_area: ChrArea
+    statuses: Mapping[str, Mapping[str, int]]
+    donor_agreement: Estimate
+    refused: int = 0
+    bytes_on_disk: int = 0
+    baseline_latency: Times | None = None
+    baseline_ttft: Times | None = None
+    baseline_accuracy: Estimate | None = None
+    against_cold: AgainstCold | None = None
+    saved: Saved | None = None
+    noise_floor: NoiseFloor | None = None
+    interrupted: bool = False
+    faults: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[SampleRecord]) -> TierRow:
+    members = {id(r) for r in chosen}
+    return TierRow(
+        tier=tier,
+        n=len(chosen),
+        rate=len(chosen) / max(1, len(records)),
+        share=share([(r.image, id(r) in members) for r in records]),
+        latency=times((r.image, r.latency_s) for r in chosen),
+        ttft=times((r.image, r.ttft_s) for r in chosen),
+        accuracy=accuracy(chosen) if tier in (_MISS, _ALL) else accuracy_on_hits(chosen),
+        saved=saved(chosen),
+    )
+
+
+def count_statuses(records: Iterable[SampleRecord]) -> dict[str, dict[str, int]]:
+    """How often each tier hit, missed and was skipped."""
+    counts: dict[str, dict[str, int]] = {}
+    for record in records:
+        for tier, status in record.statuses.items():
+            row = counts.setdefault(tier, {str(s): 0 for s in Status})
+            row[str(status)] += 1
+    return counts
+
+
+def summarise(
+    records: Sequence[SampleRecord],
+    cold: Sequence[Cold] = (),
+    *,
+    bytes_on_disk: int = 0,
+    refused: int = 0,
+    interrupted: bool = False,
+    faults: Mapping[str, int] | None = None,
+) -> Summary:
+    """The figures of a run.
+
+    Args:
+        records: every sample that was answered, in order; may be empty.
+        cold: every answer of the cold pass; more than the records have when the run was interrupted.
+        refused: approximate matches that were turned down after the search.
+        bytes_on_disk: what the cache folders hold now.
+        interrupted: whether the run was stopped before its last sample.
+        faults: counted faults inside the cache, by name.
+    """
+    hits, misses = [r for r in records if r.hit], [r for r in records if not r.hit]
+    names = sorted({r.provenance for r in hits})
+    rows = [_tier_row(name, [r for r in hits if r.provenance == name], records) for name in names]
+    rows += [_tier_row(_MISS, misses, records), _tier_row(_ALL, records, records)]
+    donors = [(r.image, answers_match(r.text, r.donor_answer)) for r in hits if r.donor_answer is not None]
+    return Summary(
+        samples=len(records),
+        hits=len(hits),
+        hit_rate=len(hits) / max(1, len(records)),
+        hit_share=share([(r.image, r.hit) for r in records]),
+        tiers=tuple(rows),
+        lookup=times((r.image, r.lookup_s) for r in records),
+        after=times((r.image, r.after_s) for r in records),
+        tokens=tokens(records),
+        accuracy=accuracy(records),
+        accuracy_on_hits=accuracy_on_hits(hits),
+        accuracy_on_misses=accuracy(misses),
+        wrong_hit_share=wrong_hit_share(records),
+        consistency=consistency(records),
+        chr_area=chr_area(records),
+        statuses=count_statuses(records),
+        donor_agreement=share(donors),
+        refused=refused,
+        bytes_on_disk=bytes_on_disk,
+        baseline_latency=times((c.image, c.latency_s) for c in cold) if cold else None,
+        baseline_ttft=times((c.image, c.ttft_s) for c in cold) if cold else None,
+        baseline_accuracy=cold_accuracy(cold) if cold else None,
+        against_cold=against_cold(records),
+        saved=saved(records),
+        noise_floor=noise_floor(cold),
+        interrupted=interrupted,
+        faults=dict(faults or {}),
+    )

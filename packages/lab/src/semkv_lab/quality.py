@@ -1,0 +1,451 @@
+"""How far approximate hits can be trusted, without an engine: labelled pairs and streams of requests through a policy.
+
+As in the cache: the exact text first; else the nearest stored texts, the guard and the policy; a miss is stored; a hit
+is not, unless it was checked. An answer is wrong when the stored text that gave it belongs to another cluster.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from semkv.tiers.guards import Guard, Wording, wording
+
+from semkv.encoders.text import TextEncoder
+from semkv.errors import DatasetError
+from semkv.tiers.policies import Decider
+from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
+from semkv_lab.samples import check_unicode, read_jsonl
+
+if TYPE_CHECKING:
+    from semkv.encoders.text import Matrix
+
+TIER = "semantic_text"
+_NEIGHBOURS = 4  # the tier asks about so many
+_POINTS = 100
+_SETTLED = 500  # requests before which a rate says little
+FLOOR = 0.5  # cosines below are no neighbours
+_MOST = 256  # neighbours of a text
+_CHUNK = 512
+_BATCH = 256
+
+Item = tuple[str, str]
+"""(group, text)"""
+_DONOR = Entry("", Namespace(), (), "", "")
+
+
+# -- files ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two texts, and whether one answer serves both. Texts of different groups (pictures) are never compared."""
+
+    a: str
+    b: str
+    same: bool
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of a stream. Requests of one answer may stand in for one another; groups are never compared."""
+
+    text: str
+    answer: str
+    group: str = ""
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """Read rows of ``a``, ``b``, ``same`` (0 or 1, or a boolean) and, where there is one, ``group``.
+
+    Raises:
+        DatasetError: names file and line.
+    """
+    pairs = []
+    for number, row in _rows(path):
+        where = f"{path}, line {number}"
+        same = row.get("same")
+        if same not in (0, 1):
+            raise DatasetError(f"{where}: 'same' must be 0 or 1, not {same!r}")
+        pairs.append(Pair(_text(row, "a", where), _text(row, "b", where), bool(same), _label(row, "group", where)))
+    return pairs
+
+
+def read_stream(path: Path) -> list[Asked]:
+    """Read rows of ``text`` and ``cluster`` (or ``answer``) in the order of the requests, ``group`` where there is one.
+
+    Raises:
+        DatasetError: names file and line.
+    """
+    asked = []
+    for number, row in _rows(path):
+        where = f"{path}, line {number}"
+        name = "cluster" if "cluster" in row else "answer"
+        if name not in row:
+            raise DatasetError(f"{where}: 'cluster' is missing: what names the answer that is right")
+        asked.append(Asked(_text(row, "text", where), _label(row, name, where), _label(row, "group", where)))
+    return asked
+
+
+def clusters(pairs: Sequence[Pair]) -> dict[tuple[str, str], int]:
+    """(group, text) to the number of its cluster: texts that a chain of same pairs connects."""
+    parent: dict[tuple[str, str], tuple[str, str]] = {}
+
+    def root(item: tuple[str, str]) -> tuple[str, str]:
+        parent.setdefault(item, item)
+        while parent[item] != item:
+            parent[item] = parent[parent[item]]
+            item = parent[item]
+        return item
+
+    for pair in pairs:
+        a, b = root((pair.group, pair.a)), root((pair.group, pair.b))
+        if pair.same:
+            parent[a] = b
+    numbers: dict[tuple[str, str], int] = {}
+    return {item: numbers.setdefault(root(item), len(numbers)) for item in parent}
+
+
+def _rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
+    rows = list(read_jsonl(path))
+    if not rows:
+        raise DatasetError(f"{path}: no rows")
+    return rows
+
+
+def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise DatasetError(f"{where}: {name!r} must be a text, not {value!r}")
+    return check_unicode(value, name, where)
+
+
+def _label(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row.get(name, "")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise DatasetError(f"{where}: {name!r} must be a text or a whole number, not {value!r}")
+    return check_unicode(str(value), name, where)
+
+
+# -- texts and their neighbours ------------------------------------------------------------
+
+
+class Corpus:
+    """Distinct items, their neighbours within their group, and what the guard says of them.
+
+    Args:
+        items: distinct (group, text).
+        vectors: unit vectors, float32 [len(items), dim].
+        readable: False for a text beyond the encoder's window, which never matches.
+        guard: called once for every pair that is asked about.
+    """
+
+    def __init__(self, items: Sequence[Item], vectors: Matrix, readable: Sequence[bool], guard: Guard) -> None:
+        self.items = list(items)
+        self.number = {item: n for n, item in enumerate(self.items)}
+        self.guard = guard
+        self._vetoes: dict[tuple[int, int], str] = {}
+        self._wordings: dict[tuple[int, int], Wording] = {}
+        self.neighbours: list[list[tuple[int, float]]] = [[] for _ in self.items]
+        groups: dict[str, list[int]] = defaultdict(list)
+        for n, (group, _) in enumerate(self.items):
+            if readable[n]:
+                groups[group].append(n)
+        for members in groups.values():
+            self._search(np.asarray(members), vectors)
+
+    def _search(self, members: np.ndarray[tuple[int], np.dtype[np.intp]], vectors: Matrix) -> None:
+        own = vectors[members]
+        for start in range(0, len(members), _CHUNK):
+            scores = own[start : start + _CHUNK] @ own.T
+            order = np.argsort(-scores, axis=1, kind="stable")[:, : _MOST + 1]
+            for row, places in enumerate(order):
+                n = int(members[start + row])
+                near = [(int(members[p]), float(scores[row, p])) for p in places if scores[row, p] >= FLOOR]
+                self.neighbours[n] = [(m, min(1.0, s)) for m, s in near if m != n][:_MOST]
+
+    def with_guard(self, guard: Guard) -> Corpus:
+        """The same texts and neighbours under another guard."""
+        other = copy.copy(self)
+        other.guard, other._vetoes = guard, {}
+        return other
+
+    def veto(self, a: int, b: int) -> str:
+        """Why a guard objects to b in place of a; empty where none does."""
+        if (a, b) not in self._vetoes:
+            self._vetoes[a, b] = self.guard(self.items[a][1], self.items[b][1]) or ""
+        return self._vetoes[a, b]
+
+    def wording(self, a: int, b: int) -> Wording:
+        """How the words of a and b differ."""
+        if (a, b) not in self._wordings:
+            self._wordings[a, b] = wording(self.items[a][1], self.items[b][1])
+        return self._wordings[a, b]
+
+    def request(self, a: int) -> Request:
+        """The request that asks a."""
+        group, text = self.items[a]
+        return Request(str(a), Namespace(group), (TextSegment(text),))
+
+    def match(self, a: int, b: int, score: float, policy: Decider) -> Match | None:
+        """The match of a with b that a tier would hand to the policy; None where it would hand in none."""
+        veto = self.veto(a, b)
+        if not score or (veto and not policy.weighs_vetoes) or (policy.floor is not None and score < policy.floor):
+            return None
+        words = self.wording(a, b) if policy.weighs_vetoes else None
+        return Match(TIER, str(b), score, Exactness.APPROXIMATE, veto, wording=words)
+
+
+def encode(texts: Sequence[str], encoder: TextEncoder, tick: Callable[[int], None]) -> tuple[Matrix, list[bool]]:
+    """Unit vectors of texts, in batches, and which texts fit the encoder's window; ``tick`` hears how many are done."""
+    parts = []
+    for start in range(0, len(texts), _BATCH):
+        batch = texts[start : start + _BATCH]
+        parts.append(encoder.encode(batch))
+        tick(len(batch))
+    return np.concatenate(parts or [np.zeros((0, encoder.dim), np.float32)]), [encoder.fits(text) for text in texts]
+
+
+def build_corpus(
+    items: Sequence[Item], encoder: TextEncoder, guard: Guard, tick: Callable[[int], None] = lambda _: None
+) -> Corpus:
+    """The corpus of distinct items."""
+    distinct = list(dict.fromkeys(items))
+    vectors, readable = encode([text for _, text in distinct], encoder, tick)
+    return Corpus(distinct, vectors, readable, guard)
+
+
+# -- pairs ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a policy made of labelled pairs.
+
+    Attributes:
+        pairs, same: counts.
+        accepted, right: pairs it accepted, and how many of those are same.
+        vetoed: pairs a guard objected to.
+        curve: (hit ratio, precision) of the most confident pairs first; a final veto is the least confidence.
+        area: under the curve (P-CHR AUC).
+    """
+
+    pairs: int
+    same: int
+    accepted: int
+    right: int
+    vetoed: int
+    curve: tuple[tuple[float, float], ...]
+    area: float
+
+    @property
+    def precision(self) -> float | None:
+        return self.right / self.accepted if self.accepted else None
+
+    @property
+    def recall(self) -> float | None:
+        return self.right / self.same if self.same else None
+
+    @property
+    def false_positive_rate(self) -> float | None:
+        different = self.pairs - self.same
+        return (self.accepted - self.right) / different if different else None
+
+
+def judge(
+    pairs: Sequence[Pair],
+    corpus: Corpus,
+    policy: Decider,
+    *,
+    verify_rate: float = 0.0,
+    seed: int = 0,
+    tick: Callable[[int], None] = lambda _: None,
+) -> Judgement:
+    """Ask the policy about every pair, in order; one that learns is told of refused and of checked pairs."""
+    random = Random(seed)  # noqa: S311
+    ranked: list[tuple[float, bool]] = []
+    accepted = right = vetoed = 0
+    for pair in pairs:
+        a, b = corpus.number[pair.group, pair.a], corpus.number[pair.group, pair.b]
+        policy.arrived()
+        score = 1.0 if a == b else dict(corpus.neighbours[a]).get(b, 0.0)
+        veto = corpus.veto(a, b)
+        vetoed += bool(veto)
+        match = corpus.match(a, b, score, policy)
+        yes, risk = False, None
+        if match is not None:
+            decision = policy.accept(corpus.request(a), _DONOR, match)
+            yes, risk = decision.accept, decision.risk
+            if not yes or (verify_rate > 0.0 and random.random() < max(verify_rate, decision.check)):
+                policy.observe(match, correct=pair.same, served=yes)
+        final = veto and not policy.weighs_vetoes
+        ranked.append((2.0 if final else 1.0 - score if risk is None else risk, pair.same))
+        accepted += yes
+        right += yes and pair.same
+        tick(1)
+    curve, area = _pair_curve(ranked)
+    return Judgement(len(pairs), sum(p.same for p in pairs), accepted, right, vetoed, curve, area)
+
+
+def _pair_curve(ranked: list[tuple[float, bool]]) -> tuple[tuple[tuple[float, float], ...], float]:
+    """Precision by hit ratio, and its mean; pairs of equal confidence count alike."""
+    ranked = sorted(ranked, key=lambda pair: pair[0])
+    right, area, points = 0.0, 0.0, []
+    start = 0
+    while start < len(ranked):
+        end = start
+        while end < len(ranked) and ranked[end][0] == ranked[start][0]:
+            end += 1
+        share = sum(same for _, same in ranked[start:end]) / (end - start)
+        for count in range(start + 1, end + 1):
+            right += share
+            area += right / count
+        points.append((end / len(ranked), right / end))
+        start = end
+    return tuple(points), area / len(ranked)
+
+
+# -- streams ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a stream.
+
+    Attributes:
+        requests, exact, approximate, wrong, checks: counts; ``wrong`` are hits of both kinds.
+        wrong_exact: of them the exact ones: the same text, with another answer in this place of the stream.
+        overruled: approximate hits to which a guard objected.
+        worst: highest share of wrong answers at any time after the first 500 requests; None for a shorter stream.
+        curve: (requests, hits, wrong) along the stream.
+    """
+
+    requests: int
+    exact: int
+    approximate: int
+    wrong: int
+    wrong_exact: int
+    checks: int
+    overruled: int
+    worst: float | None
+    curve: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+
+    @property
+    def hits(self) -> int:
+        return self.exact + self.approximate
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.requests
+
+    @property
+    def wrong_rate(self) -> float:
+        """Wrong answers per request."""
+        return self.wrong / self.requests
+
+    @property
+    def wrong_per_approximate(self) -> float | None:
+        """The share of approximate hits that are wrong; None without any."""
+        return (self.wrong - self.wrong_exact) / self.approximate if self.approximate else None
+
+
+class Replay:
+    """A stream against a corpus, ready to be played many times.
+
+    Args:
+        stream: the requests.
+        corpus: holds every (group, text) of the stream.
+    """
+
+    def __init__(self, stream: Sequence[Asked], corpus: Corpus) -> None:
+        items: list[Item] = [(asked.group, asked.text) for asked in stream]
+        self._numbers = [corpus.number[item] for item in items]
+        self._answers = [asked.answer for asked in stream]
+        self._corpus = corpus
+
+    def play(
+        self, policy: Decider, *, verify_rate: float = 0.0, seed: int = 0, tick: Callable[[int], None] = lambda _: None
+    ) -> Outcome:
+        """Send every request.
+
+        Args:
+            policy: judges; a new one for each play.
+            verify_rate: share of approximate hits to check; with 0 nothing is checked, whatever the policy asks.
+            seed: of the sample.
+            tick: hears of each request.
+        """
+        random = Random(seed)  # noqa: S311
+        stored: dict[int, str] = {}
+        exact = approximate = wrong = wrong_exact = checks = overruled = 0
+        worst: float | None = None
+        curve: list[tuple[int, int, int]] = []
+        every = max(1, len(self._numbers) // _POINTS)
+        for count, (number, answer) in enumerate(zip(self._numbers, self._answers, strict=True), 1):
+            policy.arrived()
+            if number in stored:
+                exact += 1
+                wrong += stored[number] != answer
+                wrong_exact += stored[number] != answer
+            else:
+                judged = self._judge(policy, number, stored)
+                if judged.accepted is None:
+                    if judged.near is not None:
+                        policy.observe(judged.near, correct=stored[judged.nearest] == answer, served=False)
+                    stored[number] = answer
+                else:
+                    correct = stored[judged.nearest] == answer
+                    approximate += 1
+                    wrong += not correct
+                    overruled += bool(judged.accepted.veto)
+                    lot = random.random()
+                    if verify_rate > 0.0 and lot < max(verify_rate, judged.check):
+                        checks += 1
+                        policy.observe(judged.accepted, correct=correct, served=True)
+                        stored[number] = answer
+            if count >= _SETTLED:
+                worst = max(worst or 0.0, wrong / count)
+            if count % every == 0:
+                curve.append((count, exact + approximate, wrong))
+            tick(1)
+        return Outcome(
+            requests=len(self._numbers),
+            exact=exact,
+            approximate=approximate,
+            wrong=wrong,
+            wrong_exact=wrong_exact,
+            checks=checks,
+            overruled=overruled,
+            worst=worst,
+            curve=tuple(curve),
+        )
+
+    def _judge(self, policy: Decider, number: int, stored: Mapping[int, str]) -> _Judged:
+        near: Match | None = None
+        nearest = -1
+        there = ((other, score) for other, score in self._corpus.neighbours[number] if other in stored)
+        for other, score in islice(there, _NEIGHBOURS):
+            match = self._corpus.match(number, other, score, policy)
+            if match is None:
+                continue
+            decision = policy.accept(self._corpus.request(number), _DONOR, match)
+            if decision.accept:
+                return _Judged(match, None, other, decision.check)
+            if near is None:
+                near, nearest = match, other
+        return _Judged(None, near, nearest, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    accepted: Match | None
+    near: Match | None
+    nearest: int
+    check: float

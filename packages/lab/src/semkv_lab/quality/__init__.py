@@ -1,1 +1,0 @@
-"""How far approximate hits can be trusted: labelled pairs, streams, calibration, figures."""
