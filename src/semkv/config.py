@@ -10,13 +10,13 @@ a connector's extra config.
 import math
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from cyclopts import App, Parameter, Token
 from cyclopts.exceptions import CycloptsError
@@ -175,7 +175,7 @@ def check(settings: Any, *, flags: bool = True) -> None:
     Raises:
         ConfigError: a value does not fit.
     """
-    for name, (option, kind, extras) in _declared(type(settings)).items():
+    for name, (option, kind, extras) in _declared(cast("Hashable", type(settings))).items():
         key = option if flags else name
         value = typed(key, getattr(settings, name), kind)
         for extra in extras:
