@@ -76,10 +76,10 @@ class Pair:
         return self.front.url
 
     def client(self, key: str = "key", **more: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **more)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20, **more)
 
     def post(self, text: str, *, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **more), headers=headers, timeout=120)
+        return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **more), headers=headers, timeout=20)
 
     def metric(self, name: str) -> float:
         """The sum over a metric's labels."""
