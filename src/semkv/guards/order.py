@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
@@ -84,7 +85,8 @@ class _Spines:
         shared = [(i, places[stem]) for stem, i in _once(self.first).items() if stem in places]
         if self._transposed():
             return True
-        if not passive and all(x[1] < y[1] for x, y in itertools.pairwise(shared)):
+        order = [j for _, j in shared]
+        if not passive and order == sorted(order):
             return _fronted(a, language) != _fronted(b, language)
         if self._asks_other_side() or self._turned_clause():
             return True
@@ -245,10 +247,11 @@ def _triples(tokens: Tokens) -> Iterable[tuple[Token, Token, Token]]:
 
 def _once(stems: list[str]) -> dict[str, int]:
     """Where each stem stands that comes once, in order."""
-    places: dict[str, int] = {}
-    for i, stem in enumerate(stems):
-        places[stem] = -1 if stem in places else i
-    return {stem: i for stem, i in places.items() if i >= 0}
+    places = {stem: i for i, stem in enumerate(stems)}
+    if len(places) < len(stems):
+        times = Counter(stems)
+        places = {stem: i for stem, i in places.items() if times[stem] == 1}
+    return places
 
 
 def _open(text: Text, language: Language) -> bool:
@@ -299,6 +302,8 @@ def role(p: Pair) -> str | None:
     """
     if _owns_another(p):
         return "person"
+    if p.language.selves.isdisjoint(p.words):
+        return None
     first, second = _acts(p.a, p.language), _acts(p.b, p.language)
     if _turned(p.a, first, p.b, second, p.language) or _turned(p.b, second, p.a, first, p.language):
         return "person"
@@ -327,7 +332,7 @@ def _acts(text: Text, language: Language) -> _Acts:
     """Verbs of which the speaker is the subject, each with the word after it, and verbs of which he is the object."""
     acts: dict[str, str] = {}
     suffers: set[str] = set()
-    spine = () if language.selves.isdisjoint(text.words) else text.spine
+    spine = text.spine
     for i, token in enumerate(spine):
         if token.word in language.speaking:
             start = i + 1
@@ -358,7 +363,7 @@ def _subject(tokens: Tokens, language: Language) -> str:
 
 def _owns_another(p: Pair) -> bool:
     """Whether an owner has one thing in one text and another in the other, and both texts speak of both."""
-    if p.language.owns not in p.a.words & p.b.words:
+    if p.language.owns not in p.a.words or p.language.owns not in p.b.words:
         return False
     first, second = _owners(p.a, p.language), _owners(p.b, p.language)
     both = p.a.stems.keys() & p.b.stems.keys()
