@@ -164,13 +164,14 @@ def question(p: Pair) -> str | None:
 
 def _asked(text: Text, language: Language) -> frozenset[str]:
     """What a text that starts with a question word asks for; empty where that is open."""
-    word, after, beyond = (*(t.word for t in text.tokens[:3]), "", "", "")[:3]
-    kind = language.questions.get(word)
+    words = [t.word for t in text.tokens[:3]]
+    kind = language.questions.get(words[0]) if words else None
     if not kind:
         return frozenset()
+    after, beyond = (*words[1:], "", "")[:2]
     much = after in language.how_much
     adjective = after not in language.function and beyond in language.function  # "how old is", not "how children learn"
-    if word != language.how or not (much or adjective):
+    if words[0] != language.how or not (much or adjective):
         return frozenset((kind,))
     stem = text.tokens[1].stem
     found = {f"{kind} {c}" for c in language.classes.get(stem, (stem,))}
@@ -327,6 +328,8 @@ def _another_nation(mine: Text, other: Text, language: Language) -> bool:
 def substitution(p: Pair) -> str | None:
     """A name where the other text has another or none; or a content word in the place of another that is no kin."""
     only_a, only_b = p.only
+    if not only_a and not only_b:
+        return None
     if min(len(only_a), len(only_b)) > MOST:
         return "substitution"
     explained = p.converse | p.denied

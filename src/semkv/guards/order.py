@@ -19,7 +19,7 @@ Places = tuple[int, int]
 """Where a shared word stands in the one text and in the other."""
 
 
-def order(p: Pair) -> str | None:
+def word_order(p: Pair) -> str | None:
     """Subject and object exchanged."""
     return "word order" if not p.converse and _Spines(p).reversed() else None
 
@@ -153,12 +153,12 @@ class _Spines:
     def _moved(self, shared: list[Places], passive: bool) -> Iterator[tuple[Places, Places, list[Places]]]:
         """Content words that may have changed places, or kept them in a passive, with the ties between them."""
         stems = [self.first[i] for i, _ in shared]
-        fillers = self.language.fillers
+        quiet, names, fillers = self.language.quiet, self.names, self.language.fillers
         telling = [
-            not self.quiet(stem) or (stem in fillers and self._goal(*places))
+            stem not in quiet or stem in names or (stem in fillers and self._goal(*places))
             for stem, places in zip(stems, shared, strict=True)
         ]
-        ties = self._ties(stems)
+        ties = self._ties([stem for stem in stems if stem not in quiet or stem in names or stem in self.language.ties])
         kept = passive and bool(self.participles)
         for x, one in enumerate(shared):
             for y in range(x + 2, min(x + _REACH, len(shared))) if telling[x] else ():
@@ -175,9 +175,10 @@ class _Spines:
 
     def _ties(self, shared: Iterable[str]) -> set[str]:
         """Words that tie a subject to an object. A gerund on one side does not: "book a room", "room booking site"."""
-        ties = {s for s in shared if s not in self.language.joined and (s in self.language.ties or not self.quiet(s))}
-        gerund = self.language.gerund
-        first, second = ({t.stem for t in text.tokens if t.word.endswith(gerund)} for text in (self.p.a, self.p.b))
+        ties, gerund = set(shared) - self.language.joined, self.language.gerund
+        first, second = (
+            {t.stem for t in text.tokens if t.stem in ties and t.word.endswith(gerund)} for text in (self.p.a, self.p.b)
+        )
         return ties - (first ^ second)
 
     def _contradicts(self, one: Places, other: Places, between: list[Places], passive: bool) -> bool:

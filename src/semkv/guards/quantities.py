@@ -58,6 +58,8 @@ NOTHING = Quantities((), _NO_WORDS, _NO_WORDS, _NO_WORDS, (), _NO_WORDS, _NO_WOR
 def measure(tokens: Sequence[Token], language: Language) -> Quantities:
     """Every quantity of a text, in order."""
     starts = [i for i, t in enumerate(tokens) if t.word in language.measures or t.word[0].isdigit() or "/" in t.word]
+    if not starts:
+        return NOTHING
     found: list[Quantity] = []
     after: list[tuple[Quantity, Token]] = []
     bare: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -109,9 +110,10 @@ def read(text: str, language: Language) -> Text:
     final = tuple(_phrased(tokens, capitals, language))
     words = frozenset([t.word for t in final])
     articles = language.articles
-    stems = dict.fromkeys([t.stem for t in final], 0)
-    for token in final:
-        stems[token.stem] += 1
+    every = [t.stem for t in final]
+    stems: Mapping[str, int] = dict.fromkeys(every, 1)
+    if len(stems) < len(every):
+        stems = Counter(every)
     odd = " ".join([chunk.odd for chunk in telling if chunk.odd])
     return Text(
         tokens=final,
