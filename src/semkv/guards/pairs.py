@@ -34,12 +34,21 @@ class Pair:
     only: tuple[Tokens, Tokens] = field(init=False)
     """The tokens that only the first and only the second text has, by stem."""
 
+    converse: frozenset[str] = frozenset()
+    """Stems of a comparison that is turned round with its sides: "A is larger than B", "B is smaller than A"."""
+    denied: frozenset[str] = frozenset()
+    """Stems of a word and its denial, where the other text denies with a word: "unsafe", "not safe"."""
+
     def __post_init__(self) -> None:
         self.words = self.a.words | self.b.words
         first, second = _only(self.a, self.b), _only(self.b, self.a)
         if first and second:
             first, second = _unjoined(first, second, self.b), _unjoined(second, first, self.a)
         self.only = first, second
+        if first and second:
+            self.converse = self._converse()
+            if not self.language.negations.isdisjoint(self.words):
+                self.denied = self._denied()
 
     @cached_property
     def content(self) -> tuple[list[Token], list[Token]]:
@@ -61,13 +70,11 @@ class Pair:
         """Each text with the tokens that it alone has, then the other one with its own."""
         return (self.a, self.only[0], self.b, self.only[1]), (self.b, self.only[1], self.a, self.only[0])
 
-    @cached_property
-    def converse(self) -> frozenset[str]:
-        """Stems of a comparison that is turned round with its sides: "A is larger than B", "B is smaller than A"."""
+    def _converse(self) -> frozenset[str]:
         only_a, only_b = self.only
         opposed = self.language.opposed
         facing = {y.stem for y in only_b}
-        compared = [x for x in only_a if x.stem in opposed][:MOST] if facing else []
+        compared = [x for x in only_a if x.stem in opposed][:MOST]
         compared = [x for x in compared if not facing.isdisjoint(opposed[x.stem])]
         turned = [(x, y) for x in compared for y in only_b[:MOST] if opposed[x.stem].get(y.stem) in _SIDED]
         if len(turned) != 1:
@@ -78,11 +85,7 @@ class Pair:
         exchanged = before - shared == right - shared != left - shared == after - shared
         return frozenset((x.stem, y.stem)) if exchanged else frozenset()
 
-    @cached_property
-    def denied(self) -> frozenset[str]:
-        """Stems of a word and its denial, where the other text denies with a word: "unsafe", "not safe"."""
-        if self.language.negations.isdisjoint(self.words):
-            return frozenset()
+    def _denied(self) -> frozenset[str]:
         only_a, only_b = self.only
         first, second = (sum(t.word in self.language.negations for t in text.tokens) for text in (self.a, self.b))
         if abs(first - second) != 1:

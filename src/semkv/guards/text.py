@@ -107,25 +107,26 @@ def read(text: str, language: Language) -> Text:
         tokens += chunk.tokens
     if capitals:
         _tell_letters(tokens, capitals, language)
-    final = tuple(_phrased(tokens, capitals, language))
+    final = _phrased(tokens, capitals, language)
     words = frozenset([t.word for t in final])
     articles = language.articles
     every = [t.stem for t in final]
     stems: Mapping[str, int] = dict.fromkeys(every, 1)
     if len(stems) < len(every):
         stems = Counter(every)
-    odd = " ".join([chunk.odd for chunk in telling if chunk.odd])
+    marked = [chunk for chunk in telling if chunk.odd]
+    odd = " ".join([chunk.odd for chunk in marked])
     return Text(
         tokens=final,
         spine=final if words.isdisjoint(articles) else tuple([t for t in final if t.word not in articles]),
         words=words,
         stems=stems,
         quantities=measure(final, language) if odd or not language.measures.isdisjoint(words) else NOTHING,
-        code=_union([chunk.code for chunk in telling]),
-        spelled=_union([chunk.spelled for chunk in telling]),
+        code=_union([chunk.code for chunk in marked]),
+        spelled=_union([chunk.spelled for chunk in marked]),
         operators=operators(plain, typed=typed) if _OPERATOR.search(odd) else (),
         quotes=_quoted(plain) if _MARK.search(odd) else _NONE,
-        dates=_union([chunk.dates for chunk in telling]),
+        dates=_union([chunk.dates for chunk in marked]),
         cased=None if titled else _union([chunk.cased for chunk in telling]),
         starts=_union([chunk.starts for chunk in telling]),
     )
@@ -278,7 +279,7 @@ def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Langua
                 tokens[i] = token_of(f"{word}_", True, language)
 
 
-def _phrased(tokens: list[Token], capitals: Iterable[int], language: Language) -> list[Token]:
+def _phrased(tokens: list[Token], capitals: Iterable[int], language: Language) -> tuple[Token, ...]:
     """Tokens with every phrase of the language replaced by what is read in its place."""
     found: list[Token] = []
     done = 0
@@ -296,7 +297,7 @@ def _phrased(tokens: list[Token], capitals: Iterable[int], language: Language) -
                 found += [token_of(part, name, language) for part in instead]
                 done = i + 1 + len(rest)
                 break
-    return found + tokens[done:] if done else tokens
+    return tuple(found + tokens[done:] if done else tokens)
 
 
 def _quoted(text: str) -> frozenset[str]:
