@@ -84,6 +84,7 @@ class Tables:
     relatives: Words
     shifts: Words
     open: Words
+    leads: Words
     helpers: Words
     spots: Words
     hearer: Words

@@ -13,6 +13,7 @@ from semkv.guards.text import END, STOPS, Text
 _NAMED = 4  # letters of a stem that a prefix may turn round
 _LOOSE = frozenset(("manner", "place"))  # "how can I buy" and "where can I buy" ask for much the same
 _VERB = 5  # words of a question among which its verb stands
+_QUESTION = 40  # tokens in which a question is looked for
 _PLACES = 3  # words that stand against one each
 _BLOCK = 4  # words that stand against others in one place
 _TELLING = 14  # words of a text among which one tells its language
@@ -163,9 +164,14 @@ def question(p: Pair) -> str | None:
 
 
 def _asked(text: Text, language: Language) -> frozenset[str]:
-    """What a text that starts with a question word asks for; empty where that is open."""
-    words = [t.word for t in text.tokens[:3]]
-    kind = language.questions.get(words[0]) if words else None
+    """What a text asks for; empty where that is open."""
+    if language.questions.keys().isdisjoint(text.words):
+        return frozenset()
+    tokens = text.tokens[:_QUESTION]
+    known, leads = language.questions, language.leads
+    i = next((i for i, t in enumerate(tokens) if t.word in known or t.word not in leads), len(tokens))
+    words = [t.word for t in tokens[i : i + 3]]
+    kind = known.get(words[0]) if words else None
     if not kind:
         return frozenset()
     after, beyond = (*words[1:], "", "")[:2]
@@ -173,7 +179,7 @@ def _asked(text: Text, language: Language) -> frozenset[str]:
     adjective = after not in language.function and beyond in language.function  # "how old is", not "how children learn"
     if words[0] != language.how or not (much or adjective):
         return frozenset((kind,))
-    stem = text.tokens[1].stem
+    stem = tokens[i + 1].stem
     found = {f"{kind} {c}" for c in language.classes.get(stem, (stem,))}
     return frozenset(found if much else found | {kind})
 

@@ -188,7 +188,7 @@ def _unjoined(mine: Tokens, other: Tokens, text: Text) -> Tokens:
     """Without words that the other text writes as two, or the parts of one that it writes as one."""
     gone: set[str] = set()
     run = "".join([t.word for t in text.tokens])
-    if any(t.word in run for t in mine):
+    if len(mine) > MOST or any(t.word in run for t in mine):
         gone = {x.word + y.word for x, y in itertools.pairwise(text.tokens) if len(x.word) > 1}
     whole = {t.word for t in other}
     for x, y in itertools.pairwise(mine):
