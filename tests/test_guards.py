@@ -68,6 +68,7 @@ CHANGED = [
     ('Who sang "Hurt"?', 'Who sang "Creep"?', "quote"),
     ("When did the ship sink?", "Why did the ship sink?", "question word"),
     ("What size is the shirt?", "What color is the shirt?", "question word"),
+    ("Can you tell me when it closed?", "Can you tell me why it closed?", "question word"),
     ("Where does he live?", "Where does she live?", "person"),
     ("What should I bring?", "What should they bring?", "person"),
     ("Why did you block my card?", "Why did I block your card?", "person"),

@@ -29,7 +29,7 @@ from semkv.guards.meaning import (
     tense,
     unknown_language,
 )
-from semkv.guards.order import order, role, sides
+from semkv.guards.order import role, sides, word_order
 from semkv.guards.pairs import MOST, Pair
 from semkv.guards.text import STOPS, Text, read, short_chunk
 from semkv.guards.values import case, code, date, quantity, quote
@@ -52,7 +52,7 @@ MOST_UNMATCHED = 8.0
 
 _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
     code, quote, case, quantity, date, negation, groups, choice, sides, opposites, question, modality, tense, person,
-    role, order, particle, relation, nation, substitution, unknown_language,
+    role, word_order, particle, relation, nation, substitution, unknown_language,
 )  # fmt: skip
 _REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
 _PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well
@@ -146,9 +146,10 @@ def _unlike(a: str, b: str) -> bool:
 
 def _paired(a: str, b: str, language: Language | None) -> Pair:
     known = (language,) if language else languages()
-    pairs = (Pair(_text(a, one), _text(b, one), one) for one in known)
-    first = next(pairs)
-    return first if len(known) == 1 or knows(first) else next(filter(knows, pairs), first)
+    first = Pair(_text(a, known[0]), _text(b, known[0]), known[0])
+    if len(known) == 1 or knows(first):
+        return first
+    return next(filter(knows, (Pair(_text(a, one), _text(b, one), one) for one in known[1:])), first)
 
 
 def _pair(a: str, b: str, language: Language | None) -> Pair:

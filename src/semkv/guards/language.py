@@ -84,6 +84,7 @@ class Tables:
     relatives: Words
     shifts: Words
     open: Words
+    leads: Words
     helpers: Words
     spots: Words
     hearer: Words
@@ -213,7 +214,8 @@ class Language(Tables):
         self.all_units |= {word: (name, times) for name, table in self.units.items() for word, times in table.items()}
         self.compounds = {dimension for dimension, _ in self.all_units.values() if "/" in dimension}
         self.roman = {word: float(number) for number, word in enumerate(_ROMAN, 2) if len(word) > 1}
-        self.measures = {*self.numbers, *self.multipliers, *self.all_units, *self.roman}
+        figures = {word for instead in self.phrases.values() for word in instead.split() if word[0].isdigit()}
+        self.measures = {*self.numbers, *self.multipliers, *self.all_units, *self.roman, *figures}
         self.senses = {word: (name, sense) for name, table in self.dates.items() for word, sense in table.items()}
         months = dict.fromkeys(self.dates.get("month", {}).values())
         self.senses |= {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}
@@ -238,6 +240,10 @@ class Language(Tables):
                         self.opposed.setdefault(one, {}).setdefault(other, name)
                         self.opposed.setdefault(other, {}).setdefault(one, name)
         said = (*self.numbers, *self.multipliers, *self.all_units, *self.senses, *self.grouped)
+        self.open_questions = {word for word, kind in self.questions.items() if not kind}
+        self.silent = self.function | {",", ";", "?"}
+        self.calendar = self.shifts | self.senses.keys()
+        self.related = self.stems((*self.senses, *self.all_units)) | self.classes.keys()
         self.known = self.stems((*self.fillers, *self.function, *said))
         self.known |= self.opposed.keys() | self.classes.keys()
         self.starts: dict[str, dict[str, list[tuple[list[str], list[str], str]]]] = {}
@@ -287,7 +293,7 @@ def short_token(word: str, name: bool, language: Language) -> Token:
     return Token(word, language.stem(word), name and word not in language.function)
 
 
-def token(word: str, name: bool, language: Language) -> Token:
+def token_of(word: str, name: bool, language: Language) -> Token:
     """A word with its stem."""
     return (short_token if len(word) <= KEPT else short_token.__wrapped__)(word, name, language)
 

@@ -13,6 +13,7 @@ from semkv.guards.text import END, STOPS, Text
 _NAMED = 4  # letters of a stem that a prefix may turn round
 _LOOSE = frozenset(("manner", "place"))  # "how can I buy" and "where can I buy" ask for much the same
 _VERB = 5  # words of a question among which its verb stands
+_QUESTION = 40  # tokens in which a question is looked for
 _PLACES = 3  # words that stand against one each
 _BLOCK = 4  # words that stand against others in one place
 _TELLING = 14  # words of a text among which one tells its language
@@ -21,8 +22,11 @@ _KNOWN = 0.6  # share of the words that are known where none tells it
 
 def negation(p: Pair) -> str | None:
     """Another number of denials, or one text denies with a verb what the other says."""
+    verbs = p.language.denying_verbs
+    if p.language.negations.isdisjoint(p.words) and verbs.isdisjoint(p.a.stems) and verbs.isdisjoint(p.b.stems):
+        return None
     (low_a, verbs_a), (low_b, verbs_b) = (_denials(text, only, other, p.language) for text, only, other, _ in p.views)
-    if not (low_a or low_b or verbs_a or verbs_b) or p.denied:
+    if p.denied:
         return None
     if low_a > low_b + verbs_b or low_b > low_a + verbs_a:
         return "negation"
@@ -43,8 +47,7 @@ def _denials(text: Text, only: Tokens, other: Text, language: Language) -> tuple
 
 def groups(p: Pair) -> str | None:
     """Words whose presence must agree, sides and colors: one more or less tells one object from another."""
-    grouped = p.language.grouped
-    if grouped.isdisjoint(p.a.words) and grouped.isdisjoint(p.b.words):
+    if p.language.grouped.isdisjoint(p.words):
         return None
     for name, group in p.language.groups.items():
         first, second = (sorted([group[t.word] for t in text.tokens if t.word in group]) for text in (p.a, p.b))
@@ -91,13 +94,16 @@ def opposites(p: Pair) -> str | None:
     }
     if reasons:
         return min(reasons)
-    if any(_lessened(only, theirs, text, p.language) for text, only, _, theirs in p.views):
+    if not p.language.lessening.isdisjoint(p.words) and any(
+        _lessened(only, theirs, text, p.language) for text, only, _, theirs in p.views
+    ):
         return "comparison"
     if min(len(only_a), len(only_b)) > MOST:
         return None
     if not _compared(only_a, p.language).isdisjoint(_compared(only_b, p.language, other=True)):
         return "comparison"
-    return "antonym" if any(_contrary(x.word, y.word, p.language) for x in only_a for y in only_b) else None
+    alike = ((x.word, y.word) for x in only_a for y in only_b if x.word[-3:] == y.word[-3:])
+    return "antonym" if any(_contrary(x, y, p.language) for x, y in alike) else None
 
 
 def _measuring(p: Pair) -> frozenset[str]:
@@ -120,15 +126,16 @@ def _compared(only: Tokens, language: Language, *, other: bool = False) -> set[s
     turned = language.degrees[::-1] if other else language.degrees
     return {
         t.word.removesuffix(ending) + instead
-        for ending, instead in zip(language.degrees, turned, strict=True)
         for t in only
+        if t.word.endswith(language.degrees)
+        for ending, instead in zip(language.degrees, turned, strict=True)
         if t.word.endswith(ending)
     }
 
 
 def _contrary(x: str, y: str, language: Language) -> bool:
     """Whether two words are one stem with contrary prefixes: "encode" and "decode"."""
-    if x[-3:] != y[-3:] or min(len(x), len(y)) < _NAMED:
+    if min(len(x), len(y)) < _NAMED:
         return False
     return any(
         a.startswith(one)
@@ -157,16 +164,22 @@ def question(p: Pair) -> str | None:
 
 
 def _asked(text: Text, language: Language) -> frozenset[str]:
-    """What a text that starts with a question word asks for; empty where that is open."""
-    word, after, beyond = (*(t.word for t in text.tokens[:3]), "", "", "")[:3]
-    kind = language.questions.get(word)
+    """What a text asks for; empty where that is open."""
+    if language.questions.keys().isdisjoint(text.words):
+        return frozenset()
+    tokens = text.tokens[:_QUESTION]
+    known, leads = language.questions, language.leads
+    i = next((i for i, t in enumerate(tokens) if t.word in known or t.word not in leads), len(tokens))
+    words = [t.word for t in tokens[i : i + 3]]
+    kind = known.get(words[0]) if words else None
     if not kind:
         return frozenset()
+    after, beyond = (*words[1:], "", "")[:2]
     much = after in language.how_much
     adjective = after not in language.function and beyond in language.function  # "how old is", not "how children learn"
-    if word != language.how or not (much or adjective):
+    if words[0] != language.how or not (much or adjective):
         return frozenset((kind,))
-    stem = text.tokens[1].stem
+    stem = tokens[i + 1].stem
     found = {f"{kind} {c}" for c in language.classes.get(stem, (stem,))}
     return frozenset(found if much else found | {kind})
 
@@ -186,14 +199,16 @@ def _measured(asked: frozenset[str], text: Text, named: Token, language: Languag
 
 def _named(text: Text, language: Language) -> Token | None:
     """The noun that a "what" or "which" asks for."""
-    for token, after in itertools.pairwise(text.tokens):
-        if token.word in language.questions and not language.questions[token.word]:
+    for token, after in () if language.open_questions.isdisjoint(text.words) else itertools.pairwise(text.tokens):
+        if token.word in language.open_questions:
             return None if after.word in language.function or after.word in language.open else after
     return None
 
 
 def modality(p: Pair) -> str | None:
     """What may, should or must be, where no question word asks for more than yes or no."""
+    if p.language.modals.keys().isdisjoint(p.words):
+        return None
     first, second = _modal(p.a, p.language), _modal(p.b, p.language)
     return "modality" if first and second and first != second else None
 
@@ -210,7 +225,7 @@ def _modal(text: Text, language: Language) -> str:
 def tense(p: Pair) -> str | None:
     """What was against what will be, or what is where yes or no is asked for."""
     tenses = p.language.tenses
-    first, second = ({tenses[word] for word in text.words & tenses.keys()} for text in (p.a, p.b))
+    first, second = ({tenses[t.word] for t in text.tokens if t.word in tenses} for text in (p.a, p.b))
     if first == second:
         return "tense" if not first and _past_alone(p) else None
     for mine, other in ((first, second), (second, first)):
@@ -226,7 +241,7 @@ def _past_alone(p: Pair) -> bool:
     """Whether a verb without an auxiliary is past in one text alone: "who rules Spain", "who ruled Spain"."""
     if any(p.only) or p.a.words == p.b.words or not asks_for_one(p.a, p.language):
         return False
-    if not p.language.modals.keys().isdisjoint(p.a.words | p.b.words):
+    if not p.language.modals.keys().isdisjoint(p.words):
         return False
     apart = [(x, y) for x, y in zip(p.a.tokens[:_VERB], p.b.tokens, strict=False) if x.word != y.word]
     return len(apart) == 1 and participle(apart[0][0], p.language) != participle(apart[0][1], p.language)
@@ -236,6 +251,8 @@ def person(p: Pair) -> str | None:
     """Another person: "he" and "she", "I" and "they"; "my" and "your" where nothing else says who speaks; or "I" and
     "you" in each other's place."""
     persons, third = p.language.persons, p.language.third
+    if persons.keys().isdisjoint(p.a.words) or persons.keys().isdisjoint(p.b.words):
+        return None
     said = [[persons[t.word] for t in text.tokens if t.word in persons] for text in (p.a, p.b)]
     first, second = set(said[0]), set(said[1])
     if said[0] == said[1] or not first or not second:
@@ -251,6 +268,8 @@ def person(p: Pair) -> str | None:
 
 def particle(p: Pair) -> str | None:
     """Another verb by the word after it: "adopt" and "adopt out", "turn in" and "turn over"."""
+    if p.language.after.keys().isdisjoint(p.a.stems):
+        return None
     return "relation" if any(_another_verb(text, only, other, p) for text, only, other, _ in p.views if only) else None
 
 
@@ -272,10 +291,11 @@ def relation(p: Pair) -> str | None:
     """Another relation where all else is the same and no question word asks for more: "in the box", "on the box"; or
     the other way to or from the same: "leave for Rome", "leave from Rome"."""
     only_a, only_b = p.only
-    first, second = _ways(p.a, only_a, p.language), _ways(p.b, only_b, p.language)
+    first = _ways(p.a, only_a, p.language)
+    second = _ways(p.b, only_b, p.language) if first else {}
     if any(way != second.get(where, way) for where, way in first.items()):
         return "relation"
-    if len(only_a) != 1 or len(only_b) != 1 or not p.language.questions.keys().isdisjoint(p.a.words | p.b.words):
+    if len(only_a) != 1 or len(only_b) != 1 or not p.language.questions.keys().isdisjoint(p.words):
         return None
     x, y, choices = only_a[0], only_b[0], p.language.choices
     tied = {x.stem, y.stem} <= p.language.ties
@@ -295,12 +315,12 @@ def _ways(text: Text, only: Tokens, language: Language) -> dict[str, str]:
 
 def nation(p: Pair) -> str | None:
     """A country for what is of it, but before a noun; or another word for a country: "cook turkey", "cook Turkish"."""
+    if p.language.natives.isdisjoint(p.words):
+        return None
     return "entity" if any(_another_nation(text, other, p.language) for text, _, other, _ in p.views) else None
 
 
 def _another_nation(mine: Text, other: Text, language: Language) -> bool:
-    if language.natives.isdisjoint(mine.words):
-        return False
     named = (mine.words & language.natives) - other.words - language.peoples
     for x, after in itertools.pairwise((*mine.tokens, END)) if named else ():
         countries = [t for t in other.tokens if t.stem == x.stem and t.word not in language.natives]
@@ -314,6 +334,8 @@ def _another_nation(mine: Text, other: Text, language: Language) -> bool:
 def substitution(p: Pair) -> str | None:
     """A name where the other text has another or none; or a content word in the place of another that is no kin."""
     only_a, only_b = p.only
+    if not only_a and not only_b:
+        return None
     if min(len(only_a), len(only_b)) > MOST:
         return "substitution"
     explained = p.converse | p.denied
@@ -365,14 +387,15 @@ def knows(p: Pair) -> bool:
     A text is where a frequent word tells so, or where most words are known and all in which it differs.
     """
     told = [_told(text, only, p.language) for text, only, _, _ in p.views]
-    silent = p.language.function | STOPS
+    silent = p.language.silent
     return all(told) or (any(told) and all(t.word in silent for only in p.only for t in only))
 
 
 def _told(text: Text, only: Iterable[Token], language: Language) -> bool:
+    if len(text.tokens) <= _TELLING and not language.telling.isdisjoint(text.words):
+        return True
     words = [t for t in text.tokens if t.word[0].isalpha()]
-    telling = sum(t.word in language.telling for t in words)
-    if telling and (len(text.tokens) <= _TELLING or telling >= len(words) / _TELLING):
+    if sum([t.word in language.telling for t in words]) >= len(words) / _TELLING:
         return True
     known = [t.stem in language.known for t in words if not t.name]
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
@@ -18,7 +19,7 @@ Places = tuple[int, int]
 """Where a shared word stands in the one text and in the other."""
 
 
-def order(p: Pair) -> str | None:
+def word_order(p: Pair) -> str | None:
     """Subject and object exchanged."""
     return "word order" if not p.converse and _Spines(p).reversed() else None
 
@@ -84,7 +85,8 @@ class _Spines:
         shared = [(i, places[stem]) for stem, i in _once(self.first).items() if stem in places]
         if self._transposed():
             return True
-        if not passive and all(x[1] < y[1] for x, y in itertools.pairwise(shared)):
+        order = [j for _, j in shared]
+        if not passive and order == sorted(order):
             return _fronted(a, language) != _fronted(b, language)
         if self._asks_other_side() or self._turned_clause():
             return True
@@ -151,12 +153,12 @@ class _Spines:
     def _moved(self, shared: list[Places], passive: bool) -> Iterator[tuple[Places, Places, list[Places]]]:
         """Content words that may have changed places, or kept them in a passive, with the ties between them."""
         stems = [self.first[i] for i, _ in shared]
-        fillers = self.language.fillers
+        quiet, names, fillers = self.language.quiet, self.names, self.language.fillers
         telling = [
-            not self.quiet(stem) or (stem in fillers and self._goal(*places))
+            stem not in quiet or stem in names or (stem in fillers and self._goal(*places))
             for stem, places in zip(stems, shared, strict=True)
         ]
-        ties = self._ties(stems)
+        ties = self._ties([stem for stem in stems if stem not in quiet or stem in names or stem in self.language.ties])
         kept = passive and bool(self.participles)
         for x, one in enumerate(shared):
             for y in range(x + 2, min(x + _REACH, len(shared))) if telling[x] else ():
@@ -173,9 +175,10 @@ class _Spines:
 
     def _ties(self, shared: Iterable[str]) -> set[str]:
         """Words that tie a subject to an object. A gerund on one side does not: "book a room", "room booking site"."""
-        ties = {s for s in shared if s not in self.language.joined and (s in self.language.ties or not self.quiet(s))}
-        gerund = self.language.gerund
-        first, second = ({t.stem for t in text.tokens if t.word.endswith(gerund)} for text in (self.p.a, self.p.b))
+        ties, gerund = set(shared) - self.language.joined, self.language.gerund
+        first, second = (
+            {t.stem for t in text.tokens if t.stem in ties and t.word.endswith(gerund)} for text in (self.p.a, self.p.b)
+        )
         return ties - (first ^ second)
 
     def _contradicts(self, one: Places, other: Places, between: list[Places], passive: bool) -> bool:
@@ -245,10 +248,11 @@ def _triples(tokens: Tokens) -> Iterable[tuple[Token, Token, Token]]:
 
 def _once(stems: list[str]) -> dict[str, int]:
     """Where each stem stands that comes once, in order."""
-    places: dict[str, int] = {}
-    for i, stem in enumerate(stems):
-        places[stem] = -1 if stem in places else i
-    return {stem: i for stem, i in places.items() if i >= 0}
+    places = {stem: i for i, stem in enumerate(stems)}
+    if len(places) < len(stems):
+        times = Counter(stems)
+        places = {stem: i for stem, i in places.items() if times[stem] == 1}
+    return places
 
 
 def _open(text: Text, language: Language) -> bool:
@@ -299,6 +303,8 @@ def role(p: Pair) -> str | None:
     """
     if _owns_another(p):
         return "person"
+    if p.language.selves.isdisjoint(p.words):
+        return None
     first, second = _acts(p.a, p.language), _acts(p.b, p.language)
     if _turned(p.a, first, p.b, second, p.language) or _turned(p.b, second, p.a, first, p.language):
         return "person"
@@ -327,7 +333,7 @@ def _acts(text: Text, language: Language) -> _Acts:
     """Verbs of which the speaker is the subject, each with the word after it, and verbs of which he is the object."""
     acts: dict[str, str] = {}
     suffers: set[str] = set()
-    spine = () if language.selves.isdisjoint(text.words) else text.spine
+    spine = text.spine
     for i, token in enumerate(spine):
         if token.word in language.speaking:
             start = i + 1
@@ -358,7 +364,7 @@ def _subject(tokens: Tokens, language: Language) -> str:
 
 def _owns_another(p: Pair) -> bool:
     """Whether an owner has one thing in one text and another in the other, and both texts speak of both."""
-    if p.language.owns not in p.a.words & p.b.words:
+    if p.language.owns not in p.a.words or p.language.owns not in p.b.words:
         return False
     first, second = _owners(p.a, p.language), _owners(p.b, p.language)
     both = p.a.stems.keys() & p.b.stems.keys()

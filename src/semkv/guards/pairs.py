@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from semkv.guards.language import Language, Token
-from semkv.guards.text import STOPS, Text
+from semkv.guards.text import Text
 
-Tokens = Sequence[Token]
+Tokens = tuple[Token, ...]
 
 MOST = 32
 """Words that only one text has, up to which they are compared one by one; with more on both it is another text."""
@@ -29,14 +29,26 @@ class Pair:
     b: Text
     language: Language
 
+    words: frozenset[str] = field(init=False)
+    """The words of both."""
     only: tuple[Tokens, Tokens] = field(init=False)
     """The tokens that only the first and only the second text has, by stem."""
 
+    converse: frozenset[str] = frozenset()
+    """Stems of a comparison that is turned round with its sides: "A is larger than B", "B is smaller than A"."""
+    denied: frozenset[str] = frozenset()
+    """Stems of a word and its denial, where the other text denies with a word: "unsafe", "not safe"."""
+
     def __post_init__(self) -> None:
+        self.words = self.a.words | self.b.words
         first, second = _only(self.a, self.b), _only(self.b, self.a)
         if first and second:
             first, second = _unjoined(first, second, self.b), _unjoined(second, first, self.a)
         self.only = first, second
+        if first and second:
+            self.converse = self._converse()
+            if not self.language.negations.isdisjoint(self.words):
+                self.denied = self._denied()
 
     @cached_property
     def content(self) -> tuple[list[Token], list[Token]]:
@@ -53,18 +65,16 @@ class Pair:
         short = self._initials(only_a, only_b) | self._initials(only_b, only_a)
         return self._without_kin(left, self.b, short), self._without_kin(right, self.a, short)
 
-    @property
+    @cached_property
     def views(self) -> tuple[tuple[Text, Tokens, Text, Tokens], ...]:
         """Each text with the tokens that it alone has, then the other one with its own."""
         return (self.a, self.only[0], self.b, self.only[1]), (self.b, self.only[1], self.a, self.only[0])
 
-    @cached_property
-    def converse(self) -> frozenset[str]:
-        """Stems of a comparison that is turned round with its sides: "A is larger than B", "B is smaller than A"."""
+    def _converse(self) -> frozenset[str]:
         only_a, only_b = self.only
         opposed = self.language.opposed
         facing = {y.stem for y in only_b}
-        compared = [x for x in only_a if x.stem in opposed][:MOST] if facing else []
+        compared = [x for x in only_a if x.stem in opposed][:MOST]
         compared = [x for x in compared if not facing.isdisjoint(opposed[x.stem])]
         turned = [(x, y) for x in compared for y in only_b[:MOST] if opposed[x.stem].get(y.stem) in _SIDED]
         if len(turned) != 1:
@@ -75,9 +85,7 @@ class Pair:
         exchanged = before - shared == right - shared != left - shared == after - shared
         return frozenset((x.stem, y.stem)) if exchanged else frozenset()
 
-    @cached_property
-    def denied(self) -> frozenset[str]:
-        """Stems of a word and its denial, where the other text denies with a word: "unsafe", "not safe"."""
+    def _denied(self) -> frozenset[str]:
         only_a, only_b = self.only
         first, second = (sum(t.word in self.language.negations for t in text.tokens) for text in (self.a, self.b))
         if abs(first - second) != 1:
@@ -131,7 +139,7 @@ class Pair:
     def _parted(self, text: Text, token: Token) -> tuple[set[str], set[str]]:
         """The content before and after a word."""
         i = next(i for i, t in enumerate(text.tokens) if t.stem == token.stem)
-        silent = self.language.function | STOPS
+        silent = self.language.silent
         first, second = (
             {t.stem for t in part if t.word not in silent} for part in (text.tokens[:i], text.tokens[i + 1 :])
         )
@@ -140,8 +148,15 @@ class Pair:
     def _without_kin(self, own: list[Token], other: Text, short: set[Token]) -> list[Token]:
         if not own:
             return own
-        others = [t for t in other.tokens if t.word not in self.language.function]
-        return [t for t in own if t not in short and not any(self.akin(t, y) for y in others)]
+        function, related = self.language.function, self.language.related
+        others = [t for t in other.tokens if t.word not in function]
+        left = []
+        for t in own:
+            letter, tied = t.word[0], t.stem in related
+            near = [y for y in others if y.word[0] == letter or (t.name and y.name) or (tied and y.stem in related)]
+            if t not in short and not any(self.akin(t, y) for y in near):
+                left.append(t)
+        return left
 
     def _initials(self, mine: Tokens, other: Tokens) -> set[Token]:
         """Abbreviations, with the words of the other text that they stand for: "AC", "alternating current"."""
@@ -166,17 +181,20 @@ def _only(mine: Text, other: Text) -> Tokens:
         if spare.get(token.stem, 0) > 0:
             spare[token.stem] -= 1
             rest.append(token)
-    return rest[::-1]
+    return tuple(rest[::-1])
 
 
 def _unjoined(mine: Tokens, other: Tokens, text: Text) -> Tokens:
     """Without words that the other text writes as two, or the parts of one that it writes as one."""
-    gone = {x.word + y.word for x, y in itertools.pairwise(text.tokens) if len(x.word) > 1}
+    gone: set[str] = set()
+    run = "".join([t.word for t in text.tokens])
+    if len(mine) > MOST or any(t.word in run for t in mine):
+        gone = {x.word + y.word for x, y in itertools.pairwise(text.tokens) if len(x.word) > 1}
     whole = {t.word for t in other}
     for x, y in itertools.pairwise(mine):
         if len(x.word) > 1 and x.word + y.word in whole:
             gone |= {x.word, y.word}
-    return [t for t in mine if t.word not in gone]
+    return tuple([t for t in mine if t.word not in gone]) if gone else mine
 
 
 def _demonym(short: str, long: str, language: Language) -> bool:

@@ -6,11 +6,11 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from semkv.guards.language import KEPT, Language, Token, token
-from semkv.guards.quantities import Quantities, measure
+from semkv.guards.language import KEPT, Language, Token, token_of
+from semkv.guards.quantities import NOTHING, Quantities, measure
 from semkv.keys import LITERAL, one_style
 
 _LONGEST = 200  # characters of a chunk that is still looked into
@@ -61,8 +61,7 @@ _ALONE = re.compile(r"[<>=!+*/^%&|~:-]*[<>=+*/^%&|~-]|\.[*/^]")
 _CONNECTIVES = frozenset(("AND", "OR", "NOT", "XOR"))
 
 
-@dataclass(eq=False, slots=True)
-class Text:
+class Text(NamedTuple):
     """What the guards compare."""
 
     tokens: tuple[Token, ...]
@@ -108,22 +107,26 @@ def read(text: str, language: Language) -> Text:
         tokens += chunk.tokens
     if capitals:
         _tell_letters(tokens, capitals, language)
-    final = tuple(_phrased(tokens, capitals, language))
+    final = _phrased(tokens, capitals, language)
     words = frozenset([t.word for t in final])
     articles = language.articles
-    stems = dict.fromkeys([t.stem for t in final], 1)
-    odd = " ".join([chunk.odd for chunk in telling if chunk.odd])
+    every = [t.stem for t in final]
+    stems: Mapping[str, int] = dict.fromkeys(every, 1)
+    if len(stems) < len(every):
+        stems = Counter(every)
+    marked = [chunk for chunk in telling if chunk.odd]
+    odd = " ".join([chunk.odd for chunk in marked])
     return Text(
         tokens=final,
         spine=final if words.isdisjoint(articles) else tuple([t for t in final if t.word not in articles]),
         words=words,
-        stems=stems if len(stems) == len(final) else Counter([t.stem for t in final]),
-        quantities=measure(final, language),
-        code=_union([chunk.code for chunk in telling]),
-        spelled=_union([chunk.spelled for chunk in telling]),
+        stems=stems,
+        quantities=measure(final, language) if odd or not language.measures.isdisjoint(words) else NOTHING,
+        code=_union([chunk.code for chunk in marked]),
+        spelled=_union([chunk.spelled for chunk in marked]),
         operators=operators(plain, typed=typed) if _OPERATOR.search(odd) else (),
         quotes=_quoted(plain) if _MARK.search(odd) else _NONE,
-        dates=_union([chunk.dates for chunk in telling]),
+        dates=_union([chunk.dates for chunk in marked]),
         cased=None if titled else _union([chunk.cased for chunk in telling]),
         starts=_union([chunk.starts for chunk in telling]),
     )
@@ -166,7 +169,7 @@ class Chunk:
         """Whether there is more to it than its tokens."""
 
     def _add(self, word: str, name: bool = False) -> None:
-        found = token(word, name, self._language)
+        found = token_of(word, name, self._language)
         if name and not found.name:
             self.capitals.append(len(self.tokens))
         self.tokens.append(found)
@@ -273,10 +276,10 @@ def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Langua
             word, before = tokens[i].word, tokens[i - 1].word if i else ""
             spelled = len(before) == 1 and before.isalpha()  # "U.S.A."
             if len(word) == 1 and word in language.articles and not spelled:
-                tokens[i] = token(f"{word}_", True, language)
+                tokens[i] = token_of(f"{word}_", True, language)
 
 
-def _phrased(tokens: list[Token], capitals: Iterable[int], language: Language) -> list[Token]:
+def _phrased(tokens: list[Token], capitals: Iterable[int], language: Language) -> tuple[Token, ...]:
     """Tokens with every phrase of the language replaced by what is read in its place."""
     found: list[Token] = []
     done = 0
@@ -291,10 +294,10 @@ def _phrased(tokens: list[Token], capitals: Iterable[int], language: Language) -
             ):
                 name = tokens[i].name or i in capitals
                 found += tokens[done:i]
-                found += [token(part, name, language) for part in instead]
+                found += [token_of(part, name, language) for part in instead]
                 done = i + 1 + len(rest)
                 break
-    return found + tokens[done:] if done else tokens
+    return tuple(found + tokens[done:] if done else tokens)
 
 
 def _quoted(text: str) -> frozenset[str]:

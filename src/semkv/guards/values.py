@@ -56,12 +56,12 @@ def case(p: Pair) -> str | None:
         return None
     spelling = p.language.spelling
     asked = not (spelling.isdisjoint(p.a.words) or spelling.isdisjoint(p.b.words))
-    small = {mine: _small_acronyms(mine, other, p) for mine, other in ((p.a, p.b), (p.b, p.a))}
+    small = _small_acronyms(p.a, p.b, p), _small_acronyms(p.b, p.a, p)
     for written in first ^ second:
         mine, other = (p.a, p.b) if written in first else (p.b, p.a)
         word = written.casefold()
         pronoun = len(word) == 1 and word in p.language.persons
-        typed = small[mine] and not asked and written.isupper() and not _is_word(word, other, p)
+        typed = small[mine is p.b] and not asked and written.isupper() and not _is_word(word, other, p)
         if not typed and word in mine.words and word in other.words and word not in other.starts and not pronoun:
             theirs = {w for w in other.cased or () if w.casefold() == word}
             if not theirs and any(t.word == word and not t.name for t in other.tokens):
@@ -126,6 +126,8 @@ def date(p: Pair) -> str | None:
     """Another day, month, season or time of day."""
     if p.a.dates != p.b.dates:
         return "date"
+    if p.language.calendar.isdisjoint(p.words):
+        return None
     only_a, only_b = p.only
     alone = (*only_a, *only_b)
     if len(alone) == 1 and alone[0].word in p.language.shifts:
