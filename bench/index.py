@@ -12,6 +12,7 @@ a shared machine only such pairs can be compared, and the processor's time more 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -194,13 +195,14 @@ def restarted(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) 
     left = np.flatnonzero(truth % 10)
     files = list(folder.glob("*/*.graph"))
     row: dict[str, Any] = {"kept_bytes_per_entry": round(sum(file.stat().st_size for file in files) / draw.count)}
-    before, start = resident(), time.perf_counter()
+    before, start, busy = resident(), time.perf_counter(), time.process_time()
     index, kind = opened(queries.shape[1], folder)
     for number, page in enumerate(draw.pages()):
         rows = ((number * PAGE + i, vector) for i, vector in enumerate(page))
         index.extend(kind(f"{at:032x}", "p", vector) for at, vector in rows if at % 10)
     index.loaded()
     row["load_s"] = round(time.perf_counter() - start, 2)
+    row["load_processor_s"] = round(time.process_time() - busy, 2)
     row["bytes_per_entry"] = round((resident() - before) / draw.count)
     row["plain_rows"] = index.sizes().flat
     row["search"] = searched(find, queries[left], truth[left])
@@ -263,7 +265,9 @@ def one(middles: np.ndarray, folder: Path, count: int, what: str) -> dict[str, A
     if what != "index":
         return library(what, draw, queries, truth)
     row = measured(draw, queries, truth, folder / "graphs")
+    gc.collect()  # the next part measures memory
     row["restarted"] = restarted(draw, queries, truth, folder / "graphs")
+    gc.collect()
     return row | {"partitions_20000": many_partitions(queries, 20_000)}
 
 

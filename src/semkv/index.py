@@ -190,11 +190,12 @@ class Graph:
         encoded = faiss.downcast_index(self.index.storage).sa_encode(vectors)
         same = (rows >= 0) & (codes_of(self.index)[rows] == encoded).all(axis=1)
         taken = [claims.pop(hashed, -1) if good else -1 for hashed, good in zip(hashes, same, strict=True)]
+        alive = self.alive()
         for item, row in zip(items, taken, strict=True):
             if row >= 0:
-                self.items[row] = item
-                self._bits[row // 8] |= np.uint8(1 << (row % 8))
+                self.items[row], alive[row] = item, True
                 self.dead -= 1
+        self.set_alive(alive)
         return taken
 
     def vector(self, row: int) -> Vector:
