@@ -65,7 +65,7 @@ class AheadLog:
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 4 << 20) -> None:
+    def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 1 << 20) -> None:
         self._folder, self._bring, self._most = folder, bring, max_bytes
         make_folder(folder)
         self._path, self._file = _new(folder)
