@@ -287,7 +287,7 @@ def is_filled(path: Path) -> bool:
 
 
 def delete_database(path: Path) -> None:
-    """Delete a database, whoever has it open: they open a new one at their next use.
+    """Delete a database, also under processes that have it open: they begin a new one at their next use.
 
     Raises:
         OSError: it cannot be deleted; BlockingIOError where another process opens it for a minute.

@@ -37,7 +37,7 @@ from semkv.types import Namespace
 
 _UNBOUNDED = Bounds(max_bytes=0)
 _DAY_S = 86_400.0
-_WAIT_S = 5.0  # for whoever uses the database
+_WAIT_S = 5.0  # for other processes that use the database
 
 
 @dataclass(frozen=True, slots=True)
