@@ -136,7 +136,8 @@ def test_a_catalog_that_is_damaged_while_open_is_put_aside_once(tmp_path: Path) 
     assert two.purge() != mark
     assert one.database.damaged + two.database.damaged == 1
     assert (tmp_path / f"{CATALOG}.damaged").exists()
-    one.close(), two.close()
+    for catalog in (one, two):
+        catalog.close()
 
 
 OPENER = """

@@ -32,8 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "experiments": VOCABULARY
     | {"presets", "stores", "indexes", "encoders", "tiers", "cache", "connectors", "engines", "adapter"},
     "server": VOCABULARY | {"presets", "stores", "indexes", "encoders", "tiers", "cache", "connectors", "engines"},
-    "cli": VOCABULARY
-    | {"presets", "stores", "connectors", "cache", "engines", "experiments", "server"},
+    "cli": VOCABULARY | {"presets", "stores", "connectors", "cache", "engines", "experiments", "server"},
     "__main__": {"cli"},
 }
 
