@@ -93,7 +93,8 @@ def test_a_file_that_cannot_be_read_costs_one_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Opened
 ) -> None:
     """As while the process has no file descriptor left, or the disk fails."""
-    gate, real, failed = Gate(), ahead._claim, []
+    gate, real = Gate(), ahead._claim
+    failed: list[Path] = []
     log = opened(gate)
 
     def claim(path: Path, flags: int = 0) -> int | None:

@@ -723,8 +723,7 @@ def test_a_damaged_catalog_is_a_counted_miss(bench: Bench) -> None:
     bench.open()
     for n in range(3):
         assert not bench.ask(f"question{n}", f"image{n}", context=DOCUMENT).hit
-        assert bench.entry is None
-    assert bench.cache.stats().faults
+    assert bench.entry is not None, "a new database was begun"
 
 
 def test_a_closed_cache_is_a_counted_miss(bench: Bench) -> None:

@@ -103,11 +103,11 @@ def test_a_database_whose_folder_is_gone_is_a_fault_and_not_made_again(tmp_path:
     database = Database(tmp_path / "cache" / CATALOG)
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     for _ in range(2):
-        with pytest.raises(sqlite3.OperationalError, match="cannot be opened anew"), database.use(write=True):
+        with pytest.raises(sqlite3.OperationalError, match="cannot be opened anew"), database.write():
             pass
     assert not (tmp_path / "cache").exists()
     (tmp_path / "elsewhere").rename(tmp_path / "cache")
-    with database.use(write=True):
+    with database.write():
         pass
     database.close()
     with pytest.raises(sqlite3.ProgrammingError):
@@ -136,7 +136,8 @@ def test_a_catalog_that_is_damaged_while_open_is_put_aside_once(tmp_path: Path) 
     assert two.purge() != mark
     assert one.database.damaged + two.database.damaged == 1
     assert (tmp_path / f"{CATALOG}.damaged").exists()
-    one.close(), two.close()
+    for catalog in (one, two):
+        catalog.close()
 
 
 OPENER = """

@@ -333,7 +333,7 @@ def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None
         store.put(one)
         sizes.append(sum(map(len, encode(one))))
     expected = [AnswersUse("alice", 2, sizes[0] + sizes[2], 0.0, 50.0), AnswersUse("bob", 1, sizes[1], 1.0, 50.0)]
-    with store.database.use(write=True):
+    with store.database.write():
         assert held() == expected
     store.close()
     left = sorted(p.name for p in tmp_path.iterdir())

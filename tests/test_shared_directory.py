@@ -15,8 +15,8 @@ import pytest
 from kv_engines import in_child
 from semkv.engines.base import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
-from semkv.stores.maintenance import inspect, verify
 from semkv.presets import get_preset
+from semkv.stores.maintenance import inspect, verify
 from semkv.types import Role, TextSegment
 
 

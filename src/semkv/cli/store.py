@@ -110,14 +110,14 @@ def _stats(
         names = _names(folder, tenant)
         own, gateways = _salts(folder, names)
         found = inspect(folder, fusion_cache_dir, names, [*own, *gateways])
-        untold = [*_untold(known=bool(gateways)), *[_ELSEWHERE] * _has_gateway(folder)]
-        print("not counted: " + "; ".join(untold), file=sys.stderr)
+        unattributed = [*_unattributed(known=bool(gateways)), *[_ELSEWHERE] * _has_gateway(folder)]
+        print("not counted: " + "; ".join(unattributed), file=sys.stderr)
         if not (found.entries or found.stores or found.unread):
             everybody = inspect(folder, fusion_cache_dir)
             names = [row.tenant for row in everybody.entries] + [held.tenant or "" for held in everybody.answers]
             known = list(dict.fromkeys(names))
-            told = ", ".join(map(_tenant, known[:_NAMES])) + ", ..." * (len(known) > _NAMES)
-            print(f"nothing is here of {_tenant(tenant)}; known: {told or 'nobody'}", file=sys.stderr)
+            listed = ", ".join(map(_tenant, known[:_NAMES])) + ", ..." * (len(known) > _NAMES)
+            print(f"nothing is here of {_tenant(tenant)}; known: {listed or 'nobody'}", file=sys.stderr)
     if as_json:
         _print_json(found)
     else:
@@ -317,21 +317,21 @@ def _left_over(folder: Path, tag: str | None, gateways: int | None, *, has_gatew
     if tag is not None:
         left.append("KV blocks and encoder outputs (they have no tags)")
     else:
-        left += _untold(known=gateways is not None)
+        left += _unattributed(known=gateways is not None)
         if gateways == 0:
             left.append("those of a gateway, if it stored any: none has the salt of this tenant and this secret")
     return "left: " + "; ".join(left)
 
 
-def _untold(*, known: bool) -> list[str]:
+def _unattributed(*, known: bool) -> list[str]:
     """What is on the disk and not known to be a tenant's, for people. ``known``: whether the gateway's secret is."""
-    untold = [
+    unattributed = [
         "KV blocks and encoder outputs without a salt, or stored before files said whose they are",
         "what clients of a gateway asked with a cache_salt of their own",
     ]
     if not known:
-        untold.append("KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)")
-    return untold
+        unattributed.append("KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)")
+    return unattributed
 
 
 def _folder(given: Path | None) -> Path:

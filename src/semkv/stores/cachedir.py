@@ -1,7 +1,7 @@
 """Opening and emptying a cache directory.
 
 A directory belongs to semkv when one of the places where a store lives has a ``semkv.json``. A purge removes files
-that semkv writes, by their form, and nothing else: what a user put beside them stays.
+that semkv writes, by their form, and nothing else: files that a user put there stay.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Catalog:
         return self.database.opened, number
 
     def _number(self, statement: str, *values: object) -> int:
-        with self.database.use() as db:
+        with self.database as db:
             row = db.execute(statement, values).fetchone()
         return int(row[0])
 
@@ -77,7 +77,7 @@ class Catalog:
         """A transaction that is undone on any exception. It takes along the hits that are not written yet."""
         with self.database.lock:
             try:
-                with self.database.use(write=True) as db:
+                with self.database.write() as db:
                     ((number,),) = db.execute(_COUNT_WRITE).fetchall()
                     for entry_id, (count, now) in self._hits.items():
                         self._count(db, entry_id, count, now)
@@ -157,7 +157,7 @@ class Catalog:
 
     def tag(self, entry_id: str, tags: Sequence[str]) -> bool:
         """Add tags to an entry; False where it is no longer there. Without tags it is only looked for."""
-        with self._write() if tags else self.database.use() as db:
+        with self._write() if tags else self.database as db:
             db.executemany(
                 "INSERT OR IGNORE INTO tags SELECT ?, id FROM entries WHERE entry_id=?",
                 [(tag, entry_id) for tag in tags],
@@ -223,7 +223,7 @@ class Catalog:
         if not tests:
             raise ValueError("invalidate needs a tag, an entry_id, a namespace, tenants or a time")
         statement = "SELECT id FROM entries WHERE " + " AND ".join(tests)  # noqa: S608 (our own words)
-        with self.database.use() if dry_run else self._write() as db:
+        with self.database if dry_run else self._write() as db:
             rows = [int(r[0]) for r in db.execute(statement, tuple(tests.values())).fetchall()]
             if dry_run:
                 return removal(db, rows)
@@ -242,18 +242,18 @@ class Catalog:
             "COALESCE(CAST(MAX(CASE WHEN json_valid(metadata) THEN metadata ->> '$.model' END) AS TEXT), '') "
             "FROM entries WHERE ?1 IS NULL OR tenant=?1 GROUP BY tenant, model ORDER BY COUNT(*) DESC, tenant, model"
         )
-        with self.database.use() as db:
+        with self.database as db:
             return [NamespaceUse(*row) for row in db.execute(statement, (tenant,))]
 
     def media_of(self, tenant: str) -> set[str]:
         """The media items that a tenant's entries have, also where another's have them too."""
         statement = "SELECT DISTINCT entry_media.media FROM entry_media JOIN entries ON id=entry WHERE tenant=?"
-        with self.database.use() as db:
+        with self.database as db:
             return {str(row[0]) for row in db.execute(statement, (tenant,))}
 
     def spaces(self) -> list[str]:
         """The `namespace_key` of every tenant and model that has entries here."""
-        with self.database.use() as db:
+        with self.database as db:
             return [str(row[0]) for row in db.execute("SELECT DISTINCT space FROM entries")]
 
     def has_media(self, media_id: str) -> bool:
@@ -286,11 +286,11 @@ class Catalog:
 
     def has(self, key: str) -> bool:
         """Whether any entry is registered under a key."""
-        with self.database.use() as db:
+        with self.database as db:
             return db.execute("SELECT 1 FROM entry_keys WHERE key=? LIMIT 1", (key,)).fetchone() is not None
 
     def _entries(self, statement: str, *values: object) -> list[Entry]:
-        with self.database.use() as db:
+        with self.database as db:
             found = []
             for row in db.execute(statement, values).fetchall():
                 try:
@@ -310,7 +310,7 @@ class Catalog:
             postings: how many contexts one sentence may name, so that boilerplate costs no more than another.
         """
         votes: dict[int, int] = {}
-        with self.database.use() as db:
+        with self.database as db:
             for value in hashes:
                 for row in db.execute("SELECT context FROM sentences WHERE hash=? LIMIT ?", (value, postings)):
                     votes[row[0]] = votes.get(row[0], 0) + 1
@@ -321,7 +321,7 @@ class Catalog:
     def layers(self, entry_id: str) -> set[str]:
         """The layer keys under which an entry has a vector; none where it is not here."""
         statement = "SELECT layer FROM vectors JOIN entries ON entries.id=entry WHERE entry_id=?"
-        with self.database.use() as db:
+        with self.database as db:
             return {str(row[0]) for row in db.execute(statement, (entry_id,))}
 
     # -- for the indexes ----------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class Catalog:
 
     def purge(self) -> str:
         """The mark of the last `invalidate` that deleted anything, by this process or another."""
-        with self.database.use() as db:
+        with self.database as db:
             return last_purge(db)
 
     def missing(self, entry_ids: Sequence[str]) -> list[str]:
@@ -353,13 +353,13 @@ class Catalog:
         statement = (
             "SELECT value FROM json_each(?) WHERE NOT EXISTS (SELECT 1 FROM entries WHERE entry_id=json_each.value)"
         )
-        with self.database.use() as db:
+        with self.database as db:
             return [str(row[0]) for row in db.execute(statement, (json.dumps(list(entry_ids)),))]
 
     def vectors(self, layers: Sequence[str], after: int, limit: int) -> list[VectorRow]:
         """The next vectors of entries under the given layer keys, in order of writing, numbered above ``after``."""
         marks = ",".join("?" * len(layers))
-        with self.database.use() as db:
+        with self.database as db:
             rows = db.execute(
                 "SELECT vectors.id, entry_id, space, frame, loose_frame, layer, vector FROM vectors JOIN entries"  # noqa: S608
                 f" ON entries.id=entry WHERE vectors.id>? AND layer IN ({marks}) ORDER BY vectors.id LIMIT ?",
@@ -369,7 +369,7 @@ class Catalog:
 
     def media_rows(self, after: int, limit: int) -> list[MediaRow]:
         """The next entries with media items, in order of writing, numbered above ``after``."""
-        with self.database.use() as db:
+        with self.database as db:
             rows = db.execute(
                 "SELECT id, entry_id, space, run, media FROM entries WHERE id>? AND media<>'' ORDER BY id LIMIT ?",
                 (after, limit),
@@ -378,7 +378,7 @@ class Catalog:
 
     def media_vector(self, space: str, layer: str, media: str) -> bytes | None:
         """The packed vector of one media item, or None."""
-        with self.database.use() as db:
+        with self.database as db:
             row = db.execute(
                 "SELECT vector FROM media_vectors WHERE space=? AND layer=? AND media=?", (space, layer, media)
             ).fetchone()

@@ -37,7 +37,9 @@ class Database:
     Args:
         path: the file; made when missing, as is its folder.
         timeout_s: how long to wait for another process's write.
-        fault: makes the exception that `use` raises in place of SQLite's; None for SQLite's own.
+        follow_reads: look before every read too whether the file was deleted or replaced; without it before a write
+            and in `version` alone.
+        fault: makes the exception that is raised in place of SQLite's; None for SQLite's own.
         replace: do all of that. Without it a file is only looked after: one that is missing, damaged or of another
             format is refused, and one that this user cannot write is read.
 
@@ -55,6 +57,7 @@ class Database:
         path: Path,
         *,
         timeout_s: float = 2.0,
+        follow_reads: bool = False,
         fault: Callable[[sqlite3.Error], Exception] | None = None,
         replace: bool = True,
     ) -> None:
@@ -62,7 +65,7 @@ class Database:
         self.opened = self.damaged = 0
         self._file: FileId | None = None  # that is open
         self._timeout_s, self._fault, self._replace, self._closed = timeout_s, fault, replace, False
-        self._name = os.fspath(path)
+        self._name, self._follow_reads = os.fspath(path), follow_reads
         try:
             if replace:
                 make_folder(path.parent)
@@ -70,41 +73,53 @@ class Database:
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"database {path}: {error}") from error
 
-    @contextmanager
-    def use(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
-        """The connection; with ``write`` in a transaction that is undone on any exception.
-
-        Raises:
-            sqlite3.Error: the file is locked, damaged or closed, or the disk is full.
-        """
-        with self.lock:
-            try:
+    def __enter__(self) -> sqlite3.Connection:
+        """The connection, to read. SQLite's errors (locked, damaged, closed) become ``fault``'s."""
+        self.lock.acquire()
+        try:
+            if self._follow_reads or self._file is None:
                 self._follow()
-                if write:
-                    self.connection.execute("BEGIN IMMEDIATE")
-                yield self.connection
-                if write:
-                    self.connection.execute("COMMIT")
-            except BaseException as error:
-                with suppress(sqlite3.Error):
-                    if self.connection.in_transaction:  # some errors have rolled back already
-                        self.connection.execute("ROLLBACK")
-                if self._replace and is_damage(error):
-                    with suppress(sqlite3.Error):  # the next use tries again
-                        self._open_anew(damaged=self._file)
-                if self._fault is not None and isinstance(error, sqlite3.Error):
-                    raise self._fault(error) from error
-                raise
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self.connection
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                self._fail(error)
+        finally:
+            self.lock.release()
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """The connection, in a transaction that is undone on any exception; a full disk is one more fault."""
+        with self:
+            self._follow()
+            self.connection.execute("BEGIN IMMEDIATE")
+            yield self.connection
+            self.connection.execute("COMMIT")
+
+    def _fail(self, error: BaseException) -> None:
+        with suppress(sqlite3.Error):
+            if self.connection.in_transaction:  # some errors have rolled back already
+                self.connection.execute("ROLLBACK")
+        if self._replace and is_damage(error):
+            with suppress(sqlite3.Error):  # the next use tries again
+                self._open_anew(damaged=self._file)
+        if self._fault is not None and isinstance(error, sqlite3.Error):
+            raise self._fault(error) from error
 
     def version(self) -> tuple[int, int]:
         """Another value whenever another connection has written, or the file was replaced."""
-        with self.use() as db:
-            return self.opened, int(db.execute("PRAGMA data_version").fetchone()[0])
+        with self:
+            self._follow()
+            return self.opened, int(self.connection.execute("PRAGMA data_version").fetchone()[0])
 
     def check(self) -> str:
         """The first fault in the structure of the file; empty where there is none."""
         try:
-            with self.use() as db:
+            with self as db:
                 found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
@@ -115,7 +130,7 @@ class Database:
     def truncate_log(self) -> bool:
         """Write the write-ahead log into the file and empty it, so that nothing deleted stays there; False where
         another process reads the database."""
-        with self.use() as db:
+        with self as db:
             return not db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
 
     def close(self) -> None:
@@ -128,14 +143,12 @@ class Database:
 
     def _follow(self) -> None:
         """Open anew what another process deleted or replaced: what is written to the old file is lost."""
-        if self._closed or not self._replace or (self._file is not None and self.connection.in_transaction):
-            return
-        if self._file is not None:
-            with suppress(OSError):  # it is gone
-                status = os.stat(self._name)  # noqa: PTH116 (half the time of a path's)
-                if (status.st_dev, status.st_ino) == self._file:
-                    return
-        self._open_anew()
+        with suppress(OSError):  # it is gone
+            status = os.stat(self._name)  # noqa: PTH116 (half the time of a path's)
+            if (status.st_dev, status.st_ino) == self._file:
+                return
+        if not self._closed and self._replace and (self._file is None or not self.connection.in_transaction):
+            self._open_anew()
 
     def _open_anew(self, damaged: FileId | None = None) -> None:
         self.connection.close()
@@ -274,7 +287,7 @@ def is_filled(path: Path) -> bool:
 
 
 def delete_database(path: Path) -> None:
-    """Delete a database, whoever has it open: they open a new one at their next use.
+    """Delete a database, also under processes that have it open: they begin a new one at their next use.
 
     Raises:
         OSError: it cannot be deleted; BlockingIOError where another process opens it for a minute.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
@@ -36,7 +37,7 @@ from semkv.types import Namespace
 
 _UNBOUNDED = Bounds(max_bytes=0)
 _DAY_S = 86_400.0
-_WAIT_S = 5.0  # for whoever uses the database
+_WAIT_S = 5.0  # for other processes that use the database
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,42 +292,21 @@ def verify(
     check_is_cache(cache_dir)
     damaged: list[str] = []
     unread: list[str] = []
-    checks: list[Callable[[], str]] = []
-
-    def block(name: str, store: BlockStore, file: str) -> str:
-        reason = store.damage(file)
-        if not reason or file not in store.files():  # it was evicted meanwhile
-            return ""
-        if repair:
-            store.reject(file)
-        return f"{name}: {reason}"
-
-    def image(media: MediaStore, file: Path) -> str:
-        if media.whole(file.name) or not file.exists():
-            return ""
-        if repair:
-            media.delete(file.name)
-        return f"media: {file.name} is not what its name says"
-
-    def graph(file: Path) -> str:
-        if not (reason := damage_of(file)):
-            return ""
-        if repair:
-            file.unlink(missing_ok=True)
-        return f"graphs: {reason}"
-
     with _blocks(cache_dir, fusion_dir) as opened:
+        blocks = [(name, store, file) for name, store in opened for file in store.files()]
+        # Deleted when a lost index was built again.
         for name, store in opened:
-            # Deleted when a lost index was built again.
             damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
-            checks += [lambda n=name, s=store, f=file: block(n, s, f) for file in store.files()]  # type: ignore[misc]
-        if images := _images(cache_dir):
-            media = MediaStore(cache_dir / "media")
-            checks += [lambda f=file: image(media, f) for file in images]  # type: ignore[misc]
-        checks += [lambda f=file: graph(f) for file in kept_files(cache_dir / GRAPHS)]  # type: ignore[misc]
-        for done, check in enumerate(checks, 1):
-            damaged += filter(None, [check()])
-            advance(done, len(checks))
+        images, graphs = _images(cache_dir), kept_files(cache_dir / GRAPHS)
+        files = len(blocks) + len(images) + len(graphs)
+        faults = chain(
+            _block_faults(blocks, repair=repair),
+            _image_faults(cache_dir / "media", images, repair=repair),
+            _graph_faults(graphs, repair=repair),
+        )
+        for done, fault in enumerate(faults, 1):
+            damaged += [fault] * bool(fault)
+            advance(done, files)
     answers, kept = 0, 0
     try:
         with _database(cache_dir) as database:
@@ -335,10 +315,10 @@ def verify(
                 if reason := catalog.database.check():
                     damaged.append(f"catalog: {reason} (a purge of everything deletes it)")
                     kept = 1
-                total = len(checks) + responses.usage()[0]
+                total = files + responses.usage()[0]
                 for answers, reason in enumerate(responses.examine(repair=repair), 1):
                     damaged += [f"answers: {reason}"] * bool(reason)
-                    done = len(checks) + answers
+                    done = files + answers
                     advance(done, max(done, total))
     except CorruptValue as error:
         if not kept:
@@ -346,7 +326,35 @@ def verify(
             kept = 1
     except StoreError as error:
         unread.append(str(error))
-    return Damage(len(checks), answers, tuple(damaged), len(damaged) - kept if repair else 0, tuple(unread))
+    return Damage(files, answers, tuple(damaged), len(damaged) - kept if repair else 0, tuple(unread))
+
+
+def _block_faults(blocks: Iterable[tuple[str, BlockStore, str]], *, repair: bool) -> Iterator[str]:
+    """Why each file is damaged; empty where it is not."""
+    for name, store, file in blocks:
+        reason = store.damage(file)
+        if reason and file not in store.files():  # it was evicted meanwhile
+            reason = ""
+        if reason and repair:
+            store.reject(file)
+        yield reason and f"{name}: {reason}"
+
+
+def _image_faults(folder: Path, images: Sequence[Path], *, repair: bool) -> Iterator[str]:
+    media = MediaStore(folder) if images else None
+    for image in images:
+        damaged = media is not None and not media.whole(image.name) and image.exists()
+        if media is not None and damaged and repair:
+            media.delete(image.name)
+        yield f"media: {image.name} is not what its name says" if damaged else ""
+
+
+def _graph_faults(graphs: Iterable[Path], *, repair: bool) -> Iterator[str]:
+    for graph in graphs:
+        reason = damage_of(graph)
+        if reason and repair:
+            graph.unlink(missing_ok=True)
+        yield reason and f"graphs: {reason}"
 
 
 # -- deleting ---------------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ class ResponseCache:
         Returns:
             Whether it was kept; None where nothing was done, since only `keep` can.
         """
-        if self._ahead is None or not self._ahead.quick:
+        if self._ahead is None:
             return None
         found = self._keeping.stored(request, payload, status, tuple(tags))
         if isinstance(found, str):

@@ -29,7 +29,6 @@ from semkv.stores.responses.codec import decode, encode
 
 PATTERN = f"{'[0-9a-f]' * 16}.log"
 _FRAME = struct.Struct("<QIIII")  # checksum of what follows; bytes of its cursor, key, head and payload
-_LARGEST = 256 << 20  # bytes of a file that another process left; a larger one is none
 _STAND_BACK_S = 0.005  # before the store is written: it shares the interpreter with the response that goes out
 _SLOW_S = 0.05  # a write that takes longer was not one to memory
 _LOOK_S = 5.0  # between two looks for what ended processes left
@@ -66,7 +65,7 @@ class AheadLog:
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 4 << 20) -> None:
+    def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 1 << 20) -> None:
         self._folder, self._bring, self._most = folder, bring, max_bytes
         make_folder(folder)
         self._path, self._file = _new(folder)
@@ -80,27 +79,26 @@ class AheadLog:
         self._thread = threading.Thread(target=self._work, name="semkv-answers", daemon=True)
         self._thread.start()
 
-    @property
-    def quick(self) -> bool:
-        """Whether the last append took no longer than one to memory does."""
-        return time.monotonic() >= self._quick_from
-
     def append(self, response: StoredResponse, since: str) -> bool:
-        """Write a response; False where the file is full, closed or cannot be written. Does not wait for the store.
+        """Write a response, without waiting for the store; False where the file is full or closed, or the disk cannot
+        be written or was slow a moment ago.
 
         Args:
             response: the response.
             since: the store's cursor when it began to be computed.
         """
-        record = _record(response, since)
         start = time.monotonic()
+        if start < self._quick_from:
+            return False
+        record = _record(response, since)
         with self._lock:
-            fits = not self._closing.is_set() and self._size + len(record) <= self._most
-            written = fits and _write(self._file, record, self._size)
+            if self._closing.is_set() or self._size + len(record) > self._most:
+                return False
+            written = _write(self._file, record, self._size)
             if written:
                 self._size += len(record)
                 self._waiting.append((response, since))
-        if written != fits or time.monotonic() - start > _SLOW_S:
+        if not written or time.monotonic() - start > _SLOW_S:
             self._quick_from = time.monotonic() + _PAUSE_S
         if written:
             self._some.set()
@@ -202,7 +200,7 @@ def replay(folder: Path, bring: Bring, *, discard: bool = False) -> None:
 
 
 def _claim(path: Path, flags: int = 0) -> int | None:
-    """Open and lock a file; None where another process holds it or has removed it, or it is no log.
+    """Open and lock a file; None where another process holds it or has removed it.
 
     Raises:
         OSError: it cannot be opened or locked.
@@ -211,8 +209,7 @@ def _claim(path: Path, flags: int = 0) -> int | None:
     file = open_file(path, os.O_RDWR | flags)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        status = os.fstat(file)
-        if status.st_nlink and status.st_size <= _LARGEST:
+        if os.fstat(file).st_nlink:
             return file
     except BlockingIOError:
         pass

@@ -75,21 +75,20 @@ class SqliteStore(ResponseStore):
         self._clock = clock
         self._touched: dict[str, float] = {}
         self._touching = threading.Lock()
-        self.database = Database(path, timeout_s=timeout_s, fault=self._error, replace=replace)
-        self._use = self.database.use
+        self.database = Database(path, timeout_s=timeout_s, follow_reads=True, fault=self._error, replace=replace)
 
     def _error(self, error: sqlite3.Error) -> StoreError:
         return StoreError(f"responses {self.path}: {error}")
 
     def get(self, key: str) -> StoredResponse | None:
-        with self._use() as db:
+        with self.database as db:
             row = db.execute("SELECT head, payload FROM responses WHERE key=?", (key,)).fetchone()
         if row is None:
             return None
         try:
             response = decode(key, bytes(row[0]), bytes(row[1]))
         except (CorruptValue, TypeError) as error:
-            with self._use(write=True) as db:
+            with self.database.write() as db:
                 db.execute("DELETE FROM responses WHERE key=?", (key,))
             raise CorruptValue(str(error)) from error
         if response.stale_until <= self._clock():
@@ -113,7 +112,7 @@ class SqliteStore(ResponseStore):
         size, now = len(head) + len(payload), self._clock()
         if size > self.max_bytes:
             return False
-        with self._use(write=True) as db:
+        with self.database.write() as db:
             if since and self._news(db, since).hit(response):
                 return False
             self._flush(db)
@@ -142,7 +141,7 @@ class SqliteStore(ResponseStore):
         self.evicted += len(gone)
 
     def slide(self, response: StoredResponse) -> None:
-        with self._use(write=True) as db:
+        with self.database.write() as db:
             row = db.execute("SELECT head FROM responses WHERE key=?", (response.key,)).fetchone()
             if row is not None and decode_head(response.key, bytes(row[0])).created == response.created:
                 db.execute(
@@ -154,16 +153,16 @@ class SqliteStore(ResponseStore):
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
         if dry_run:
-            with self._use() as db:
+            with self.database as db:
                 return self._selected(db, [selector])[1]
-        with self._use(write=True) as db:
+        with self.database.write() as db:
             gone, live = self._selected(db, [selector])
             self._delete(db, gone, [selector])
         return live
 
     def purge(self, selectors: Sequence[Selector], *, dry_run: bool = False) -> int:
         """Invalidate what any of the selectors names, or only count it. Counts expired and damaged responses too."""
-        with self._use(write=not dry_run) as db:
+        with self.database if dry_run else self.database.write() as db:
             gone, _ = self._selected(db, selectors)
             if not dry_run:
                 self._delete(db, gone, selectors)
@@ -195,7 +194,7 @@ class SqliteStore(ResponseStore):
         db.execute("DELETE FROM invalidations WHERE number<=(SELECT MAX(number) FROM invalidations)-?", (_LOG,))
 
     def news(self, cursor: str) -> News:
-        with self._use() as db:
+        with self.database as db:
             return self._news(db, cursor)
 
     def _news(self, db: sqlite3.Connection, cursor: str) -> News:
@@ -213,7 +212,7 @@ class SqliteStore(ResponseStore):
     # -- operators ----------------------------------------------------------------------------------------------
 
     def recent(self, limit: int) -> Sequence[StoredResponse]:
-        with self._use() as db:
+        with self.database as db:
             rows = db.execute(
                 "SELECT key, head, payload FROM responses ORDER BY created DESC, rowid DESC LIMIT ?", (limit,)
             ).fetchall()
@@ -224,13 +223,13 @@ class SqliteStore(ResponseStore):
         return found
 
     def usage(self) -> tuple[int, int]:
-        with self._use() as db:
+        with self.database as db:
             entries, nbytes = db.execute("SELECT entries, nbytes FROM totals").fetchone()
         return int(entries), int(nbytes)
 
     def by_tenant(self) -> list[AnswersUse]:
         """What each tenant has, most responses first."""
-        with self._use() as db:
+        with self.database as db:
             rows = db.execute(_BY_TENANT, (CHECKSUM + 1,)).fetchall()
         return [AnswersUse(None if tenant is None else str(tenant), *counts) for tenant, *counts in rows]
 
@@ -242,7 +241,7 @@ class SqliteStore(ResponseStore):
         """
         after, some = 0, "SELECT rowid, CAST(key AS BLOB), head, payload FROM responses WHERE rowid"
         while True:
-            with self._use() as db:
+            with self.database as db:
                 found = [
                     (int(row), _fault(*response))
                     for row, *response in db.execute(f"{some}>? ORDER BY rowid LIMIT ?", (after, _BATCH))
@@ -250,7 +249,7 @@ class SqliteStore(ResponseStore):
             if not found:
                 return
             if repair and (bad := [row for row, fault in found if fault]):
-                with self._use(write=True) as db:
+                with self.database.write() as db:
                     for row in bad:  # a gateway may have written others in their place
                         response = db.execute(f"{some}=?", (row,)).fetchone()
                         if response is not None and _fault(*response[1:]):
@@ -259,8 +258,9 @@ class SqliteStore(ResponseStore):
             after = found[-1][0]
 
     def close(self) -> None:
-        with suppress(StoreError), self._use(write=bool(self._touched)) as db:
-            self._flush(db)  # where it fails only the order of use is lost
+        if self._touched:
+            with suppress(StoreError), self.database.write() as db:
+                self._flush(db)  # where it fails only the order of use is lost
         self.database.close()
 
 
