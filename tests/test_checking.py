@@ -97,15 +97,15 @@ def test_answers_that_contradict_each_other_are_not_the_same(first: str, second:
 
 def test_the_share_is_drawn_and_the_policy_may_ask_for_more() -> None:
     log = HitLog(0.2)
-    drawn = sum(log.drawn(log.open(asking(), APPROXIMATE)) for _ in range(2000))
+    drawn = sum(log.selected(log.open(asking(), APPROXIMATE)) for _ in range(2000))
     assert 320 < drawn < 480
-    assert log.drawn(log.open(asking(), APPROXIMATE, check=1.0))
-    assert not HitLog(0.0).drawn("none")
+    assert log.selected(log.open(asking(), APPROXIMATE, check=1.0))
+    assert not HitLog(0.0).selected("none")
     silent = HitLog(0.0)
-    assert not silent.drawn(silent.open(asking(), APPROXIMATE, check=1.0))
+    assert not silent.selected(silent.open(asking(), APPROXIMATE, check=1.0))
     exact = replace(APPROXIMATE, exactness=Exactness.EXACT)
     always = HitLog(1.0)
-    assert not always.drawn(always.open(asking(), exact))
+    assert not always.selected(always.open(asking(), exact))
 
 
 def test_open_hits_are_bounded() -> None:

@@ -235,7 +235,7 @@ class SemanticCache:
         ``report.unchanged()``, call `checked` with the outcome, and `add_observation` with the answer, so that the
         next request of this kind is an exact hit.
         """
-        return self._hits.drawn(report.hit_id) and self.config.mode is CacheMode.LIVE
+        return self._hits.selected(report.hit_id) and self.config.mode is CacheMode.LIVE
 
     def same_answer(self, first: str, second: str) -> bool:
         """Whether two answers to one request say the same; False where the comparison fails."""

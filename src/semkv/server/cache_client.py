@@ -109,6 +109,7 @@ class CacheClient:
         self._store_s, self._sampled, self._tag_rules = store_s, sampled, tag_rules
         self._store = Pool("semkv-store", threads=8, queued=_QUEUED)
         self._lookups = Pool("semkv-lookup", threads=2, queued=_LOOKUPS, nice=_NICE)
+        self._records = Pool("semkv-record", threads=1, queued=_LOOKUPS, nice=_NICE)  # no lookup waits behind a record
         self._running: dict[str, asyncio.Task[Lookup]] = {}
         self.found_share = 1.0  # of recent lookups; taken to be all until shown otherwise
 
@@ -253,7 +254,7 @@ class CacheClient:
         """Tell the semantic cache what was computed, and by which model as the request names it."""
         if self.semantic is not None:
             observe = partial(self.semantic.add_observation, metadata={"model": model[:_NAME]})
-            await self._guarded("semantic", self._lookups.run(None, lambda: observe(report, text_of(payload))))
+            await self._guarded("semantic", self._records.run(None, lambda: observe(report, text_of(payload))))
 
     # -- checking and removing ----------------------------------------------------------------------------------
 
@@ -264,7 +265,7 @@ class CacheClient:
     async def check(self, report: ReuseReport, own: bytes, given: bytes) -> None:
         """Compare the unchanged request's own answer with the one that was given, and record it."""
         if self.semantic is not None:
-            await self._guarded("semantic", self._lookups.run(None, _check, self.semantic, report, own, given))
+            await self._guarded("semantic", self._records.run(None, _check, self.semantic, report, own, given))
 
     async def report_wrong(self, hit_id: str) -> None:
         """A hit was wrong: its donor goes."""
@@ -314,7 +315,7 @@ class CacheClient:
 
     async def aclose(self) -> None:
         """Finish what is being written, and close the stores."""
-        for pool in (self._lookups, self._store):
+        for pool in (self._lookups, self._records, self._store):
             await asyncio.to_thread(pool.close)
         self.responses.close()
         if self.semantic is not None:

@@ -88,7 +88,7 @@ class Gateway:
         """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream.
 
         Where lookups rarely find anything the upstream is asked meanwhile (``overlap``). What the lookup finds before
-        that answer is whole is used all the same.
+        that answer is whole is used instead.
         """
         own = Lookup(request.canonical)
         pending: Pending | None = None
@@ -263,7 +263,7 @@ class Gateway:
             UpstreamError: there is none.
         """
         answer = await self._upstream_answer(request)
-        if answer is None:  # another's key was refused, or a form that cannot be turned into this one: ask for it alone
+        if answer is None:  # another's key was refused, or a form that cannot be turned into this one
             request.leave()
             self.outgoing.start(request, lookup.canonical, shared=False)
             self.outgoing.record_soon(request, lookup, looking)

@@ -74,7 +74,7 @@ class HitView:
 
 
 class RecentHits:
-    """Keeps the latest hits; approximate ones are not pushed out by exact ones. Used from the event loop alone."""
+    """Keeps the latest hits; approximate ones are not pushed out by exact ones. Used only on the event loop."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -59,7 +59,7 @@ class Uncacheable:
 
 @dataclass(frozen=True, slots=True)
 class _Deployment:
-    """What a key depends on beside the body."""
+    """What a key depends on in addition to the body."""
 
     endpoint: str
     tenant: str
@@ -241,7 +241,7 @@ def _build(body: Mapping[str, Any], content: Content, deployment: _Deployment) -
 
 
 def _only(options: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Whether nothing beside ``names`` is asked for."""
+    """Whether nothing but ``names`` is asked for."""
     return all(not value for name, value in options.items() if name not in names)
 
 

@@ -105,7 +105,7 @@ class Tenants:
 
     By default a tenant is whoever holds the same credentials (``Authorization``, ``X-API-Key``, ``Cookie`` and the
     like), so two keys never share an answer. A proxy that is trusted may name the tenant instead. A name that comes
-    from anybody else says that somebody counts on it: such a request is not cached.
+    from any other client means that somebody relies on it, so such a request is not cached.
 
     Args:
         secret: of the deployment; tenants' names are digests under it.
@@ -129,7 +129,7 @@ class Tenants:
         return Client(_tenant(_digest(self._secret, "claimed:", named + "\n" + held)), False, name)
 
     def tags_of(self, scope: Scope) -> tuple[str, ...]:
-        """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from anybody else.
+        """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from any other client.
 
         Raises:
             BadTags: see `read_tags`.
@@ -138,8 +138,8 @@ class Tenants:
         return read_tags(given) if given and self._from_proxy(scope) else ()
 
     def _from_proxy(self, scope: Scope) -> bool:
-        """The connection is a trusted proxy's. An address that uvicorn took from a header (it has port 0) is nobody's:
-        whoever can send that header could pass for a proxy."""
+        """Whether the connection comes from a trusted proxy. An address that uvicorn took from a header (it has port 0)
+        does not count: any client can send that header."""
         client = scope.get("client")
         if not self._trusted or not client or not client[1]:
             return False

@@ -93,7 +93,7 @@ class UpstreamRequests:
     Args:
         upstream: answers them.
         cache: stores and records the answers.
-        tenants: are told whom the upstream lets in.
+        tenants: learn from the status of each answer whom the upstream lets in.
         recent_hits, metrics: where everything is noted.
         max_answer_bytes: larger answers are neither shared nor stored.
     """
@@ -161,7 +161,7 @@ class UpstreamRequests:
     # -- recording and checking, in the background ----------------------------------------------------------------
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something beside the requests; a fault in it is counted."""
+        """Do something in the background; a fault in it is counted."""
         task = asyncio.ensure_future(work)
         self.background.add(task)
         task.add_done_callback(self._ended)

@@ -1,7 +1,7 @@
 """Checking hits: which approximate hits are also run cold, and what is known of their error rate.
 
 A hit stays open under its id from the lookup until it is checked, reported wrong, or pushed out by newer ones. The
-caller runs the unchanged request of a hit that was drawn, compares the two answers, and hands in the outcome.
+caller runs the unchanged request of a hit that was selected, compares the two answers, and hands in the outcome.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class OpenHit:
 
     Attributes:
         match: why the donor was chosen.
-        pair: names the request's text together with the donor, for `HitLog.bar`.
-        drawn: whether to check it.
+        pair: names the request's text together with the donor, for `HitLog.block`.
+        selected: whether to check it.
         sampled: whether it is in the plain random sample, from which the error rate is estimated.
     """
 
     match: Match
     pair: str
-    drawn: bool = False
+    selected: bool = False
     sampled: bool = False
 
     @property
@@ -140,7 +140,7 @@ class HitLog:
         self._lock = threading.Lock()
 
     def open(self, request: Request, match: Match, check: float = 0.0) -> str:
-        """Remember a hit; approximate ones are drawn for a check.
+        """Remember a hit; approximate ones may be selected for a check.
 
         Args:
             request, match: the hit.
@@ -154,24 +154,24 @@ class HitLog:
         with self._lock:
             lot = self._random.random()
             approximate = match.exactness is Exactness.APPROXIMATE and self._rate > 0.0
-            drawn, sampled = approximate and lot < max(self._rate, check), approximate and lot < self._rate
-            self._open[hit_id] = OpenHit(match, pair, drawn, sampled)
+            selected, sampled = approximate and lot < max(self._rate, check), approximate and lot < self._rate
+            self._open[hit_id] = OpenHit(match, pair, selected, sampled)
             while len(self._open) > self._most:
                 self._open.popitem(last=False)
         return hit_id
 
-    def drawn(self, hit_id: str) -> bool:
+    def selected(self, hit_id: str) -> bool:
         """Whether an open hit is to be checked."""
         with self._lock:
             hit = self._open.get(hit_id)
-            return hit is not None and hit.drawn
+            return hit is not None and hit.selected
 
     def take(self, hit_id: str) -> OpenHit | None:
         """Close a hit; None for one that is unknown or closed already."""
         with self._lock:
             return self._open.pop(hit_id, None)
 
-    def bar(self, hit: OpenHit) -> int:
+    def block(self, hit: OpenHit) -> int:
         """Never let this donor answer this text again. Returns how many texts the donor is barred from."""
         with self._lock:
             if hit.pair not in self._barred:
@@ -184,7 +184,7 @@ class HitLog:
                     del self._entries[entry]
             return self._entries[hit.match.entry_id]
 
-    def barred(self, request: Request, entry_id: str) -> bool:
+    def blocked(self, request: Request, entry_id: str) -> bool:
         """Whether a donor was found wrong for a request's text."""
         if not self._barred:
             return False
@@ -252,7 +252,7 @@ class Checking:
             self._tally.add("checked beside the sample")
         if hit.approximate:
             if not correct:
-                self._hits.bar(hit)
+                self._hits.block(hit)
             self._observe(hit.match, correct=correct, served=True)
         return True
 
@@ -264,7 +264,7 @@ class Checking:
         self._tally.add("reported wrong")
         if hit.approximate:
             self._observe(hit.match, correct=False, served=True)
-        if not hit.approximate or self._hits.bar(hit) >= _BARRED_MOST:
+        if not hit.approximate or self._hits.block(hit) >= _BARRED_MOST:
             self._remove(hit.match.entry_id)
         return True
 

@@ -92,7 +92,7 @@ class Planner:
         if match.veto and not self._decider.weighs_vetoes:
             self._tally.add(f"veto:{match.veto}")
             return Decision(False, f"veto: {match.veto}")
-        if self._hits.barred(request, donor.entry_id):
+        if self._hits.blocked(request, donor.entry_id):
             self._tally.add("barred")
             return Decision(False, "found wrong before")
         try:
