@@ -49,10 +49,10 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "embedding:prompt alone, .92": {
         "disable_exact_cache": True,
         "disable_semantic_cache": True,
-        "embedding_layers": ("prompt:384:0.92",),
+        "embedding_layer": ("prompt:384:0.92",),
         "embedding_hook": "prompt",
     },
-    "all text tiers": {"embedding_layers": ("prompt:384:0.92",), "embedding_hook": "prompt"},
+    "all text tiers": {"embedding_layer": ("prompt:384:0.92",), "embedding_hook": "prompt"},
 }
 
 

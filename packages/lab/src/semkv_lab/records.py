@@ -35,9 +35,9 @@ class Cold:
     """The same sample on an engine with vLLM's prefix cache alone.
 
     Attributes:
-        asked: digest of what was asked (`baseline.asked`); empty in files of earlier versions.
+        asked: digest of what was asked (`requests.asked`); empty in files of earlier versions.
         again_text, again_token_ids: the answer to the same prompt asked a second time, computed from nothing; on a few
-            samples only (`runner.NOISE_SAMPLES`), None on the others.
+            samples only (`run.NOISE_SAMPLES`), None on the others.
     """
 
     image: str

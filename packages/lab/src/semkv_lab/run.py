@@ -56,8 +56,11 @@ _GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wron
 
 @dataclass
 class Progress:
-    """What a run has so far; complete at any moment, so an interrupt loses nothing."""
+    """A run and what it has so far; complete at any moment, so an interrupt loses nothing."""
 
+    settings: RunSettings
+    samples: Sequence[Sample]
+    listener: Listener
     records: list[SampleRecord] = field(default_factory=list)
     cold: dict[str, Cold] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
@@ -102,40 +105,27 @@ def stop_between_samples() -> Iterator[Stop]:
         raise KeyboardInterrupt
 
 
-def _each(
-    stage: str,
-    samples: Sequence[Sample],
-    answer: Callable[[Sample], None],
-    done: Sized,
-    listener: Listener,
-    progress: Progress,
-) -> None:
+def _each(stage: str, answer: Callable[[Sample], None], done: Sized, progress: Progress) -> None:
     """Hand every sample to ``answer``, count those the engine fails on, stop between samples when asked to."""
-    listener.stage(stage, len(samples))
+    progress.listener.stage(stage, len(progress.samples))
     with stop_between_samples() as stop:
-        for sample in samples:
+        for sample in progress.samples:
             if stop.requested:
                 break
             try:
                 answer(sample)
             except EngineError as e:
-                listener.failed(sample, e)
+                progress.listener.failed(sample, e)
                 progress.failed(e, len(done))
 
 
-def run_cold(
-    samples: Sequence[Sample],
-    engine: Engine,
-    builder: RequestBuilder,
-    settings: RunSettings,
-    listener: Listener,
-    progress: Progress,
-) -> None:
+def run_cold(engine: Engine, builder: RequestBuilder, progress: Progress) -> None:
     """Answer every sample with the engine's own prefix cache alone, adding to ``progress.cold``.
 
     `NOISE_SAMPLES` of them, evenly spread, are asked a second time under a tenant, and so a cache salt, of their own:
     vLLM computes all of the prompt again, and what it keeps of that serves nobody else.
     """
+    settings, samples = progress.settings, progress.samples
     spacing = max(1, len(samples) // NOISE_SAMPLES)
     twice = {s.sample_id for s in samples[::spacing][:NOISE_SAMPLES]}
 
@@ -160,38 +150,26 @@ def run_cold(
             asked=asked(request),
         )
         progress.cold[sample.sample_id] = cold
-        listener.cold(sample, cold)
+        progress.listener.cold(sample, cold)
 
-    _each("cold", samples, answer, progress.cold, listener, progress)
+    _each("cold", answer, progress.cold, progress)
 
 
-def run_cached(
-    samples: Sequence[Sample],
-    engine: Engine,
-    cache: SemanticCache | None,
-    builder: RequestBuilder,
-    settings: RunSettings,
-    listener: Listener,
-    progress: Progress,
-) -> None:
+def run_cached(engine: Engine, cache: SemanticCache | None, builder: RequestBuilder, progress: Progress) -> None:
     """Answer every sample through the cache, adding to ``progress`` as it goes."""
 
     def answer(sample: Sample) -> None:
-        record = _answer(sample, builder.build(sample), engine, cache, settings, progress)
+        record = _answer(sample, builder.build(sample), engine, cache, progress)
         progress.records.append(record)
-        listener.record(record)
+        progress.listener.record(record)
 
-    _each("cached", samples, answer, progress.records, listener, progress)
+    _each("cached", answer, progress.records, progress)
 
 
 def _answer(
-    sample: Sample,
-    request: Request,
-    engine: Engine,
-    cache: SemanticCache | None,
-    settings: RunSettings,
-    progress: Progress,
+    sample: Sample, request: Request, engine: Engine, cache: SemanticCache | None, progress: Progress
 ) -> SampleRecord:
+    settings = progress.settings
     report = cache.try_reuse(request) if cache is not None else ReuseReport(request, Plan(request.segments), {})
     try:
         result = engine.generate(_prompt(report.plan.segments, settings))
@@ -328,7 +306,7 @@ def run(
     Raises:
         SemkvError: a setting, a file or the engine is at fault.
     """
-    progress = Progress()
+    progress = Progress(settings, samples, listener)
     cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
     try:
         if settings.baseline_from is not None:
@@ -338,7 +316,7 @@ def run(
             engine = make_engine(settings, False)
             try:
                 builder = make_builder(samples, engine, settings)
-                run_cold(samples, engine, builder, settings, listener, progress)
+                run_cold(engine, builder, progress)
             finally:
                 engine.close()
         listener.stage("start", 0)
@@ -347,7 +325,7 @@ def run(
             builder = make_builder(samples, engine, settings)
             if settings.baseline_from is not None:
                 check_asked(settings.baseline_from, progress.cold, [builder.build(sample) for sample in samples])
-            run_cached(samples, engine, cache, builder, settings, listener, progress)
+            run_cached(engine, cache, builder, progress)
         finally:
             engine.close()
     except KeyboardInterrupt:
