@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 
 from semkv.config import Variables, command_line
+from semkv.errors import SemkvError
 from semkv.server.settings import ServerSettings
 
 serve = command_line(
@@ -50,7 +51,10 @@ def _serve(
         port: Port to listen on; 0 for any free one.
         log_level: debug, info, warning or error.
     """
-    from semkv.server.serve import run_server
+    try:
+        from semkv.server.serve import run_server
+    except ModuleNotFoundError as error:
+        raise SemkvError(f"semkv serve needs {error.name}: in a checkout of semkv, pip install '.[server]'") from error
 
     run_server(settings or ServerSettings(), os.environ, host=host, port=port, log_level=log_level)
 
