@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from pathlib import Path
+from typing import Any
 
 import httpx
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 import tiny_models
 
@@ -25,26 +28,33 @@ _patient = inspect.signature(httpx.get).parameters["timeout"].default  # 5 secon
 _patient.connect = _patient.read = _patient.write = _patient.pool = 300.0
 
 ENGINES = "engine"
-"""The group of all tests that start vLLM: one worker runs them, so that two engines never run at once."""
+"""The group of all files that start vLLM: one worker runs them, so that two engines never run at once."""
 
-IMPORT_VLLM = {"test_connectors", "test_matrix"}
-"""Files that do not start it and import it: they belong to the worker that has it."""
-
-LONGEST = ("test_store_safety", "test_kept_graphs", "test_server_hard", "test_sweep", "test_server", "test_overlap")
+LONGEST = ("test_store_safety", "test_kept_graphs", "test_server_hard", "test_server", "test_overlap")
 """Files that take longest, so that no worker is left alone with one of them at the end."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+@functools.cache
+def group_of(path: Path) -> str:
+    """A worker takes a whole file, so that its fixtures are made once, or all files with engines."""
+    text = path.read_text(encoding="utf-8")
+    return ENGINES if "mark.engine" in text or 'importorskip("vllm"' in text else path.stem
+
+
+class Groups(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(self.config.rootpath / nodeid.partition("::")[0])
+
+
+# A scheduler of our own: pytest-xdist 3.8 cannot write groups into the node ids of pytest 9.2.
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
+    return Groups(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker takes a whole file, so that its fixtures are made once; the longest come first."""
+    """The longest come first."""
     rank = {group: number for number, group in enumerate((ENGINES, *LONGEST))}
-    order = {}
-    for item in items:
-        alone = item.get_closest_marker("engine") is None and item.path.stem not in IMPORT_VLLM
-        group = item.path.stem if alone else ENGINES
-        item.add_marker(pytest.mark.xdist_group(group))
-        order[item] = rank.get(group, len(rank))
-    items.sort(key=order.__getitem__)
+    items.sort(key=lambda item: rank.get(group_of(item.path), len(rank)))
 
 
 @pytest.fixture(scope="session")

@@ -122,6 +122,7 @@ def test_vllm_serve_finds_its_blocks_after_a_restart_and_keeps_tenants_apart(tmp
     )
     with start() as server:
         assert ask(server.url, question) == ("blue", 0)
+        wait_until(lambda: [*(tmp_path / "cache" / "kv").rglob("*.safetensors")])
     with start() as server:
         answer, stranger = ask(server.url, question, cache_salt="another tenant")
         assert (answer, stranger) == ("blue", 0)
