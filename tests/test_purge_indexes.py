@@ -224,7 +224,6 @@ def test_a_run_that_begins_with_a_purge_empties_what_others_have_open(tmp_path: 
     other("record", "alice")
     assert [(use.tenant, use.entries) for use in inspect(tmp_path).entries] == [("alice", COUNT)]
     other("close")
-    assert on_disk(tmp_path, "alice", range(COUNT)) > 1000
     prepare(CacheConfig(tmp_path), purge=True)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["semkv.json"], "nobody has it open"
 
