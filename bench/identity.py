@@ -328,8 +328,7 @@ class Runner:
             "logprobs": [{str(t): p.logprob for t, p in step.items()} for step in output.outputs[0].logprobs],
             "cached_tokens": outcome.cached_tokens,
             "loaded_tokens": outcome.loaded_tokens,
-            "sources": ((getattr(output, "kv_transfer_params", None) or {}).get("semkv") or {}).get("sources", {}),
-            "load_failed": outcome.load_failed,
+            "sources": dict(outcome.sources),
             "fusion_loaded": outcome.fusion_loaded,
             "fusion_encoded": outcome.fusion_encoded,
         }
