@@ -23,9 +23,9 @@ import numpy as np
 import quality
 from quality_curves import above
 from quality_streams import draw_stream, halves
-from semkv.tiers.guards import veto
 
 from semkv.encoders.text import DEFAULT_MODEL
+from semkv.guards import veto
 from semkv_lab.evaluate import figure, fit
 from semkv_lab.quality import Replay, build_corpus, clusters, read_pairs
 

@@ -32,6 +32,13 @@ def call_both(*words: str) -> str:
     return result.output
 
 
+def refused(*words: str) -> str:
+    """What a command that cannot be done says."""
+    result = invoke(list(words))
+    assert (result.exit_code, result.stdout) == (2, "")
+    return result.stderr
+
+
 def make_used(tmp_path: Path) -> Path:
     """Two tenants with three entries and a picture each, two KV block files, one fusion state."""
     root = tmp_path / "cache"

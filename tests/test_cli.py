@@ -74,7 +74,7 @@ def test_without_the_lab_its_commands_say_how_to_get_it() -> None:
     )
     text = subprocess.run([sys.executable, "-c", hidden, "--help"], capture_output=True, text=True, check=True).stdout
     assert {"serve", "run", "demo", "sweep", "report", "eval-pairs"} <= {
-        line.split()[0] for line in text.split("\n")[9:] if line
+        line.split()[1] for line in text.splitlines() if line.startswith("│ ")
     }
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 import pytest
-import typer
 
 from bound import Bound
 from gateway_helpers import Served, wait_until
@@ -157,10 +156,11 @@ def complete(command: str) -> bool:
 
 def test_flags_and_variables_on_the_page_exist() -> None:
     known = {
-        option
-        for command in typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
-        for parameter in command.params
-        for option in (*parameter.opts, *parameter.secondary_opts)
+        name
+        for command in app
+        if not command.startswith("-")
+        for argument in app[command].assemble_argument_collection()
+        for name in argument.names
     }
     vllms = {"--served-model-name", "--max-model-len", "--middleware", "--model", "--api-key", "--api-server-count"}
     vllms |= {"--gpu-memory-utilization"}

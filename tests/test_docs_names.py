@@ -84,7 +84,7 @@ def flags(command: str) -> set[str]:
         capture_output=True,
         text=True,
     )
-    return set(_FLAG.findall(done.stdout)) if done.returncode == 0 else set()
+    return {"--help", *_FLAG.findall(done.stdout)} if done.returncode == 0 else set()
 
 
 def commands(page: Path) -> list[tuple[str, set[str]]]:

@@ -709,9 +709,10 @@ def test_what_was_purged_is_not_written_back(tmp_path: Path, moment: str, monkey
     assert kept_files(folder / "graphs") == []
     if moment == "before it has its name":
         purge_directory(folder)  # and finds the sign, which goes last
-    assert [path.name for path in folder.rglob("*")] == ["media"], "which was empty before"
+    left = {path.name for path in folder.rglob("*")}
+    assert left <= {"media", "catalog.sqlite"}, "an empty folder, and the new catalog of a process that goes on"
     prepare(config)
-    assert purge_directory(folder) == 1
+    assert purge_directory(folder) == 1 + ("catalog.sqlite" in left)
 
 
 def test_another_catalog_gets_no_graphs_of_the_one_before(disk: Disk, tmp_path: Path) -> None:

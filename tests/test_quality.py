@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import json
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from quality_streams import draw_stream, halves, minigqa_stream, pairs_of
 
 from cache_helpers import WrittenEncoder
-from command_line import invoke
+from semkv.cli import run
 from semkv.errors import ConfigError, DatasetError
 from semkv.guards import no_veto, veto
 from semkv.tiers.policies import Bounded, Calibrated, FixedThreshold
@@ -234,9 +236,9 @@ def test_minigqa_gives_a_stream_with_hard_negatives(tmp_path: Path) -> None:
 
 def semkv(*args: str | Path) -> str:
     """What a command prints. In this process: torch is imported once."""
-    result = invoke([str(arg) for arg in args])
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        run([str(arg) for arg in args])
+    return out.getvalue()
 
 
 def test_the_commands_from_file_to_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,7 +328,7 @@ def test_only_what_was_chosen_is_tried_again(folder: Path) -> None:
     spec(folder, chosen)
     assert sweep(folder).returncode == 1
     before = (folder / "log.jsonl").read_bytes()
-    assert "--resume beside it" in sweep(folder, "--retry-failed").stderr
+    assert "given with --resume only" in sweep(folder, "--retry-failed").stderr
     sweep(folder, "--resume", "--retry-failed", "--only", "fine")
     assert (folder / "log.jsonl").read_bytes() == before
     spec(folder, [{"name": "fine", "max-samples": 6}, *chosen[1:]])

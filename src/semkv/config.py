@@ -72,7 +72,7 @@ def parse_embedding_layer(spec: str | EmbeddingLayer, key: str = "--embedding-la
     """Read ``NAME:DIM[:THRESHOLD]``, for example ``prompt:384:0.8``; a layer is checked in the same way."""
     form = "NAME:DIM[:THRESHOLD] such as prompt:384:0.8"
     parts = [str(part) for part in astuple(spec)] if isinstance(spec, EmbeddingLayer) else spec.split(":")
-    if len(parts) not in (2, 3) or not parts[0]:
+    if len(parts) not in (2, 3) or not parts[0] or not parts[0].isprintable():
         raise ConfigError(key, spec, form)
     try:
         dim = int(parts[1])

@@ -19,7 +19,10 @@ EXIT_INTERRUPTED = 130
 INSTALL_LAB = "from the repository, pip install ./packages/lab"
 
 app = command_line(
-    name="semkv", help="A hierarchical semantic cache on top of vLLM.", version=__version__, version_flags="--version"
+    name="semkv",
+    help="A hierarchical semantic cache on top of vLLM.",
+    version=f"semkv {__version__}",
+    version_flags="--version",
 )
 
 SERVING = Group("Serving", sort_key=0)

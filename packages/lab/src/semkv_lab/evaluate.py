@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from semkv.tiers.guards import Wording, no_veto, veto
 
 from semkv.encoders.text import SentenceEncoder
 from semkv.errors import ConfigError, DatasetError
+from semkv.guards import Wording, no_veto, veto
 from semkv.tiers.checking import wilson
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.policies.calibrated import FEATURES, Calibration, features

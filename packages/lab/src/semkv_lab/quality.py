@@ -16,10 +16,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from semkv.tiers.guards import Guard, Wording, wording
 
 from semkv.encoders.text import TextEncoder
 from semkv.errors import DatasetError
+from semkv.guards import Guard, Wording, wording
 from semkv.tiers.policies import Decider
 from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
 from semkv_lab.samples import check_unicode, read_jsonl

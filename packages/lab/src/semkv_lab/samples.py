@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
-from semkv.config import EXISTS, POSITIVE, check
+from semkv.config import POSITIVE, check
 from semkv.errors import ConfigError, DatasetError
 
 GQA_REPO = "lmms-lab/GQA"
@@ -96,7 +96,7 @@ class DatasetOptions:
     """
 
     data_dir: Annotated[Path, DATA] = field(default_factory=default_data_dir)
-    root: Annotated[Path | None, EXISTS, Parameter(name="--dataset-root"), DATA] = None
+    root: Annotated[Path | None, Parameter(name="--dataset-root"), DATA] = None
     config: Annotated[str, Parameter(name="--dataset-config"), DATA] = ""
     split: Annotated[str, DATA] = ""
     max_samples: Annotated[int | None, POSITIVE, DATA] = None

@@ -22,6 +22,7 @@ from semkv.config import (
     PolicyConfig,
     check,
     command_line,
+    flag,
     parse,
 )
 from semkv.errors import ConfigError
@@ -93,8 +94,9 @@ class RunSettings:
             _check_extremes(part)
         if self.dataset not in DATASETS and not self.dataset.endswith(".jsonl"):
             raise ConfigError("--dataset", self.dataset, [*DATASETS, "a file that ends in .jsonl"])
-        if self.cache.calibration is not None and not self.cache.calibration.exists():
-            raise ConfigError("--calibration", str(self.cache.calibration), EXISTS.text)
+        for key, path in (("--calibration", self.cache.calibration), ("--dataset-root", self.data.root)):
+            if path is not None and not path.exists():
+                raise ConfigError(key, str(path), EXISTS.text)
         object.__setattr__(self, "baseline", self.baseline or self.baseline_from is not None)
         object.__setattr__(self, "cache", replace(self.cache, image_roots=_image_roots(self.data.root)))
         check_files(self)
@@ -120,7 +122,7 @@ def _plain(value: Any) -> Any:
 
 def _check_extremes(settings: Any) -> None:
     for item in fields(settings):
-        value, key = getattr(settings, item.name), "--" + item.name.replace("_", "-")
+        value, key = getattr(settings, item.name), flag(type(settings), item.name)
         if isinstance(value, int) and abs(value) >= _LARGEST:
             raise ConfigError(key, f"{str(value)[:20]}...", "a whole number of less than 19 digits")
         if isinstance(value, str) and not is_unicode(value):
