@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from cache_helpers import WrittenEncoder, WrittenHook
 from semkv.cache import SemanticCache
-from semkv.config import CacheConfig, flag
+from semkv.config import CacheConfig, Variables, flag, parse
 from semkv.errors import ConfigError
+from semkv.server.settings import ServerSettings
 from semkv.types import (
     CacheMode,
     EmbeddingLayer,
@@ -129,6 +130,29 @@ def test_what_is_wrong_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as raised:
         CacheConfig(**{"cache_dir": Path(), "embedding_hook": "prompt", **wrong})
     assert raised.value.key == flag(CacheConfig, next(iter(wrong)))
+
+
+def test_a_variable_is_a_flag_of_the_settings_and_never_its_opposite() -> None:
+    given = {
+        "SEMKV_NO_SINGLE_TENANT": "1",
+        "SEMKV_NO_SALT": "1",
+        "SEMKV_PORT": "tcp://10.0.0.1:80",
+        "SEMKV_MODE": "off",
+    }
+    settings = parse(ServerSettings, ["--mode", "dry-run"], Variables(ServerSettings, given))
+    assert settings == ServerSettings(mode=CacheMode.DRY_RUN)
+    assert parse(ServerSettings, [], Variables(ServerSettings, given)) == ServerSettings(mode=CacheMode.OFF)
+    layers = {"SEMKV_EMBEDDING_LAYERS": "prompt:384:0.8, vision:512", "SEMKV_EMBEDDING_HOOK": "prompt_vision"}
+    assert len(parse(CacheConfig, [], Variables(CacheConfig, layers)).embedding_layers) == 2
+
+
+@pytest.mark.parametrize(
+    "argument", ["--max-entries=7.5", "--max-entries=none", "--verify-rate=null", "--max-error-rate=", "--cache-dir="]
+)
+def test_what_is_no_number_or_path_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(CacheConfig, [argument])
+    assert raised.value.key == argument.partition("=")[0]
 
 
 anything = st.one_of(

@@ -110,3 +110,25 @@ def test_a_wrong_value_names_flag_value_and_what_is_allowed(flags: dict[str, Any
         resolve(flags)
     assert caught.value.key == key
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_samples": []},
+        {"max_samples": "null"},
+        {"tenant": ["a", "b"]},
+        {"tenant": {"a": 1}},
+        {"similarity_threshold": "0.5"},
+        {"disable_guards": "yes"},
+    ],
+)
+def test_a_value_of_another_type_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--" + next(iter(given)).replace("_", "-")):
+        resolve(given)
+
+
+def test_of_two_names_of_a_flag_the_last_one_counts() -> None:
+    settings = resolve({"embedding-layers": ["prompt:384"]}, embedding_layer=["vision:6912:0.9"])
+    assert settings.cache.embedding_layers == (EmbeddingLayer("vision", 6912, 0.9),)
+    assert resolve(model="", preset="") == resolve()

@@ -258,7 +258,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
 
 
 def from_environment(variables: Mapping[str, str]) -> ServerSettings:
-    return parse(ServerSettings, [], Variables(variables))
+    return parse(ServerSettings, [], Variables(ServerSettings, variables))
 
 
 class TestSettings:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from cyclopts import App, Parameter, Token
-from cyclopts.exceptions import CycloptsError
+from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 
 from semkv.errors import ConfigError, SemkvError
 from semkv.types import DEFAULT_LAYER_THRESHOLD, CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
 
 if TYPE_CHECKING:
-    from cyclopts import ArgumentCollection
+    from cyclopts import Argument, ArgumentCollection
 
 IMAGE_ROOT_VARIABLES = ("SEMANTIC_CACHE_IMAGE_ROOT", "GQA_IMAGE_ROOT", "LLAVA_IMAGE_ROOT")
 
@@ -185,29 +185,50 @@ def check(settings: Any, *, flags: bool = True) -> None:
 
 
 class Variables:
-    """A source of flags for the command line: ``SEMKV_<FLAG>`` for what was not given. Commas separate lists."""
+    """A source of flags for the command line: ``SEMKV_<FLAG>`` for a setting that was not given. Commas separate lists.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    Args:
+        kind: whose settings. Other flags of the command, such as a port, are none of them.
+        environment: the variables.
+    """
+
+    def __init__(self, kind: type, environment: Mapping[str, str]) -> None:
+        self._flags = {option for option, _, _ in _declared(cast("Hashable", kind)).values()}
         self._environment = environment
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
         for argument in arguments:
-            if argument.parse and not argument.tokens and not argument.children:
-                for variable in (f"SEMKV_{name.lstrip('-').replace('-', '_').upper()}" for name in argument.names):
-                    text = self._environment.get(variable, "")
-                    many = argument.token_count()[1]
-                    for i, part in enumerate(text.split(",") if many else [text]):
-                        if part.strip():
-                            argument.append(Token(keyword=variable, value=part.strip(), source="environment", index=i))
+            if argument.name in self._flags and argument.parse and not argument.tokens:
+                for name in argument.names:
+                    if name not in argument.negatives:  # SEMKV_NO_SALT=0 would be a riddle
+                        self._read(f"SEMKV_{name.lstrip('-').replace('-', '_').upper()}", argument)
+
+    def _read(self, variable: str, argument: "Argument") -> None:
+        text = self._environment.get(variable, "")
+        for i, part in enumerate(text.split(",") if argument.token_count()[1] else [text]):
+            if part.strip():
+                argument.append(Token(keyword=variable, value=part.strip(), source="environment", index=i))
 
 
-def whole_numbers(app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
-    """Refuse 7.5 where a whole number is wanted, which the command line's parser would round."""
+def _strict(app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+    """Refuse what the parser would read in its own way: 7.5 and ``none`` as numbers, an empty text as a path."""
     for argument in arguments:
-        if int in (argument.hint, *get_args(argument.hint)):
-            for token in argument.tokens:
-                if "." in token.value or "e" in token.value:
-                    raise ConfigError(token.keyword or argument.name, token.value, _WORDS[int])
+        kinds = get_args(argument.hint) or (argument.hint,)
+        for token in argument.tokens:
+            key = token.keyword or argument.name
+            if Path in kinds and not token.value.strip():
+                raise ConfigError(key, token.value, "a path")
+            for kind in (int, float):
+                if kind in kinds and not _is_number(token.value, kind):
+                    raise ConfigError(key, token.value, _WORDS[kind])
+
+
+def _is_number(text: str, kind: type[int] | type[float]) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
 
 
 def command_line(*sources: Callable[[App, tuple[str, ...], "ArgumentCollection"], None], **options: Any) -> App:
@@ -220,7 +241,7 @@ def command_line(*sources: Callable[[App, tuple[str, ...], "ArgumentCollection"]
     plain: dict[str, Any] = {"help_format": "markdown", "help_flags": "--help", "version_flags": ()}
     raising: dict[str, Any] = {"result_action": "return_value", "exit_on_error": False, "print_error": False}
     plain_lists = Parameter(negative_iterable=(), allow_repeating=True)
-    return App(config=(*sources, whole_numbers), default_parameter=plain_lists, **{**plain, **raising, **options})
+    return App(config=(*sources, _strict), default_parameter=plain_lists, **{**plain, **raising, **options})
 
 
 def parse(kind: type[_S], arguments: Sequence[str], *sources: Any) -> _S:
@@ -246,8 +267,11 @@ def parse(kind: type[_S], arguments: Sequence[str], *sources: Any) -> _S:
 def setting_error(error: CycloptsError) -> SemkvError:
     """What the command line's parser refused, in our words."""
     token, target = getattr(error, "token", None), getattr(error, "target_type", None)
+    if isinstance(error, UnusedCliTokensError):
+        return SemkvError(f"not expected: {' '.join(error.unused_tokens or ())}")
     if token is None or target is None:
-        return SemkvError(str(error).rstrip("."))
+        text = str(error)
+        return SemkvError(text if text.endswith("...") else text.removesuffix("."))
     if isinstance(target, type) and issubclass(target, StrEnum):
         return ConfigError(token.keyword or "", token.value, [str(member) for member in target])
     kinds = [kind for kind in get_args(target) if kind is not types.NoneType] or [target]

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import PurePath
 
 
 class SemkvError(Exception):
@@ -29,9 +30,9 @@ class ConfigError(SemkvError):
     """
 
     def __init__(self, key: str, value: object, allowed: str | Iterable[str]) -> None:
-        self.key, self.value = key, value
+        self.key, self.value = key, str(value) if isinstance(value, PurePath) else value
         self.allowed = allowed if isinstance(allowed, str) else "one of " + ", ".join(sorted(allowed))
-        super().__init__(f"{key}: {value!r} is not allowed; expected {self.allowed}")
+        super().__init__(f"{key}: {self.value!r} is not allowed; expected {self.allowed}")
 
 
 class DatasetError(SemkvError):

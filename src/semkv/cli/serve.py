@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +16,7 @@ from semkv.errors import SemkvError
 from semkv.server.settings import ServerSettings
 
 serve = command_line(
-    Variables(os.environ),
+    Variables(ServerSettings, os.environ),
     help_epilogue="""Examples:
 
 ```
@@ -29,6 +31,14 @@ serve = command_line(
 ```""",
 )
 warm = command_line()
+
+
+@contextmanager
+def _extra() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise SemkvError(f"this command needs {error.name}: in a checkout of semkv, pip install '.[server]'") from error
 
 
 @serve.default
@@ -51,10 +61,8 @@ def _serve(
         port: Port to listen on; 0 for any free one.
         log_level: debug, info, warning or error.
     """
-    try:
+    with _extra():
         from semkv.server.serve import run_server
-    except ModuleNotFoundError as error:
-        raise SemkvError(f"semkv serve needs {error.name}: in a checkout of semkv, pip install '.[server]'") from error
 
     run_server(settings or ServerSettings(), os.environ, host=host, port=port, log_level=log_level)
 
@@ -80,7 +88,8 @@ def _warm(
         concurrency: Requests at once.
         max_tokens: For lines that are prompts.
     """
-    from semkv.server.warm import warm_up
+    with _extra():
+        from semkv.server.warm import warm_up
 
     key = os.environ.get("OPENAI_API_KEY", "")
     counts = warm_up(prompts, url, model=model, concurrency=concurrency, max_tokens=max_tokens, key=key)

@@ -146,7 +146,9 @@ class Middleware:
 
     def __init__(self, app: Application) -> None:
         self._wrapped = app
-        gateway = gateway_of(parse(ServerSettings, [], Variables(os.environ)), os.environ, AppUpstream(app))
+        gateway = gateway_of(
+            parse(ServerSettings, [], Variables(ServerSettings, os.environ)), os.environ, AppUpstream(app)
+        )
         operations = Operations(gateway, admin_key(os.environ)).application()
         self._gateway, self._app = gateway, App(gateway, operations, own=frozenset())
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 from cyclopts import App, Argument, ArgumentCollection, Parameter, Token
 
@@ -24,6 +24,7 @@ from semkv.config import (
     command_line,
     flag,
     parse,
+    typed,
 )
 from semkv.errors import ConfigError
 from semkv.presets import DEFAULT_PRESET, get_preset
@@ -55,10 +56,10 @@ class RunSettings:
         revision: Revision of a hub id.
         trust_remote_code: Run model code that the checkpoint brings.
         max_model_len: Longest prompt plus answer, in tokens.
-        max_tokens: Longest answer, in tokens.
+        max_tokens: Longest answer, in tokens; by default the preset's, then 16.
         engine: vllm; scripted: no model, for trying settings; labels: the data set's own answers.
         tenant: Partitions every cache; tenants share nothing.
-        dataset: minigqa, gqa, gqa-text, jsonl, or a .jsonl file.
+        dataset: minigqa, gqa, gqa-text, jsonl, or a .jsonl file; by default the preset's.
         chunk_source: question, semantic, group, combined or full.
         chunk_window: Match on the first N characters only; 0 for all.
         baseline: Run the samples with vLLM's prefix cache alone first.
@@ -139,7 +140,7 @@ def is_unicode(text: str) -> bool:
 
 
 def _image_roots(dataset_root: Path | None) -> tuple[Path, ...]:
-    roots = [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
+    roots = [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name, "").strip()]
     if dataset_root is not None and (dataset_root / "images").is_dir():
         roots.append(dataset_root / "images")
     return tuple(roots)
@@ -171,6 +172,8 @@ def check_files(settings: RunSettings) -> None:
 def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """A source of flags: the preset's, for what is not given."""
     flags = {name: argument for argument in arguments for name in argument.names}
+    for name in ("--preset", "--model"):
+        flags[name].tokens[:] = [token for token in flags[name].tokens if token.value]  # "$UNSET" is not given
     given, hook = flags["--preset"].tokens, flags["--embedding-hook"].tokens
     name = given[0].value if given else "" if flags["--model"].tokens else DEFAULT_PRESET
     if not name:
@@ -197,21 +200,23 @@ def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSetti
             allowed.
     """
     known = {name: argument for argument in _arguments() for name in argument.names}
-    arguments: list[str] = []
+    chosen: dict[str, list[str]] = {}  # the last value for each flag, whichever of its names it has
     for key, value in {**(given or {}), **flags}.items():
-        flag = "--" + key.replace("_", "-")
-        if flag not in known:
+        option = "--" + key.replace("_", "-")
+        if option not in known:
             raise ConfigError("semkv run", key, [name.lstrip("-") for name in known])
-        argument = known[flag]
-        if argument.hint is bool and not isinstance(value, bool | None):
-            raise ConfigError(flag, value, "true or false")
-        if flag in argument.negatives:
-            arguments += [flag] * bool(value)
-        elif isinstance(value, list | tuple):
-            arguments += [f"{flag}={one}" for one in value] or list(argument.negatives[:1])
+        argument = known[option]
+        many = get_origin(argument.hint) is tuple
+        values = value if many and isinstance(value, list | tuple) else [value]
+        if value is not None:
+            typed(option, values if many else value, argument.hint)
+        if option in argument.negatives:
+            chosen[argument.name] = [option] * bool(value)
+        elif many and not values:
+            chosen[argument.name] = list(argument.negatives[:1])
         elif value is not None:
-            arguments.append(f"{flag}={value}")
-    return read_run(arguments)
+            chosen[argument.name] = [f"{option}={one}" for one in values]
+    return read_run([word for words in chosen.values() for word in words])
 
 
 @cache
@@ -238,7 +243,7 @@ def run_command(settings: Mapping[str, Any]) -> str:
         default = resolve(preset=preset) if preset else resolve(model="none")
     except ConfigError:
         default, preset = resolve(model="none"), ""
-    words = ["semkv", "run", *(["--preset", preset] if preset else [])]
+    words = ["semkv", "run", *([f"--preset={preset}"] if preset else [])]
     plain = default.to_json()
     for argument in _arguments():
         path = argument.keys
@@ -247,11 +252,11 @@ def run_command(settings: Mapping[str, Any]) -> str:
             continue
         if path[-1] == "embedding_layers":
             specs = [":".join(map(str, layer.values())) for layer in value]
-            words += [word for spec in specs for word in (argument.name, spec)] or list(argument.negatives[:1])
+            words += [f"{argument.name}={spec}" for spec in specs] or list(argument.negatives[:1])
         elif isinstance(value, bool):
             words.append(argument.names[0] if value else argument.negatives[-1])
         else:
-            words += [argument.name, str(value)]
+            words.append(f"{argument.name}={value}")
     return shlex.join(words)
 
 
