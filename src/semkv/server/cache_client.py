@@ -144,11 +144,12 @@ class CacheClient:
         """
         if not writes and self.semantic is not None and canonical.request is not None and canonical.request.media:
             return Lookup(canonical, await self.stored(canonical))
-        task = self._running.get(canonical.key)
+        running = f"{canonical.key} {self.responses.begin()}"  # after an invalidation no lookup that began before it
+        task = self._running.get(running)
         if task is None:
             task = asyncio.ensure_future(self._look_up(canonical, asked_at))
-            self._running[canonical.key] = task
-            task.add_done_callback(lambda _: self._running.pop(canonical.key, None))
+            self._running[running] = task
+            task.add_done_callback(lambda _: self._running.pop(running, None))
             return await asyncio.shield(task)
         looked = await asyncio.shield(task)  # with what this request has besides the key, such as its ``request_id``
         if looked.canonical.key == canonical.key:

@@ -34,7 +34,7 @@ CACHE_FILES = (
     MARKER,
     CATALOG,
     f"{CATALOG}.damaged",
-    f"{RESPONSES_1[0]}*",
+    *(f"{RESPONSES_1[0]}{suffix}" for suffix in ("", "-wal", "-shm", ".lock", ".damaged")),
     "media/??/*",
     "graphs/*/*.graph",
     "graphs/*/*.tmp",

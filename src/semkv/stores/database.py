@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from semkv.errors import StoreError
-from semkv.stores.files import FileId, file_id, lock, make_folder, open_file
+from semkv.stores.files import FileId, check_regular, file_id, lock, make_folder, open_file
 from semkv.stores.schema import APPLICATION, CATALOG, FIRST_NUMBERS, FORMAT, RESPONSES_1, TABLES
 
 _LOCK_S = 60.0  # for other processes that open or replace the file
@@ -69,7 +69,7 @@ class Database:
         try:
             if replace:
                 make_folder(path.parent)
-            self._open()
+            self._open(wait_s=_LOCK_S)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"database {path}: {error}") from error
 
@@ -137,6 +137,9 @@ class Database:
         """Close the file; later uses raise `sqlite3.ProgrammingError`."""
         with self.lock:
             self._closed = True
+            # The last connection empties the log and deletes it by name: nobody may begin a new file meanwhile.
+            with suppress(OSError, StoreError), _opening(self.path, self._timeout_s):
+                self.connection.close()
             self.connection.close()
 
     # -- the file -----------------------------------------------------------------------------------------------
@@ -151,39 +154,47 @@ class Database:
             self._open_anew()
 
     def _open_anew(self, damaged: FileId | None = None) -> None:
-        self.connection.close()
         self._file = None  # so that the next use tries again where this fails
         try:
-            self._open(damaged)
+            self._open(damaged, wait_s=self._timeout_s)
         except (OSError, sqlite3.Error, StoreError) as error:
             raise sqlite3.OperationalError(f"{self.path} cannot be opened anew: {error}") from error
 
-    def _open(self, damaged: FileId | None = None) -> None:
-        """Open the file, or a new one in place of the one that was found to be damaged."""
+    def _open(self, damaged: FileId | None = None, *, wait_s: float) -> None:
+        """Open the file, or a new one in place of the one that was found to be damaged.
+
+        Args:
+            damaged: the file that was.
+            wait_s: how long to wait for others who open, replace or write it.
+        """
         if not self._replace:
-            self.connection = self._connect()
+            self.connection = self._connect(wait_s)
             return
-        with _opening(self.path):
+        with _opening(self.path, wait_s):
+            if self.opened:
+                self.connection.close()
             if damaged is not None and damaged == file_id(self.path):  # else another process has replaced it
                 self._put_aside("it was found to be damaged")
             try:
-                self.connection = self._connect()
+                self.connection = self._connect(wait_s)
             except sqlite3.DatabaseError as error:
                 if not is_damage(error):
                     raise
+                if self.path.name != CATALOG and error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
+                    raise StoreError(f"{self.path} is no database: delete it, or choose another file") from error
                 self._put_aside(str(error))
-                self.connection = self._connect()
+                self.connection = self._connect(wait_s)
             self._file = file_id(self.path)
             self.opened += 1
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self, wait_s: float) -> sqlite3.Connection:
         if self._replace:
             self._make_private()
         writable = self._replace or (os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK))
         # Without a log nobody has the file open, and SQLite would leave one behind to read it.
         read = "mode=ro" if self._beside("-wal").exists() else "mode=ro&immutable=1"
         uri = f"{self.path.absolute().as_uri()}?{'mode=rw' if writable else read}"
-        db = sqlite3.connect(uri, uri=True, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(uri, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
         try:
             db.execute("PRAGMA foreign_keys=ON")
             db.execute("PRAGMA secure_delete=ON")  # what goes is overwritten with zeros; not every build does it
@@ -193,7 +204,7 @@ class Database:
                 db.close()
                 log.warning("semkv: %s was written by an older version of semkv; it is emptied", self.path)
                 delete_files(self.path)
-                return self._connect()
+                return self._connect(wait_s)
             if found == "old":
                 raise StoreError(
                     f"{self.path} was written by an older version of semkv: an engine or a gateway that is started on "
@@ -207,6 +218,7 @@ class Database:
                 db.execute("PRAGMA journal_mode=WAL")  # after the above, which `is_ours` finds in the file then
             for table in ("entries", "responses"):  # a damaged page shows here
                 db.execute(f"SELECT created FROM {table} NOT INDEXED LIMIT 1").fetchone()  # noqa: S608 (our own words)
+            db.execute(f"PRAGMA busy_timeout={self._timeout_s * 1000:.0f}")
         except BaseException:
             db.close()
             raise
@@ -234,11 +246,11 @@ class Database:
         return "ours" if version == FORMAT else "old"
 
     def _make_private(self) -> None:
-        if not self.path.exists():
+        if not check_regular(self.path):
             os.close(open_file(self.path, os.O_RDWR | os.O_CREAT))  # SQLite gives the files beside it the same mode
         for path in (self.path, *map(self._beside, _BESIDE)):
-            with suppress(OSError):  # it is not there, or another user's
-                if path.stat().st_mode & 0o077:
+            with suppress(OSError):  # another user's, or gone
+                if check_regular(path) and path.stat().st_mode & 0o077:
                     path.chmod(0o600)
 
     def _begin(self, db: sqlite3.Connection) -> None:
@@ -248,7 +260,7 @@ class Database:
             f"PRAGMA application_id={APPLICATION}; PRAGMA user_version={FORMAT}; COMMIT"
         )
         old = self.path.with_name(RESPONSES_1[0])
-        if self.path.name == CATALOG and is_ours(old):
+        if self.path.name == CATALOG and _application(old) == RESPONSES_1[1]:
             log.warning("semkv: %s was written by an older version of semkv; it is deleted", old)
             delete_files(old)
             old.with_name(f"{old.name}.lock").unlink(missing_ok=True)
@@ -256,7 +268,8 @@ class Database:
     def _put_aside(self, why: str) -> None:
         log.warning("semkv: %s is damaged and put aside; a new file is begun (%s)", self.path, why)
         self.damaged += 1
-        self.path.replace(self._beside(".damaged"))
+        if not self._beside(".damaged").exists():  # the first one is kept
+            self.path.replace(self._beside(".damaged"))
         delete_files(self.path)
 
     def _beside(self, suffix: str) -> Path:
@@ -270,14 +283,19 @@ def is_damage(error: BaseException) -> bool:
 
 def is_ours(path: Path) -> bool | None:
     """Whether a database is semkv's; None where there is none, or none that can be read. Leaves nothing behind."""
+    application = _application(path)
+    return None if application is None else application in _OURS
+
+
+def _application(path: Path) -> int | None:
+    """The id of the program whose database a file is; None where it is none, or an empty one."""
     if not is_filled(path):
         return None
     # An immutable file is read without its log: the id is in the first page since the file was made.
     with suppress(sqlite3.Error), closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as db:
-        if db.execute("PRAGMA application_id").fetchone()[0] in _OURS:
-            return True
-        if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
-            return False
+        application = int(db.execute("PRAGMA application_id").fetchone()[0])
+        if application or db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+            return application
     return None
 
 
@@ -293,15 +311,15 @@ def delete_database(path: Path) -> None:
         OSError: it cannot be deleted; BlockingIOError where another process opens it for a minute.
     """
     if path.parent.is_dir():
-        with _opening(path):
+        with _opening(path, _LOCK_S):
             delete_files(path)
 
 
 @contextmanager
-def _opening(path: Path) -> Iterator[None]:
+def _opening(path: Path, wait_s: float) -> Iterator[None]:
     """One process at a time makes, replaces or deletes a database. Raises as `files.lock`."""
     guard = path.with_name(f"{path.name}.lock")
-    with lock(guard, make=False, wait_s=_LOCK_S):
+    with lock(guard, make=False, wait_s=wait_s):
         try:
             yield
         finally:

@@ -37,6 +37,7 @@ from semkv.types import Namespace
 
 _UNBOUNDED = Bounds(max_bytes=0)
 _DAY_S = 86_400.0
+_ALL = 1 << 62  # bounds that evict nothing: they are for the gateway to set
 _WAIT_S = 5.0  # for other processes that use the database
 
 
@@ -184,7 +185,7 @@ def _database(cache_dir: Path) -> Iterator[tuple[Catalog, SqliteStore] | None]:
         return
     try:
         with (
-            closing(SqliteStore(file, timeout_s=_WAIT_S, replace=False)) as responses,
+            closing(SqliteStore(file, max_bytes=_ALL, max_entries=_ALL, timeout_s=_WAIT_S, replace=False)) as responses,
             closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
         ):
             replay_into(responses, folder_of(cache_dir))
@@ -489,7 +490,10 @@ def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool)
     except StoreError as error:  # it goes all the same, unless it is another program's
         if is_our_database(cache_dir / CATALOG) is False:
             unread = (str(error),)
-    files = purge_directory(cache_dir, dry_run=dry_run)
-    if fusion_dir is not None:
-        files += purge_directory(fusion_dir, BLOCK_FILES, dry_run=dry_run)
+    try:
+        files = purge_directory(cache_dir, dry_run=dry_run)
+        if fusion_dir is not None:
+            files += purge_directory(fusion_dir, BLOCK_FILES, dry_run=dry_run)
+    except OSError as error:
+        raise StoreError(f"{error.filename or cache_dir} cannot be purged ({error.strerror or error})") from error
     return Purged(entries, answers, files, dry_run, unread)

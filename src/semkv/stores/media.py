@@ -67,7 +67,7 @@ class MediaStore:
         target = self._where(media_id)
         if target.exists() or len(data) > self.max_bytes:
             return media_id
-        target.parent.mkdir(0o700, exist_ok=True)
+        make_folder(target.parent)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=_NEW)
         try:
             with os.fdopen(handle, "wb") as file:

@@ -111,6 +111,7 @@ class Matching:
         if self._semantic is not None:
             self._similar.append(self._semantic)
         self._seen_vectors = self._seen_media = 0
+        self._seen_file = catalog.database.opened
         self._behind = False  # whether the last refresh failed
         self._refreshing = threading.Lock()
         with self._boundary("catalog"):
@@ -242,6 +243,8 @@ class Matching:
             self._behind = False
 
     def _read(self) -> None:
+        if self._seen_file != (opened := self._catalog.database.opened):  # a new file numbers its rows anew
+            self._seen_file, self._seen_vectors, self._seen_media = opened, 0, 0
         layers = [key for name, key in self.layer_keys().items() if name != VISION]
         while rows := self._catalog.vectors(layers, self._seen_vectors, _PAGE):
             for tier in self._similar:
