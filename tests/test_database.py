@@ -18,6 +18,7 @@ import pytest
 from semkv.errors import StoreError
 from semkv.stores.catalog import Catalog
 from semkv.stores.database import Database, delete_database, is_ours
+from semkv.stores.files import lock
 from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.stores.schema import CATALOG, RESPONSES_1
@@ -259,3 +260,48 @@ def test_kill_9_among_purges_leaves_a_whole_database(tmp_path: Path) -> None:
     assert store.database.damaged == 0
     store.close()
     assert not (tmp_path / f"{CATALOG}.damaged").exists()
+
+
+def test_a_link_is_refused_and_its_target_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    target.write_bytes(b"")
+    target.chmod(0o644)
+    (tmp_path / CATALOG).symlink_to(target)
+    with pytest.raises(StoreError, match="not a regular file"):
+        Catalog(tmp_path / CATALOG)
+    assert (target.read_bytes(), stat.S_IMODE(target.stat().st_mode)) == (b"", 0o644)
+
+
+def test_a_file_that_is_no_database_is_put_aside_only_where_it_has_the_catalogs_name(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes, of more than a header's hundred bytes" * 10)
+    with pytest.raises(StoreError, match="is no database"):
+        SqliteStore(notes)
+    assert notes.read_text().startswith("my notes")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_store_that_a_user_named_like_the_old_one_stays(tmp_path: Path) -> None:
+    with closing(SqliteStore(tmp_path / RESPONSES_1[0])) as store:
+        assert store.put(response("a"), store.news("").cursor)
+    Catalog(tmp_path / CATALOG).close()
+    with closing(SqliteStore(tmp_path / RESPONSES_1[0])) as store:
+        assert store.get("a") is not None
+
+
+def test_nobody_begins_a_new_file_while_the_last_connection_empties_the_log(tmp_path: Path) -> None:
+    """It deletes the log by its name, which may be another file's by then."""
+    database = Database(tmp_path / CATALOG)
+    connection, held = database.connection, []
+
+    class Closing:
+        def close(self) -> None:
+            if not held:  # the second call closes what is closed
+                with pytest.raises(BlockingIOError), lock(tmp_path / f"{CATALOG}.lock", make=False, wait_s=0):
+                    pass
+                held.append(True)
+            connection.close()
+
+    database.connection = Closing()  # type: ignore[assignment]
+    database.close()
+    assert held

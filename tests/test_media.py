@@ -118,3 +118,9 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "media").write_text("")
     with pytest.raises(StoreError, match="media"):
         MediaStore(tmp_path / "media")
+
+
+def test_a_store_whose_folders_a_purge_took_goes_on(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path / "media")
+    (tmp_path / "media").rmdir()
+    assert store.get(store.put(b"a picture")) == b"a picture"

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from semkv.server.cache_client import CacheClient
+from semkv.server.metrics import Metrics
 from semkv.server.singleflight import InFlight, SingleFlight
 from semkv.server.upstream import Headers
+from semkv.stores.responses.base import Selector, StoredResponse
+from semkv.stores.responses.sqlite import SqliteStore
+from semkv.tiers.response import ResponseCache
 
 
 class Scripted:
@@ -91,5 +99,35 @@ def test_a_flight_that_is_cancelled_at_once_has_an_end() -> None:
         assert reader.flight.done
         assert not flights.running
         reader.leave()
+
+    asyncio.run(story())
+
+
+def test_a_lookup_that_began_before_an_invalidation_is_not_joined(tmp_path: Path) -> None:
+    read, go_on = threading.Event(), threading.Event()
+
+    class Slow(SqliteStore):
+        def get(self, key: str) -> StoredResponse | None:
+            found = super().get(key)
+            read.set()
+            go_on.wait(300)  # the reply of a shared store is on its way
+            return found
+
+    class Canonical:
+        key, sampled, request = "a" * 64, False, None
+
+    async def story() -> None:
+        store = Slow(tmp_path / "store.sqlite")
+        store.put(StoredResponse(Canonical.key, "", "model", b"{}", time.time()), store.news("").cursor)
+        cache = CacheClient(ResponseCache(store), None, Metrics(), store_s=300)
+        early = asyncio.create_task(cache.look_up(Canonical()))  # type: ignore[arg-type]
+        await asyncio.to_thread(read.wait)
+        assert await cache.invalidate(Selector(key=Canonical.key), dry_run=False) == 1
+        late = asyncio.create_task(cache.look_up(Canonical()))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        go_on.set()
+        await early
+        assert (await late).found is None
+        await cache.aclose()
 
     asyncio.run(story())
