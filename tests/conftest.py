@@ -28,16 +28,19 @@ _patient = inspect.signature(httpx.get).parameters["timeout"].default  # 5 secon
 _patient.connect = _patient.read = _patient.write = _patient.pool = 300.0
 
 ENGINES = "engine"
-"""The group of all files that start vLLM: one worker runs them, so that two engines never run at once."""
+"""The group of all files that start vLLM in this process or fork it: one worker has it imported, and runs them."""
 
-LONGEST = ("test_store_safety", "test_kept_graphs", "test_server_hard", "test_server", "test_overlap")
+SERVERS = ("test_docs", "test_sweep", "test_server_vllm", "test_demo")
+"""Files that start vLLM as a user does, in processes of its own."""
+
+LONGEST = (*SERVERS, "test_store_safety", "test_kept_graphs", "test_server_hard", "test_server", "test_overlap")
 """Files that take longest, so that no worker is left alone with one of them at the end."""
 
 
 @functools.cache
 def group_of(path: Path) -> str:
     """A worker takes a whole file, so that its fixtures are made once, or all files with engines."""
-    text = path.read_text(encoding="utf-8")
+    text = "" if path.stem in SERVERS else path.read_text(encoding="utf-8")
     return ENGINES if "mark.engine" in text or 'importorskip("vllm"' in text else path.stem
 
 
