@@ -279,12 +279,12 @@ def test_a_damaged_row_is_deleted_and_the_rest_served(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_is_put_aside_when_it_is_opened(tmp_path: Path) -> None:
-    path = tmp_path / "a.sqlite"
+    path = tmp_path / CATALOG
     path.write_bytes(b"this is no database" * 500)
     store = SqliteStore(path)
     assert store.database.damaged == 1
     assert store.put(answer("a"))
-    assert (tmp_path / "a.sqlite.damaged").exists()
+    assert (tmp_path / f"{CATALOG}.damaged").exists()
     store.close()
 
 
@@ -406,6 +406,7 @@ if "://" in where:
     from semkv.stores.responses.redis import RedisStore
 else:
     from semkv.stores.responses.sqlite import SqliteStore
+from semkv.stores.schema import CATALOG
 
 def write(start):
     store = RedisStore(where, timeout_s=5.0) if "://" in where else SqliteStore(Path(where), timeout_s=10.0)

@@ -75,18 +75,23 @@ class Catalog:
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
         """A transaction that is undone on any exception. It takes along the hits that are not written yet."""
+        hits: dict[str, tuple[int, float]] = {}
+        try:
+            with self.database.write() as db:
+                hits, self._hits = self._hits, hits
+                ((number,),) = db.execute(_COUNT_WRITE).fetchall()
+                for entry_id, (count, now) in hits.items():
+                    self._count(db, entry_id, count, now)
+                yield db
+        except BaseException as error:
+            # One of them may be of a damaged row, and stop every write.
+            if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError):
+                with self.database.lock:
+                    for entry_id, (count, now) in hits.items():
+                        later, last = self._hits.get(entry_id, (0, now))
+                        self._hits[entry_id] = count + later, max(now, last)
+            raise
         with self.database.lock:
-            try:
-                with self.database.write() as db:
-                    ((number,),) = db.execute(_COUNT_WRITE).fetchall()
-                    for entry_id, (count, now) in self._hits.items():
-                        self._count(db, entry_id, count, now)
-                    yield db
-            except sqlite3.DatabaseError as error:
-                if not isinstance(error, sqlite3.OperationalError):
-                    self._hits.clear()  # one of them may be of a damaged row, and stop every write
-                raise
-            self._hits.clear()
             if self._writes == (self.database.opened, number - 1):  # else `changed` tells of another's
                 self._writes = self.database.opened, number
 

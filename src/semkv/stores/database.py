@@ -20,6 +20,7 @@ from semkv.errors import StoreError
 from semkv.stores.files import FileId, check_regular, file_id, lock, make_folder, open_file
 from semkv.stores.schema import APPLICATION, CATALOG, FIRST_NUMBERS, FORMAT, RESPONSES_1, TABLES
 
+_POLL_S = 0.005
 _LOCK_S = 60.0  # for other processes that open or replace the file
 _BESIDE = ("-wal", "-shm")
 _OURS = (APPLICATION, RESPONSES_1[1])
@@ -93,12 +94,32 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """The connection, in a transaction that is undone on any exception; a full disk is one more fault."""
-        with self:
-            self._follow()
+        """The connection, in a transaction that is undone on any exception; a full disk is one more fault.
+
+        While another process writes, other threads go on reading.
+        """
+        until = time.monotonic() + self._timeout_s
+        while True:
+            with self:
+                self._follow()
+                if self._began(last=time.monotonic() >= until):
+                    yield self.connection
+                    self.connection.execute("COMMIT")
+                    return
+            time.sleep(_POLL_S)
+
+    def _began(self, *, last: bool) -> bool:
+        """Begin to write; False where another process writes, unless this try is the last one."""
+        self.connection.execute("PRAGMA busy_timeout=0")
+        try:
             self.connection.execute("BEGIN IMMEDIATE")
-            yield self.connection
-            self.connection.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if last or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            return False
+        finally:
+            self.connection.execute(f"PRAGMA busy_timeout={self._timeout_s * 1000:.0f}")
+        return True
 
     def _fail(self, error: BaseException) -> None:
         with suppress(sqlite3.Error):
