@@ -25,6 +25,7 @@ from semkv.stores.responses.memory import MemoryStore, weight
 from semkv.stores.responses.open import open_store
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
+from semkv.stores.schema import CATALOG
 
 INF = float("inf")
 Make = Callable[..., ResponseStore]
