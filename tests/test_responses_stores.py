@@ -406,7 +406,6 @@ where = sys.argv[1]
 if "://" in where:
     from semkv.stores.responses.redis import RedisStore
 else:
-    from semkv.stores.responses.sqlite import SqliteStore
 from semkv.stores.schema import CATALOG
 
 def write(start):
