@@ -406,7 +406,7 @@ where = sys.argv[1]
 if "://" in where:
     from semkv.stores.responses.redis import RedisStore
 else:
-from semkv.stores.schema import CATALOG
+    from semkv.stores.responses.sqlite import SqliteStore
 
 def write(start):
     store = RedisStore(where, timeout_s=5.0) if "://" in where else SqliteStore(Path(where), timeout_s=10.0)
