@@ -15,8 +15,7 @@ import pytest
 
 from cache_helpers import Bench, WrittenEncoder
 from semkv.cache import SemanticCache
-from semkv.tiers.checking import HitLog, SameMeaning, pair_of, same_text, wilson
-from semkv.tiers.memory import load_memory, save_memory
+from semkv.tiers.checking import HitLog, SameMeaning, load_memory, pair_of, same_text, save_memory, wilson
 from semkv.types import (
     CacheMode,
     Exactness,

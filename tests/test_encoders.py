@@ -22,9 +22,8 @@ from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
 from semkv.encoders import onnx as onnx_module
 from semkv.encoders import text as text_module
 from semkv.encoders.batching import Batcher
-from semkv.encoders.bert import lean_bert
+from semkv.encoders.bert import lean_bert, pack_linear_layers
 from semkv.encoders.hooks import VisionHook, build_hook, image_roots, read_media
-from semkv.encoders.linear import pack_linear_layers
 from semkv.encoders.text import SentenceEncoder, forward, load_sentence_transformer, resolve_model
 from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from semkv.encoders.batching import Batcher
-from semkv.encoders.bert import lean_bert
-from semkv.encoders.linear import pack_linear_layers
+from semkv.encoders.bert import lean_bert, pack_linear_layers
 from semkv.encoders.onnx import Int8States
 from semkv.errors import ConfigError
 from semkv.keys import digest, weights_digest

@@ -76,7 +76,7 @@ class Wording(NamedTuple):
 def veto(a: str, b: str, language: Language | None = None) -> str | None:
     """Why two similar texts must not stand in for each other, or None where no guard objects.
 
-    Symmetric; texts that differ in white space and the case of typing alone are vetoed only where there is code or a
+    Symmetric; texts that differ only in spaces and the case of typing are vetoed only where there is code or a
     quotation. Linear in the length of the texts.
 
     Args:

@@ -6,6 +6,7 @@ caller runs the unchanged request of a hit that was selected, compares the two a
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import secrets
@@ -19,14 +20,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from semkv.guards import veto
 from semkv.keys import digest, normalise
+from semkv.stores.files import replace_text
 from semkv.tiers.base import Boundary, Tally
-from semkv.tiers.memory import load_memory, save_memory
 from semkv.tiers.policies import Decider
 from semkv.types import Exactness, Match, Request, ReuseReport
 
 if TYPE_CHECKING:
     from semkv.encoders.text import TextEncoder
 
+FORMAT = 1  # of what is kept
+FILE = "policy.json"
 _OPEN_HITS = 65_536
 _BARRED = 65_536
 _BARRED_MOST = 2  # a donor found wrong for so many texts is removed
@@ -300,3 +303,24 @@ class Checking:
             self._hits.restore(kept.get("hits"))
             if kept.get("policy") is not None and self._decider.learns:
                 self._decider.restore(kept["policy"])
+
+
+def load_memory(folder: Path, fingerprint: str) -> Mapping[str, Any] | None:
+    """What was kept for an encoder; None where there is nothing, or it belongs to another encoder.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is damaged.
+    """
+    try:
+        body = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise ValueError(f"{folder / FILE} is damaged or of another version")
+    return body if body.get("fingerprint") == fingerprint else None
+
+
+def save_memory(folder: Path, fingerprint: str, body: Mapping[str, Any]) -> None:
+    """Put it in the place of what was kept: where several caches share a folder, the last one's stays. Raises
+    OSError."""
+    replace_text(folder / FILE, json.dumps({"format": FORMAT, "fingerprint": fingerprint, **body}))

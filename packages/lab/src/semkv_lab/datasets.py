@@ -293,7 +293,7 @@ _CARD = (160, 120)
 
 
 def load_gqa_text(options: DatasetOptions) -> list[Sample]:
-    """GQA's questions with a model's answers as labels, without the images: what reuse of text alone is worth.
+    """GQA's questions, labeled with a model's answers and without images. Measures reuse by text only.
 
     The file (``options.root``) is ``.jsonl`` or ``.jsonl.gz``, an object a line: ``questionId``, ``imageId``,
     ``question``, and one more field, whatever its name, with the answer of the model that the labels are from. A small

@@ -157,7 +157,7 @@ def chr_area(records: Sequence[SampleRecord]) -> ChrArea:
     Introduced by Baral et al., Closing the Calibration Gap in Semantic Caching, 2026, arXiv:2606.19719.
 
     There every request has a score and the ratio runs to 1. Here a request whose best donor stayed under the threshold
-    has none, so the curve ends at the run's hit rate: the area is divided by that ratio, which is given beside it. 1
+    has none, so the curve ends at the run's hit rate: the area is divided by that ratio; both are returned. 1
     means that every hit was right at every threshold from the run's own upwards. For a whole curve run with a low
     threshold, ``--disable-guards`` and ``--cache-mode dry-run``. Only areas that reach a like ratio can be compared.
     """

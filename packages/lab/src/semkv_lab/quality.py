@@ -269,7 +269,7 @@ def judge(
     seed: int = 0,
     tick: Callable[[int], None] = lambda _: None,
 ) -> Judgement:
-    """Ask the policy about every pair, in order; one that learns is told of refused and of checked pairs."""
+    """Ask the policy about every pair, in order. A policy that learns gets the refused and the checked pairs."""
     random = Random(seed)  # noqa: S311
     ranked: list[tuple[float, bool]] = []
     accepted = right = vetoed = 0

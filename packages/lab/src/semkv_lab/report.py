@@ -37,7 +37,7 @@ from semkv_lab.results import (
 from semkv_lab.samples import DatasetOptions
 from semkv_lab.settings import run_command
 
-_SPECIAL = re.compile(r"([\\`*_<>|#~&$]|\](?=[(\[:]))")  # a bracket alone is text, a link needs more
+_SPECIAL = re.compile(r"([\\`*_<>|#~&$]|\](?=[(\[:]))")  # "[" needs no escape unless "](" could make it a link
 # Of the wide table of experiments; the other columns are on the page and in the log.
 _IN_MARKDOWN = (
     "experiment", "thresholds", "requests", "hit rate", "accuracy on hits", "wrong hits", "same as cold", "consistency",

@@ -144,7 +144,7 @@ class SweepLog:
     """The rows so far, in the order in which they ended.
 
     Args:
-        path: the ``.csv`` file; the JSON lines lie beside it.
+        path: the ``.csv`` file. The JSON lines have the same name with ``.jsonl``.
         resume: go on with a log that is there.
 
     Raises:
