@@ -62,7 +62,12 @@ class Pool:
             if self.pending >= self._limit:
                 raise Late("too much is waiting")
             self.pending += 1
-        job = self._executor.submit(work)
+        try:
+            job = self._executor.submit(work)
+        except RuntimeError:  # no more threads for now, or the interpreter ends
+            with self._lock:
+                self.pending -= 1
+            raise
         job.add_done_callback(self._ended)
         return job
 

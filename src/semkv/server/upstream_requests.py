@@ -145,13 +145,16 @@ class UpstreamRequests:
             return await self._upstream.send(request.call.with_body(body))
 
         async def on_whole(flight: InFlight) -> None:
-            seconds = time.perf_counter() - started
-            self._metrics.upstream(seconds)
-            if flight.status != 200 or flight.payload is None:
-                return
-            self._recent_hits.computed(canonical.key, seconds)
-            if request.controls.write:
-                flight.stored = await self._cache.store(canonical, flight.payload, since)
+            try:
+                seconds = time.perf_counter() - started
+                self._metrics.upstream(seconds)
+                if flight.status == 200 and flight.payload is not None:
+                    self._recent_hits.computed(canonical.key, seconds)
+                    if request.controls.write:
+                        flight.stored = await self._cache.store(canonical, flight.payload, since)
+            except Exception:  # the client gets its answer all the same
+                log.exception("an answer is not stored")
+                self._metrics.fault("store")
 
         key, on_status = self.flight_key(canonical), partial(self._tenants.answered, request.client)
         chat = ENDPOINTS[request.call.scope["path"]] == "chat"
