@@ -22,8 +22,9 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cachetools import TLRUCache
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("semkv.connectors")
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -147,9 +150,10 @@ class ECScheduler:
     def allocated(self, request: Any, index: int) -> None:
         """An encoder-cache entry was set aside: for a promised item to be loaded, else for the encoder."""
         identifier = request.mm_features[index].identifier
-        live = self.observe(request)
-        if (promised := self._promised.get(identifier)) is not None:
+        if (promised := self._promised.get(identifier)) is not None:  # first: vLLM counts on it
             self._step.loads[identifier] = promised[1]
+        live = self.observe(request)
+        if promised is not None:
             live.loaded += 1
             self.counters["loaded"] += 1
             return
@@ -161,9 +165,9 @@ class ECScheduler:
             self._step.owners[identifier] = owner_of(request.cache_salt)
 
     def build_step(self) -> SemECMetadata:
-        self.store.blocks.disown()  # what failed at a reset
         step, self._step = self._step, SemECMetadata(self.namespace)
         self._promised.clear()
+        self.store.blocks.disown()  # what failed at a reset
         return step
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -343,6 +347,15 @@ class SemECConnector(ECConnectorBase):
             device = current_platform.device_type
             self._worker = ECWorker(settings, self._blocks, device, saves=first, host=self._host)
 
+    def _try(self, otherwise: _T, what: Callable[..., _T], *arguments: Any) -> _T:
+        """What a half of ours does for a hook of vLLM's. A fault in it is counted, and the engine goes on."""
+        try:
+            return what(*arguments)
+        except Exception:
+            self._blocks.counters["errors"] += 1
+            log.warning("semkv: an encoder output is computed or not stored, by a fault of semkv's", exc_info=True)
+            return otherwise
+
     # ------------------------------------------------------------------ scheduler half
 
     @property
@@ -351,15 +364,15 @@ class SemECConnector(ECConnectorBase):
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         if self._scheduler is not None:
-            self._scheduler.observe(request)
+            self._try(None, self._scheduler.observe, request)
         return True
 
     def has_cache_item(self, identifier: str) -> bool:
-        return self._scheduler is not None and self.is_consumer and self._scheduler.has(identifier)
+        return self._scheduler is not None and self.is_consumer and self._try(False, self._scheduler.has, identifier)
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         if self._scheduler is not None:
-            self._scheduler.allocated(request, index)
+            self._try(None, self._scheduler.allocated, request, index)
 
     def build_connector_meta(self, scheduler_output: Any) -> SemECMetadata:
         return SemECMetadata() if self._scheduler is None else self._scheduler.build_step()
@@ -381,7 +394,7 @@ class SemECConnector(ECConnectorBase):
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         step = self._connector_metadata
         if self._worker is not None and self.is_producer and isinstance(step, SemECMetadata):
-            self._worker.save(step, encoder_cache, mm_hash)
+            self._try(None, self._worker.save, step, encoder_cache, mm_hash)
 
     def shutdown(self) -> None:
         """Write what waits and close the files."""

@@ -213,9 +213,9 @@ class SemKVConnector(OffloadingConnector):
         if self._settings.fixed_weights:
             return True
         super().reset_cache()
-        done = resets.may_have_changed(str(self._vllm_config.instance_id))
         shared = self._shared
-        used = shared.rename()
+        used = shared.rename()  # first: nothing below may leave the old names in use
+        done = resets.may_have_changed(str(self._vllm_config.instance_id))
         if shared.store is not None:
             done = shared.store.disown(*used) and done
         clean = self._kv_cache_manager is None or self._kv_cache_manager.block_pool.get_usage() == 0

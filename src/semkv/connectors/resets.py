@@ -6,11 +6,14 @@ their scheduler halves in one process, and in one thread of it.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from semkv.keys import digest
+
+log = logging.getLogger("semkv.connectors")
 
 
 def namespace_after(namespace: str) -> str:
@@ -40,5 +43,13 @@ def leave(follower: Follower) -> None:
 
 def may_have_changed(engine: str) -> bool:
     """The weights of ``engine`` may be others from now on; what all who follow it say."""
-    said = [follower.reset() for follower, name in list(_FOLLOWERS.items()) if name == engine]
+    said = [_reset(follower) for follower, name in list(_FOLLOWERS.items()) if name == engine]
     return all(said)
+
+
+def _reset(follower: Follower) -> bool:
+    try:
+        return follower.reset()
+    except Exception:
+        log.warning("semkv: a connector could not be told of other weights", exc_info=True)
+        return False

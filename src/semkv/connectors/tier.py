@@ -84,7 +84,7 @@ class SemKVTier(SecondaryTierManager):
         per_chunk = offloading_spec.blocks_per_chunk
         self._tokens = {g.group_id: g.tokens_per_block * per_chunk for g in offloading_spec.config.groups}
         self._disk: DiskProcess | None = None
-        if self._shared.store is not None and self._shared.store.on:
+        if self._shared.store is not None:
             memory = offloading_spec._scheduler_mmap.fd
             self._disk = DiskProcess(memory, rows, self._row_bytes, self._shared.store)
         self._parts: dict[int, tuple[_Transfer, list[bytes]]] = {}  # by the number of the disk's job

@@ -139,7 +139,8 @@ class BlockStore:
         if not wait:
             if not self._opener.is_alive():
                 self._opener = threading.Thread(target=self._get, name="semkv-blocks", daemon=True)
-                self._opener.start()
+                with contextlib.suppress(RuntimeError):  # no more threads for now
+                    self._opener.start()
             return None
         with self._opening:
             if self._index is index and not self._closed:

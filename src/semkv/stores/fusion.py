@@ -121,13 +121,20 @@ class FusionStore:
             return None
         layout, row_bytes = self.blocks.layout(ref) or ("null", 0)
         row = room(1, row_bytes)[0]
-        # Counts and deletes what is damaged.
-        if not self.blocks.read(json.loads(layout), self.namespace, [block], [ref], [row])[0]:
-            return None
         try:
             document = json.loads(layout)
+            # Counts and deletes what is damaged.
+            if not self.blocks.read(document, self.namespace, [block], [ref], [row])[0]:
+                return None
             return FusionState(key, row, tuple(int(n) for n in document["shape"]), str(document["dtype"]))
-        except (KeyError, TypeError, ValueError, OverflowError, CorruptValue):  # another writer's header
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            CorruptValue,
+        ):  # another writer's header
             self.blocks.reject(ref.file)
             return None
 
