@@ -37,8 +37,8 @@ def tiny_config(self: Any, *args: Any, **fields: Any) -> None:
 def exchange_ours() -> None:
     """Put our classes where vLLM's tests import theirs from."""
     from semkv.connectors.kv import SemKVConnector
-    from semkv.connectors.kv_shared import KVShared
     from semkv.connectors.settings import KVSettings
+    from semkv.connectors.shared import KVShared
     from semkv.connectors.spec import SemKVManager, SemKVSpec
 
     def shared() -> KVShared:

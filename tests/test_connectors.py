@@ -23,11 +23,11 @@ import pytest
 
 import tiny_models
 from kv_engines import BLOCK, SKIP, CachedEngine, answer, full_blocks, in_child
-from semkv.connectors import identity, register, resets, vllm_names
-from semkv.connectors.break_even import BreakEven
+from semkv import connectors
+from semkv.connectors import identity, register, shared
 from semkv.connectors.outcome import ConnectorOutcome, read_outcome
 from semkv.connectors.settings import ECSettings, KVSettings, read_settings
-from semkv.connectors.writer import BackgroundWriter
+from semkv.connectors.shared import BreakEven
 from semkv.errors import ConfigError
 from semkv.keys import digest
 from semkv.stores.block_file import owner_of
@@ -474,6 +474,24 @@ def test_an_engine_whose_shared_memory_cannot_be_used_answers(
     engine.close()
 
 
+@pytest.mark.engine
+def test_an_engine_whose_directories_are_files_answers(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("kv", "fusion"):
+        (tmp_path / name).write_text("in the way")
+    engine = CachedEngine(checkpoint("llava"), tmp_path)
+    assert "no KV is kept on disk" in caplog.text
+    assert "no encoder outputs are kept" in caplog.text
+    prompt = engine.prompt("no disk", picture=22)
+    cold, _ = engine.one(prompt)
+    engine.settle()
+    assert engine.llm.reset_prefix_cache()
+    again, outcome = engine.one(prompt)
+    assert (again, set(outcome.sources)) == (cold, {"host"})
+    engine.close()
+
+
 def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
     """As a server runs it: the engine core is another process, and vLLM finds the connectors by their entry point."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", SEMKV_CACHE_DIR=cache)
@@ -531,7 +549,7 @@ def test_by_name_alone_in_an_engine_process(checkpoint: tiny_models.Checkpoint, 
 # ---------------------------------------------------------------------- the parts
 
 
-@pytest.mark.parametrize("name", vllm_names.PRIVATE)
+@pytest.mark.parametrize("name", connectors.PRIVATE)
 def test_every_private_name_of_vllm_is_there(name: str) -> None:
     module_name, _, path = name.partition(":")
     module = importlib.import_module(module_name)
@@ -545,9 +563,9 @@ def test_every_private_name_of_vllm_is_there(name: str) -> None:
 def test_an_older_vllm_is_named_with_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 
-    assert vllm_names.too_old() is None
+    assert connectors.too_old() is None
     monkeypatch.setattr(vllm, "__version__", "0.31.2")
-    assert "0.32" in str(vllm_names.too_old())
+    assert "0.32" in str(connectors.too_old())
 
 
 def test_all_processes_of_an_engine_agree_on_its_host_memory(tmp_path: Path) -> None:
@@ -619,6 +637,8 @@ def test_our_tier_stands_where_it_is_put() -> None:
 def test_writer_bounds_what_waits() -> None:
     import threading
 
+    from semkv.connectors.ec import BackgroundWriter
+
     writer, gate, done = BackgroundWriter("test", 100, Counter()), threading.Event(), []
     assert writer.submit(gate.wait, 60)
     assert writer.submit(lambda: done.append(1), 40)
@@ -633,6 +653,8 @@ def test_writer_bounds_what_waits() -> None:
 
 def test_a_job_that_raises_is_counted_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
     counters: Counter[str] = Counter()
+    from semkv.connectors.ec import BackgroundWriter
+
     writer, done = BackgroundWriter("test", 100, counters), []
     assert writer.submit(lambda: [][0], 60)
     assert writer.submit(lambda: done.append(1), 40)
@@ -759,12 +781,12 @@ def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) ->
 
     from semkv.connectors.ec import ECScheduler, ECWorker, HostStates
 
-    settings, followers = ECSettings(tmp_path), len(resets._FOLLOWERS)
+    settings, followers = ECSettings(tmp_path), len(shared._FOLLOWERS)
 
     def engine(name: str) -> tuple[ECScheduler, ECWorker]:
         blocks, host = BlockStore(tmp_path / "fusion", "fusion", writer=name), HostStates(1 << 22)
         scheduler = ECScheduler(settings, FusionStore(blocks, "ns"), "ns", host)
-        resets.follow(name, scheduler)
+        shared.follow(name, scheduler)
         return scheduler, ECWorker(settings, blocks, "cpu", saves=True, host=host)
 
     def asked(ec: ECScheduler, name: str) -> Any:
@@ -789,7 +811,7 @@ def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) ->
     assert mine._writer.flush(60)
     assert yours._writer.flush(60)
     under_way = step(one, "cow")
-    assert resets.may_have_changed("one")
+    assert shared.may_have_changed("one")
     assert not has(two, "cat")
     mine.save(under_way, {"cow": torch.ones(2, 4)}, "cow")
     assert mine._writer.flush(60)
@@ -800,7 +822,7 @@ def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) ->
     assert has(one, "dog")
     one.close()
     assert digest("ec", "dog", "") not in one.store
-    resets.leave(one)
+    shared.leave(one)
     del two
     gc.collect()
-    assert len(resets._FOLLOWERS) == followers
+    assert len(shared._FOLLOWERS) == followers

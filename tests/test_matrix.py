@@ -18,7 +18,7 @@ import pytest
 
 import tiny_models
 from semkv.connectors import identity
-from semkv.connectors.lora import Adapters
+from semkv.connectors.identity import Adapters
 from semkv.connectors.settings import ECSettings, KVSettings
 from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
@@ -174,7 +174,7 @@ class Halves:
 
     def __init__(self, folder: Path, *, later: float = 60.0) -> None:
         from semkv.connectors.ec import ECScheduler, HostStates
-        from semkv.connectors.kv_shared import KVShared
+        from semkv.connectors.shared import KVShared
 
         self.kv = BlockStore(folder / "kv", "kv")
         self.shared = KVShared(KVSettings(folder), self.kv, {}, lambda: {"the same": "engine"})

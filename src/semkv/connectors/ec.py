@@ -8,8 +8,8 @@ A promised item that then cannot be loaded ends the engine, so `has_cache_item` 
 travel to the workers inside the step's metadata. What was encoded or read recently is kept in host memory.
 
 vLLM tells an encoder-cache connector nothing of weights that are exchanged in a running engine. Where the KV connector
-is in the same engine, it calls this one's `ECScheduler.reset` at each reset of its own (`resets`). Without it such an
-engine must not use this connector.
+is in the same engine, it calls this one's `ECScheduler.reset` at each reset of its own (`shared.follow`). Without it
+such an engine must not use this connector.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cachetools import TLRUCache
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
-from semkv.connectors import identity, resets
-from semkv.connectors.lora import Adapters
+from semkv.connectors import identity, shared
+from semkv.connectors.identity import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
-from semkv.connectors.resets import namespace_after
 from semkv.connectors.settings import ECSettings, read_settings
-from semkv.connectors.writer import BackgroundWriter
+from semkv.errors import StoreError
 from semkv.keys import digest
 from semkv.stores.block_file import owner_of
 from semkv.stores.blocks import BlockStore
@@ -91,7 +91,7 @@ class ECScheduler:
     def reset(self) -> bool:
         """See `semkv.connectors.kv.SemKVConnector.reset_cache`, which calls this."""
         before = self.store
-        self.namespace = namespace_after(self.namespace)
+        self.namespace = shared.namespace_after(self.namespace)
         self.store = self.store.apart(self.namespace)
         self._promised.clear()
         self._step = SemECMetadata(self.namespace)
@@ -167,7 +167,6 @@ class ECScheduler:
     def build_step(self) -> SemECMetadata:
         step, self._step = self._step, SemECMetadata(self.namespace)
         self._promised.clear()
-        self.store.blocks.disown()  # what failed at a reset
         return step
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -177,9 +176,10 @@ class ECScheduler:
         return {REPORT_KEY: {"loaded": live.loaded, "encoded": live.encoded}}
 
     def close(self) -> None:
-        """Delete what nobody will find: what this engine stored since a reset."""
+        """Delete what nobody will find, which is what this engine stored since a reset, and close the files."""
         if self.namespace != self._named:
             self.store.blocks.disown(self.store.namespace)
+        self.store.blocks.close()
 
 
 class HostStates:
@@ -234,14 +234,65 @@ def _page_locked(state: FusionState) -> FusionState:
     return dataclasses.replace(state, data=torch.from_numpy(state.data).pin_memory().numpy())
 
 
+class BackgroundWriter:
+    """Runs jobs one after the other in a thread. What still waits at the interpreter's end is written then.
+
+    A job that raises is counted, and the next one runs.
+
+    Args:
+        name: of the thread.
+        max_bytes: bound on what waits.
+        counters: where ``errors`` are counted.
+    """
+
+    def __init__(self, name: str, max_bytes: int, counters: Counter[str]) -> None:
+        self._max_bytes, self._counters = max_bytes, counters
+        self._lock, self._waiting_bytes = threading.Lock(), 0
+        self._pool = ThreadPoolExecutor(1, name)
+
+    def submit(self, job: Callable[[], object], nbytes: int) -> bool:
+        """Queue a job that holds ``nbytes``; False when too much waits already."""
+        with self._lock:
+            if self._waiting_bytes and self._waiting_bytes + nbytes > self._max_bytes:
+                return False
+            self._waiting_bytes += nbytes
+        self._pool.submit(self._run, job, nbytes)
+        return True
+
+    def _run(self, job: Callable[[], object], nbytes: int) -> None:
+        try:
+            job()
+        except Exception:
+            log.exception("semkv: an encoder output is not stored")
+            self._counters["errors"] += 1
+        finally:
+            with self._lock:
+                self._waiting_bytes -= nbytes
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything queued is written; False when ``timeout`` seconds did not suffice."""
+        try:
+            self._pool.submit(int).result(timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Write what waits, then end the thread."""
+        self._pool.shutdown()
+
+
 class ECWorker:
     """Loads into and saves from the runner's encoder cache; rank 0 of the tensor-parallel group saves."""
 
-    def __init__(self, settings: ECSettings, blocks: BlockStore, device: str, *, saves: bool, host: HostStates) -> None:
+    def __init__(
+        self, settings: ECSettings, blocks: BlockStore | None, device: str, *, saves: bool, host: HostStates
+    ) -> None:
         self.counters: Counter[str] = Counter()
         self.host = host
         self._settings, self._blocks, self._device, self._saves = settings, blocks, device, saves
-        self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes, blocks.counters)
+        counters = self.counters if blocks is None else blocks.counters
+        self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes, counters)
         self._stream: torch.cuda.Stream | None = None
         self._landing: list[tuple[torch.cuda.Event, FusionState]] = []
 
@@ -266,7 +317,7 @@ class ECWorker:
         import torch
 
         key = step.saves.get(identifier)
-        if key is None or not self._saves:
+        if key is None or not self._saves or self._blocks is None:
             return
         store, since = FusionStore(self._blocks, step.namespace), step.since
         if not since:  # the index does not answer
@@ -312,7 +363,8 @@ class ECWorker:
     def close(self) -> None:
         self._writer.close()
         self._landing.clear()
-        self._blocks.close()
+        if self._blocks is not None:
+            self._blocks.close()
 
 
 class SemECConnector(ECConnectorBase):
@@ -323,12 +375,17 @@ class SemECConnector(ECConnectorBase):
 
         Raises:
             ConfigError: an unknown or wrong key in ``ec_connector_extra_config``.
-            StoreError: the directory is a file, or was written by another format version.
         """
         super().__init__(vllm_config=vllm_config, role=role)
         settings = read_settings(ECSettings, vllm_config.ec_transfer_config.ec_connector_extra_config)
         engine = identity.engine_name(vllm_config, vllm_config.ec_transfer_config.engine_id)
-        self._blocks = BlockStore(settings.root, "fusion", settings.bounds(), engine)
+        self._blocks: BlockStore | None = (
+            None  # without it the scheduler promises nothing; the worker loads all the same
+        )
+        try:
+            self._blocks = BlockStore(settings.root, "fusion", settings.bounds(), engine)
+        except StoreError as error:
+            log.warning("semkv: no encoder outputs are kept: %s", error)
         # A worker in another process than the scheduler has no use for host memory: states are read where they are
         # promised.
         alone = vllm_config.parallel_config.world_size > 1 and role != ECConnectorRole.SCHEDULER
@@ -336,9 +393,11 @@ class SemECConnector(ECConnectorBase):
         self._scheduler: ECScheduler | None = None
         self._worker: ECWorker | None = None
         if role == ECConnectorRole.SCHEDULER:
+            if self._blocks is None:
+                return
             name = identity.namespace_digest(identity.model_facts(vllm_config, settings.cache_dir))
             self._scheduler = ECScheduler(settings, FusionStore(self._blocks, name), name, self._host)
-            resets.follow(str(vllm_config.instance_id), self._scheduler)
+            shared.follow(str(vllm_config.instance_id), self._scheduler)
         else:
             from vllm.distributed.parallel_state import get_tp_group
             from vllm.platforms import current_platform
@@ -352,7 +411,8 @@ class SemECConnector(ECConnectorBase):
         try:
             return what(*arguments)
         except Exception:
-            self._blocks.counters["errors"] += 1
+            if self._blocks is not None:
+                self._blocks.counters["errors"] += 1
             log.warning("semkv: an encoder output is computed or not stored, by a fault of semkv's", exc_info=True)
             return otherwise
 
@@ -375,10 +435,13 @@ class SemECConnector(ECConnectorBase):
             self._try(None, self._scheduler.allocated, request, index)
 
     def build_connector_meta(self, scheduler_output: Any) -> SemECMetadata:
-        return SemECMetadata() if self._scheduler is None else self._scheduler.build_step()
+        if self._scheduler is None:
+            return SemECMetadata()
+        self._try(None, self._scheduler.store.blocks.disown)  # what failed at a reset
+        return self._scheduler.build_step()
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        return False, None if self._scheduler is None else self._scheduler.finished(request)
+        return False, None if self._scheduler is None else self._try(None, self._scheduler.finished, request)
 
     # ------------------------------------------------------------------ worker half
 
@@ -401,6 +464,5 @@ class SemECConnector(ECConnectorBase):
         if self._worker is not None:
             self._worker.close()
         elif self._scheduler is not None:
-            resets.leave(self._scheduler)
+            shared.leave(self._scheduler)
             self._scheduler.close()
-            self._blocks.close()

@@ -20,12 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import ge
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
-from semkv.connectors import SPEC, SPEC_MODULE, identity, register, resets
-from semkv.connectors.break_even import BreakEven
-from semkv.connectors.kv_shared import KVShared, RequestFacts
-from semkv.connectors.lora import Adapters
+from semkv.connectors import SPEC, SPEC_MODULE, identity, register
+from semkv.connectors.identity import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.settings import KVSettings, read_settings
+from semkv.connectors.shared import BreakEven, KVShared, RequestFacts, may_have_changed
 from semkv.connectors.spec import SHM, SemKVManager, agreed_host_bytes
 from semkv.errors import StoreError
 from semkv.keys import digest
@@ -78,13 +77,14 @@ class SemKVConnector(OffloadingConnector):
         Raises:
             ConfigError: an unknown or wrong key in ``kv_connector_extra_config``.
         """
-        reason = unsupported(vllm_config, kv_cache_config)
+        config, settings = expand(vllm_config)
+        reason = unsupported(config, kv_cache_config)
         engine = (str(vllm_config.instance_id), role)
         _MADE[engine] += 1
         self = super().__new__(cls)
         self._number = _MADE[engine]  # in the same order in every process of the engine
+        self._config, self._settings = config, settings
         if reason is None:
-            config, settings = expand(vllm_config)
             names = (str(config.kv_transfer_config.engine_id), engine[0], str(self._number))
             self._engine = digest("engine", *names)[:24]
             try:
@@ -99,17 +99,13 @@ class SemKVConnector(OffloadingConnector):
         return IdleConnector(vllm_config, role, kv_cache_config)
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Build one half.
-
-        Raises:
-            ConfigError: an unknown or wrong key in ``kv_connector_extra_config``.
-        """
+        """Build one half."""
         register()
-        config, settings = expand(vllm_config)
+        config, settings = self._config, self._settings
         transfer = config.kv_transfer_config
         transfer.engine_id = self._engine
         transfer.kv_connector_extra_config["cpu_bytes_to_use"] = self._host_bytes
-        self._settings, self._shared = settings, KVShared(settings, None, None, dict)
+        self._shared = KVShared(settings, None, None, dict)
         if role == KVConnectorRole.SCHEDULER:
             self._shared = make_shared(config, kv_cache_config, settings)
         transfer.kv_connector_extra_config["semkv"] = self._shared
@@ -215,7 +211,7 @@ class SemKVConnector(OffloadingConnector):
         super().reset_cache()
         shared = self._shared
         used = shared.rename()  # first: nothing below may leave the old names in use
-        done = resets.may_have_changed(str(self._vllm_config.instance_id))
+        done = may_have_changed(str(self._vllm_config.instance_id))
         if shared.store is not None:
             done = shared.store.disown(*used) and done
         clean = self._kv_cache_manager is None or self._kv_cache_manager.block_pool.get_usage() == 0
@@ -294,20 +290,16 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
     return KVShared(settings, store, layout, lambda: {"layout": layout, **facts, **identity.hash_facts(config)}, gate)
 
 
-def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why this engine cannot be served, with the remedy, or None. The same in every process of the engine.
-
-    Raises:
-        ConfigError: see `expand`.
-    """
-    config, _ = expand(vllm_config)
-    parallel = vllm_config.parallel_config
+def unsupported(config: Any, kv_cache_config: Any) -> str | None:
+    """Why the engine of this expanded configuration cannot be served, with the remedy, or None. The same in every
+    process of the engine."""
+    parallel = config.parallel_config
     if parallel.nnodes_within_dp > 1 or parallel.distributed_executor_backend not in (None, "mp", "uni"):
         return (
             "its ranks may be on several nodes, and host memory is one node's; "
             "use --distributed-executor-backend mp on one node"
         )
-    if not vllm_config.cache_config.enable_prefix_caching:
+    if not config.cache_config.enable_prefix_caching:
         return "prefix caching is off for this model; --enable-prefix-caching turns it on where vLLM can"
     try:
         for group in build_offloading_config(config, kv_cache_config).groups:

@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from semkv.connectors.kv_shared import KVShared, request_facts
+from semkv.connectors.shared import KVShared, request_facts
 
 log = logging.getLogger("semkv.connectors")
 

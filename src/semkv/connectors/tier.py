@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from semkv.connectors.disk_process import DiskProcess, FileDone
-from semkv.connectors.kv_shared import KVShared, request_facts
+from semkv.connectors.shared import KVShared, request_facts
 from semkv.stores.block_index import BlockRef
 
 log = logging.getLogger("semkv.connectors")

@@ -431,8 +431,7 @@ def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False
     if not verbose:
         os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; ours stays
     if settings.engine == "vllm":
-        from semkv.engines.checkpoint import check_model
-        from semkv.engines.vllm import set_environment
+        from semkv.engines.vllm import check_model, set_environment
 
         check_model(settings.model, settings.revision)  # before a data set is loaded, which may be a download
         set_environment(verbose=verbose)  # before the cache's encoders import torch

@@ -1,0 +1,209 @@
+"""What the connectors of one engine share: its names in the stores, its counters, what was measured of its disk.
+
+A reset is vLLM's word for weights that may be others from now on. vLLM tells the KV connector only, which passes the
+word on to the encoder-cache connector of the same engine (`follow`): both have their scheduler halves in one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from semkv.connectors.settings import KVSettings
+from semkv.keys import digest
+from semkv.stores.blocks import BlockStore
+
+log = logging.getLogger("semkv.connectors")
+
+_LEAST = 4  # measurements before a rate counts
+_WEIGHT = 0.2  # of the newest measurement
+_RETRY = 32  # refusals after which one load is done all the same, to measure again
+_BIG_STEP = 256  # tokens from which on a step's time says something of the rate
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What the tier must know of a request, beyond its keys.
+
+    Attributes:
+        owner: the tag of its tenant (`semkv.stores.block_file.owner_of`).
+        adapter: digest of its LoRA adapter's weights; empty without one.
+    """
+
+    owner: str = ""
+    adapter: str = ""
+
+    def params(self) -> dict[str, str]:
+        """As they travel in the request's ``kv_transfer_params``, which vLLM hands to every tier."""
+        return {"owner": self.owner, "adapter": self.adapter}
+
+
+def request_facts(params: Mapping[str, Any] | None) -> RequestFacts:
+    """Read `RequestFacts.params` back. The connector writes them over whatever a client sent."""
+    found = (params or {}).get("semkv") or {}
+    return RequestFacts(str(found.get("owner", "")), str(found.get("adapter", "")))
+
+
+@dataclass
+class KVShared:
+    """See the module.
+
+    Attributes:
+        settings: of the connector.
+        store: on disk; None where it cannot be opened.
+        layout: of a row, as it stands in the head of every block file.
+        facts: what the namespace is a digest of; called once, when the first request comes.
+        gate: whether a load from disk is worth it; None where that is not asked.
+        counters: of this process and of the disk process; see `semkv.connectors.tier.COUNTERS`.
+        records: of each block in host memory, its tenant's tag and when it was computed, in seconds since the epoch.
+        stamp: another object after each purge and reset; what was found in the index before does not count any more.
+        storing: False while nothing may be stored.
+        renamed: whether a reset gave this engine a namespace of its own, which ends with it.
+    """
+
+    settings: KVSettings
+    store: BlockStore | None
+    layout: Any
+    facts: Callable[[], dict[str, object]]
+    gate: BreakEven | None = None
+    counters: Counter[str] = field(default_factory=Counter)
+    records: dict[bytes, tuple[str, float]] = field(default_factory=dict)
+    stamp: object = field(default_factory=object)
+    storing: bool = True
+    renamed: bool = False
+    _base: str = ""
+    _names: dict[str, str] = field(default_factory=dict)
+
+    def namespace(self, adapter: str = "") -> str:
+        """The name under which this engine's blocks lie in the store, for one LoRA adapter or none."""
+        if not self._base:
+            self._base = digest("kv", json.dumps(self.facts(), sort_keys=True, default=str))
+        if adapter not in self._names:
+            self._names[adapter] = digest("adapter", self._base, adapter) if adapter else self._base
+        return self._names[adapter]
+
+    def rename(self) -> list[str]:
+        """Go on under a namespace of this engine's own; returns the names that it used so far."""
+        base, used = self.namespace(), self.used()
+        self._base, self.renamed, self.stamp = namespace_after(base), True, object()
+        self._names.clear()
+        return used
+
+    def used(self) -> list[str]:
+        """The namespaces in use since the last reset."""
+        return list(self._names.values())
+
+    def fault(self, where: str) -> None:
+        """Count and log the exception that is being handled: it is a miss."""
+        log.warning("semkv: %s of KV blocks failed; the request goes on without", where, exc_info=True)
+        self.counters["errors"] += 1
+
+    def totals(self) -> Counter[str]:
+        """All counts since the start, the store's among them."""
+        return self.counters + Counter({} if self.store is None else self.store.counters)
+
+
+# ---------------------------------------------------------------------- resets
+
+
+def namespace_after(namespace: str) -> str:
+    """A namespace that nobody else has, for what an engine computes from now on."""
+    return digest("after reset", namespace, uuid.uuid4().hex)
+
+
+class Follower(Protocol):
+    """Who must know of it."""
+
+    def reset(self) -> bool:
+        """The weights may be others from now on; whether nothing of the old ones is left to be served."""
+
+
+_FOLLOWERS: WeakKeyDictionary[Follower, str] = WeakKeyDictionary()
+
+
+def follow(engine: str, follower: Follower) -> None:
+    """Tell ``follower`` of the weights of ``engine`` (vLLM's ``instance_id``), until `leave` or its end."""
+    _FOLLOWERS[follower] = engine
+
+
+def leave(follower: Follower) -> None:
+    """Tell it nothing more."""
+    _FOLLOWERS.pop(follower, None)
+
+
+def may_have_changed(engine: str) -> bool:
+    """The weights of ``engine`` may be others from now on; what all who follow it say."""
+    said = [_reset(follower) for follower, name in list(_FOLLOWERS.items()) if name == engine]
+    return all(said)
+
+
+def _reset(follower: Follower) -> bool:
+    try:
+        return follower.reset()
+    except Exception:
+        log.warning("semkv: a connector could not be told of other weights", exc_info=True)
+        return False
+
+
+# ---------------------------------------------------------------------- is the disk faster than computing?
+
+
+class Rate:
+    """A moving average of ``amount`` per second."""
+
+    def __init__(self) -> None:
+        self._rate, self._count = 0.0, 0
+
+    def measured(self, amount: int, seconds: float) -> None:
+        if seconds > 0 and amount > 0:
+            self._count += 1
+            self._rate += max(_WEIGHT, 1 / self._count) * (amount / seconds - self._rate)
+
+    def seconds(self, amount: int) -> float | None:
+        """How long ``amount`` takes; None while too little was measured."""
+        return amount / self._rate if self._count >= _LEAST else None
+
+
+class BreakEven:
+    """For the scheduler's thread.
+
+    Attributes:
+        disk: bytes a second, from the request for them until they are checked in host memory.
+        prefill: tokens a second that the engine computes in steps of many tokens.
+    """
+
+    def __init__(self) -> None:
+        self.disk, self.prefill = Rate(), Rate()
+        self._steps: deque[tuple[int, float]] = deque(maxlen=2)  # vLLM has at most two under way
+        self._last_end = 0.0
+        self._refused = 0
+
+    def step_begins(self, tokens: int) -> None:
+        """The scheduler hands out a step of so many tokens."""
+        if tokens:
+            self._steps.append((tokens, time.perf_counter()))
+
+    def step_ends(self) -> None:
+        """The oldest step under way has ended. A step begins no earlier than the one before it ends."""
+        now = time.perf_counter()
+        if self._steps:
+            tokens, begun = self._steps.popleft()
+            if tokens >= _BIG_STEP:
+                self.prefill.measured(tokens, now - max(begun, self._last_end))
+        self._last_end = now
+
+    def worth(self, tokens: int, nbytes: int) -> bool:
+        """Whether to read ``nbytes`` from disk rather than to compute ``tokens``: yes while a rate is not known, and
+        once in a while all the same."""
+        compute, read = self.prefill.seconds(tokens), self.disk.seconds(nbytes)
+        if compute is None or read is None or read <= compute:
+            return True
+        self._refused = (self._refused + 1) % _RETRY
+        return self._refused == 0
