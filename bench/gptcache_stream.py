@@ -1,9 +1,9 @@
 """GPTCache's lookup as a black box, on the streams of question pairs of ``bench/quality.py``; writes JSON.
 
 GPTCache runs in a virtual environment of its own (``pip install gptcache faiss-cpu sqlalchemy``), with SQLite and
-FAISS, its distance evaluation and its ``put`` and ``get``. It is handed our vectors through its embedding hook, so that
-its lookup alone decides. Its store is made large enough to evict nothing, and its log of hits and token counter are
-off. As in the replay, a miss is stored and a hit is not; an answer is wrong when it comes from another cluster.
+FAISS, its distance evaluation and its ``put`` and ``get``. It gets our vectors through its embedding hook, so that only
+its lookup decides. Its store is large enough to evict nothing; its log of hits and its token counter are off. As in
+the replay, a miss is stored and a hit is not; an answer is wrong when it comes from another cluster.
 
     python bench/gptcache_stream.py --python venv/bin/python
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import RESULTS, SHARED, machine, quantiles, write_json
 
-ROOT = Path(__file__).parents[1]
 THRESHOLDS = (0.8, 0.9, 0.95, 0.96)  # the first is GPTCache's default
-_ROOMY = 100_000  # entries, so that nothing is evicted
+ROOMY = 100_000  # entries, so that nothing is evicted
 
 
 def play(texts: list[str], answers: list[str], known: dict[str, Any], threshold: float, folder: Path) -> dict[str, Any]:
@@ -36,13 +35,13 @@ def play(texts: list[str], answers: list[str], known: dict[str, Any], threshold:
     from gptcache.processor.pre import get_prompt
     from gptcache.similarity_evaluation import SearchDistanceEvaluation
 
-    cache = Cache()
-    dim = len(next(iter(known.values())))
+    cache, dim = Cache(), len(next(iter(known.values())))
+    folder.mkdir()
     cache.init(
         pre_embedding_func=get_prompt,
         embedding_func=lambda text, **_: known[text],
         data_manager=manager_factory(
-            "sqlite,faiss", str(folder), vector_params={"dimension": dim}, eviction_params={"max_size": _ROOMY}
+            "sqlite,faiss", str(folder), vector_params={"dimension": dim}, eviction_params={"max_size": ROOMY}
         ),
         similarity_evaluation=SearchDistanceEvaluation(),
         config=Config(similarity_threshold=threshold, enable_token_counter=False, disable_report=True),
@@ -62,43 +61,31 @@ def play(texts: list[str], answers: list[str], known: dict[str, Any], threshold:
         hits += 1
         exact += text in stored
         wrong += found != answer
-    return {
-        "threshold": threshold,
-        "cosine": round(2 * threshold - 1, 4),  # 4 - squared distance >= 4 x threshold, of unit vectors
-        "requests": len(texts),
-        "hits": hits,
-        "exact": exact,
-        "wrong": wrong,
-        "stored_but_not_found": lost,
-        "lookup_ms_p50": round(1e3 * statistics.median(seconds), 3),
-        "lookup_ms_p99": round(1e3 * float(np.percentile(seconds, 99)), 3),
-    }
+    row = {"threshold": threshold, "requests": len(texts), "hits": hits, "exact": exact, "wrong": wrong}
+    row["cosine"] = round(2 * threshold - 1, 4)  # 4 - squared distance >= 4 x threshold, of unit vectors
+    return row | {"stored_but_not_found": lost} | quantiles(seconds, "lookup_")
 
 
 def worker(folder: Path) -> None:
-    """Play every stream at every threshold and print a line of JSON for each; the versions first."""
-    from importlib.metadata import version
-
-    names = ("gptcache", "faiss-cpu", "SQLAlchemy", "numpy")
-    print(json.dumps({"python": platform.python_version(), **{name: version(name) for name in names}}), flush=True)
+    """Play every stream at every threshold and print a line of JSON for each; the machine first."""
+    print(json.dumps(machine("gptcache", "faiss-cpu", "SQLAlchemy", "numpy")), flush=True)
     kept = np.load(folder / "vectors.npz")
     known = dict(zip(kept["texts"].tolist(), kept["vectors"], strict=True))
     for seed, (texts, answers) in enumerate(json.loads((folder / "streams.json").read_text(encoding="utf-8"))):
         for threshold in THRESHOLDS:
-            place = folder / f"{threshold}-{seed}"
-            place.mkdir()
-            print(json.dumps({"seed": seed, **play(texts, answers, known, threshold, place)}), flush=True)
+            row = play(texts, answers, known, threshold, folder / f"{threshold}-{seed}")
+            print(json.dumps({"seed": seed, **row}), flush=True)
 
 
-def prepare(pairs: Path, seeds: int, folder: Path) -> None:
+def prepare(pairs: Path, seeds: int, requests: int, folder: Path) -> None:
     """The streams and their vectors, for the worker."""
-    from quality_streams import draw_stream, halves
+    from streams import halves, questions
 
     from semkv.encoders.text import SentenceEncoder
     from semkv_lab.quality import encode, read_pairs
 
-    _, second = halves(read_pairs(pairs), 0)
-    streams = [draw_stream(second, seed) for seed in range(seeds)]
+    _, asking = halves(read_pairs(pairs), 0)
+    streams = [questions(asking, seed, requests=requests) for seed in range(seeds)]
     texts = sorted({asked.text for stream in streams for asked in stream}, key=lambda text: (len(text), text))
     vectors, _ = encode(texts, SentenceEncoder(), lambda _: None)
     np.savez(folder / "vectors.npz", texts=np.array(texts), vectors=vectors)
@@ -107,27 +94,19 @@ def prepare(pairs: Path, seeds: int, folder: Path) -> None:
 
 
 def means(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    def share(name: str) -> float:
-        return round(statistics.mean(row[name] / row["requests"] for row in rows), 6)
-
-    return {
-        "threshold": rows[0]["threshold"],
-        "cosine": rows[0]["cosine"],
-        "hits": share("hits"),
-        "wrong": share("wrong"),
-        "wrong_worst": round(max(row["wrong"] / row["requests"] for row in rows), 6),
-        "lookup_ms_p50": statistics.median(row["lookup_ms_p50"] for row in rows),
-        "lookup_ms_p99": max(row["lookup_ms_p99"] for row in rows),
-        "streams": rows,
-    }
+    shares = {name: [row[name] / row["requests"] for row in rows] for name in ("hits", "wrong")}
+    found = {name: rows[0][name] for name in ("threshold", "cosine")}
+    found |= {name: round(statistics.mean(values), 6) for name, values in shares.items()}
+    return found | {"wrong_worst": round(max(shares["wrong"]), 6), "streams": rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", type=Path, help="interpreter of the environment with GPTCache")
-    parser.add_argument("--pairs", type=Path, default=ROOT.parent / "shared" / "data" / "question_pairs_dev.jsonl.gz")
+    parser.add_argument("--pairs", type=Path, default=SHARED / "question_pairs_dev.jsonl.gz")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gptcache.json")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--out", type=Path, default=RESULTS / "gptcache.json")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -136,28 +115,17 @@ def main() -> None:
     if options.python is None:
         parser.error("--python is needed")
     with tempfile.TemporaryDirectory() as folder:
-        prepare(options.pairs, options.seeds, Path(folder))
+        prepare(options.pairs, options.seeds, options.requests, Path(folder))
         command = [str(options.python), __file__, "--worker", folder]
-        versions: dict[str, str] = {}
-        rows: list[dict[str, Any]] = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                if not versions:
-                    versions = json.loads(line)
-                    continue
-                rows.append(json.loads(line))
-                print(rows[-1], flush=True)
-                by_threshold = [[row for row in rows if row["threshold"] == t] for t in THRESHOLDS]
-                result = {
-                    "encoder": "all-MiniLM-L6-v2",
-                    "machine": platform.machine(),
-                    "versions": versions,
-                    "thresholds": [means(group) for group in by_threshold if group],
-                }
-                options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            first, *lines = map(json.loads, process.stdout)
         if process.returncode:
             sys.exit(f"GPTCache's side failed with status {process.returncode}")
+    groups = [[row for row in lines if row["threshold"] == threshold] for threshold in THRESHOLDS]
+    write_json(options.out, {"machine": first, "thresholds": [means(group) for group in groups]})
+    for group in groups:
+        print({name: value for name, value in means(group).items() if name != "streams"})
 
 
 if __name__ == "__main__":
