@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -34,8 +35,16 @@ def machine(*packages: str) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "load_average": os.getloadavg(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {name: version(name) for name in packages},
     }
+
+
+def version(package: str) -> str:
+    """Empty where it is not installed; vLLM's CPU build has a name of its own."""
+    for name in (package, f"{package}-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
 
 
 def write_json(out: Path | None, found: Any) -> None:
