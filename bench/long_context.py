@@ -3,7 +3,7 @@
     python bench/long_context.py --out bench/results/long-context-cpu.json
     python bench/long_context.py --shape qwen2.5-vl-7b --documents 12 --out FILE
 
-Every document of invented facts is asked about once as it is. Then it returns with other white space, in other case,
+Every document of invented facts is asked about once as it is. Then it returns with doubled spaces, in other case,
 with one sentence reworded and with one fact edited, each time with another question; an unrelated document is the
 control. Two settings: the document returns while the engine still runs, or after a restart (a new engine, the same
 cache folder). The engine without semkv answers the same requests in the same order.
@@ -52,7 +52,7 @@ def variants(document: Document, other: Document, rng: Random) -> dict[str, str]
     loose = [word + ("  " if rng.random() < 0.1 else " ") for word in text.split(" ")]
     return {
         "original": text,
-        "whitespace": "".join(loose).rstrip(" ").replace("\n", "\n\t"),
+        "whitespace": "".join(loose).rstrip(" "),
         "case": text.lower(),
         "reworded": text.replace(f"{changed} {entry.filler}", f"{changed} {reworded}"),
         "edited": text.replace(changed, new),
