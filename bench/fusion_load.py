@@ -106,8 +106,8 @@ class Bench:
         if level != "gpu":
             self.llm.llm_engine.reset_encoder_cache()
         if level == "disk":
-            if self.engine == "semkv" and (pool := self.halves[0].host.get()) is not None:
-                pool.clear()
+            if self.engine == "semkv":
+                self.halves[0].host.clear()
             engines.drop_pages(self.folder)
 
     def measure(self, side: int, repeats: int) -> dict[str, Any]:
