@@ -54,7 +54,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python bench/identity.py --shape minigqa-vlm --samples 500 --out bench/results/identity-$(DEVICE).json
+	$(BIN)/python bench/identity.py --models minigqa --samples 500 --out bench/results/identity-$(DEVICE).json
 	$(BIN)/python bench/long_context.py --out bench/results/long-context-$(DEVICE).json
 
 ablation: $(STAMP)

@@ -12,6 +12,7 @@ answer in time, or ends, is stopped with all its children, and the caller gets a
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import atexit
 import contextlib
@@ -22,6 +23,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -173,6 +175,17 @@ class Engine:
         self.process.wait()
 
 
+def start(name: str, options: argparse.Namespace, folder: Path) -> Engine:
+    """Start an engine on the store in ``folder``, beside which the model lies."""
+    spec = {
+        "engine": name, "folder": str(folder), "model": str(folder.parent / "model"), "added": options.add,
+        "host_bytes": int(options.host_gib * 2**30), "disk_bytes": int(options.disk_gib * 2**30),
+        "kv_bytes": int(options.kv_gib * 2**30), "shape": options.shape, "engine_args": options.engine_args,
+        "max_model_len": options.max_model_len, "tp": options.tp,
+    }  # fmt: skip
+    return Engine(name, spec, options.logs / f"{options.out.stem}-{name}.log")
+
+
 def start_all(makers: Iterable[tuple[str, Callable[[], Engine]]], compiles: bool) -> dict[str, Engine]:
     """Start engines at once; where they have to compile, the first alone, so that the others find its work."""
     started: dict[str, Engine] = {}
@@ -205,12 +218,70 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def write_json(out: Path, found: Any) -> None:
-    """In one piece: a call that is cut off leaves what it had."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f"{out.name}.tmp")
-    part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    part.replace(out)
+def run_child(spec: Mapping[str, Any], log: Path, limit_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What this script's `child` finds in a process of its own; one that fails, hangs or dies gives an error."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output, tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        process = subprocess.Popen(
+            [sys.executable, sys.argv[0], "--child", json.dumps(dict(spec) | {"out": str(out)})],
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=ENVIRONMENT | environment | os.environ,
+        )  # fmt: skip
+        try:
+            why = f"ended with status {process.wait(limit_s)}"
+        except subprocess.TimeoutExpired:
+            why = f"more than {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"error": why}
+    return found | ({"log": log_tail(log)} if "error" in found else {})
+
+
+def child(text: str, work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """The other side of `run_child`."""
+    die_with_parent()
+    spec = json.loads(text)
+    try:
+        found = work(spec)
+    except Exception as error:
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+    Path(spec["out"]).write_text(json.dumps(found))
+
+
+def add_arguments(parser: argparse.ArgumentParser, names: str) -> None:
+    """What the benches of whole engines have in common."""
+    parser.add_argument("--engines", default=names, help="comma-separated, see the docstring of engines.py")
+    parser.add_argument("--add", type=named, action="append", default=[], metavar="NAME=JSON",
+                        help="a KV transfer configuration of your own; $DIR and $HOST in it are replaced")  # fmt: skip
+    parser.add_argument("--tp", type=int, default=1, help="GPUs")
+    parser.add_argument("--kv-gib", type=float, default=8.0, help="KV memory on all GPUs together")
+    parser.add_argument("--host-gib", type=float, default=48.0)
+    parser.add_argument("--disk-gib", type=float, default=40.0, help="the most that semkv keeps")
+    parser.add_argument("--scratch", default=tempfile.gettempdir(), help="where the folders of the stores go")
+    parser.add_argument("--shape", type=json.loads, default={}, help="JSON: changes of the model's configuration")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON, for vLLM")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU, to see that all of it runs")
+    parser.add_argument("--out", type=Path, default=Path("bench.json"))
+    parser.add_argument("--logs", type=Path, help="folder of the engines' logs; beside the result by default")
+    parser.add_argument("--table", type=Path, help="print the table of a result instead")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+
+
+def finish_arguments(options: argparse.Namespace, tiny: Mapping[str, Any]) -> None:
+    """Fill in what depends on other arguments; ``tiny`` replaces sizes for ``--tiny``."""
+    options.add, options.engines = dict(options.add), options.engines.split(",")
+    options.logs = options.logs or options.out.parent / "logs"
+    known = {*NAMES, *options.add}
+    if unknown := {name for name in options.engines if base(name) not in known}:
+        raise SystemExit(f"unknown engines {', '.join(sorted(unknown))}: choose from {', '.join(sorted(known))}")
+    options.max_model_len = 1024 if options.tiny else MAX_MODEL_LEN
+    if options.tiny:
+        vars(options).update(tiny)
+        options.engine_args = TINY_ENGINE | options.engine_args
+    options.shape = QWEN_7B | (TINY if options.tiny else {}) | options.shape
 
 
 # ------------------------------------------------------------------ the engine's process

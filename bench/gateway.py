@@ -7,7 +7,7 @@ pause, at 8 that pause for 10 ms, the same beside misses, memory over 200,000 re
 that does nothing else, and the LiteLLM proxy with its local cache where a Python that has it is named. Every figure is
 the median over the rounds, which are kept.
 
-Give it quiet cores (``load_before`` is kept), and no real-time priority: then the processes take turns of 100 ms, and
+Give it quiet cores (``load_average`` is kept), and no real-time priority: then the processes take turns of 100 ms, and
 the p99 of hits is 30 ms in place of 2.
 
     python bench/gateway.py --out bench/results/cpu/gateway.json --litellm-python PATH
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import socket
 import subprocess
@@ -30,11 +29,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from common import ROOT, machine, write_json
 
 KINDS: dict[str, tuple[str, ...]] = {
     "exact": ("--no-semantic",),
@@ -44,7 +44,6 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 _PACE_MS = 10
 _DELAY_S = 0.05
-ROOT = Path(__file__).parents[1]
 BODY = {
     "model": "scripted",
     "temperature": 0,
@@ -154,8 +153,8 @@ def resident_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def uvicorn(folder: str, module: str, port: int) -> list[str]:
-    command = [sys.executable, "-m", "uvicorn", "--app-dir", folder, f"{module}:app", "--port", str(port)]
+def uvicorn(folder: str, app: str, port: int) -> list[str]:
+    command = [sys.executable, "-m", "uvicorn", "--app-dir", folder, app, "--port", str(port)]
     return [*command, "--no-access-log", "--log-level", "warning"]
 
 
@@ -198,13 +197,13 @@ def measure(
 ) -> dict[str, Any]:
     up = free_port()
     upstream = f"http://127.0.0.1:{up}"
-    command = uvicorn("tests", "scripted_upstream", up)
+    command = uvicorn("tests", "scripted_upstream:app", up)
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, process(command, f"{upstream}/health"):
         with ExitStack() as gateways:
             port = free_port()
             proxy = f"http://127.0.0.1:{port}"
-            passing = process(uvicorn("bench", "passthrough", port), f"{proxy}/health", UPSTREAM=upstream)
+            passing = process(uvicorn("bench", "gateway:passthrough", port), f"{proxy}/health", UPSTREAM=upstream)
             gateways.enter_context(passing)
             wrk(proxy, 8, 2)
             urls = {}
@@ -259,15 +258,8 @@ def measure_litellm(python: str, folder: Path, upstream: str, seconds: int) -> d
     )
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [
-        str(Path(python).parent / "litellm"),
-        "--config",
-        str(config),
-        "--port",
-        str(port),
-        "--host",
-        "127.0.0.1",
-    ]
+    command = [str(Path(python).parent / "litellm"), "--config", str(config), "--port", str(port)]
+    command += ["--host", "127.0.0.1"]
     environment = {"LITELLM_LOG": "ERROR", "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
     ask = [python, "-c", "import importlib.metadata as m; print(m.version('litellm'))"]
     with process(command, f"{url}/health/liveliness", **environment):
@@ -279,21 +271,34 @@ def measure_litellm(python: str, folder: Path, upstream: str, seconds: int) -> d
         }
 
 
-def machine() -> dict[str, Any]:
-    names = ("uvicorn", "uvloop", "httptools", "aiohttp", "starlette", "prometheus-client")
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = ""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version(), "versions": versions}
+_upstream: list[Any] = []  # of `passthrough`: its session
 
 
-def _short(value: Any) -> Any:
-    return {k: v for k, v in value.items() if k not in ("rounds", "samples")} if isinstance(value, dict) else value
+async def passthrough(scope: Any, receive: Any, send: Any) -> None:
+    """A proxy that passes requests on and does nothing else: what any gateway on uvicorn and aiohttp adds at least."""
+    import aiohttp
+
+    if scope["type"] == "lifespan":
+        while (message := await receive())["type"] != "lifespan.shutdown":
+            await send({"type": "lifespan.startup.complete"})
+        await send({"type": "lifespan.shutdown.complete"})
+        return
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body")
+    if not _upstream:
+        jar, connector = aiohttp.DummyCookieJar(), aiohttp.TCPConnector(limit=0)
+        _upstream.append(aiohttp.ClientSession(connector=connector, cookie_jar=jar, auto_decompress=False))
+    dropped = (b"host", b"content-length", b"accept-encoding")
+    headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"] if k not in dropped]
+    url = os.environ["UPSTREAM"] + scope["path"]
+    async with _upstream[0].request(scope["method"], url, data=body or None, headers=headers) as answer:
+        whole = await answer.read()
+        kind = answer.headers.get("content-type", "").encode("latin-1")
+        told = [(b"content-type", kind), (b"content-length", str(len(whole)).encode())]
+        await send({"type": "http.response.start", "status": answer.status, "headers": told})
+        await send({"type": "http.response.body", "body": whole})
 
 
 def main() -> None:
@@ -308,15 +313,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.litellm_python and "exact" not in args.kinds:
         parser.error("LiteLLM is compared with the kind exact")
-    load, aside = os.getloadavg()[0], os.sched_getscheduler(0) == os.SCHED_RR
-    measured = measure(
+    before = machine("uvicorn", "uvloop", "httptools", "aiohttp", "starlette", "prometheus-client")
+    found = measure(
         args.seconds, args.rounds, args.requests, args.litellm_python, args.kinds, misses_only=args.misses_only
     )
-    result = {"machine": machine(), "load_before": load, "other_work_put_aside": aside, **measured}
-    print(json.dumps({name: _short(value) for name, value in result.items()}, indent=1))
+    for name, value in found.items():
+        short = isinstance(value, dict) and {k: v for k, v in value.items() if k not in ("rounds", "samples")}
+        print(name, short or value)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.out, {"machine": before, **found})
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@
 #   chat       kv_chat: none, offload, semkv once, one after the other      chat-fs   the same with vLLM's files and semkv
 #   chat-both  kv_chat: offload and semkv, started together, two runs      chat-tp2  two GPUs, 10 requests a second
 #   load       kv_load: none, offload, semkv, then semkv from disk         load-fs   fs and semkv, then both from disk
-#   families   families.py: all of them                                    families-tp2  llama, granite4, deepseek_v3
-#   identity   identity.py: Qwen3-VL-2B's shape, both connectors           identity-tp2
-#   disk       disk.py: the store's reads and writes on this machine's disk
+#   families   identity: a small model of every family                     families-tp2  llama, granite4, deepseek_v3
+#   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
+#   fusion     fusion_load: Qwen3-VL-2B's shape
+#   disk       store.py: the store's reads and writes on this machine's disk
 set -uo pipefail
 step=${1:?the name of a step}; shift
 here=$(cd "$(dirname "$0")" && pwd); root=$(dirname "$here")
@@ -24,7 +25,7 @@ limit=${STEP_S:-540}
 
 bench() { # NAME SCRIPT ARGUMENTS: its output also as a log; stopped in time, with its engines
     local name=$1 script=$2; shift 2
-    [[ $script == identity.py || $script == disk.py ]] || set -- --logs "$scratch/logs-$name" "$@"
+    [[ $script == fusion_load.py || $script == store.py ]] || set -- --logs "$scratch/logs-$name" "$@"
     timeout -k 15 "$limit" python3 "$here/$script" "$@" 2>&1 | tee "$out/$name.log"
     local status=${PIPESTATUS[0]}
     tar -C "$scratch" -czf "$out/$name-logs.tgz" "logs-$name" 2>/dev/null
@@ -69,14 +70,15 @@ chat-both) chat chat-both --engines offload,semkv --together --repeats 2 --host-
 chat-tp2) chat chat-tp2 --tp 2 --rate 10 --engines offload,semkv --together --host-gib 32 "$@" ;;
 load) load load --engines none,offload,semkv,semkv-disk "$@" ;;
 load-fs) load load-fs --engines fs,semkv,fs-disk,semkv-disk --lengths 8192 --disk-gib 20 "$@" ;;
-families) bench families families.py --out "$out/families.jsonl" --jobs 8 --limit 170 "$@" ;;
-families-tp2) bench families-tp2 families.py --out "$out/families-tp2.jsonl" --ranks 2 --jobs 3 --limit 200 \
-    --families llama,granite4,deepseek_v3 "$@" ;;
-identity) bench identity identity.py --shape qwen3-vl-2b --samples 8 --out "$out/identity.json" "$@" ;;
-identity-tp2) bench identity-tp2 identity.py --shape qwen3-vl-2b --samples 6 --ranks 2 --eager \
+families) bench families identity.py --models families --out "$out/families.json" --jobs 8 --limit 170 "$@" ;;
+families-tp2) bench families-tp2 identity.py --models llama,granite4,deepseek_v3 --ranks 2 --jobs 3 --limit 200 \
+    --out "$out/families-tp2.json" "$@" ;;
+identity) bench identity identity.py --models qwen3-vl-2b --samples 8 --out "$out/identity.json" "$@" ;;
+identity-tp2) bench identity-tp2 identity.py --models qwen3-vl-2b --samples 6 --ranks 2 --eager \
     --out "$out/identity-tp2.json" "$@" ;;
-disk) bench disk disk.py --dir "$scratch" --rows 2048 --threads 1 4 8 16 --sizes 4 16 --repeats 2 --out "$out/disk.json" "$@" ;;
-*) sed -n '2,11p' "$0"; exit 2 ;;
+fusion) bench fusion fusion_load.py --out "$out/fusion-load.json" "$@" ;;
+disk) bench disk store.py --dir "$scratch" --rows 2048 --threads 1 4 8 16 --sizes 4 16 --out "$out/disk.json" "$@" ;;
+*) sed -n '2,12p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left

@@ -1,4 +1,4 @@
-"""The vector index at several sizes: search, recall, writes, memory, restart; and two libraries by themselves. JSON.
+"""The vector index at several sizes: search, recall, writes, memory, restart. Prints JSON.
 
 One partition of clustered unit vectors: questions through the real encoder are the centers, and the rows lie about them
 at cosines of 0.6 to 0.97, in directions drawn with the centers' own covariance. A query lies at a cosine of 0.8 to 0.99
@@ -6,34 +6,30 @@ from a row. The nearest row by brute force is the truth. Each measurement runs i
 ``--against`` names the source tree of another version, which is measured in turn with this one, ``--rounds`` times: on
 a shared machine only such pairs can be compared, and the processor's time more than the clock's.
 
-    python bench/index.py --sizes 20000 100000 500000 --against ../before/src --rounds 2 > bench/results/index.json
+    python bench/index.py --sizes 20000 100000 500000 --against ../before/src --rounds 2 --out bench/results/index.json
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib
-import importlib.metadata
-import importlib.util
 import json
-import os
-import platform
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quiet import resident
+from common import ROOT, alone, machine, resident, times, write_json
 from rich.console import Console
 from rich.progress import Progress
 
 from semkv.encoders.text import SentenceEncoder
+from semkv.index import Row, VectorIndex
+from semkv.stores.kept_graphs import KeptGraphs
 
 PAGE = 10_000
 QUERIES = 500
@@ -92,18 +88,6 @@ class Draw:
         return self.near(rows, 0.8, 0.99, random)
 
 
-def times(act: Callable[[Any], object], values: Any) -> dict[str, float]:
-    """Milliseconds of one call per value, by the clock and of the processor (which other work delays less)."""
-    taken, worked = [], []
-    for value in values:
-        start, busy = time.perf_counter(), time.thread_time()
-        act(value)
-        taken.append(1e3 * (time.perf_counter() - start))
-        worked.append(1e3 * (time.thread_time() - busy))
-    found = {f"p{q}_ms": round(float(np.percentile(taken, q)), 4) for q in (50, 99)}
-    return found | {f"cpu_p{q}_ms": round(float(np.percentile(worked, q)), 4) for q in (50, 99)}
-
-
 def searched(find: Callable[[np.ndarray], int], queries: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     for query in queries[:50]:
         find(query)
@@ -116,15 +100,8 @@ def raised(error: Exception) -> None:
     raise error
 
 
-def opened(dim: int, folder: Path | None) -> tuple[Any, Any]:
-    """An index of the version that is on the path, and its class of rows."""
-    if importlib.util.find_spec("semkv.indexes"):
-        base, faiss = importlib.import_module("semkv.indexes.base"), importlib.import_module("semkv.indexes.faiss")
-        graphs = importlib.import_module("semkv.stores.graphs")
-        return faiss.FaissIndex(dim, store=graphs.GraphFiles(folder, "bench", raised) if folder else None), base.Row
-    index, graphs = importlib.import_module("semkv.index"), importlib.import_module("semkv.stores.kept_graphs")
-    kept = graphs.KeptGraphs(folder, "bench", lambda: "", raised) if folder else None
-    return index.VectorIndex(dim, kept=kept), index.Row
+def opened(dim: int, folder: Path | None) -> VectorIndex:
+    return VectorIndex(dim, kept=KeptGraphs(folder, "bench", lambda: "", raised) if folder else None)
 
 
 def measured(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) -> dict[str, Any]:
@@ -132,14 +109,14 @@ def measured(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) -
         near = index.search("p", query, 1)
         return int(near[0].item[-32:], 16)
 
-    index, kind = opened(queries.shape[1], folder)
+    index = opened(queries.shape[1], folder)
     index.loaded()
-    index.extend([kind("first", "p", queries[0])])  # what is loaded once is no part of an entry
+    index.extend([Row("first", "p", queries[0])])  # what is loaded once is no part of an entry
     index.search("p", queries[0])
     index.remove(["first"])
     before, start = resident(), time.perf_counter()
     for number, page in enumerate(draw.pages()):
-        index.extend(kind(f"{number * PAGE + i:032x}", "p", vector) for i, vector in enumerate(page))
+        index.extend(Row(f"{number * PAGE + i:032x}", "p", vector) for i, vector in enumerate(page))
     row: dict[str, Any] = {"load_s": round(time.perf_counter() - start, 2)}
     row["search_before_graph"] = searched(find, queries[:50], truth[:50])
     during, most = [], resident()
@@ -156,7 +133,7 @@ def measured(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) -
         row["search_while_building_ms"] = {q: round(float(np.percentile(during, q)), 2) for q in (50, 99)}
     row["search"] = searched(find, queries, truth)
     row["search_k4"] = times(lambda q: index.search("p", q, 4), queries)
-    fresh = [kind(f"new{i}", "p", vector) for i, vector in enumerate(queries)]
+    fresh = [Row(f"new{i}", "p", vector) for i, vector in enumerate(queries)]
     row["add_one"] = times(lambda r: index.extend([r]), fresh)
     row["remove_one"] = times(lambda r: index.remove([r.item]), fresh)
     done = threading.Event()
@@ -164,7 +141,7 @@ def measured(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) -
     def write() -> None:
         turn = 0
         while not done.is_set():
-            index.extend(kind(f"{turn}-{i:032x}", "p", -vector) for i, vector in enumerate(queries))
+            index.extend(Row(f"{turn}-{i:032x}", "p", -vector) for i, vector in enumerate(queries))
             turn += 1
             if turn % 4 == 0:
                 index.remove(f"{t}-{i:032x}" for t in range(turn - 4, turn) for i in range(len(queries)))
@@ -196,10 +173,10 @@ def restarted(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) 
     files = list(folder.glob("*/*.graph"))
     row: dict[str, Any] = {"kept_bytes_per_entry": round(sum(file.stat().st_size for file in files) / draw.count)}
     before, start, busy = resident(), time.perf_counter(), time.process_time()
-    index, kind = opened(queries.shape[1], folder)
+    index = opened(queries.shape[1], folder)
     for number, page in enumerate(draw.pages()):
         rows = ((number * PAGE + i, vector) for i, vector in enumerate(page))
-        index.extend(kind(f"{at:032x}", "p", vector) for at, vector in rows if at % 10)
+        index.extend(Row(f"{at:032x}", "p", vector) for at, vector in rows if at % 10)
     index.loaded()
     row["load_s"] = round(time.perf_counter() - start, 2)
     row["load_processor_s"] = round(time.process_time() - busy, 2)
@@ -212,12 +189,10 @@ def restarted(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) 
 
 def many_partitions(queries: np.ndarray, count: int) -> dict[str, Any]:
     """As of entries about ``count`` images: partitions of one to eight rows."""
-    index, kind = opened(queries.shape[1], None)
+    index = opened(queries.shape[1], None)
     before, start, made = resident(), time.perf_counter(), 0
     for number in range(count):
-        rows = [
-            kind(f"{made + i:032x}", f"{number:032x}", queries[(made + i) % QUERIES]) for i in range(number % 8 + 1)
-        ]
+        rows = [Row(f"{made + i:032x}", f"{number:032x}", queries[(made + i) % QUERIES]) for i in range(number % 8 + 1)]
         for row in rows:
             index.extend([row])
         made += len(rows)
@@ -228,31 +203,7 @@ def many_partitions(queries: np.ndarray, count: int) -> dict[str, Any]:
     return found
 
 
-def library(name: str, draw: Draw, queries: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
-    """A library's graph by itself: the same links and breadths, float16 vectors, one thread."""
-    dim = queries.shape[1]
-    if name == "faiss":
-        import faiss
-
-        faiss.omp_set_num_threads(1)
-        graph = faiss.IndexHNSWSQ(dim, faiss.ScalarQuantizer.QT_fp16, 16, faiss.METRIC_INNER_PRODUCT)
-        graph.hnsw.efConstruction, graph.hnsw.efSearch = 80, 96
-        add, find = lambda at, page: graph.add(page), lambda q: int(graph.search(q[None], 1)[1][0, 0])
-    else:
-        from usearch.index import Index
-
-        graph = Index(ndim=dim, metric="ip", dtype="f16", connectivity=16, expansion_add=80, expansion_search=96)
-        add = lambda at, page: graph.add(np.arange(at, at + len(page), dtype=np.uint64), page, threads=1)  # noqa: E731
-        find = lambda q: int(graph.search(q, 1, threads=1).keys[0])  # noqa: E731
-    before, busy = resident(), time.process_time()
-    for number, page in enumerate(draw.pages()):
-        add(number * PAGE, page)
-    row: dict[str, Any] = {"build_processor_s": round(time.process_time() - busy, 1)}
-    row["bytes_per_entry"] = round((resident() - before) / draw.count)
-    return row | {"search": searched(find, queries, truth)}
-
-
-def one(middles: np.ndarray, folder: Path, count: int, what: str) -> dict[str, Any]:
+def one(middles: np.ndarray, folder: Path, count: int) -> dict[str, Any]:
     draw = Draw(middles, count, folder / "rows.npy")
     queries = draw.queries()
     best, truth = np.full(QUERIES, -2.0, np.float32), np.zeros(QUERIES, np.int64)
@@ -261,9 +212,6 @@ def one(middles: np.ndarray, folder: Path, count: int, what: str) -> dict[str, A
         top = cosines.argmax(1)
         better = cosines[np.arange(QUERIES), top] > best
         truth[better], best[better] = number * PAGE + top[better], cosines[better, top[better]]
-    (folder / "catalog.sqlite").touch()  # an older version keeps graphs only beside one
-    if what != "index":
-        return library(what, draw, queries, truth)
     row = measured(draw, queries, truth, folder / "graphs")
     gc.collect()  # the next part measures memory
     row["restarted"] = restarted(draw, queries, truth, folder / "graphs")
@@ -272,44 +220,31 @@ def one(middles: np.ndarray, folder: Path, count: int, what: str) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[20_000, 100_000, 500_000])
     parser.add_argument("--against", type=Path, help="the src folder of another version, measured in turn")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--libraries", nargs="*", default=[], help="faiss, usearch: by themselves, up to 100,000 rows")
     parser.add_argument("--centers", type=Path, help="a .npy of unit vectors instead of encoded questions")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     middles = np.load(options.centers) if options.centers else centers(SentenceEncoder())
-    if options.one:
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(one(middles, Path(folder), int(options.one[0]), options.one[1])))
-        return
-    here = Path(__file__).parents[1] / "src"
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        np.save(Path(folder) / "centers.npy", middles)
-        for size in options.sizes:
-            for _ in range(options.rounds):
-                trees = [("before", options.against), ("this", here)] if options.against else [("this", here)]
-                for name, tree, what in [(name, tree, "index") for name, tree in trees] + [
-                    (name, here, name) for name in options.libraries if size <= 100_000
-                ]:
-                    again = [sys.executable, __file__, "--centers", f"{folder}/centers.npy", "--one", str(size), what]
-                    environment = os.environ | {"PYTHONPATH": str(tree)}
-                    output = subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-                    rows.append({"entries": size, "version": name, **json.loads(output.stdout)})
-                    console.print(rows[-1])
-    packages = ("faiss-cpu", "numpy", *(("usearch",) if "usearch" in options.libraries else ()))
-    result = {
-        "dim": int(middles.shape[1]),
-        "centers": len(middles),
-        "queries": QUERIES,
-        "machine": {"arch": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-        "measured": rows,
-    }
-    print(json.dumps(result, indent=1))
+        if options.one:
+            print(json.dumps(one(middles, Path(folder), options.one)))
+            return
+        file = Path(folder) / "centers.npy"
+        np.save(file, middles)
+        trees = {"before": options.against} if options.against else {}
+        rows: list[dict[str, Any]] = []
+        for size, _, (name, tree) in product(
+            options.sizes, range(options.rounds), (trees | {"this": ROOT / "src"}).items()
+        ):
+            found = alone(__file__, "--centers", str(file), "--one", str(size), PYTHONPATH=str(tree))
+            rows.append({"entries": size, "version": name, **found})
+            console.print(rows[-1])
+    result = {"dim": int(middles.shape[1]), "centers": len(middles), "queries": QUERIES}
+    write_json(options.out, result | {"machine": machine("faiss-cpu", "numpy"), "measured": rows})
 
 
 if __name__ == "__main__":

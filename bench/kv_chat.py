@@ -22,7 +22,6 @@ import asyncio
 import hashlib
 import json
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import engines
+from common import machine, write_json
 from engines import Answer, Engine, EngineError, Server
 
 ASK_LIMIT_S = 60  # of a run beyond the time that its requests take to start, and as much again
@@ -129,17 +129,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 # ------------------------------------------------------------------ the calling process
 
 
-def start(name: str, options: argparse.Namespace, folder: str) -> Engine:
-    spec = {
-        "engine": name, "folder": folder, "model": str(Path(folder).parent / "model"),
-        "host_bytes": int(options.host_gib * 2**30), "added": options.add,
-        "disk_bytes": int(options.disk_gib * 2**30), "shape": options.shape, "engine_args": options.engine_args,
-        "max_model_len": options.max_model_len, "kv_bytes": int(options.kv_gib * 2**30), "tp": options.tp,
-    }  # fmt: skip
-    return Engine(name, spec, options.logs / f"chat-{name}.log")
-
-
-def measure(engine: Engine, load: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def measure(engine: Engine, load: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Start, warm up, run the load; an engine that fails leaves its reason."""
     limit = load["users"] * load["rounds"] / load["rate"] * 2 + ASK_LIMIT_S
     row: dict[str, Any] = {}
@@ -150,7 +140,7 @@ def measure(engine: Engine, load: Mapping[str, Any], folder: str) -> dict[str, A
         row |= engine.ask("chat", limit + 30, load=load, give_up_s=limit)
         row["load_average"] = os.getloadavg()
         engine.close()
-        row["folder_bytes"] = engines.folder_bytes(Path(folder))
+        row["folder_bytes"] = engines.folder_bytes(folder)
     except EngineError as error:
         row |= {"error": str(error), "engine_died": True}
     return row
@@ -160,16 +150,16 @@ def run(options: argparse.Namespace, load: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "load": dict(load),
         "settings": {k: getattr(options, k) for k in ("kv_gib", "host_gib", "disk_gib", "tp", "shape", "engine_args")},
-        "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
+        "machine": machine("vllm", "torch"),
         "runs": [],
     }
     batches = [options.engines] if options.together else [[name] for name in options.engines]
     for number, batch in [(number, batch) for number in range(options.repeats) for batch in batches]:
         with tempfile.TemporaryDirectory(dir=options.scratch, ignore_cleanup_errors=True) as root:
-            folders = {name: str(Path(root) / name) for name in batch}
+            folders = {name: Path(root) / name for name in batch}
             for folder in folders.values():
-                Path(folder).mkdir(mode=0o700)
-            makers = [(name, partial(start, name, options, folders[name])) for name in batch]
+                folder.mkdir(mode=0o700)
+            makers = [(name, partial(engines.start, name, options, folders[name])) for name in batch]
             started = engines.start_all(makers, "enforce_eager" not in options.engine_args)
             try:
                 for engine in started.values():
@@ -177,7 +167,7 @@ def run(options: argparse.Namespace, load: Mapping[str, Any]) -> dict[str, Any]:
                 for name, engine in started.items():
                     row = measure(engine, load, folders[name])
                     result["runs"].append({"engine": name, "run": number, **row})
-                    engines.write_json(options.out, result | {"digests": digests(result)})
+                    write_json(options.out, result | {"digests": digests(result)})
                     print(line(result["runs"][-1]), flush=True)
                     shutil.rmtree(folders[name], ignore_errors=True)
             finally:
@@ -195,20 +185,7 @@ def digests(result: Mapping[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-COLUMNS = (
-    "engine",
-    "run",
-    "p50",
-    "p95",
-    "p99",
-    "mean",
-    "first p50",
-    "wall s",
-    "computed",
-    "hits",
-    "tokens/s",
-    "loaded",
-)
+COLUMNS = "engine run p50 p95 p99 mean first-p50 wall-s computed hits tokens/s loaded".split()
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -228,42 +205,9 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join([*head, *map(line, rows), "", f"all answers equal: {agree}"])
 
 
-def add_arguments(parser: argparse.ArgumentParser, names: str) -> None:
-    """What the benches of whole engines have in common."""
-    parser.add_argument("--engines", default=names, help="comma-separated, see the docstring of engines.py")
-    parser.add_argument("--add", type=engines.named, action="append", default=[], metavar="NAME=JSON",
-                        help="a KV transfer configuration of your own; $DIR and $HOST in it are replaced")  # fmt: skip
-    parser.add_argument("--tp", type=int, default=1, help="GPUs")
-    parser.add_argument("--kv-gib", type=float, default=8.0, help="KV memory on all GPUs together")
-    parser.add_argument("--host-gib", type=float, default=48.0)
-    parser.add_argument("--disk-gib", type=float, default=40.0, help="the most that semkv keeps")
-    parser.add_argument("--scratch", default=tempfile.gettempdir(), help="where the folders of the stores go")
-    parser.add_argument("--shape", type=json.loads, default={}, help="JSON: changes of the model's configuration")
-    parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON, for vLLM")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU, to see that all of it runs")
-    parser.add_argument("--out", type=Path, default=Path("bench.json"))
-    parser.add_argument("--logs", type=Path, help="folder of the engines' logs; beside the result by default")
-    parser.add_argument("--table", type=Path, help="print the table of a result instead")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-
-
-def finish_arguments(options: argparse.Namespace, tiny: Mapping[str, Any]) -> None:
-    """Fill in what depends on other arguments; ``tiny`` replaces sizes for ``--tiny``."""
-    options.add, options.engines = dict(options.add), options.engines.split(",")
-    options.logs = options.logs or options.out.parent / "logs"
-    known = {*engines.NAMES, *options.add}
-    if unknown := {name for name in options.engines if engines.base(name) not in known}:
-        raise SystemExit(f"unknown engines {', '.join(sorted(unknown))}: choose from {', '.join(sorted(known))}")
-    options.max_model_len = 1024 if options.tiny else engines.MAX_MODEL_LEN
-    if options.tiny:
-        vars(options).update(tiny)
-        options.engine_args = engines.TINY_ENGINE | options.engine_args
-    options.shape = engines.QWEN_7B | (engines.TINY if options.tiny else {}) | options.shape
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, "none,offload,semkv")
+    engines.add_arguments(parser, "none,offload,semkv")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--together", action="store_true", help="start all engines at once; one at a time is measured")
     parser.add_argument("--users", type=int, default=48)
@@ -280,7 +224,7 @@ def main() -> None:
         print(table(json.loads(options.table.read_text())))
         return
     tiny = {"users": 6, "rounds": 3, "rate": 4.0, "kv_gib": 2 / 1024, "host_gib": 1 / 32, "disk_gib": 1 / 4}
-    finish_arguments(options, tiny)
+    engines.finish_arguments(options, tiny)
     sizes = {"system": 64, "document": [300, 500], "question": 20, "answer": 8} if options.tiny else {}
     load = {"system": 1000, "document": [6000, 9000], "question": 50, "answer": 64, **sizes}
     load |= {k: getattr(options, k) for k in ("users", "rounds", "rate", "arrivals", "seed")}

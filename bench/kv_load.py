@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import engines
+from common import machine, write_json
 from engines import Engine, EngineError, Server
-from kv_chat import add_arguments, finish_arguments
 
 LIMIT_S = 180  # of one command
 DECODE = {"size": 512, "count": 16, "tokens": 128}
@@ -135,7 +135,7 @@ class Run:
         self.options, self.root, self.up = options, Path(root), dict[str, Engine]()
         keep = ("kv_gib", "host_gib", "disk_gib", "tp", "shape", "engine_args", "repeats", "many_repeats")
         self.result: dict[str, Any] = {"settings": {key: getattr(options, key) for key in keep}}
-        self.result |= {"machine": {"cores": len(os.sched_getaffinity(0))}, "engines": {}, "rows": []}
+        self.result |= {"machine": machine("vllm", "torch"), "engines": {}, "rows": []}
         singles = [(size, 1, options.repeats) for size in options.lengths]
         self.cells = singles + [(size, options.many, options.many_repeats) for size in options.lengths]
 
@@ -149,17 +149,9 @@ class Run:
         self.write()
 
     def _make(self, name: str) -> Engine:
-        options = self.options
         folder = self.root / engines.base(name)
         folder.mkdir(mode=0o700, exist_ok=True)
-        spec = {
-            "engine": name, "folder": str(folder), "model": str(self.root / "model"),
-            "host_bytes": int(options.host_gib * 2**30),
-            "disk_bytes": int(options.disk_gib * 2**30), "added": options.add, "shape": options.shape,
-            "engine_args": options.engine_args, "max_model_len": options.max_model_len,
-            "kv_bytes": int(options.kv_gib * 2**30), "tp": options.tp,
-        }  # fmt: skip
-        return Engine(name, spec, options.logs / f"load-{name}.log")
+        return engines.start(name, self.options, folder)
 
     def _started(self, name: str, engine: Engine) -> None:
         self.result["engines"][name] = engine.answer("start", engines.START_LIMIT_S)
@@ -246,7 +238,7 @@ class Run:
 
     def write(self) -> None:
         self.result["medians"] = medians(self.result["rows"])
-        engines.write_json(self.options.out, self.result)
+        write_json(self.options.out, self.result)
 
     def close(self) -> None:
         for engine in self.up.values():
@@ -287,7 +279,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, "none,offload,semkv,semkv-disk")
+    engines.add_arguments(parser, "none,offload,semkv,semkv-disk")
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[512, 8192, 16000])
     parser.add_argument("--many", type=int, default=16, help="requests at once")
     parser.add_argument("--repeats", type=int, default=3, help="with one request")
@@ -301,7 +293,7 @@ def main() -> None:
         print(table(json.loads(options.table.read_text())))
         return
     tiny = {"lengths": [128, 512], "many": 4, "repeats": 2, "kv_gib": 1 / 16, "host_gib": 1 / 8, "disk_gib": 1 / 4}
-    finish_arguments(options, tiny)
+    engines.finish_arguments(options, tiny)
     engines.stop_on_signals()
     with tempfile.TemporaryDirectory(dir=options.scratch, ignore_cleanup_errors=True) as root:
         run = Run(options, root)

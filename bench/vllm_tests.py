@@ -5,13 +5,16 @@
 
 Every test runs twice: as vLLM ships it, and with ours. Prints counts and, by name, what passes with theirs and not
 with ours; ends with status 1 if there is any. Tests that need a GPU or a package that is not there fail or are skipped
-both times, and are told apart from those.
+both times, and are told apart from those. pytest loads this file as a plugin, which exchanges the classes.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -22,6 +25,7 @@ import urllib.request
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 VERSION = "0.32.0"
 HERE = Path(__file__).resolve().parent
@@ -32,6 +36,108 @@ TESTS = (
     "tests/v1/kv_offload/tiering/test_metrics.py",
     "tests/v1/kv_offload/test_factory.py",
 )
+
+
+# ------------------------------------------------------------------ the plugin
+
+MODEL = os.environ.get("SEMKV_TESTS_MODEL", "")  # a tiny OPT, which stands for facebook/opt-125m
+UTILS = "tests.v1.kv_connector.unit.offloading_connector.utils"
+MADE: Counter[str] = Counter()  # of our classes, by name
+
+
+def exchange_model() -> None:
+    """Have vLLM take the tiny OPT for the one that would be fetched."""
+    import vllm.config
+
+    make_config = vllm.config.ModelConfig.__init__
+
+    def tiny_config(self: Any, *args: Any, **fields: Any) -> None:
+        if str(fields.get("model", "")).startswith("facebook/opt"):
+            fields["model"] = MODEL
+        make_config(self, *args, **fields)
+
+    vllm.config.ModelConfig.__init__ = tiny_config
+
+
+def exchange_ours() -> None:
+    """Put our classes where vLLM's tests import theirs from."""
+    import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector as offloading
+    import vllm.v1.kv_offload.tiering.manager as tiering_manager
+    import vllm.v1.kv_offload.tiering.spec as tiering_spec
+
+    from semkv.connectors.kv import SemKVConnector
+    from semkv.connectors.kv_shared import KVShared
+    from semkv.connectors.settings import KVSettings
+    from semkv.connectors.spec import SemKVManager, SemKVSpec
+
+    real_manager = tiering_manager.TieringOffloadingManager
+
+    def shared() -> KVShared:
+        return KVShared(KVSettings(Path(tempfile.mkdtemp())), None, None, dict)
+
+    def translated(config: Any) -> Any:
+        """A test's configuration in our words."""
+        theirs = config.kv_transfer_config.kv_connector_extra_config
+        config = copy.copy(config)
+        config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+        own: dict[str, Any] = {"cache_dir": tempfile.mkdtemp(), "break_even": False}
+        own |= {"report": False}  # vLLM's tests compare a request's parameters as a whole
+        if "cpu_bytes_to_use" in theirs:
+            own["host_bytes"] = int(theirs["cpu_bytes_to_use"])
+        config.kv_transfer_config.kv_connector_extra_config = own
+        return config
+
+    class Connector(SemKVConnector):
+        """Ours over what a test asks for: a mock of a spec, most often."""
+
+        def __new__(cls, config: Any, role: Any, kv_cache_config: Any) -> Any:
+            return super().__new__(cls, translated(config), role, kv_cache_config)
+
+        def __init__(self, config: Any, role: Any, kv_cache_config: Any) -> None:
+            MADE["connectors"] += 1
+            theirs, build = config.kv_transfer_config.kv_connector_extra_config, offloading.build_offloading_config
+
+            def merged(own_config: Any, own_cache: Any) -> Any:
+                extra = own_config.kv_transfer_config.kv_connector_extra_config
+                ours = extra["semkv"]
+                extra.clear()
+                extra.update(theirs, semkv=ours)
+                return build(own_config, own_cache)
+
+            offloading.build_offloading_config = merged
+            try:
+                super().__init__(translated(config), role, kv_cache_config)
+            finally:
+                offloading.build_offloading_config = build
+
+    class Manager(SemKVManager):
+        def __init__(self, primary_tier: Any, secondary_tiers: Any = ()) -> None:
+            MADE["managers"] += 1
+            super().__init__(real_manager(primary_tier=primary_tier, secondary_tiers=secondary_tiers), shared())
+
+    class Spec(SemKVSpec):
+        def __init__(self, config: Any) -> None:
+            MADE["specs"] += 1
+            super().__init__(dataclasses.replace(config, extra_config={**config.extra_config, "semkv": shared()}))
+
+    Connector.__name__ = Connector.__qualname__ = "OffloadingConnector"
+    offloading.OffloadingConnector = Connector
+    tiering_manager.TieringOffloadingManager = Manager
+    tiering_spec.TieringOffloadingSpec = Spec
+    importlib.import_module(UTILS).OffloadingManager = SemKVManager  # what the mock of a manager may be asked
+
+
+def pytest_sessionfinish() -> None:
+    Path("made.json").write_text(json.dumps(MADE))
+
+
+if MODEL:
+    exchange_model()
+if os.environ.get("SEMKV_TESTS_OURS"):
+    exchange_ours()
+
+
+# ------------------------------------------------------------------ the program
 
 
 def fetch(folder: Path) -> Path:
@@ -79,7 +185,7 @@ def run(root: Path, model: Path, *, ours: bool, tests: list[str]) -> dict[str, t
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     environment |= {"SEMKV_TESTS_OURS": "1"} if ours else {}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "vllm_tests_ours", "-p", "no:cacheprovider", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "vllm_tests", "-p", "no:cacheprovider", "--tb=short"]
     command += ["--timeout=600", f"--junitxml={report}", "-o", "junit_family=xunit1", *tests]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if not report.exists():

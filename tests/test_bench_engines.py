@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -12,10 +13,8 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import itertools
-
 import engines
-import families
+import identity
 import kv_chat
 import kv_load
 from engines import Answer, Engine, EngineError
@@ -76,7 +75,7 @@ def test_a_refusal_comes_with_the_log(start: Any) -> None:
 
 def test_a_failed_engine_is_a_row_and_the_next_goes_on(start: Any, tmp_path: Path) -> None:
     load = {"users": 1, "rounds": 1, "rate": 1.0, "seed": 0}
-    row = kv_chat.measure(start("refuses"), load, str(tmp_path))
+    row = kv_chat.measure(start("refuses"), load, tmp_path)
     assert row["engine_died"]
     assert "no such device" in row["error"]
     assert kv_chat.line({"engine": "offload", "run": 0, **row}).endswith("refuses: start: RuntimeError: engine core")
@@ -113,7 +112,7 @@ def test_own_connectors_get_their_folder() -> None:
     assert engines.transfer_config("none", "/f", 7, 8, added) is None
     options = argparse.Namespace(add=[("mine", {})], engines="mine,mine-disk,other", logs=None, out=Path("x"))
     with pytest.raises(SystemExit, match="unknown engines other"):
-        kv_chat.finish_arguments(options, {})
+        engines.finish_arguments(options, {})
 
 
 def test_a_table_of_kv_loads_has_the_floor() -> None:
@@ -131,17 +130,49 @@ def test_a_plain_rate_of_the_disk(tmp_path: Path) -> None:
     assert kv_load.read_rate(tmp_path, 2) >= 0
 
 
-def test_a_family_is_wrong_only_beyond_the_prefix_cache() -> None:
-    def passed(*tokens: int, loaded: int = 0) -> list[dict[str, Any]]:
-        logprobs = [{str(token): -1.0} for token in tokens]
-        report = {"cached": loaded, "loaded": loaded, "sources": {}}
-        return [{"tokens": list(tokens), "logprobs": logprobs, **report}]
+def passed(*tokens: int, loaded: int = 0, logprob: float = -1.0) -> list[dict[str, Any]]:
+    """A pass over one sample."""
+    logprobs = [{str(token): logprob} for token in tokens]
+    fields = {"prompt_tokens": 9, "cached_tokens": loaded, "loaded_tokens": loaded, "sources": {}, "fusion_loaded": 1}
+    return [{"tokens": list(tokens), "logprobs": logprobs, **fields}]
 
-    cold, hot = passed(1, 2), passed(1, 3, loaded=8)
-    good = families.judge({"cold": cold, "hot": hot, "filled": cold, "host": passed(1, 3, loaded=8)})
+
+def test_a_loaded_pass_has_the_tokens_of_a_computed_one() -> None:
+    passes = {"cold": passed(1, 2), "hot": passed(1, 3), "first": passed(1, 2)}
+    good = identity.judge(passes | {"loaded": passed(1, 3, loaded=8)}, exact=False)
     assert good["wrong"] == []
-    bad = families.judge({"cold": cold, "hot": hot, "filled": cold, "host": passed(1, 4, loaded=8)})
-    assert len(bad["wrong"]) == 1
-    nothing = families.judge({"cold": cold, "hot": hot, "filled": cold, "disk": passed(1, 2)})
-    assert nothing["wrong"] == ["disk: nothing was reused"]
+    bad = identity.judge(passes | {"loaded": passed(1, 4, loaded=8)}, exact=False)
+    assert bad["wrong"] == ["loaded: other tokens than computed ones and than vLLM's own prefix cache"]
+    nothing = identity.judge(passes | {"restarted": passed(1, 2)}, exact=False)
+    assert nothing["wrong"] == ["restarted: nothing was loaded for 1 of 1"]
     json.dumps(nothing)
+
+
+def test_passes_on_the_same_shapes_agree_to_the_last_bit() -> None:
+    passes = {"cold": passed(1, 2), "hot": passed(1, 2), "first": passed(1, 2), "loaded": passed(1, 2, loaded=8)}
+    assert identity.judge(passes, exact=True)["wrong"] == []
+    passes["loaded"] = passed(1, 2, loaded=8, logprob=-1.001)
+    assert identity.judge(passes, exact=True)["wrong"] == ["loaded vs hot: 0 of 1 bit-exact"]
+    assert identity.judge(passes, exact=False)["wrong"] == []
+
+
+def test_a_script_of_passes_that_fails_or_hangs_gives_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(f"""
+import sys, time
+sys.path.insert(0, {str(Path(engines.__file__).parent)!r})
+import engines
+def work(spec):
+    time.sleep(spec.get("sleep", 0))
+    return {{"twice": 2 * spec["number"]}}
+engines.child(sys.argv[2], work)
+""")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    log = tmp_path / "logs" / "child.log"
+    assert engines.run_child({"number": 2}, log, 60, {}) == {"twice": 4}
+    failed = engines.run_child({}, log, 60, {})
+    assert failed["error"] == "KeyError: 'number'"
+    assert "KeyError" in failed["log"]
+    assert engines.run_child({"sleep": 600}, log, 2, {})["error"] == "more than 2 s"

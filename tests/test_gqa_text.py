@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -126,30 +124,10 @@ def test_a_hit_gets_the_donors_label(tmp_path: Path) -> None:
     assert everywhere.faults == {}
 
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_gqa_text", ROOT / "bench" / "gqa_text.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_pairs_are_counted_across_images_alone(bench: ModuleType, tmp_path: Path) -> None:
-    rows = [*ROWS, {"questionId": "4", "imageId": "n3", "question": "is it red?", "model": "yes"}]
-    path = write(tmp_path / "rows.jsonl", rows)
-    found = bench.pairs(load_samples("gqa-text", DatasetOptions(data_dir=tmp_path, root=path)))
-    # n1 (twice), n2, n3: five pairs of different images; yes-yes are n1-n3 twice.
-    assert (found["pairs across images"], found["with the same answer"], found["share"]) == (5, 2, 0.4)
-
-
 @real
-def test_identical_text_on_another_image_agrees_in_a_sixth_of_pairs(bench: ModuleType, tmp_path: Path) -> None:
+def test_identical_text_on_another_image_mostly_has_another_answer(tmp_path: Path) -> None:
     samples = load_samples("gqa-text", DatasetOptions(data_dir=tmp_path / "data", root=REAL))
-    found = bench.pairs(samples)
-    assert found["questions"] == 12_578
-    assert found["share"] == pytest.approx(0.16, abs=0.005)
+    assert len(samples) == 12_578
     part = samples[:3_000]
     flags = {"disable_semantic_cache": True, "data_dir": tmp_path / "data"}
     everywhere = measure(tmp_path / "any", REAL, part, scope="any", **flags)
