@@ -66,8 +66,8 @@ def exchange_ours() -> None:
     import vllm.v1.kv_offload.tiering.spec as tiering_spec
 
     from semkv.connectors.kv import SemKVConnector
-    from semkv.connectors.kv_shared import KVShared
     from semkv.connectors.settings import KVSettings
+    from semkv.connectors.shared import KVShared
     from semkv.connectors.spec import SemKVManager, SemKVSpec
 
     real_manager = tiering_manager.TieringOffloadingManager
