@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from gateway_helpers import ADMIN, Pair, wait_until
-from semkv.server.metrics import Metrics
-from semkv.server.recent_hits import RecentHits
+from semkv.server.metrics import Metrics, RecentHits
 from semkv.stores.responses.base import StoredResponse
 from semkv.tiers.response import Found
 from semkv.types import Exactness, Match, Namespace, Plan, Request, ReuseReport, Role, TextSegment

@@ -1,4 +1,4 @@
-"""The ASGI applications: the gateway in front of a server (`App`), and the same inside it (`Middleware`).
+"""The ASGI applications: the gateway in front of a server (`App`), the same inside it (`Middleware`), and `Operations`.
 
 The two cached routes are answered by hand, since they are the hot path; Starlette answers the operators' routes.
 
@@ -10,14 +10,31 @@ anything else                           passed on
 
 from __future__ import annotations
 
+import hmac
+import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from importlib.resources import files
+from typing import Any
 
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from semkv import __version__
 from semkv.cache import SemanticCache
 from semkv.config import Variables, parse
+from semkv.errors import SemkvError
 from semkv.server.asgi import (
     Answer,
+    Application,
+    Message,
+    Receive,
+    Scope,
+    Send,
     TooLarge,
     TooSlow,
     Vanished,
@@ -27,27 +44,16 @@ from semkv.server.asgi import (
     route_path,
     unless_gone,
 )
-from semkv.server.cache_client import CacheClient
+from semkv.server.cache_client import CacheClient, Late
 from semkv.server.gateway import Gateway
 from semkv.server.metrics import Metrics
-from semkv.server.operations import Operations
+from semkv.server.request_key import ROUTES
 from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tenancy import SALTED, parse_tag_rule
-from semkv.server.upstream import (
-    Application,
-    AppUpstream,
-    Call,
-    HttpUpstream,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    Upstream,
-    UpstreamError,
-)
-from semkv.server.upstream_requests import ENDPOINTS
+from semkv.server.upstream import AppUpstream, Call, HttpUpstream, Upstream, UpstreamError
 from semkv.stores.responses import open_store
 from semkv.stores.responses.ahead import folder_of
+from semkv.stores.responses.base import Selector
 from semkv.stores.schema import CATALOG
 from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
 from semkv.tiers.response import ResponseCache
@@ -56,6 +62,18 @@ log = logging.getLogger(__name__)
 
 _OWN = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json"))
 _HOME = "/semkv"
+_STATIC = {"": ("index.html", "text/html"), "app.js": ("app.js", "text/javascript"), "app.css": ("app.css", "text/css")}
+_CRITERIA = ("key", "tag", "model", "partition", "prefix")
+_LARGEST = 64 * 1024  # bytes of an admin request
+_SECURITY = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
 
 
 class App:
@@ -89,8 +107,8 @@ class App:
     async def answered(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer the cached routes, those that get a salt, and the operators'. False for everything else."""
         path = route_path(scope)
-        if scope["method"] == "POST" and (path in ENDPOINTS or path in SALTED):
-            await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=path in ENDPOINTS)
+        if scope["method"] == "POST" and (path in ROUTES or path in SALTED):
+            await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=path in ROUTES)
         elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
             await self._operations(scope, receive, send)
         else:
@@ -210,3 +228,157 @@ def _responses(settings: ServerSettings) -> ResponseCache:
         sampled=settings.sampled,
         ahead=folder_of(settings.cache_dir, settings.store),
     )
+
+
+# -- operators ----------------------------------------------------------------------------------------------------
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    kind = "authentication_error" if status in (401, 403) else "invalid_request_error"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(body, status, headers=_SECURITY)
+
+
+class Operations:
+    """The routes' handlers.
+
+    Args:
+        gateway: what they show and change.
+        key: the admin key; empty closes the admin routes.
+    """
+
+    def __init__(self, gateway: Gateway, key: str) -> None:
+        self._gateway, self._key = gateway, key
+
+    def application(self) -> Starlette:
+        """The Starlette application."""
+        return Starlette(
+            routes=[
+                Route("/healthz", self.health),
+                Route("/readyz", self.ready),
+                Route("/metrics", self._reading(self.metrics)),
+                Route("/semkv/healthz", self.health),
+                Route("/semkv/readyz", self.ready),
+                Route("/semkv/metrics", self._reading(self.metrics)),
+                Route("/openapi.json", self.schema),
+                Route("/semkv/openapi.json", self.schema),
+                Route("/semkv/api/stats", self._guarded(self.stats)),
+                Route("/semkv/api/hits", self._guarded(self.hits)),
+                Route("/semkv/api/invalidate", self._guarded(self.invalidate), methods=["POST"]),
+                Route("/semkv/api/wrong", self._guarded(self.wrong), methods=["POST"]),
+                Route("/semkv", self.to_dashboard),
+                Route("/semkv/", partial(_static, name="")),
+                Route("/semkv/{name}", _static),
+            ]
+        )
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """Only with the admin key."""
+
+        async def guarded(request: Request) -> Response:
+            if not self._key:
+                return _error(403, "the admin routes are closed: start with SEMKV_ADMIN_KEY set")
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode("utf-8", "replace"), self._key.encode()):
+                return _error(401, "wrong admin key")
+            response = await self._reading(handler)(request)
+            response.headers.update(_SECURITY)
+            return response
+
+        return guarded
+
+    def _reading(self, handler: Handler) -> Handler:
+        """503 where a store fails, in whatever way."""
+
+        async def reading(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except (SemkvError, Late) as error:
+                return _error(503, f"the store does not answer: {error}")
+            except Exception as error:
+                log.exception("an operators' route failed")
+                self._gateway.metrics.fault("operators")
+                return _error(503, f"the store failed: {type(error).__name__}")
+
+        return reading
+
+    # -- open ---------------------------------------------------------------------------------------------------
+
+    async def health(self, _: Request) -> Response:
+        """This process runs."""
+        return JSONResponse({"status": "ok", "version": __version__})
+
+    async def ready(self, _: Request) -> Response:
+        """200 where the upstream answers, else 503; cached answers are served either way."""
+        up = await self._gateway.upstream.ready()
+        return JSONResponse({"status": "ready" if up else "upstream down"}, 200 if up else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        text = await self._gateway.cache.figures(self._gateway.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def schema(self, _: Request) -> Response:
+        return Response((files("semkv.server") / "openapi.json").read_bytes(), media_type="application/json")
+
+    async def to_dashboard(self, request: Request) -> Response:
+        return RedirectResponse(request.scope.get("root_path", "") + "/semkv/")
+
+    # -- with the admin key -------------------------------------------------------------------------------------
+
+    async def stats(self, _: Request) -> Response:
+        gateway = self._gateway
+        sizes = await gateway.cache.figures(gateway.sizes)
+        live = gateway.metrics.live.view()
+        return JSONResponse({**sizes, "totals": gateway.metrics.totals(), "live": live, "version": __version__})
+
+    async def hits(self, request: Request) -> Response:
+        given = request.query_params.get("limit", "50")
+        limit = min(int(given), 200) if given.isascii() and given.isdecimal() and len(given) < 6 else 50
+        return JSONResponse({"hits": [shown.view() for shown in self._gateway.recent_hits.recent(limit)]})
+
+    async def invalidate(self, request: Request) -> Response:
+        """Body: criteria (at least one; all must hold) and ``dry_run`` (true unless it says false)."""
+        body = await _body(request)
+        if body is None:
+            return _error(400, "the body must be a JSON object")
+        given = {name: body[name] for name in _CRITERIA if name in body}
+        unknown = sorted(set(body) - {*_CRITERIA, "dry_run"})
+        if unknown or not given or not all(isinstance(value, str) and value for value in given.values()):
+            return _error(400, f"give at least one of {', '.join(_CRITERIA)}, as text that is not empty")
+        dry_run = body.get("dry_run", True)
+        if not isinstance(dry_run, bool):
+            return _error(400, "dry_run must be true or false")
+        count = await self._gateway.cache.invalidate(Selector(**given), dry_run=dry_run)
+        return JSONResponse({"count": count, "dry_run": dry_run})
+
+    async def wrong(self, request: Request) -> Response:
+        """Body: ``id`` of a hit. Its answer, and the donor of an approximate one, are removed."""
+        body = await _body(request)
+        number = body.get("id") if body else None
+        shown = self._gateway.recent_hits.find(number) if isinstance(number, str) else None
+        if shown is None:
+            return _error(404, "no such hit")
+        return JSONResponse({"removed": await self._gateway.wrong(shown)})
+
+
+async def _body(request: Request) -> dict[str, Any] | None:
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > _LARGEST:
+            return None
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+async def _static(request: Request, name: str | None = None) -> Response:
+    wanted = request.path_params.get("name", "") if name is None else name
+    if wanted not in _STATIC:
+        return _error(404, "not found")
+    file, kind = _STATIC[wanted]
+    return Response((files("semkv.server") / "static" / file).read_bytes(), media_type=kind, headers=_SECURITY)

@@ -1,4 +1,4 @@
-"""What the gateway counts: Prometheus metrics in a registry of their own, and the live figures of the dashboard.
+"""What the gateway counts: Prometheus metrics in a registry of their own, the dashboard's live figures and latest hits.
 
 Events are counters and durations histograms; only sizes are gauges. Labels have few values: tenants are no label
 unless asked for, and then one of 64 buckets of their digest.
@@ -6,9 +6,12 @@ unless asked for, and then one of 64 buckets of their digest.
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter as Counts
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,52 +20,51 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from semkv.tiers.response import Found
+from semkv.types import MediaSegment, Request, ReuseReport, Segment
+
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SECONDS = 300  # of the live view
 _LATENCIES = 1024
-TENANT_BUCKETS = 64
+_TENANTS = 64
+_SHOWN = 200
+_KNOWN = 4_096
+_TEXT = 4_000  # characters of one text that are shown
+_TEXTS = 8_000  # of all texts of a prompt, each counted with the fields around it
+_FIELDS = 100
+_PAYLOAD = 64 * 1024  # bytes of an answer that is shown
 
 MISS, JOINED, PASSED = "miss", "joined", "passed"  # beside the tiers that found an answer
 EQUAL, SIMILAR = "equal", "similar"  # kinds of joins
-
-
-@dataclass(slots=True)
-class _Second:
-    """What happened in one second."""
-
-    at: int
-    tiers: dict[str, int]
 
 
 class Live:
     """The last five minutes by tier, and the latest latencies. For the dashboard; starts empty."""
 
     def __init__(self) -> None:
-        self._seconds: deque[_Second] = deque(maxlen=_SECONDS)
+        self._seconds: deque[tuple[int, Counts[str]]] = deque(maxlen=_SECONDS)
         self._latencies: dict[str, deque[float]] = {kind: deque(maxlen=_LATENCIES) for kind in ("hit", MISS)}
 
     def add(self, tier: str, seconds: float) -> None:
         now = int(time.time())
-        if not self._seconds or self._seconds[-1].at != now:
-            self._seconds.append(_Second(now, {}))
-        tiers = self._seconds[-1].tiers
-        tiers[tier] = tiers.get(tier, 0) + 1
+        if not self._seconds or self._seconds[-1][0] != now:
+            self._seconds.append((now, Counts()))
+        self._seconds[-1][1][tier] += 1
         if tier not in (PASSED, JOINED):
             self._latencies[MISS if tier == MISS else "hit"].append(seconds)
 
     def view(self) -> dict[str, Any]:
         """Counts by second and tier, and p50/p95 in seconds of hits and misses (None where there were none)."""
         since = int(time.time()) - _SECONDS
-        seconds = [{"at": s.at, "tiers": s.tiers} for s in self._seconds if s.at > since]
+        seconds = [{"at": at, "tiers": tiers} for at, tiers in self._seconds if at > since]
         return {
             "seconds": seconds,
             "window_s": _SECONDS,
-            "latency": {kind: quantiles(values) for kind, values in self._latencies.items()},
+            "latency": {kind: _quantiles(values) for kind, values in self._latencies.items()},
         }
 
 
-def quantiles(values: Iterable[float]) -> dict[str, float | None]:
-    """p50 and p95 of some seconds."""
+def _quantiles(values: Iterable[float]) -> dict[str, float | None]:
     ordered = sorted(values)
     if not ordered:
         return {"p50": None, "p95": None}
@@ -162,7 +164,7 @@ class Metrics:
         """Count one request that was answered."""
         labels: tuple[str, ...] = (tier, str(status))
         if self._tenants:
-            labels += (str(int(tenant[:8] or "0", 16) % TENANT_BUCKETS),)
+            labels += (str(int(tenant[:8] or "0", 16) % _TENANTS),)
         child = self._made.get(labels)
         if child is None:
             child = self._made[labels] = self._requests.labels(*labels)
@@ -187,12 +189,12 @@ class Metrics:
 
     def totals(self) -> dict[str, Any]:
         """Requests by tier, joins, tokens and seconds saved, faults; for the dashboard."""
-        tiers: dict[str, float] = {}
-        for sample in _samples(self._requests, "_total"):
-            tiers[sample.labels["tier"]] = tiers.get(sample.labels["tier"], 0.0) + sample.value
+        tiers: Counts[str] = Counts()
+        for sample in _samples(self._requests):
+            tiers[sample.labels["tier"]] += int(sample.value)
         names = {"joins": self.joins, "tokens_saved": self.tokens, "seconds_saved": self.saved}
-        single = {name: sum(s.value for s in _samples(counter, "_total")) for name, counter in names.items()}
-        faults = {sample.labels["part"]: sample.value for sample in _samples(self._faults, "_total")}
+        single = {name: sum(s.value for s in _samples(counter)) for name, counter in names.items()}
+        faults = {sample.labels["part"]: sample.value for sample in _samples(self._faults)}
         return {"tiers": tiers, "faults": faults, **single}
 
     def text(self) -> bytes:
@@ -200,5 +202,173 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _samples(counter: Counter, suffix: str) -> list[Sample]:
-    return [sample for family in counter.collect() for sample in family.samples if sample.name.endswith(suffix)]
+def _samples(counter: Counter) -> list[Sample]:
+    return [sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")]
+
+
+# -- the latest hits ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HitView:
+    """One hit, in no more memory than is shown of it.
+
+    Attributes:
+        number: names it in the admin routes; cannot be guessed.
+        at: when, in seconds since the epoch.
+        tier: ``exact``, or the provenance of the donor.
+        score: of the match; None for an exact hit.
+        seconds: from the whole request to the answer.
+        age_s: of the answer.
+        tenant: the start of its digest.
+        key: what the answer is stored under.
+        model: as the client named it.
+        prompt: the last user turn that the answer was computed from.
+        payload: the answer; empty where it is large.
+        asked: the newest segments of the request that came; None for an exact hit.
+        donor: the same of what the answer was computed from; None for an exact hit.
+        hit_id: the semantic cache's name for the hit.
+    """
+
+    number: str
+    at: float
+    tier: str
+    score: float | None
+    seconds: float
+    age_s: float
+    tenant: str
+    key: str
+    model: str
+    prompt: str
+    payload: bytes
+    asked: list[dict[str, str]] | None
+    donor: list[dict[str, str]] | None
+    hit_id: str
+
+    def view(self) -> dict[str, Any]:
+        """As JSON."""
+        own = [{"role": "question", "text": self.prompt}]
+        out = {
+            name: getattr(self, name) for name in ("at", "tier", "score", "seconds", "age_s", "tenant", "model", "key")
+        }
+        return {
+            **out,
+            "id": self.number,
+            "asked": self.asked or own,
+            "donor": self.donor or own,
+            "answer": answer_of(self.payload),
+        }
+
+
+class RecentHits:
+    """Keeps the latest hits; approximate ones are not pushed out by exact ones. Used only on the event loop."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._hits: dict[bool, deque[HitView]] = {kind: deque(maxlen=_SHOWN) for kind in (True, False)}
+        self._seconds: OrderedDict[str, float] = OrderedDict()
+        self._tokens: OrderedDict[str, int] = OrderedDict()
+        self._mean_s = 0.0
+
+    def computed(self, key: str, seconds: float) -> None:
+        """The upstream has answered in so many seconds."""
+        self._mean_s = seconds if not self._mean_s else 0.95 * self._mean_s + 0.05 * seconds
+        _put(self._seconds, key, seconds)
+
+    def hit(
+        self,
+        *,
+        tier: str,
+        score: float | None,
+        seconds: float,
+        tenant: str,
+        found: Found,
+        asked: Request | None,
+        report: ReuseReport | None,
+    ) -> None:
+        """Note a hit and what it saved: the seconds its answer took, or where that is not known the mean of misses."""
+        response = found.response
+        exact = report is None or tier == "exact"
+        small = len(response.payload) <= _PAYLOAD
+        shown = HitView(
+            number=secrets.token_hex(8),
+            at=time.time(),
+            tier=tier,
+            score=score,
+            seconds=seconds,
+            age_s=found.age_s,
+            tenant=tenant[:8],
+            key=response.key,
+            model=response.model,
+            prompt=response.prompt[:_TEXT],
+            payload=response.payload if small else b"",
+            asked=None if exact or asked is None else _parts(asked.segments),
+            donor=None if exact or report is None else _parts(report.plan.segments),
+            hit_id=report.hit_id if report is not None else "",
+        )
+        self._hits[exact].append(shown)
+        tokens = self._tokens.get(response.key)
+        if tokens is None:
+            tokens = tokens_of(response.payload)
+            _put(self._tokens, response.key, tokens)
+        self._metrics.tokens.inc(tokens)
+        self._metrics.saved.inc(max(0.0, self._seconds.get(response.key, self._mean_s) - seconds))
+
+    def recent(self, most: int) -> list[HitView]:
+        """The latest hits, newest first."""
+        every = [shown for hits in self._hits.values() for shown in hits]
+        return sorted(every, key=lambda shown: -shown.at)[:most]
+
+    def find(self, number: str) -> HitView | None:
+        """A hit by its id, if it is still known."""
+        return next((shown for shown in self.recent(2 * _SHOWN) if shown.number == number), None)
+
+
+def _put(values: OrderedDict[str, Any], key: str, value: Any) -> None:
+    values[key] = value
+    if len(values) > _KNOWN:
+        values.popitem(last=False)
+
+
+def tokens_of(payload: bytes) -> int:
+    """Completion tokens of an answer; 0 where it does not say."""
+    try:
+        tokens = json.loads(payload)["usage"]["completion_tokens"]
+    except (ValueError, LookupError, TypeError):
+        return 0
+    return tokens if isinstance(tokens, int) and tokens > 0 else 0
+
+
+def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:
+    """The segments as they are shown: a long conversation from its end, as far as there is room."""
+    parts: list[dict[str, str]] = []
+    room = _TEXTS
+    for place in reversed(range(len(segments))):
+        part = _part(segments[place])
+        room -= len(part["text"]) + _FIELDS
+        if room < 0:
+            parts.append({"role": "earlier", "text": f"({place + 1} more)"})
+            break
+        parts.append(part)
+    return parts[::-1]
+
+
+def _part(segment: Segment) -> dict[str, str]:
+    if isinstance(segment, MediaSegment):
+        return {"role": "image", "text": segment.media_id}
+    return {"role": str(segment.role), "text": segment.text[:_TEXT]}
+
+
+def answer_of(payload: bytes) -> str:
+    """The choices of an answer for display."""
+    try:
+        choices = json.loads(payload)["choices"]
+        texts = [choice.get("text") or _message(choice.get("message") or {}) for choice in choices]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    return "\n---\n".join(texts)[:_TEXT]
+
+
+def _message(message: dict[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    return str(message.get("content") or "") + ("" if not calls else json.dumps(calls, indent=1))
