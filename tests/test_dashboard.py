@@ -33,12 +33,12 @@ def test_a_long_conversation_is_held_from_its_end(turns: int, length: int, shown
     asked = Request("", Namespace(), tuple(TextSegment(text, Role.CONTEXT) for text in texts))
     match = Match("semantic_text", "donor", 0.95, Exactness.APPROXIMATE)
     report = ReuseReport(asked, Plan(asked.segments, turns, match), {})
-    journal = RecentHits(Metrics(tenants=False))
+    journal = RecentHits(Metrics())
     found = Found(StoredResponse("key", "tenant", "model", b"{}", 0.0), 0.0, False)
     journal.hit(tier="text:semantic", score=0.95, seconds=0.1, tenant="t", found=found, asked=asked, report=report)
     (hit,) = journal.recent(1)
-    assert hit.asked == hit.donor
-    parts = [part["text"] for part in hit.asked or []]
+    assert hit.shown["asked"] == hit.shown["donor"]
+    parts = [part["text"] for part in hit.shown["asked"]]
     assert sum(map(len, parts)) < 9000
     if shown < turns:
         assert parts.pop(0) == f"({turns - shown} more)"

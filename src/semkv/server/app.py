@@ -33,10 +33,9 @@ from semkv.server.asgi import (
     Application,
     Message,
     Receive,
+    Refused,
     Scope,
     Send,
-    TooLarge,
-    TooSlow,
     Vanished,
     error_answer,
     read_body,
@@ -118,21 +117,15 @@ class App:
     async def _respond(self, scope: Scope, receive: Receive, send: Send, *, cached: bool) -> None:
         try:
             if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
-                await reply(error_answer(400, "no such path", "invalid_request_error"), send)
-                return
+                raise Refused(error_answer(400, "no such path", "invalid_request_error"))
             call = Call(scope, await read_body(scope, receive, self._limit, self._limit_s))
             answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, ""))
             if answer.stream is None:
                 await reply(answer, send)
             else:
                 await unless_gone(reply(answer, send), receive)
-        except TooLarge:
-            limit = self._limit >> 20
-            message = f"the request is larger than {limit} MiB (--max-body-mib)"
-            await reply(error_answer(413, message, "invalid_request_error"), send)
-        except TooSlow:
-            message = f"the request came too slowly: it has {self._limit_s:g} seconds and its length (--body-timeout)"
-            await reply(error_answer(408, message, "invalid_request_error", [(b"connection", b"close")]), send)
+        except Refused as refused:
+            await reply(refused.answer, send)
         except (Vanished, UpstreamError):  # the latter breaks off in the middle of an answer: so does the connection
             pass
 
@@ -205,7 +198,7 @@ def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstrea
     secret = secret_of(settings, environment)
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
-    metrics = Metrics(tenants=settings.tenant_metrics)
+    metrics = Metrics()
     responses = _responses(settings)
     semantic = None if config is None else SemanticCache(config)
     if semantic is not None:

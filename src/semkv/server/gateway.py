@@ -163,12 +163,12 @@ class Gateway:
                         self._record_soon(request, pending, looking)
                     await asyncio.wait((looking, reader.flight.task), return_when=asyncio.FIRST_COMPLETED)
                 if reader is None or looking.done() or not reader.flight.whole:
-                    found = await asyncio.shield(looking)
-                    # A client whose key the upstream has just refused gets nothing that others computed.
-                    refused = reader is not None and reader.flight.status in REFUSED
-                    if not refused and (answer := await self._without_asking(request, found)) is not None:
-                        self._give_up(request)
-                        return answer
+                    looked = await asyncio.shield(looking)
+                    if reader is None or reader.flight.status not in REFUSED:  # who was refused gets nothing of others
+                        found = looked
+                        if (answer := await self._without_asking(request, found)) is not None:
+                            self._give_up(request)
+                            return answer
             if request.reader is None:
                 self._start(request, found)
                 self._record_soon(request, Pending(self.cache, found.canonical), looking)
@@ -270,7 +270,7 @@ class Gateway:
     def _near_stream(self, request: GatewayRequest, near: Lookup, flight: InFlight) -> Answer:
         """A stream that runs for a similar request."""
         seconds = time.perf_counter() - request.start
-        self.metrics.request(JOINED, 200, seconds, request.client.tenant)
+        self.metrics.request(JOINED, 200, seconds)
         self.metrics.joins.labels(SIMILAR).inc()
         self._spawn(self._note_near(request, near, flight, seconds))
         headers = [*flight.headers, *self._hit_header(near, 0.0, " joined")]
@@ -310,7 +310,7 @@ class Gateway:
         if found.stale and request.controls.write:
             self._refresh(request, lookup)
         seconds = time.perf_counter() - request.start
-        self.metrics.request(JOINED if joined else lookup.tier, 200, seconds, request.client.tenant)
+        self.metrics.request(JOINED if joined else lookup.tier, 200, seconds)
         if joined:
             self.metrics.joins.labels(SIMILAR).inc()
         self._note_hit(request, lookup, found, seconds)
@@ -346,7 +346,7 @@ class Gateway:
         if request.reader.joined:
             self.metrics.joins.labels(EQUAL).inc()
         seconds = time.perf_counter() - request.start
-        self.metrics.request(tier, request.reader.flight.status, seconds, request.client.tenant)
+        self.metrics.request(tier, request.reader.flight.status, seconds)
         reuse = "" if lookup.score is None else f" reuse={lookup.tier} score={lookup.score:.3f}"
         answer.headers.extend(self._cache_header(f"{tier}{reuse}"))
         if answer.stream is None:
@@ -403,7 +403,7 @@ class Gateway:
 
     def _unreachable(self, error: UpstreamError, tier: str, start: float) -> Answer:
         """There is no answer to a request that came at ``start``, by `time.perf_counter`."""
-        self.metrics.request(tier, error.status, time.perf_counter() - start, "")
+        self.metrics.request(tier, error.status, time.perf_counter() - start)
         return error_answer(error.status, str(error), "upstream_error", self._cache_header(tier))
 
     # -- passing on ---------------------------------------------------------------------------------------------
@@ -415,12 +415,12 @@ class Gateway:
         try:
             reply = await unless_gone(self._send_on(call, client.tenant), receive)
         except NoPlace as error:
-            self.metrics.request(PASSED, 400, time.perf_counter() - start, "")
+            self.metrics.request(PASSED, 400, time.perf_counter() - start)
             return error_answer(400, str(error), "invalid_request_error", header)
         except UpstreamError as error:
             return self._unreachable(error, PASSED, start)
         self._tenants.answered(client, reply.status)
-        self.metrics.request(PASSED, reply.status, time.perf_counter() - start, "")
+        self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
         return Answer(reply.status, [*reply.headers, *header], stream=_through(reply), close=reply.aclose)
 
     async def _send_on(self, call: Call, tenant: str) -> Reply:

@@ -1,7 +1,6 @@
 """What the gateway counts: Prometheus metrics in a registry of their own, the dashboard's live figures and latest hits.
 
-Events are counters and durations histograms; only sizes are gauges. Labels have few values: tenants are no label
-unless asked for, and then one of 64 buckets of their digest.
+Events are counters and durations histograms; only sizes are gauges. Labels have few values; tenants are none.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from semkv.types import MediaSegment, Request, ReuseReport, Segment
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SECONDS = 300  # of the live view
 _LATENCIES = 1024
-_TENANTS = 64
 _SHOWN = 200
 _KNOWN = 4_096
 _TEXT = 4_000  # characters of one text that are shown
@@ -105,17 +103,12 @@ _HELP = {
 
 
 class Metrics:
-    """Counters and histograms.
+    """Counters and histograms."""
 
-    Args:
-        tenants: label requests with a bucket of the tenant's digest.
-    """
-
-    def __init__(self, *, tenants: bool = False) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.live = Live()
-        self._tenants = tenants
-        labels = ["tier", "status", "tenant"] if tenants else ["tier", "status"]
+        labels = ["tier", "status"]
         self._requests = Counter("semkv_requests", "Requests, by tier and status.", labels, registry=self.registry)
         self._seconds = Histogram(
             "semkv_request_seconds", "From the whole request to the start of the answer.", ["tier"],
@@ -154,25 +147,20 @@ class Metrics:
         self.saved = Counter(
             "semkv_seconds_saved", "Upstream seconds not spent, as measured on misses.", registry=self.registry
         )
-        self._made: dict[tuple[str, ...], Any] = {}
+        self._made: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def read_sizes(self, read: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         """Where gauges and the caches' own counters come from: ``{"gauges": ..., "events": ...}``."""
         self.registry.register(_Sizes(read))
 
-    def request(self, tier: str, status: int, seconds: float, tenant: str) -> None:
+    def request(self, tier: str, status: int, seconds: float) -> None:
         """Count one request that was answered."""
-        labels: tuple[str, ...] = (tier, str(status))
-        if self._tenants:
-            labels += (str(int(tenant[:8] or "0", 16) % _TENANTS),)
-        child = self._made.get(labels)
-        if child is None:
-            child = self._made[labels] = self._requests.labels(*labels)
-        child.inc()
-        timer = self._made.get((tier,))
-        if timer is None:
-            timer = self._made[(tier,)] = self._seconds.labels(tier)
-        timer.observe(seconds)
+        children = self._made.get((tier, status))
+        if children is None:
+            children = self._requests.labels(tier, str(status)), self._seconds.labels(tier)
+            self._made[(tier, status)] = children
+        children[0].inc()
+        children[1].observe(seconds)
         self.live.add(tier, seconds)
 
     def uncacheable(self, reason: str) -> None:
@@ -215,49 +203,23 @@ class HitView:
 
     Attributes:
         number: names it in the admin routes; cannot be guessed.
-        at: when, in seconds since the epoch.
         tier: ``exact``, or the provenance of the donor.
-        score: of the match; None for an exact hit.
-        seconds: from the whole request to the answer.
-        age_s: of the answer.
-        tenant: the start of its digest.
         key: what the answer is stored under.
-        model: as the client named it.
-        prompt: the last user turn that the answer was computed from.
-        payload: the answer; empty where it is large.
-        asked: the newest segments of the request that came; None for an exact hit.
-        donor: the same of what the answer was computed from; None for an exact hit.
         hit_id: the semantic cache's name for the hit.
+        shown: what is shown of it, but the answer.
+        payload: the answer; empty where it is large.
     """
 
     number: str
-    at: float
     tier: str
-    score: float | None
-    seconds: float
-    age_s: float
-    tenant: str
     key: str
-    model: str
-    prompt: str
-    payload: bytes
-    asked: list[dict[str, str]] | None
-    donor: list[dict[str, str]] | None
     hit_id: str
+    shown: dict[str, Any]
+    payload: bytes
 
     def view(self) -> dict[str, Any]:
         """As JSON."""
-        own = [{"role": "question", "text": self.prompt}]
-        out = {
-            name: getattr(self, name) for name in ("at", "tier", "score", "seconds", "age_s", "tenant", "model", "key")
-        }
-        return {
-            **out,
-            "id": self.number,
-            "asked": self.asked or own,
-            "donor": self.donor or own,
-            "answer": answer_of(self.payload),
-        }
+        return {**self.shown, "id": self.number, "tier": self.tier, "key": self.key, "answer": answer_of(self.payload)}
 
 
 class RecentHits:
@@ -289,24 +251,21 @@ class RecentHits:
         """Note a hit and what it saved: the seconds its answer took, or where that is not known the mean of misses."""
         response = found.response
         exact = report is None or tier == "exact"
-        small = len(response.payload) <= _PAYLOAD
-        shown = HitView(
-            number=secrets.token_hex(8),
-            at=time.time(),
-            tier=tier,
-            score=score,
-            seconds=seconds,
-            age_s=found.age_s,
-            tenant=tenant[:8],
-            key=response.key,
-            model=response.model,
-            prompt=response.prompt[:_TEXT],
-            payload=response.payload if small else b"",
-            asked=None if exact or asked is None else _parts(asked.segments),
-            donor=None if exact or report is None else _parts(report.plan.segments),
-            hit_id=report.hit_id if report is not None else "",
-        )
-        self._hits[exact].append(shown)
+        own = [{"role": "question", "text": response.prompt[:_TEXT]}]
+        shown = {
+            "at": time.time(),
+            "score": score,
+            "seconds": seconds,
+            "age_s": found.age_s,
+            "tenant": tenant[:8],
+            "model": response.model,
+            "asked": own if exact or asked is None else _parts(asked.segments),
+            "donor": own if exact or report is None else _parts(report.plan.segments),
+        }
+        payload = response.payload if len(response.payload) <= _PAYLOAD else b""
+        hit_id = "" if report is None else report.hit_id
+        hit = HitView(secrets.token_hex(8), tier, response.key, hit_id, shown, payload)
+        self._hits[exact].append(hit)
         tokens = self._tokens.get(response.key)
         if tokens is None:
             tokens = tokens_of(response.payload)
@@ -316,12 +275,12 @@ class RecentHits:
 
     def recent(self, most: int) -> list[HitView]:
         """The latest hits, newest first."""
-        every = [shown for hits in self._hits.values() for shown in hits]
-        return sorted(every, key=lambda shown: -shown.at)[:most]
+        every = [hit for hits in self._hits.values() for hit in hits]
+        return sorted(every, key=lambda hit: -hit.shown["at"])[:most]
 
     def find(self, number: str) -> HitView | None:
         """A hit by its id, if it is still known."""
-        return next((shown for shown in self.recent(2 * _SHOWN) if shown.number == number), None)
+        return next((hit for hit in self.recent(2 * _SHOWN) if hit.number == number), None)
 
 
 def _put(values: OrderedDict[str, Any], key: str, value: Any) -> None:
