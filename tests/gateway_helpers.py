@@ -66,10 +66,12 @@ class Served:
 
 
 class Pair:
-    """A gateway in front of a scripted upstream."""
+    """A gateway in front of a scripted upstream, or of another application."""
 
-    def __init__(self, folder: Path, *, environment: dict[str, str] | None = None, **settings: Any) -> None:
-        self.upstream = Scripted()
+    def __init__(
+        self, folder: Path, *, environment: dict[str, str] | None = None, upstream: Any = None, **settings: Any
+    ) -> None:
+        self.upstream = upstream or Scripted()
         self.behind = Served(self.upstream)
         patience = {"connect_timeout": PATIENT["connect_timeout"]}
         given = {"semantic": False, "cache_dir": folder, "upstream": self.behind.url, **patience, **settings}

@@ -71,6 +71,11 @@ class TestAdminRoutes:
     def test_a_careless_invalidation_is_refused(self, pair: Pair, body: object) -> None:
         assert pair.admin("invalidate", body).status_code == 400
 
+    def test_a_store_that_fails_is_no_answer_of_ours(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pair.app.gateway.cache.responses, "invalidate", None)
+        answer = pair.admin("invalidate", {"prefix": "news", "dry_run": False})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the store failed: TypeError")
+
     def test_a_wrong_hit_is_removed_with_its_donor(self, pair: Pair) -> None:
         near_repeat(pair, "Where is the Eiffel tower?", "where is  the Eiffel tower?")
         hit = next(h for h in pair.admin("hits").json()["hits"] if h["tier"] == "text:normalised")

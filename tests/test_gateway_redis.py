@@ -13,7 +13,7 @@ import httpx
 import pytest
 import redis
 
-from gateway_helpers import Pair, chat, wait_until
+from gateway_helpers import Pair, wait_until
 from redis_server import RedisServer
 from semkv.stores.responses.base import Selector
 
@@ -108,8 +108,7 @@ class TestShared:
         headers = {"X-Semkv-Tenant": f"tenant {by}", "X-Semkv-Tags": f"tag:{by}"}
         two.in_memory(spared, **{"X-Semkv-Tenant": f"another than {by}"})
         for pair in (two.one, two.other, two.one, two.other):
-            body = chat(text, model=f"model {by}")
-            httpx.post(f"{pair.url}/v1/chat/completions", json=body, headers=headers).raise_for_status()
+            pair.post(text, model=f"model {by}", headers=headers).raise_for_status()
         key = key_of(two.one, text)
         values = {
             "key": key,
@@ -125,8 +124,7 @@ class TestShared:
         assert two.one.admin("invalidate", {by: values[by], "dry_run": False}).json()["count"] == 1
         wait_until(lambda: memory(key) is None)
         for pair in (two.other, two.one):
-            body = chat(text, model=f"model {by}")
-            answer = httpx.post(f"{pair.url}/v1/chat/completions", json=body, headers=headers)
+            answer = pair.post(text, model=f"model {by}", headers=headers)
             assert answer.headers["x-semkv"].split()[0] == ("miss" if pair is two.other else "hit")
         assert two.told(spared, **{"X-Semkv-Tenant": f"another than {by}"}) == ("hit", "hit")
 

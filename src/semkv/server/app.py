@@ -59,7 +59,6 @@ from semkv.tiers.response import ResponseCache
 
 log = logging.getLogger(__name__)
 
-_OWN = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json"))
 _HOME = "/semkv"
 _STATIC = {"": ("index.html", "text/html"), "app.js": ("app.js", "text/javascript"), "app.css": ("app.css", "text/css")}
 _CRITERIA = ("key", "tag", "model", "partition", "prefix")
@@ -80,39 +79,39 @@ class App:
 
     Args:
         gateway: answers the cached routes.
-        operations: answers ``/semkv`` and the operators' routes.
-        own: paths outside ``/semkv`` that ``operations`` answers.
+        key: the admin key; empty closes the admin routes.
     """
 
-    def __init__(self, gateway: Gateway, operations: Application, own: frozenset[str] = _OWN) -> None:
-        self.gateway, self._operations, self._own = gateway, operations, own
+    _own = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json"))  # of operators, outside ``/semkv``
+
+    def __init__(self, gateway: Gateway, key: str) -> None:
+        self.gateway, self._operations = gateway, Operations(gateway, key).application()
         self._limit, self._limit_s = gateway.settings.bounds[0], gateway.settings.body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = route_path(scope) if scope["type"] == "http" else ""
         if scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})
-        elif scope["type"] == "http" and not await self.answered(scope, receive, send):
-            await self._respond(scope, receive, send, cached=False)
+            await self._lifespan(scope, receive, send)
+        elif path and scope["method"] == "POST" and (path in ROUTES or path in SALTED):
+            await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=path in ROUTES)
+        elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
+            await self._operations(scope, receive, send)
+        else:
+            await self._otherwise(scope, receive, send)
 
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the server's start and stop."""
         while (await receive())["type"] == "lifespan.startup":
             await send({"type": "lifespan.startup.complete"})
         await self.gateway.aclose()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def answered(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer the cached routes, those that get a salt, and the operators'. False for everything else."""
-        path = route_path(scope)
-        if scope["method"] == "POST" and (path in ROUTES or path in SALTED):
-            await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=path in ROUTES)
-        elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
-            await self._operations(scope, receive, send)
+    async def _otherwise(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what the gateway has no route for."""
+        if scope["type"] == "http":
+            await self._respond(scope, receive, send, cached=False)
         else:
-            return False
-        return True
+            await send({"type": "websocket.close", "code": 1000})
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send, *, cached: bool) -> None:
         try:
@@ -140,7 +139,7 @@ class App:
             return await self.gateway.forward(call, receive, "fault")
 
 
-class Middleware:
+class Middleware(App):
     """ASGI middleware that answers from the cache inside vLLM: ``vllm serve --middleware semkv.server.Middleware``.
 
     vLLM makes it with the application it wraps and nothing else, so settings come from the environment (see
@@ -155,37 +154,29 @@ class Middleware:
         StoreError: a store cannot be opened.
     """
 
+    _own = frozenset[str]()
+
     def __init__(self, app: Application) -> None:
-        self._wrapped = app
-        gateway = gateway_of(
-            parse(ServerSettings, [], Variables(ServerSettings, os.environ)), os.environ, AppUpstream(app)
-        )
-        operations = Operations(gateway, admin_key(os.environ)).application()
-        self._gateway, self._app = gateway, App(gateway, operations, own=frozenset())
+        settings = parse(ServerSettings, [], Variables(ServerSettings, os.environ))
+        super().__init__(gateway_of(settings, os.environ, AppUpstream(app)), admin_key(os.environ))
+        self._otherwise = app  # type: ignore[assignment]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._wrapped(scope, receive, self._closing(send))
-        elif scope["type"] != "http" or not await self._app.answered(scope, receive, send):
-            await self._wrapped(scope, receive, send)
-
-    def _closing(self, send: Send) -> Send:
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Close the stores when the application has stopped."""
 
         async def closing(message: Message) -> None:
             if message["type"].startswith("lifespan.shutdown"):
-                await self._gateway.aclose()
+                await self.gateway.aclose()
             await send(message)
 
-        return closing
+        await self._otherwise(scope, receive, closing)
 
 
 def app_of(settings: ServerSettings, environment: Mapping[str, str]) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
-    limits = {"connect_s": settings.connect_timeout, "read_s": settings.upstream_timeout}
     key = admin_key(environment)
-    gateway = gateway_of(settings, environment, HttpUpstream(settings.upstream, **limits))
-    return App(gateway, Operations(gateway, key).application())
+    upstream = HttpUpstream(settings.upstream, settings.connect_timeout, settings.upstream_timeout)
+    return App(gateway_of(settings, environment, upstream), key)
 
 
 def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream) -> Gateway:

@@ -141,7 +141,7 @@ class HttpUpstream:
         read_s: how long to wait for the next byte.
     """
 
-    def __init__(self, url: str, *, connect_s: float = 2.0, read_s: float = 600.0) -> None:
+    def __init__(self, url: str, connect_s: float, read_s: float) -> None:
         self._base = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=read_s)
         self._session: aiohttp.ClientSession | None = None
