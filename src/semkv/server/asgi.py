@@ -81,10 +81,9 @@ async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float) 
             its bytes take at `_LEAST_RATE`.
         Vanished: the client hung up first.
     """
-    bound = f"the request is larger than {limit >> 20} MiB (--max-body-mib)"
     declared = header(scope, b"content-length")
     if declared.isdecimal() and int(declared) > limit:
-        raise Refused(error_answer(413, bound, "invalid_request_error"))
+        raise _too_large(limit)
     pieces, size, more = [], 0, True
     try:
         async with asyncio.timeout(limit_s) as timer:
@@ -96,12 +95,18 @@ async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float) 
                 pieces.append(piece)
                 size += len(piece)
                 if size > limit:
-                    raise Refused(error_answer(413, bound, "invalid_request_error"))
-                timer.reschedule((timer.when() or 0.0) + len(piece) / _LEAST_RATE)
+                    raise _too_large(limit)
+                if more:
+                    timer.reschedule((timer.when() or 0.0) + len(piece) / _LEAST_RATE)
     except TimeoutError:
         slow = f"the request came too slowly: it has {limit_s:g} seconds and its length (--body-timeout)"
         raise Refused(error_answer(408, slow, "invalid_request_error", [(b"connection", b"close")])) from None
     return b"".join(pieces)
+
+
+def _too_large(limit: int) -> Refused:
+    message = f"the request is larger than {limit >> 20} MiB (--max-body-mib)"
+    return Refused(error_answer(413, message, "invalid_request_error"))
 
 
 async def unless_gone(work: Awaitable[_T], receive: Receive) -> _T:

@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -290,16 +290,11 @@ class Gateway:
     def _from_memory(self, request: GatewayRequest, lookup: Lookup) -> Answer | None:
         """What memory has under a key."""
         found = self.cache.responses.peek(lookup.canonical.key) if request.reads else None
-        return None if found is None else self._hit(request, replace(lookup, found=found))
+        return None if found is None else self._hit(request, Lookup(lookup.canonical, found, lookup.report))
 
     def _hit(self, request: GatewayRequest, lookup: Lookup, *, joined: bool = False) -> Answer | None:
-        """The stored answer in the form the client asked for; None where it will not do.
-
-        Args:
-            request: the request.
-            lookup: what was found.
-            joined: the client waited for it to be computed for another request.
-        """
+        """The stored answer in the form the client asked for; None where it will not do. ``joined``: the client waited
+        for it to be computed for another request."""
         found = lookup.found
         if found is None or not request.accepts(found):
             return None
@@ -421,7 +416,7 @@ class Gateway:
             return self._unreachable(error, PASSED, start)
         self._tenants.answered(client, reply.status)
         self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
-        return Answer(reply.status, [*reply.headers, *header], stream=_through(reply), close=reply.aclose)
+        return Answer(reply.status, [*reply.headers, *header], stream=reply.pieces(), close=reply.aclose)
 
     async def _send_on(self, call: Call, tenant: str) -> Reply:
         scope = call.scope
@@ -454,10 +449,6 @@ class Gateway:
             )
         except BadTags:
             return Uncacheable("tags")
-        except Exception:  # a fault of ours must not cost the answer
-            log.exception("canonicalise failed")
-            self.metrics.fault("canonicalise")
-            return Uncacheable("fault")
 
     # -- recording and checking, in the background ----------------------------------------------------------------
 
@@ -474,13 +465,7 @@ class Gateway:
             self.metrics.fault("background")
 
     def _record_soon(self, request: GatewayRequest, pending: Pending, looking: asyncio.Future[Lookup] | None) -> None:
-        """Record what the request just started brings; from here on near-repeats may join it.
-
-        Args:
-            request: waits for the answer.
-            pending: what was sent.
-            looking: the lookup of the request; None where there is none.
-        """
+        """Record what the request just started brings; from here on near-repeats may join it."""
         assert request.reader is not None
         if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
             return
@@ -515,13 +500,7 @@ class Gateway:
         self._spawn(self._fetch(background, lookup))
 
     def _check_soon(self, request: GatewayRequest, report: ReuseReport | None, given: bytes) -> None:
-        """Run the unchanged request of an approximate hit, if it is selected and not too many are running.
-
-        Args:
-            request: the request.
-            report: of the hit.
-            given: the answer that it brought.
-        """
+        """Run the unchanged request of an approximate hit, if it is selected and not too many are running."""
         if report is not None and self._checks < _CHECKS and self.cache.should_check(report):
             self._checks += 1
             self._spawn(self._check(replace(request, reader=None), report, given))
@@ -584,8 +563,3 @@ def _body(canonical: CanonicalRequest, *, stream: bool) -> bytes:
     if stream:  # the usage is part of the whole answer; a client that did not ask for it does not see it
         body["stream_options"] = {"include_usage": True}
     return _encode(body).encode()
-
-
-async def _through(reply: Reply) -> AsyncIterator[bytes]:
-    async for piece in reply.pieces():
-        yield piece

@@ -206,7 +206,8 @@ class HitView:
         tier: ``exact``, or the provenance of the donor.
         key: what the answer is stored under.
         hit_id: the semantic cache's name for the hit.
-        shown: what is shown of it, but the answer.
+        prompt: the last user turn that the answer was computed from.
+        shown: what else is shown of it, but the answer; ``asked`` and ``donor`` are None for an exact hit.
         payload: the answer; empty where it is large.
     """
 
@@ -214,12 +215,16 @@ class HitView:
     tier: str
     key: str
     hit_id: str
+    prompt: str
     shown: dict[str, Any]
     payload: bytes
 
     def view(self) -> dict[str, Any]:
         """As JSON."""
-        return {**self.shown, "id": self.number, "tier": self.tier, "key": self.key, "answer": answer_of(self.payload)}
+        own = [{"role": "question", "text": self.prompt}]
+        parts = {name: self.shown[name] or own for name in ("asked", "donor")}
+        more = {"id": self.number, "tier": self.tier, "key": self.key, "answer": answer_of(self.payload)}
+        return {**self.shown, **parts, **more}
 
 
 class RecentHits:
@@ -251,7 +256,6 @@ class RecentHits:
         """Note a hit and what it saved: the seconds its answer took, or where that is not known the mean of misses."""
         response = found.response
         exact = report is None or tier == "exact"
-        own = [{"role": "question", "text": response.prompt[:_TEXT]}]
         shown = {
             "at": time.time(),
             "score": score,
@@ -259,12 +263,12 @@ class RecentHits:
             "age_s": found.age_s,
             "tenant": tenant[:8],
             "model": response.model,
-            "asked": own if exact or asked is None else _parts(asked.segments),
-            "donor": own if exact or report is None else _parts(report.plan.segments),
+            "asked": None if exact or asked is None else _parts(asked.segments),
+            "donor": None if exact or report is None else _parts(report.plan.segments),
         }
         payload = response.payload if len(response.payload) <= _PAYLOAD else b""
         hit_id = "" if report is None else report.hit_id
-        hit = HitView(secrets.token_hex(8), tier, response.key, hit_id, shown, payload)
+        hit = HitView(secrets.token_hex(8), tier, response.key, hit_id, response.prompt[:_TEXT], shown, payload)
         self._hits[exact].append(hit)
         tokens = self._tokens.get(response.key)
         if tokens is None:
