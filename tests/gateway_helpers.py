@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import itertools
+import json
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import pytest
 import uvicorn
+from PIL import Image
 
 from scripted_upstream import Scripted
 from semkv.server.app import App, app_of
@@ -20,6 +29,12 @@ from semkv.server.settings import ServerSettings
 
 ADMIN = "an admin key of sufficient length"
 SECRET = "a secret of sufficient length"
+
+
+ONE, OTHER = "How do I bake sourdough bread at home?", "How can I bake sourdough bread at home?"
+PATIENT = {"connect_timeout": 60.0, "store_timeout": 60.0}  # both servers share one busy process
+NEAR = {"semantic": True, "similarity_threshold": 0.8, **PATIENT}
+numbers = itertools.count()
 
 
 class Served:
@@ -51,16 +66,19 @@ class Served:
 
 
 class Pair:
-    """A gateway in front of a scripted upstream."""
+    """A gateway in front of a scripted upstream, or of another application."""
 
-    def __init__(self, folder: Path, *, environment: dict[str, str] | None = None, **settings: Any) -> None:
-        self.upstream = Scripted()
+    def __init__(
+        self, folder: Path, *, environment: dict[str, str] | None = None, upstream: Any = None, **settings: Any
+    ) -> None:
+        self.upstream = upstream or Scripted()
         self.behind = Served(self.upstream)
-        patient = {"connect_timeout": 60.0}  # both servers share one busy process
-        given = {"semantic": False, "cache_dir": folder, "upstream": self.behind.url, **patient, **settings}
+        patience = {"connect_timeout": PATIENT["connect_timeout"]}
+        given = {"semantic": False, "cache_dir": folder, "upstream": self.behind.url, **patience, **settings}
         variables = {"SEMKV_ADMIN_KEY": ADMIN, "SEMKV_SECRET": SECRET} if environment is None else environment
         self.app: App = app_of(ServerSettings(**given), variables)
         self.front = Served(self.app)
+        self._pool = ThreadPoolExecutor(100)
 
     def __enter__(self) -> Pair:
         self.behind.__enter__()
@@ -76,10 +94,42 @@ class Pair:
         return self.front.url
 
     def client(self, key: str = "key", **more: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20, **more)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **more)
 
-    def post(self, text: str, *, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **more), headers=headers, timeout=20)
+    def post(self, text: Any, *, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **more), headers=headers, timeout=120)
+
+    def soon(self, text: Any, **more: Any) -> Future[httpx.Response]:
+        """The same in a thread of its own."""
+        return self._pool.submit(self.post, text, **more)
+
+    @property
+    def asked(self) -> list[Any]:
+        """What the upstream was asked."""
+        return [body["messages"][-1]["content"] for body in self.upstream.calls]
+
+    @property
+    def readers(self) -> int:
+        """How many wait for upstream answers."""
+        return sum(len(flight.readers) for flight in list(self.app.gateway.flights.running))
+
+    @property
+    def semantic(self) -> Any:
+        return self.app.gateway.cache.semantic
+
+    @property
+    def entries(self) -> int:
+        return int(self.semantic.stats().entries)
+
+    def settle(self) -> None:
+        """Open the upstream again, wait until all work is done, and see that nothing was left behind or went wrong."""
+        gateway, upstream = self.app.gateway, self.upstream
+        upstream.script, upstream.hold_at = {}, 0
+        upstream.gate.set()
+        wait_until(lambda: not gateway.background and not gateway.flights.running and not len(gateway.pending))
+        wait_until(lambda: gateway.flights.held_bytes == 0)  # the last reader leaves after the end
+        assert self.metric("semkv_faults_total") == 0
+        upstream.calls.clear()
 
     def metric(self, name: str) -> float:
         """The sum over a metric's labels."""
@@ -93,7 +143,7 @@ class Pair:
         return httpx.request(method, url, json=body, headers=headers, timeout=60)
 
 
-def chat(text: str, **more: Any) -> dict[str, Any]:
+def chat(text: Any, **more: Any) -> dict[str, Any]:
     return {"model": "scripted", "temperature": 0, "messages": [{"role": "user", "content": text}], **more}
 
 
@@ -102,3 +152,106 @@ def wait_until(ready: Any, seconds: float = 300.0) -> None:
     while not ready():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
+
+
+async def reached(ready: Callable[[], object]) -> None:
+    """The same for a coroutine."""
+    async with asyncio.timeout(300):
+        while not ready():
+            await asyncio.sleep(0.01)
+
+
+@contextmanager
+def near_pair(folder: Path) -> Iterator[Pair]:
+    """A gateway that answers near-repeats."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("semkv.server.cache_client._LOOKUP_S", 120.0)  # a busy machine is no fault
+        with Pair(folder, **NEAR) as pair:
+            yield pair
+
+
+def a_tenant() -> dict[str, str]:
+    """A tenant of its own for a test, so that it finds nothing of another's."""
+    return {"Authorization": f"Bearer {next(numbers)}"}
+
+
+def picture(color: Any, size: tuple[int, int] = (1, 1)) -> dict[str, Any]:
+    """A part of a message: an image of one color."""
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def words(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def said(answer: httpx.Response) -> str:
+    """The text of an answer, streamed or not."""
+    if not answer.text.startswith("data:"):
+        return str(answer.json()["choices"][0]["message"]["content"])
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    return "".join(c["delta"].get("content") or "" for e in events for c in e.get("choices", ()))
+
+
+@contextmanager
+def beside(pair: Pair, text: Any = ONE, **more: Any) -> Iterator[Future[httpx.Response]]:
+    """A request that waits at the closed gate; it is opened at the end of the block, where that was not done before."""
+    pair.upstream.gate.clear()
+    before = len(pair.upstream.calls)
+    done = pair.soon(text, **more)
+    try:
+        wait_until(lambda: len(pair.upstream.calls) > before)
+        yield done
+    finally:
+        pair.upstream.gate.set()
+        done.result()
+
+
+def later(pair: Pair, text: Any, *, waits: bool, **more: Any) -> httpx.Response:
+    """A request that comes while another is at the gate, which opens once this one waits as well.
+
+    Args:
+        waits: on the other's answer; else for its own.
+    """
+    calls, readers = len(pair.upstream.calls), pair.readers
+    answer = pair.soon(text, **more)
+    wait_until(lambda: pair.readers > readers if waits else len(pair.upstream.calls) > calls)
+    pair.upstream.gate.set()
+    return answer.result()
+
+
+class Held:
+    """Calls of a method that wait until they are let go, at the latest at the end of the block.
+
+    Args:
+        target, name: the method.
+        which: of a call's first argument; others do not wait.
+        after: they have done their work before they wait.
+    """
+
+    def __init__(self, target: Any, name: str, which: Callable[[Any], bool] = bool, *, after: bool = False) -> None:
+        self._patch, self.go, self.waiting = pytest.MonkeyPatch(), threading.Event(), threading.Event()
+        work = getattr(target, name)
+
+        def slow(first: Any, *args: Any, **more: Any) -> Any:
+            done = work(first, *args, **more) if after or not which(first) else None
+            if which(first):
+                self.waiting.set()
+                self.go.wait()
+            return done if done is not None else work(first, *args, **more)
+
+        self._patch.setattr(target, name, slow)
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
+        self._patch.undo()
+
+
+def asks(text: str) -> Callable[[Any], bool]:
+    """Whether a lookup is of this question."""
+    return lambda request: request.segments[-1].text == text

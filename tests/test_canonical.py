@@ -307,8 +307,7 @@ def test_what_cannot_be_keyed_is_refused_without_an_exception(body: Any) -> None
     assert "wizard" not in why
 
 
-def test_other_endpoints_and_prompts() -> None:
-    assert reason({"input": "x"}, "/v1/embeddings")
+def test_prompts_of_completions() -> None:
     assert reason({"prompt": None}, COMPLETIONS)
     assert reason({"prompt": "x", "prompt_embeds": "AAAA"}, COMPLETIONS)
     assert canonical({"prompt": [1, 2, 3], "temperature": 0}, COMPLETIONS).request is None

@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from gateway_helpers import ADMIN, Pair, wait_until
-from semkv.server.metrics import Metrics
-from semkv.server.recent_hits import RecentHits
+from semkv.server.metrics import Metrics, RecentHits
 from semkv.stores.responses.base import StoredResponse
 from semkv.tiers.response import Found
 from semkv.types import Exactness, Match, Namespace, Plan, Request, ReuseReport, Role, TextSegment
@@ -34,12 +33,12 @@ def test_a_long_conversation_is_held_from_its_end(turns: int, length: int, shown
     asked = Request("", Namespace(), tuple(TextSegment(text, Role.CONTEXT) for text in texts))
     match = Match("semantic_text", "donor", 0.95, Exactness.APPROXIMATE)
     report = ReuseReport(asked, Plan(asked.segments, turns, match), {})
-    journal = RecentHits(Metrics(tenants=False))
+    journal = RecentHits(Metrics())
     found = Found(StoredResponse("key", "tenant", "model", b"{}", 0.0), 0.0, False)
     journal.hit(tier="text:semantic", score=0.95, seconds=0.1, tenant="t", found=found, asked=asked, report=report)
     (hit,) = journal.recent(1)
-    assert hit.asked == hit.donor
-    parts = [part["text"] for part in hit.asked or []]
+    assert hit.shown["asked"] == hit.shown["donor"]
+    parts = [part["text"] for part in hit.shown["asked"]]
     assert sum(map(len, parts)) < 9000
     if shown < turns:
         assert parts.pop(0) == f"({turns - shown} more)"
@@ -71,6 +70,11 @@ class TestAdminRoutes:
     @pytest.mark.parametrize("body", [{}, {"dry_run": False}, {"tag": 3}, {"tga": "x"}, [], {"tag": "x", "dry_run": 1}])
     def test_a_careless_invalidation_is_refused(self, pair: Pair, body: object) -> None:
         assert pair.admin("invalidate", body).status_code == 400
+
+    def test_a_store_that_fails_is_no_answer_of_ours(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pair.app.gateway.cache.responses, "invalidate", None)
+        answer = pair.admin("invalidate", {"prefix": "news", "dry_run": False})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the store failed: TypeError")
 
     def test_a_wrong_hit_is_removed_with_its_donor(self, pair: Pair) -> None:
         near_repeat(pair, "Where is the Eiffel tower?", "where is  the Eiffel tower?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
-from gateway_helpers import Pair, chat, wait_until
+from gateway_helpers import Pair, wait_until
 from redis_server import RedisServer
 from semkv.stores.responses.base import Selector
 
@@ -19,13 +21,21 @@ PROXY = {"trusted_proxies": ("127.0.0.0/8",)}
 
 
 class Settled(Pair):
-    """A gateway whose answers are in the store when `post` returns: others find them some milliseconds later."""
+    """A gateway whose answers are in the store when `post` returns, where that takes any: others find them later."""
 
-    def post(self, text: str, **more: Any) -> httpx.Response:
-        answer, end = super().post(text, **more), time.monotonic() + 0.5  # a store that is down takes none
-        while self.app.gateway.cache.responses.on_the_way(Selector()) and time.monotonic() < end:
+    def post(self, text: Any, **more: Any) -> httpx.Response:
+        answer = super().post(text, **more)
+        while self.app.gateway.cache.responses.on_the_way(Selector()) and self._takes():
             time.sleep(0.001)
         return answer
+
+    def _takes(self) -> bool:
+        url = self.app.gateway.settings.store
+        try:
+            with redis.Redis.from_url(url, socket_timeout=0.5, socket_connect_timeout=0.5) as client:
+                return bool(client.set("probe", "x", px=1))
+        except redis.RedisError:
+            return False
 
 
 class Two:
@@ -75,10 +85,6 @@ def key_of(pair: Pair, text: str) -> str:
 
 
 def partition_of(server: RedisServer, key: str) -> str:
-    import json
-
-    import redis
-
     with redis.Redis(port=server.port) as client:
         head = client.hget("{semkv:answers:1}:a:" + key, "head")
     return str(json.loads(head[32:])["partition"])
@@ -102,8 +108,7 @@ class TestShared:
         headers = {"X-Semkv-Tenant": f"tenant {by}", "X-Semkv-Tags": f"tag:{by}"}
         two.in_memory(spared, **{"X-Semkv-Tenant": f"another than {by}"})
         for pair in (two.one, two.other, two.one, two.other):
-            body = chat(text, model=f"model {by}")
-            httpx.post(f"{pair.url}/v1/chat/completions", json=body, headers=headers).raise_for_status()
+            pair.post(text, model=f"model {by}", headers=headers).raise_for_status()
         key = key_of(two.one, text)
         values = {
             "key": key,
@@ -119,8 +124,7 @@ class TestShared:
         assert two.one.admin("invalidate", {by: values[by], "dry_run": False}).json()["count"] == 1
         wait_until(lambda: memory(key) is None)
         for pair in (two.other, two.one):
-            body = chat(text, model=f"model {by}")
-            answer = httpx.post(f"{pair.url}/v1/chat/completions", json=body, headers=headers)
+            answer = pair.post(text, model=f"model {by}", headers=headers)
             assert answer.headers["x-semkv"].split()[0] == ("miss" if pair is two.other else "hit")
         assert two.told(spared, **{"X-Semkv-Tenant": f"another than {by}"}) == ("hit", "hit")
 
@@ -240,8 +244,6 @@ class TestFull:
 
     @pytest.fixture
     def full(self, tmp_path: Path) -> Iterator[tuple[Two, Any]]:
-        import redis
-
         server = RedisServer(tmp_path)
         try:
             with Two(tmp_path, server) as two, redis.Redis(port=server.port) as client:
@@ -275,15 +277,11 @@ class TestFull:
         two, client = full
         client.config_set("maxmemory", 1)
         caches = two.one.app.gateway.cache.responses
-        from semkv.stores.responses.base import Selector
-
         for number in range(1200):
             caches._store.invalidate(Selector(key=str(number)))
         assert client.xlen("{semkv:answers:1}:log") == 1000
 
     def test_one_that_was_full_from_the_start(self, tmp_path: Path) -> None:
-        import redis
-
         server = RedisServer(tmp_path)
         try:
             with redis.Redis(port=server.port) as client:

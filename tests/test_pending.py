@@ -118,6 +118,11 @@ def test_a_fault_is_no_hit(plain: Bench) -> None:
     plain.cache._planner._decider = Broken({})
     assert joined(plain, plain.request("color"), plain.request("color~0.95")) is None
     assert plain.cache.stats().faults == {"join": 1}
+    plain.reopen()
+    plain.cache._hits.open = Broken.accept  # type: ignore[method-assign]
+    assert joined(plain, plain.request("color"), plain.request("color~0.95")) is None
+    assert plain.cache.stats().faults == {"join": 1}
+    assert not plain.cache.stats().hits
 
 
 def test_only_what_goes_as_it_is_and_only_live(plain: Bench) -> None:

@@ -16,8 +16,8 @@ import httpx
 import openai
 import pytest
 
-from gateway_helpers import Pair, chat, wait_until
-from semkv.server.pool import Late, Pool
+from gateway_helpers import Pair, beside, chat, later, reached, wait_until
+from semkv.server.cache_client import Late, Pool
 from semkv.server.tenancy import Tenants
 
 
@@ -242,67 +242,54 @@ class TestTenants:
 
 
 class TestSingleFlight:
-    def test_500_equal_requests_reach_the_upstream_once(self, pair: Pair) -> None:
+    @pytest.mark.parametrize(
+        ("text", "stream", "end"),
+        [("stampede", False, "}"), ("of streams", True, "[DONE]\n\n"), ("that fails [status=503]", False, "}")],
+    )
+    def test_500_equal_requests_reach_the_upstream_once(self, pair: Pair, text: str, stream: bool, end: str) -> None:
         joins = pair.metric("semkv_single_flight_joins_total")
 
         async def story() -> list[Reply]:
             pair.upstream.gate.clear()
-            asking = asyncio.create_task(many(pair, 500 * [chat("stampede")]))
+            asking = asyncio.create_task(many(pair, 500 * [chat(text, stream=stream)]))
             try:
-                async with asyncio.timeout(60):
-                    while sum(len(flight.readers) for flight in list(pair.app.gateway.outgoing.flights.running)) < 500:
-                        await asyncio.sleep(0.01)
+                await reached(lambda: pair.readers == 500)
             finally:
                 pair.upstream.gate.set()
             return await asking
 
         answers = asyncio.run(story())
-        assert {a.status for a in answers} == {200}
-        assert len({a.text for a in answers}) == 1
-        assert calls(pair, "stampede") == 1
+        assert len(set(answers)) == 1
+        assert answers[0].status == (503 if "status" in text else 200)
+        assert answers[0].text.endswith(end)
+        assert calls(pair, text) == 1
         assert pair.metric("semkv_single_flight_joins_total") == joins + 499
 
-    def test_500_equal_streams_share_one(self, pair: Pair) -> None:
-        said = "stampede of streams [events=5][gap=0.2]"
-        answers = asyncio.run(many(pair, 500 * [chat(said, stream=True)]))
-        assert len({a.text for a in answers}) == 1
-        assert answers[0].text.endswith("[DONE]\n\n")
-        assert calls(pair, said) == 1
-
-    def test_when_the_upstream_fails_all_are_told_at_once(self, pair: Pair) -> None:
-        said = "stampede [delay=2][status=503]"
-        answers = asyncio.run(many(pair, 500 * [chat(said)]))
-        assert {(a.status, json.loads(a.text)["error"]["message"]) for a in answers} == {(503, "scripted")}
-        assert calls(pair, said) == 1
-
     def test_a_caller_of_the_other_form_gets_its_own_form(self, pair: Pair) -> None:
-        said = "both forms [delay=0.3]"
-
-        async def both() -> list[httpx.Response]:
-            async with httpx.AsyncClient(timeout=120) as client:
-                ask = [client.post(f"{pair.url}/v1/chat/completions", json=chat(said, stream=s)) for s in (True, False)]
-                return list(await asyncio.gather(*ask))
-
-        stream, plain = asyncio.run(both())
-        assert stream.text.startswith("data:")
-        assert plain.json()["choices"][0]["message"]["content"] == f"You said: {said}"
-        assert calls(pair, said) == 1
+        with beside(pair, "both forms", stream=True) as stream:
+            plain = later(pair, "both forms", waits=True)
+        assert stream.result().text.startswith("data:")
+        assert plain.json()["choices"][0]["message"]["content"] == "You said: both forms"
+        assert calls(pair, "both forms") == 1
 
     def test_the_first_caller_hangs_up_and_the_others_are_served(self, pair: Pair) -> None:
-        said = "hang up [delay=0.6]"
-
         async def story() -> httpx.Response:
-            async with httpx.AsyncClient(timeout=120) as client:
-                url, body = f"{pair.url}/v1/chat/completions", chat(said, stream=True)
-                first = asyncio.create_task(client.post(url, json=body))
-                await asyncio.sleep(0.2)
-                second = asyncio.create_task(client.post(url, json=body))
-                await asyncio.sleep(0.2)
-                first.cancel()
-                return await second
+            async with httpx.AsyncClient(timeout=300) as client:
+                asking = []
+                pair.upstream.gate.clear()
+                try:
+                    for count in (1, 2):
+                        body = chat("hang up", stream=True)
+                        asking.append(asyncio.create_task(client.post(f"{pair.url}/v1/chat/completions", json=body)))
+                        await reached(lambda count=count: pair.readers == count)
+                    asking[0].cancel()
+                    await reached(lambda: pair.readers == 1)
+                finally:
+                    pair.upstream.gate.set()
+                return await asking[1]
 
         assert asyncio.run(story()).text.endswith("[DONE]\n\n")
-        assert calls(pair, said) == 1
+        assert calls(pair, "hang up") == 1
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_when_nobody_is_left_the_upstream_is_told(self, pair: Pair, stream: bool) -> None:
@@ -312,8 +299,7 @@ class TestSingleFlight:
             async with httpx.AsyncClient(timeout=120) as client:
                 body = chat(f"[delay=600] {stream}", stream=stream)
                 asking = asyncio.create_task(client.post(f"{pair.url}/v1/chat/completions", json=body))
-                while not pair.upstream.running:
-                    await asyncio.sleep(0.01)
+                await reached(lambda: pair.upstream.running)
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
 
@@ -358,7 +344,7 @@ class TestFaults:
                     answer = pair.post("[big=3000000][events=30]", stream=stream)
                     assert answer.text.count("x") >= 3_000_000
                     assert answer.headers["x-semkv"] == "miss"
-            wait_until(lambda: pair.app.gateway.outgoing.flights.held_bytes == 0)
+            wait_until(lambda: pair.app.gateway.flights.held_bytes == 0)
 
     def test_images_of_failed_requests_are_held_under_the_bound(self, tmp_path: Path) -> None:
         with Pair(tmp_path, semantic=True, media_mib=1, store_timeout=60.0) as pair:
@@ -381,7 +367,7 @@ class TestFaults:
             assert f"You said: open {i} " in answer.text
             assert answer.text.endswith("[DONE]\n\n")
         assert pair.upstream.most_running >= 1000
-        wait_until(lambda: pair.app.gateway.outgoing.flights.held_bytes == 0)
+        wait_until(lambda: pair.app.gateway.flights.held_bytes == 0)
 
     def test_300_different_misses_at_once_are_all_looked_up_and_kept(self, tmp_path: Path) -> None:
         with Pair(tmp_path, store_timeout=20.0) as pair:
@@ -409,25 +395,13 @@ class TestFaults:
             wait_until(lambda: pair.post("later").status_code == 200)
             assert pair.post("later").headers["x-semkv"].startswith("hit")
 
-    def test_a_large_prompt_is_written_in_a_thread(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with Pair(tmp_path, store_timeout=20.0) as pair:
-            responses, done = pair.app.gateway.cache.responses, []
-            real = responses.try_keep
-            monkeypatch.setattr(responses, "try_keep", lambda *a, **k: done.append(a) or real(*a, **k))
-            large = "[events=1] large " + "x" * 70_000
-            assert pair.post(large).status_code == 200
-            assert pair.post(large).headers["x-semkv"].startswith("hit")
-            assert not done
-            pair.post("small")
-            assert len(done) == 1
-
     def test_a_fault_of_ours_does_not_cost_the_answer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with Pair(tmp_path) as pair:
             gateway = pair.app.gateway
             for target, name in (
                 (gateway, "_canonicalise"),
                 (gateway.cache, "look_up"),
-                (gateway.outgoing.flights, "join"),
+                (gateway.flights, "join"),
             ):
 
                 def broken(*_: object, **__: object) -> None:

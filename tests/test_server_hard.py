@@ -18,11 +18,12 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 
 from command_line import invoke
-from gateway_helpers import ADMIN, SECRET, Pair, Served, chat, wait_until
+from gateway_helpers import ADMIN, ONE, OTHER, PATIENT, SECRET, Pair, Served, chat, said, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
 from semkv.config import CacheConfig, Variables, parse
 from semkv.connectors.settings import KVSettings, read_settings
+from semkv.errors import ConfigError
 from semkv.server.settings import ServerSettings, secret_of
 from semkv_lab.settings import resolve
 
@@ -107,7 +108,7 @@ def test_open_requests_are_finished_on_a_signal_to_stop(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def semantic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    settings = {"tell": False, "similarity_threshold": 0.8, "store_timeout": 60.0}  # a busy machine is no fault
+    settings = {"tell": False, "similarity_threshold": 0.8, **PATIENT}  # a busy machine is no fault
     with Pair(tmp_path_factory.mktemp("semantic"), semantic=True, **settings) as running:
         yield running
 
@@ -115,36 +116,33 @@ def semantic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 class TestTenantsWithNeighbours:
     """Headers that tell are off: the answer itself says whose it is, and what the upstream was asked."""
 
-    QUESTIONS = ("How do I bake sourdough bread at home?", "How can I bake sourdough bread at home?")
-
     def test_a_neighbour_of_ones_own_is_found(self, semantic: Pair) -> None:
-        one, other = self.QUESTIONS
         owner = {"Authorization": "Bearer owner"}
-        first = semantic.post(one, headers=owner)
+        first = semantic.post(ONE, headers=owner)
 
         def found() -> bool:
-            answer = semantic.post(other, headers=owner)
+            answer = semantic.post(OTHER, headers=owner)
             assert "x-semkv" not in answer.headers
             return answer.json()["id"] == first.json()["id"]
 
         wait_until(found)
 
     def test_a_strangers_neighbour_is_not(self, semantic: Pair) -> None:
-        one, other = self.QUESTIONS
         before = len(semantic.upstream.calls)
-        for text in (one, other, one.upper()):
+        for text in (ONE, OTHER, ONE.upper()):
             for stream in (False, True):
                 answer = semantic.post(
                     text, headers={"Authorization": f"Bearer stranger {text} {stream}"}, stream=stream
                 )
                 assert f"You said: {text}" in answer.text or stream
         sent = [body["messages"][-1]["content"] for body in semantic.upstream.calls[before:]]
-        assert sorted(sent) == sorted([one, other, one.upper()] * 2), "each was asked as it came"
+        assert sorted(sent) == sorted([ONE, OTHER, ONE.upper()] * 2), "each was asked as it came"
 
     def test_an_approximate_plan_is_sent_as_the_donors_prompt_under_the_tenants_salt(self, semantic: Pair) -> None:
         headers = {"Authorization": "Bearer planner"}
+        entries = semantic.entries
         semantic.post("How do I repair a flat bicycle tyre?", headers=headers)
-        time.sleep(0.5)
+        wait_until(lambda: semantic.entries > entries)
         before = len(semantic.upstream.calls)
 
         def planned() -> bool:  # other parameters, so the donor's answer will not do
@@ -161,17 +159,16 @@ class TestTenantsWithNeighbours:
 
 
 def test_checked_hits_count_wrong_ones_and_keep_the_own_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = TestTenantsWithNeighbours.QUESTIONS
     with Pair(tmp_path, semantic=True, similarity_threshold=0.8, verify_rate=1.0) as pair:
         monkeypatch.setattr(pair.app.gateway.cache.semantic, "same_answer", lambda first, second: first == second)
-        pair.post(one, seed=4)
+        pair.post(ONE, seed=4)
         wait_until(lambda: pair.metric("semkv_semantic_entries") == 1)
-        assert pair.post(other, seed=4).headers["x-semkv"].startswith("hit tier=text:semantic")
+        assert pair.post(OTHER, seed=4).headers["x-semkv"].startswith("hit tier=text:semantic")
         wait_until(lambda: pair.metric("semkv_hits_checked") == 1)
         assert pair.metric("semkv_wrong_hit_share") == 1.0, "the scripted server says what it was asked"
-        answer = pair.post(other, seed=4)
+        answer = pair.post(OTHER, seed=4)
         assert answer.headers["x-semkv"].startswith("hit tier=exact")
-        assert answer.json()["choices"][0]["message"]["content"] == f"You said: {other}"
+        assert said(answer) == f"You said: {OTHER}"
         wait_until(lambda: pair.metric("semkv_semantic_entries") == 2)
         third = "How could I bake sourdough bread at home?"  # with a seed for which the donor's answer is not there yet
         assert pair.post(third, seed=5).headers["x-semkv"].startswith("miss reuse=text:semantic")
@@ -180,13 +177,12 @@ def test_checked_hits_count_wrong_ones_and_keep_the_own_answer(tmp_path: Path, m
 
 
 def test_a_key_that_is_refused_in_a_check_reads_no_more(tmp_path: Path) -> None:
-    one, other = TestTenantsWithNeighbours.QUESTIONS
     with Pair(tmp_path, semantic=True, similarity_threshold=0.8, verify_rate=1.0) as pair:
-        pair.post(one)
+        pair.post(ONE)
         wait_until(lambda: pair.metric("semkv_semantic_entries") == 1)
-        pair.upstream.script = {other: {"status": "403"}}
-        assert pair.post(other).headers["x-semkv"].startswith("hit tier=text:semantic")
-        wait_until(lambda: pair.post(one).headers["x-semkv"] == "miss")
+        pair.upstream.script = {OTHER: {"status": "403"}}
+        assert pair.post(OTHER).headers["x-semkv"].startswith("hit tier=text:semantic")
+        wait_until(lambda: pair.post(ONE).headers["x-semkv"] == "miss")
 
 
 def test_a_stale_answer_is_served_while_a_fresh_one_is_fetched(tmp_path: Path) -> None:
@@ -224,10 +220,6 @@ class TestFuzz:
         assert semantic.upstream.total > asked
         assert ("/semkv/api/invalidate", 200) in seen
         assert semantic.metric("semkv_faults_total") == 0
-
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_the_scripted_upstream_does_not_make_milliards_of_answers(self, semantic: Pair, stream: bool) -> None:
-        assert semantic.post("x", n=129, stream=stream).status_code == 400
 
     @pytest.mark.parametrize(
         "raw",
@@ -295,12 +287,6 @@ class TestSettings:
         bounds = [(config.max_entries, config.media_mib) for config in configs if config is not None]
         assert bounds == [(default.max_entries, default.media_mib), *[(7, 3)] * 3]
 
-    @pytest.mark.parametrize("value", ["0", "1"])
-    def test_normalised_hits_are_the_caches(self, value: str) -> None:
-        config = from_environment({"SEMKV_NORMALISED": value}).cache_config()
-        assert config is not None
-        assert config.normalised is (value == "1")
-
     @pytest.mark.parametrize(
         ("variable", "value"),
         [
@@ -315,8 +301,6 @@ class TestSettings:
         ],
     )
     def test_a_wrong_value_is_named(self, variable: str, value: str) -> None:
-        from semkv.errors import ConfigError
-
         with pytest.raises(ConfigError, match=value):
             _ = from_environment({variable: value}).networks
 
@@ -324,7 +308,5 @@ class TestSettings:
         given = ServerSettings(cache_dir=tmp_path)
         assert secret_of(given, {}) == secret_of(given, {})
         assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
-        from semkv.errors import ConfigError
-
         with pytest.raises(ConfigError, match="SEMKV_SECRET"):
             secret_of(ServerSettings(cache_dir=tmp_path, store="redis://localhost"), {})

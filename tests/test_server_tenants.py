@@ -11,12 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_helpers import Pair, chat, wait_until
+from gateway_helpers import Pair, beside, chat, later, wait_until
 from semkv.errors import ConfigError
 from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
 from semkv.server.tenancy import NoPlace, parse_tag_rule, salted, tags_by
-from test_paraphrases import beside, later
 
 
 @pytest.fixture(scope="module")

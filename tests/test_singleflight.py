@@ -16,6 +16,7 @@ from gateway_helpers import Pair
 from semkv.server.cache_client import CacheClient
 from semkv.server.metrics import Metrics
 from semkv.server.singleflight import InFlight, SingleFlight
+from semkv.server.sse import Assembler
 from semkv.server.upstream import Headers
 from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
@@ -56,6 +57,13 @@ STREAM = [
 ]
 
 
+def start(flights: SingleFlight, kind: bytes, pieces: list[bytes], on_whole: Any) -> InFlight:
+    send = Scripted(kind, pieces).send
+    flight = InFlight(flights, "key", send, lambda _: None, on_whole, Assembler(chat=True))
+    flights.start(flight)
+    return flight
+
+
 @pytest.mark.parametrize(("kind", "pieces"), [(b"application/json", [BODY]), (b"text/event-stream", STREAM)])
 def test_the_end_waits_until_the_answer_was_kept(kind: bytes, pieces: list[bytes]) -> None:
     async def story() -> None:
@@ -66,42 +74,49 @@ def test_the_end_waits_until_the_answer_was_kept(kind: bytes, pieces: list[bytes
             asked.set()
             await stored.wait()
 
-        flights = SingleFlight()
-        send = Scripted(kind, pieces).send
-        reader = flights.start(InFlight(flights, "key", send, lambda _: None, on_whole, chat=True))
-        await asyncio.wait_for(asked.wait(), 10)
+        flight = start(SingleFlight(faults.append), kind, pieces, on_whole)
+        await asked.wait()
         for _ in range(50):  # whatever else could run has run
             await asyncio.sleep(0)
-        flight = reader.flight
         last = flight.chunk(len(pieces) - 1)
         assert not flight.done
         assert flight.streamed is (last is None), "of a stream the last event is held back as well"
         stored.set()
-        await asyncio.wait_for(flight.task, 10)
-        assert flight.done
-        assert flight.error is None
+        await flight.task
+        assert (flight.done, flight.error) == (True, None)
         assert flight.chunk(len(pieces) - 1) is not None
-        reader.leave()
 
+    faults: list[str] = []
     asyncio.run(story())
+    assert not faults
 
 
-def test_a_flight_that_is_cancelled_at_once_has_an_end() -> None:
+def test_a_flight_that_is_canceled_at_once_has_an_end() -> None:
     async def story() -> None:
-        async def on_whole(flight: InFlight) -> None:
-            raise AssertionError("nothing came")
-
-        flights = SingleFlight()
-        send = Scripted(b"application/json", []).send
-        reader = flights.start(InFlight(flights, "key", send, lambda _: None, on_whole, chat=True))
+        flights = SingleFlight(print)
+        flight = start(flights, b"application/json", [], None)
         flights.close()
-        await asyncio.wait_for(reader.flight.until(lambda: False), 10)
-        await asyncio.wait_for(reader.flight.task, 10)
-        assert reader.flight.done
+        await flight.until(lambda: False)
+        await flight.task
+        assert flight.done
         assert not flights.running
-        reader.leave()
 
     asyncio.run(story())
+
+
+def test_a_fault_while_a_stream_is_put_together_costs_no_reader_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        flight = start(SingleFlight(faults.append), b"text/event-stream", STREAM, None)
+        assert [piece async for piece in flight.reader().pieces()] == STREAM
+        assert not flight.storable
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    faults: list[str] = []
+    monkeypatch.setattr(Assembler, "add", broken)
+    asyncio.run(story())
+    assert faults == ["stream"]
 
 
 def test_a_lookup_that_began_before_an_invalidation_is_not_joined(tmp_path: Path) -> None:
@@ -111,7 +126,7 @@ def test_a_lookup_that_began_before_an_invalidation_is_not_joined(tmp_path: Path
         def get(self, key: str) -> StoredResponse | None:
             found = super().get(key)
             read.set()
-            go_on.wait(300)  # the reply of a shared store is on its way
+            go_on.wait()  # the reply of a shared store is on its way
             return found
 
     class Canonical:
@@ -140,7 +155,7 @@ def test_a_fault_in_what_follows_an_answer_costs_no_client_its_answer(
     def broken(*_: object) -> None:
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr("semkv.server.recent_hits.RecentHits.computed", broken)
+    monkeypatch.setattr("semkv.server.metrics.RecentHits.computed", broken)
     with Pair(tmp_path) as pair:
         answer = pair.post("What color is the car?")
         assert answer.status_code == 200

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 
 from semkv.config import Variables, command_line
-from semkv.errors import SemkvError
+from semkv.errors import DatasetError, SemkvError
 from semkv.server.settings import ServerSettings
 
 serve = command_line(
@@ -88,12 +91,89 @@ def _warm(
         concurrency: Requests at once.
         max_tokens: For lines that are prompts.
     """
-    with _extra():
-        from semkv.server.warm import warm_up
-
     key = os.environ.get("OPENAI_API_KEY", "")
-    counts = warm_up(prompts, url, model=model, concurrency=concurrency, max_tokens=max_tokens, key=key)
+    todo = list(_requests_of(prompts, model=model, max_tokens=max_tokens))
+    with _extra():
+        counts = asyncio.run(_send_all(todo, url.rstrip("/"), concurrency, key))
     print(f"{counts.sent} sent, {counts.there} there already, {counts.failed} failed")
     if counts.failed:
         print(f"first failure: {counts.why}", file=sys.stderr)
         sys.exit(1)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What became of the requests. ``why``: the first failure."""
+
+    sent: int = 0
+    there: int = 0
+    failed: int = 0
+    why: str = ""
+
+
+def _requests_of(file: Path, *, model: str, max_tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Path and body of every line; blank lines are skipped.
+
+    A line is a JSON string (a prompt) or a request body with ``messages`` or ``prompt``. Where a body has neither
+    temperature nor seed, it gets temperature 0, since drawn answers are not kept.
+
+    Raises:
+        DatasetError: a line is neither; names file and line.
+    """
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{file}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            given = json.loads(line)
+        except ValueError:
+            raise DatasetError(f"{file}, line {number}: no JSON") from None
+        if isinstance(given, str):
+            given = {"messages": [{"role": "user", "content": given}], "max_tokens": max_tokens}
+        if not isinstance(given, dict) or not ("messages" in given or "prompt" in given):
+            raise DatasetError(f"{file}, line {number}: neither a prompt nor a request with messages or prompt")
+        if model:
+            given.setdefault("model", model)
+        if "seed" not in given:
+            given.setdefault("temperature", 0)
+        given.pop("stream", None)
+        given.pop("stream_options", None)
+        yield ("/v1/chat/completions" if "messages" in given else "/v1/completions"), given
+
+
+async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, concurrency: int, key: str) -> _Counts:
+    import aiohttp
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    counts, waiting = _Counts(), iter(todo)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    columns = (TextColumn("warming"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("", total=len(todo))
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+
+            async def work() -> None:
+                for path, body in waiting:
+                    try:
+                        async with session.post(url + path, json=body) as response:
+                            text, why = await response.text(), ""
+                            if response.status != 200:
+                                why = f"status {response.status}: {text[:200]}"
+                            elif response.headers.get("x-semkv", "").startswith("hit"):
+                                counts.there += 1
+                            else:
+                                counts.sent += 1
+                    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                        why = f"{type(error).__name__}: {error}"
+                    if why:
+                        counts.failed += 1
+                        counts.why = counts.why or why
+                    progress.advance(bar)
+
+            await asyncio.gather(*(work() for _ in range(concurrency)))
+    return counts

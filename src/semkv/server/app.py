@@ -1,4 +1,4 @@
-"""The ASGI applications: the gateway in front of a server (`App`), and the same inside it (`Middleware`).
+"""The ASGI applications: the gateway in front of a server (`App`), the same inside it (`Middleware`), and `Operations`.
 
 The two cached routes are answered by hand, since they are the hot path; Starlette answers the operators' routes.
 
@@ -10,16 +10,32 @@ anything else                           passed on
 
 from __future__ import annotations
 
+import hmac
+import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from importlib.resources import files
+from typing import Any
 
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from semkv import __version__
 from semkv.cache import SemanticCache
 from semkv.config import Variables, parse
+from semkv.errors import SemkvError
 from semkv.server.asgi import (
     Answer,
-    TooLarge,
-    TooSlow,
+    Application,
+    Message,
+    Receive,
+    Refused,
+    Scope,
+    Send,
     Vanished,
     error_answer,
     read_body,
@@ -27,35 +43,35 @@ from semkv.server.asgi import (
     route_path,
     unless_gone,
 )
-from semkv.server.cache_client import CacheClient
+from semkv.server.cache_client import CacheClient, Late
 from semkv.server.gateway import Gateway
 from semkv.server.metrics import Metrics
-from semkv.server.operations import Operations
+from semkv.server.request_key import ROUTES
 from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tenancy import SALTED, parse_tag_rule
-from semkv.server.upstream import (
-    Application,
-    AppUpstream,
-    Call,
-    HttpUpstream,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    Upstream,
-    UpstreamError,
-)
-from semkv.server.upstream_requests import ENDPOINTS
+from semkv.server.upstream import AppUpstream, Call, HttpUpstream, Upstream, UpstreamError
 from semkv.stores.responses import open_store
 from semkv.stores.responses.ahead import folder_of
+from semkv.stores.responses.base import Selector
 from semkv.stores.schema import CATALOG
 from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
 from semkv.tiers.response import ResponseCache
 
 log = logging.getLogger(__name__)
 
-_OWN = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json"))
 _HOME = "/semkv"
+_STATIC = {"": ("index.html", "text/html"), "app.js": ("app.js", "text/javascript"), "app.css": ("app.css", "text/css")}
+_CRITERIA = ("key", "tag", "model", "partition", "prefix")
+_LARGEST = 64 * 1024  # bytes of an admin request
+_SECURITY = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
 
 
 class App:
@@ -63,58 +79,52 @@ class App:
 
     Args:
         gateway: answers the cached routes.
-        operations: answers ``/semkv`` and the operators' routes.
-        own: paths outside ``/semkv`` that ``operations`` answers.
+        key: the admin key; empty closes the admin routes.
     """
 
-    def __init__(self, gateway: Gateway, operations: Application, own: frozenset[str] = _OWN) -> None:
-        self.gateway, self._operations, self._own = gateway, operations, own
+    _own = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json"))  # of operators, outside ``/semkv``
+
+    def __init__(self, gateway: Gateway, key: str) -> None:
+        self.gateway, self._operations = gateway, Operations(gateway, key).application()
         self._limit, self._limit_s = gateway.settings.bounds[0], gateway.settings.body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = route_path(scope) if scope["type"] == "http" else ""
         if scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})
-        elif scope["type"] == "http" and not await self.answered(scope, receive, send):
-            await self._respond(scope, receive, send, cached=False)
+            await self._lifespan(scope, receive, send)
+        elif path and scope["method"] == "POST" and (path in ROUTES or path in SALTED):
+            await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=path in ROUTES)
+        elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
+            await self._operations(scope, receive, send)
+        else:
+            await self._otherwise(scope, receive, send)
 
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the server's start and stop."""
         while (await receive())["type"] == "lifespan.startup":
             await send({"type": "lifespan.startup.complete"})
         await self.gateway.aclose()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def answered(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer the cached routes, those that get a salt, and the operators'. False for everything else."""
-        path = route_path(scope)
-        if scope["method"] == "POST" and (path in ENDPOINTS or path in SALTED):
-            await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=path in ENDPOINTS)
-        elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
-            await self._operations(scope, receive, send)
+    async def _otherwise(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what the gateway has no route for."""
+        if scope["type"] == "http":
+            await self._respond(scope, receive, send, cached=False)
         else:
-            return False
-        return True
+            await send({"type": "websocket.close", "code": 1000})
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send, *, cached: bool) -> None:
         try:
             if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
-                await reply(error_answer(400, "no such path", "invalid_request_error"), send)
-                return
+                raise Refused(error_answer(400, "no such path", "invalid_request_error"))
             call = Call(scope, await read_body(scope, receive, self._limit, self._limit_s))
             answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, ""))
             if answer.stream is None:
                 await reply(answer, send)
             else:
                 await unless_gone(reply(answer, send), receive)
-        except TooLarge:
-            limit = self._limit >> 20
-            message = f"the request is larger than {limit} MiB (--max-body-mib)"
-            await reply(error_answer(413, message, "invalid_request_error"), send)
-        except TooSlow:
-            message = f"the request came too slowly: it has {self._limit_s:g} seconds and its length (--body-timeout)"
-            await reply(error_answer(408, message, "invalid_request_error", [(b"connection", b"close")]), send)
+        except Refused as refused:
+            await reply(refused.answer, send)
         except (Vanished, UpstreamError):  # the latter breaks off in the middle of an answer: so does the connection
             pass
 
@@ -129,7 +139,7 @@ class App:
             return await self.gateway.forward(call, receive, "fault")
 
 
-class Middleware:
+class Middleware(App):
     """ASGI middleware that answers from the cache inside vLLM: ``vllm serve --middleware semkv.server.Middleware``.
 
     vLLM makes it with the application it wraps and nothing else, so settings come from the environment (see
@@ -144,37 +154,29 @@ class Middleware:
         StoreError: a store cannot be opened.
     """
 
+    _own = frozenset[str]()
+
     def __init__(self, app: Application) -> None:
-        self._wrapped = app
-        gateway = gateway_of(
-            parse(ServerSettings, [], Variables(ServerSettings, os.environ)), os.environ, AppUpstream(app)
-        )
-        operations = Operations(gateway, admin_key(os.environ)).application()
-        self._gateway, self._app = gateway, App(gateway, operations, own=frozenset())
+        settings = parse(ServerSettings, [], Variables(ServerSettings, os.environ))
+        super().__init__(gateway_of(settings, os.environ, AppUpstream(app)), admin_key(os.environ))
+        self._otherwise = app  # type: ignore[assignment]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._wrapped(scope, receive, self._closing(send))
-        elif scope["type"] != "http" or not await self._app.answered(scope, receive, send):
-            await self._wrapped(scope, receive, send)
-
-    def _closing(self, send: Send) -> Send:
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Close the stores when the application has stopped."""
 
         async def closing(message: Message) -> None:
             if message["type"].startswith("lifespan.shutdown"):
-                await self._gateway.aclose()
+                await self.gateway.aclose()
             await send(message)
 
-        return closing
+        await self._otherwise(scope, receive, closing)
 
 
 def app_of(settings: ServerSettings, environment: Mapping[str, str]) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
-    limits = {"connect_s": settings.connect_timeout, "read_s": settings.upstream_timeout}
     key = admin_key(environment)
-    gateway = gateway_of(settings, environment, HttpUpstream(settings.upstream, **limits))
-    return App(gateway, Operations(gateway, key).application())
+    upstream = HttpUpstream(settings.upstream, settings.connect_timeout, settings.upstream_timeout)
+    return App(gateway_of(settings, environment, upstream), key)
 
 
 def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream) -> Gateway:
@@ -187,7 +189,7 @@ def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstrea
     secret = secret_of(settings, environment)
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
-    metrics = Metrics(tenants=settings.tenant_metrics)
+    metrics = Metrics()
     responses = _responses(settings)
     semantic = None if config is None else SemanticCache(config)
     if semantic is not None:
@@ -210,3 +212,157 @@ def _responses(settings: ServerSettings) -> ResponseCache:
         sampled=settings.sampled,
         ahead=folder_of(settings.cache_dir, settings.store),
     )
+
+
+# -- operators ----------------------------------------------------------------------------------------------------
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    kind = "authentication_error" if status in (401, 403) else "invalid_request_error"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(body, status, headers=_SECURITY)
+
+
+class Operations:
+    """The routes' handlers.
+
+    Args:
+        gateway: what they show and change.
+        key: the admin key; empty closes the admin routes.
+    """
+
+    def __init__(self, gateway: Gateway, key: str) -> None:
+        self._gateway, self._key = gateway, key
+
+    def application(self) -> Starlette:
+        """The Starlette application."""
+        return Starlette(
+            routes=[
+                Route("/healthz", self.health),
+                Route("/readyz", self.ready),
+                Route("/metrics", self._reading(self.metrics)),
+                Route("/semkv/healthz", self.health),
+                Route("/semkv/readyz", self.ready),
+                Route("/semkv/metrics", self._reading(self.metrics)),
+                Route("/openapi.json", self.schema),
+                Route("/semkv/openapi.json", self.schema),
+                Route("/semkv/api/stats", self._guarded(self.stats)),
+                Route("/semkv/api/hits", self._guarded(self.hits)),
+                Route("/semkv/api/invalidate", self._guarded(self.invalidate), methods=["POST"]),
+                Route("/semkv/api/wrong", self._guarded(self.wrong), methods=["POST"]),
+                Route("/semkv", self.to_dashboard),
+                Route("/semkv/", partial(_static, name="")),
+                Route("/semkv/{name}", _static),
+            ]
+        )
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """Only with the admin key."""
+
+        async def guarded(request: Request) -> Response:
+            if not self._key:
+                return _error(403, "the admin routes are closed: start with SEMKV_ADMIN_KEY set")
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode("utf-8", "replace"), self._key.encode()):
+                return _error(401, "wrong admin key")
+            response = await self._reading(handler)(request)
+            response.headers.update(_SECURITY)
+            return response
+
+        return guarded
+
+    def _reading(self, handler: Handler) -> Handler:
+        """503 where a store fails, in whatever way."""
+
+        async def reading(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except (SemkvError, Late) as error:
+                return _error(503, f"the store does not answer: {error}")
+            except Exception as error:
+                log.exception("an operators' route failed")
+                self._gateway.metrics.fault("operators")
+                return _error(503, f"the store failed: {type(error).__name__}")
+
+        return reading
+
+    # -- open ---------------------------------------------------------------------------------------------------
+
+    async def health(self, _: Request) -> Response:
+        """This process runs."""
+        return JSONResponse({"status": "ok", "version": __version__})
+
+    async def ready(self, _: Request) -> Response:
+        """200 where the upstream answers, else 503; cached answers are served either way."""
+        up = await self._gateway.upstream.ready()
+        return JSONResponse({"status": "ready" if up else "upstream down"}, 200 if up else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        text = await self._gateway.cache.figures(self._gateway.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def schema(self, _: Request) -> Response:
+        return Response((files("semkv.server") / "openapi.json").read_bytes(), media_type="application/json")
+
+    async def to_dashboard(self, request: Request) -> Response:
+        return RedirectResponse(request.scope.get("root_path", "") + "/semkv/")
+
+    # -- with the admin key -------------------------------------------------------------------------------------
+
+    async def stats(self, _: Request) -> Response:
+        gateway = self._gateway
+        sizes = await gateway.cache.figures(gateway.sizes)
+        live = gateway.metrics.live.view()
+        return JSONResponse({**sizes, "totals": gateway.metrics.totals(), "live": live, "version": __version__})
+
+    async def hits(self, request: Request) -> Response:
+        given = request.query_params.get("limit", "50")
+        limit = min(int(given), 200) if given.isascii() and given.isdecimal() and len(given) < 6 else 50
+        return JSONResponse({"hits": [shown.view() for shown in self._gateway.recent_hits.recent(limit)]})
+
+    async def invalidate(self, request: Request) -> Response:
+        """Body: criteria (at least one; all must hold) and ``dry_run`` (true unless it says false)."""
+        body = await _body(request)
+        if body is None:
+            return _error(400, "the body must be a JSON object")
+        given = {name: body[name] for name in _CRITERIA if name in body}
+        unknown = sorted(set(body) - {*_CRITERIA, "dry_run"})
+        if unknown or not given or not all(isinstance(value, str) and value for value in given.values()):
+            return _error(400, f"give at least one of {', '.join(_CRITERIA)}, as text that is not empty")
+        dry_run = body.get("dry_run", True)
+        if not isinstance(dry_run, bool):
+            return _error(400, "dry_run must be true or false")
+        count = await self._gateway.cache.invalidate(Selector(**given), dry_run=dry_run)
+        return JSONResponse({"count": count, "dry_run": dry_run})
+
+    async def wrong(self, request: Request) -> Response:
+        """Body: ``id`` of a hit. Its answer, and the donor of an approximate one, are removed."""
+        body = await _body(request)
+        number = body.get("id") if body else None
+        shown = self._gateway.recent_hits.find(number) if isinstance(number, str) else None
+        if shown is None:
+            return _error(404, "no such hit")
+        return JSONResponse({"removed": await self._gateway.wrong(shown)})
+
+
+async def _body(request: Request) -> dict[str, Any] | None:
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > _LARGEST:
+            return None
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+async def _static(request: Request, name: str | None = None) -> Response:
+    wanted = request.path_params.get("name", "") if name is None else name
+    if wanted not in _STATIC:
+        return _error(404, "not found")
+    file, kind = _STATIC[wanted]
+    return Response((files("semkv.server") / "static" / file).read_bytes(), media_type=kind, headers=_SECURITY)

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from semkv.server.upstream import Headers, Receive, Scope, Send
+Headers = list[tuple[bytes, bytes]]
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
 
 JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 EVENTS: tuple[bytes, bytes] = (b"content-type", b"text/event-stream; charset=utf-8")
 
 _T = TypeVar("_T")
 _LEAST_RATE = 16 << 10  # bytes a second of a body; slower ones hold a connection that others wait for
-
-
-class TooLarge(Exception):  # noqa: N818
-    """A request body over the bound."""
-
-
-class TooSlow(Exception):  # noqa: N818
-    """A request body that does not come to its end."""
 
 
 class Vanished(Exception):  # noqa: N818
@@ -49,6 +47,14 @@ def error_answer(status: int, message: str, kind: str, headers: Headers | None =
     return Answer(status, [JSON, *(headers or ())], body)
 
 
+class Refused(Exception):  # noqa: N818
+    """A request that gets ``answer`` and is not read on."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.status)
+        self.answer = answer
+
+
 def header(scope: Scope, name: bytes) -> str:
     """What a header says, several of one name joined by commas; an empty string without it. ``name`` in lower case."""
     return b",".join(value for key, value in scope["headers"] if key == name).decode("latin-1")
@@ -71,41 +77,36 @@ async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float) 
     """The whole body.
 
     Raises:
-        TooLarge: it is longer than ``limit`` bytes, or says so.
-        TooSlow: it was not there after ``limit_s`` seconds and what its bytes take at `_LEAST_RATE`.
+        Refused: it is longer than ``limit`` bytes, or says so; or it was not there after ``limit_s`` seconds and what
+            its bytes take at `_LEAST_RATE`.
         Vanished: the client hung up first.
     """
     declared = header(scope, b"content-length")
     if declared.isdecimal() and int(declared) > limit:
-        raise TooLarge
+        raise _too_large(limit)
+    pieces, size, more = [], 0, True
     try:
         async with asyncio.timeout(limit_s) as timer:
-            return await _body(receive, limit, timer)
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Vanished
+                piece, more = message.get("body", b""), message.get("more_body", False)
+                pieces.append(piece)
+                size += len(piece)
+                if size > limit:
+                    raise _too_large(limit)
+                if more:
+                    timer.reschedule((timer.when() or 0.0) + len(piece) / _LEAST_RATE)
     except TimeoutError:
-        raise TooSlow from None
+        slow = f"the request came too slowly: it has {limit_s:g} seconds and its length (--body-timeout)"
+        raise Refused(error_answer(408, slow, "invalid_request_error", [(b"connection", b"close")])) from None
+    return b"".join(pieces)
 
 
-async def _body(receive: Receive, limit: int, timer: asyncio.Timeout) -> bytes:
-    pieces, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Vanished
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > limit:
-            raise TooLarge
-        if not message.get("more_body", False):
-            return b"".join(pieces)
-        until = timer.when()
-        if until is not None:
-            timer.reschedule(until + len(pieces[-1]) / _LEAST_RATE)
-
-
-async def until_gone(receive: Receive) -> None:
-    """Return when the client hangs up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _too_large(limit: int) -> Refused:
+    message = f"the request is larger than {limit >> 20} MiB (--max-body-mib)"
+    return Refused(error_answer(413, message, "invalid_request_error"))
 
 
 async def unless_gone(work: Awaitable[_T], receive: Receive) -> _T:
@@ -119,7 +120,8 @@ async def unless_gone(work: Awaitable[_T], receive: Receive) -> _T:
 
     async def watch() -> None:
         nonlocal gone
-        await until_gone(receive)
+        while (await receive())["type"] != "http.disconnect":
+            pass
         gone = True
         own.cancel()
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from semkv.cache import SemanticCache
 from semkv.server.metrics import Metrics
-from semkv.server.pool import Late, Pool
 from semkv.server.request_key import CanonicalRequest
 from semkv.server.tenancy import TagRule, tags_by
 from semkv.stores.responses.base import Selector
@@ -135,58 +139,55 @@ class CacheClient:
     async def look_up(
         self, canonical: CanonicalRequest, *, writes: bool = True, asked_at: float | None = None
     ) -> Lookup:
-        """What the caches have; looked up once for all who ask for the same at the same time.
+        """What the caches have; looked up once for all who ask for the same at the same time. Never raises.
 
         Args:
             canonical: the request.
             writes: False where nothing of the request may be stored. A look for similar images stores its own.
             asked_at: when the upstream was asked for the same, by `time.perf_counter`; None where it was not.
         """
+        return await self._guarded("lookup", self._look_up(canonical, writes, asked_at)) or Lookup(canonical)
+
+    async def _look_up(self, canonical: CanonicalRequest, writes: bool, asked_at: float | None) -> Lookup:
         if not writes and self.semantic is not None and canonical.request is not None and canonical.request.media:
             return Lookup(canonical, await self.stored(canonical))
         running = f"{canonical.key} {self.responses.begin()}"  # after an invalidation no lookup that began before it
         task = self._running.get(running)
         if task is None:
-            task = asyncio.ensure_future(self._look_up(canonical, asked_at))
-            self._running[running] = task
+            task = self._running[running] = asyncio.ensure_future(self._find(canonical, asked_at))
             task.add_done_callback(lambda _: self._running.pop(running, None))
-            return await asyncio.shield(task)
-        looked = await asyncio.shield(task)  # with what this request has besides the key, such as its ``request_id``
-        if looked.canonical.key == canonical.key:
-            return replace(looked, canonical=canonical)
-        assert looked.report is not None
-        own = await self._with_plan(canonical, looked.report.plan)
-        return Lookup(canonical) if own is None else replace(looked, canonical=own)
-
-    async def _look_up(self, canonical: CanonicalRequest, asked_at: float | None) -> Lookup:
-        if canonical.sampled and not self._sampled:
-            return Lookup(canonical)
-        own = Lookup(canonical, await self.stored(canonical))
-        # An answer that is younger than the upstream request may have been brought by it.
-        there = own.found is not None and (asked_at is None or own.found.age_s > time.perf_counter() - asked_at)
-        if there or self.semantic is None or canonical.request is None:
-            self._count(found=there)
-            return own
-        if asked_at is not None and self._lookups.pending > _OVERLAPPED:
-            self._metrics.left_out.inc()
-            return own
-        start = time.perf_counter()
-        looked = await self._guarded(
-            "semantic", self._lookups.run(_LOOKUP_S, self._try_reuse, self.semantic, canonical)
-        )
-        self._metrics.lookup(time.perf_counter() - start)
-        report = None if looked is None else looked.report
-        if looked is None or report is None:
-            return own
-        self._count(found=bool(report.plan.substituted))
-        if not report.plan.substituted:
-            return replace(looked, found=own.found)
+        found = await asyncio.shield(task)
+        # From here on with what this request has besides the key, such as its ``request_id``.
+        report = found.report
+        if report is None or not report.plan.substituted:
+            return replace(found, canonical=canonical)
         other = await self._with_plan(canonical, report.plan)
         if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
-            return own
+            return Lookup(canonical)
         if other.key == canonical.key:
             return Lookup(canonical, None, report)
         return Lookup(other, await self.stored(other), report)
+
+    async def _find(self, canonical: CanonicalRequest, asked_at: float | None) -> Lookup:
+        """The stored answer, else a donor."""
+        found = await self.stored(canonical)
+        if found is not None and asked_at is not None and found.age_s <= time.perf_counter() - asked_at:
+            found = None  # it is younger than the upstream request, which may have brought it
+        drawn = canonical.sampled and not self._sampled
+        if found is not None or drawn or self.semantic is None or canonical.request is None:
+            if not drawn:
+                self._count(found=found is not None)
+            return Lookup(canonical, found)
+        if asked_at is not None and self._lookups.pending > _OVERLAPPED:
+            self._metrics.left_out.inc()
+            return Lookup(canonical)
+        start = time.perf_counter()
+        work = self._lookups.run(_LOOKUP_S, self._try_reuse, self.semantic, canonical)
+        looked = await self._guarded("semantic", work) or Lookup(canonical)
+        self._metrics.lookup(time.perf_counter() - start)
+        if looked.report is not None:
+            self._count(found=bool(looked.report.plan.substituted))
+        return looked
 
     def _try_reuse(self, semantic: SemanticCache, canonical: CanonicalRequest) -> Lookup:
         request = canonical.with_media(semantic.media)
@@ -359,3 +360,86 @@ def text_of(payload: bytes) -> str:
         return str(message.get("content") or "")
     except (ValueError, LookupError, TypeError, AttributeError):
         return ""
+
+
+# -- threads ----------------------------------------------------------------------------------------------------
+
+
+class Late(Exception):  # noqa: N818
+    """The work was not done in time, or there is too much of it. Work that has begun goes on."""
+
+
+class Pool:
+    """A thread pool that refuses work when too much is waiting.
+
+    So a store that hangs costs each request at most the time limit, and nothing once all threads are stuck and the
+    queue is full. When it recovers, the queue drains and work is taken again.
+
+    Args:
+        name: of the threads.
+        threads: how many.
+        queued: jobs that may wait in addition to those that run.
+        nice: niceness of the threads (0 to 19, Linux only), so that the event loop gets the core first.
+    """
+
+    def __init__(self, name: str, *, threads: int, queued: int, nice: int = 0) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=partial(_set_niceness, nice))
+        self._limit, self._lock = threads + queued, threading.Lock()
+        self.pending = 0  # jobs that run or wait
+
+    async def run(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Do ``work(*args, **kwargs)`` in a thread. A job that has not begun at the time limit is dropped.
+
+        Args:
+            limit_s: how long to wait for it; None for as long as it takes.
+            work: the function, then its arguments.
+
+        Raises:
+            Late: it took longer, or too much is waiting.
+            Exception: whatever ``work`` raised.
+        """
+        return await _within(limit_s, asyncio.wrap_future(self._submit(partial(work, *args, **kwargs))))
+
+    async def complete(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """The same, but the job is always done, also after the time limit: for writes."""
+        job = asyncio.wrap_future(self._submit(partial(work, *args, **kwargs)))
+        job.add_done_callback(lambda job: job.cancelled() or job.exception())  # nobody may wait for it anymore
+        return await _within(limit_s, asyncio.shield(job))
+
+    def _submit(self, work: Callable[[], _T]) -> Future[_T]:
+        with self._lock:
+            if self.pending >= self._limit:
+                raise Late("too much is waiting")
+            self.pending += 1
+        try:
+            job = self._executor.submit(work)
+        except RuntimeError:  # no more threads for now, or the interpreter ends
+            with self._lock:
+                self.pending -= 1
+            raise
+        job.add_done_callback(self._ended)
+        return job
+
+    def _ended(self, _: Future[Any]) -> None:
+        with self._lock:
+            self.pending -= 1
+
+    def close(self) -> None:
+        """Finish what runs, drop what waits."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+async def _within(limit_s: float | None, job: asyncio.Future[_T]) -> _T:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await job
+    except TimeoutError:
+        raise Late("too slow") from None
+
+
+def _set_niceness(nice: int) -> None:
+    """Raise the niceness of this thread, which on Linux belongs to a thread; where that is refused it stays."""
+    if nice and sys.platform == "linux":
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))

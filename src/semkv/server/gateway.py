@@ -13,26 +13,79 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from semkv.server.asgi import EVENTS, JSON, Answer, error_answer, is_plain_json, unless_gone
+from semkv.server.asgi import EVENTS, JSON, Answer, Headers, Receive, error_answer, is_plain_json, unless_gone
 from semkv.server.cache_client import EXACT, CacheClient, Lookup
-from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Metrics
-from semkv.server.pending import Pending
-from semkv.server.recent_hits import HitView, RecentHits
-from semkv.server.request_key import CanonicalRequest, Uncacheable, canonicalise, loads
+from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, HitView, Metrics, RecentHits
+from semkv.server.request_key import ROUTES, CanonicalRequest, Uncacheable, canonicalise, loads
 from semkv.server.settings import ServerSettings
-from semkv.server.singleflight import InFlight
-from semkv.server.sse import NotKeepable, replay
-from semkv.server.tenancy import REFUSED, SALTED, BadTags, NoPlace, Tenants, controls_of, salted
-from semkv.server.upstream import Call, Headers, Receive, Reply, Upstream, UpstreamError
-from semkv.server.upstream_requests import LARGE, GatewayRequest, UpstreamRequests
+from semkv.server.singleflight import InFlight, Pending, PendingRequests, Reader, SingleFlight
+from semkv.server.sse import Assembler, NotKeepable, replay
+from semkv.server.tenancy import REFUSED, SALTED, BadTags, Client, Controls, NoPlace, Tenants, controls_of, salted
+from semkv.server.upstream import Call, Reply, Upstream, UpstreamError
 from semkv.stores.responses.base import Selector
 from semkv.tiers.response import Found
 from semkv.types import ReuseReport
 
 log = logging.getLogger(__name__)
+
+_LARGE = 64 * 1024  # bytes of a body that is parsed and written in a thread
+_CHECKS = 4  # unchanged requests run for checking at once
+_ENDING_S = 5.0  # how long background work may go on at the end
+_RECORD_DELAY_S = 0.005  # a record shares the interpreter with the answer that goes out and the next request
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@dataclass(slots=True)
+class GatewayRequest:
+    """A request that has a key.
+
+    Attributes:
+        call: as it came.
+        canonical: its canonical form.
+        controls: what the client asked of the cache.
+        client: who asks.
+        may_read: the upstream has let this client in before, and the answer is not to be drawn at random.
+        start: when it was there, by `time.perf_counter`.
+        reader: of the upstream answer that it waits for, if any.
+    """
+
+    call: Call
+    canonical: CanonicalRequest
+    controls: Controls
+    client: Client
+    may_read: bool
+    start: float
+    reader: Reader | None = None
+
+    @property
+    def reads(self) -> bool:
+        """A stored answer would do."""
+        return self.controls.read and self.may_read
+
+    @property
+    def shared(self) -> bool:
+        """An answer that is on its way to another request would do, and the other way round."""
+        return self.reads and self.controls.write
+
+    @property
+    def large(self) -> bool:
+        return len(self.call.body) > _LARGE
+
+    def accepts(self, found: Found) -> bool:
+        """Whether a stored answer is fresh enough for the client."""
+        oldest = self.controls.max_age_s
+        return self.reads and (oldest is None or (found.age_s <= oldest and not found.stale))
+
+    def leave(self) -> None:
+        """Wait for no upstream answer."""
+        if self.reader is not None:
+            self.reader.leave()
+        self.reader = None
 
 
 class Gateway:
@@ -51,14 +104,16 @@ class Gateway:
     ) -> None:
         self.settings, self.upstream, self.cache, self.metrics = settings, upstream, cache, metrics
         self.recent_hits = RecentHits(metrics)
-        self._secret = secret
+        self.flights = SingleFlight(metrics.fault, max_answer_bytes=settings.bounds[1])
+        self.pending = PendingRequests(cache)
+        self.background: set[asyncio.Task[object]] = set()
+        self._secret, self._checks = secret, 0
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
-        self.outgoing = UpstreamRequests(upstream, cache, self._tenants, self.recent_hits, metrics, settings.bounds[1])
 
     # -- a request ----------------------------------------------------------------------------------------------
 
     async def handle(self, call: Call, receive: Receive) -> Answer:
-        """Answer a POST to one of `ENDPOINTS`.
+        """Answer a POST to one of `ROUTES`.
 
         Raises:
             Vanished: the client hung up first.
@@ -68,19 +123,17 @@ class Gateway:
         if not (controls.read or controls.write):
             return await self.forward(call, receive, "bypass")
         client = self._tenants.client(call.scope)
-        if not client.believed:
-            self.metrics.uncacheable("tenant")
-            return await self.forward(call, receive, "tenant")
-        if len(call.body) > LARGE:
+        canonical: CanonicalRequest | Uncacheable = Uncacheable("tenant")
+        if client.believed and len(call.body) > _LARGE:
             canonical = await asyncio.to_thread(self._canonicalise, call, client.tenant)
-        else:
+        elif client.believed:
             canonical = self._canonicalise(call, client.tenant)
         if isinstance(canonical, Uncacheable):
             self.metrics.uncacheable(canonical.reason)
             return await self.forward(call, receive, canonical.reason)
         may_read = self._tenants.may_read(client) and (self.settings.sampled or not canonical.sampled)
         request = GatewayRequest(call, canonical, controls, client, may_read, start)
-        if (answer := self._from_memory(request, canonical)) is not None:
+        if (answer := self._from_memory(request, Lookup(canonical))) is not None:
             return answer
         return await unless_gone(self._answer(request), receive)
 
@@ -90,35 +143,36 @@ class Gateway:
         Where lookups rarely find anything the upstream is asked meanwhile (``overlap``). What the lookup finds before
         that answer is whole is used instead.
         """
-        own = Lookup(request.canonical)
-        pending: Pending | None = None
+        found, looking = Lookup(request.canonical), None
+        overlaps = self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
         try:
-            if self._overlaps(request) and not self.outgoing.join(request, request.canonical):
-                pending = Pending(self.cache, request.canonical)
-                if not self.outgoing.pending.busy(pending):
-                    self.outgoing.start(request, request.canonical)
+            pending = Pending(self.cache, request.canonical)
+            if overlaps and not self._join(request, found) and not self.pending.busy(pending):
+                self._start(request, found)
             reader = request.reader
-            looking = self._look_up(request, overlapped=reader is not None) if request.controls.read else None
-            if reader is not None and looking is not None:
-                if not request.joined:
-                    self.outgoing.record_soon(request, own, looking, pending)
-                await asyncio.wait((looking, reader.flight.task), return_when=asyncio.FIRST_COMPLETED)
-                if reader.flight.whole and not looking.done():
-                    return await self._serve(request, own, looking)
-            found = own
-            if looking is not None:
-                await asyncio.wait((looking,))
-                found = looking.result()
-            if reader is not None and reader.flight.status in REFUSED:  # this client gets nothing that others computed
-                return await self._serve(request, own, looking)
-            another = found.canonical.key != own.canonical.key
-            brought = reader is not None and reader.flight.stored and not another  # by this very request
-            if not brought and (answer := self._hit(request, found)) is not None:
-                self._give_up(request)
-                return answer
-            if another:
-                self._give_up(request)
-            return await self._ask(request, found, looking)
+            if request.controls.read:
+                looking = asyncio.ensure_future(
+                    self.cache.look_up(
+                        request.canonical,
+                        writes=request.controls.write,
+                        asked_at=None if reader is None else request.start,
+                    )
+                )
+                if reader is not None:
+                    if not reader.joined:
+                        self._record_soon(request, pending, looking)
+                    await asyncio.wait((looking, reader.flight.task), return_when=asyncio.FIRST_COMPLETED)
+                if reader is None or looking.done() or not reader.flight.whole:
+                    looked = await asyncio.shield(looking)
+                    if reader is None or reader.flight.status not in REFUSED:  # who was refused gets nothing of others
+                        found = looked
+                        if (answer := await self._without_asking(request, found)) is not None:
+                            self._give_up(request)
+                            return answer
+            if request.reader is None:
+                self._start(request, found)
+                self._record_soon(request, Pending(self.cache, found.canonical), looking)
+            return await self._serve(request, found, looking)
         except UpstreamError as error:
             request.leave()
             return self._unreachable(error, MISS, request.start)
@@ -126,14 +180,22 @@ class Gateway:
             request.leave()
             raise
 
-    def _overlaps(self, request: GatewayRequest) -> bool:
-        """Whether to ask the upstream during the lookup."""
-        return self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
-
-    def _look_up(self, request: GatewayRequest, *, overlapped: bool) -> asyncio.Future[Lookup]:
-        asked_at = request.start if overlapped else None
-        looked = self.cache.look_up(request.canonical, writes=request.controls.write, asked_at=asked_at)
-        return asyncio.ensure_future(looked)
+    async def _without_asking(self, request: GatewayRequest, found: Lookup) -> Answer | None:
+        """The answer that is stored, or that is on its way to a request that asks the same in other words. None where
+        an upstream answer is needed: that of ``request.reader``, or of a request that starts before anything is
+        awaited, so that of equal requests only one does."""
+        if (answer := self._hit(request, found)) is not None:
+            return answer
+        if found.canonical.key != request.canonical.key:
+            self._give_up(request)  # the donor's prompt is asked for
+        if request.reader is None and (answer := self._join_or_memory(request, found)) is not None:
+            return answer
+        if not request.shared or (request.reader is not None and request.reader.joined):
+            return None
+        near = await self.pending.find(found, request.start)
+        if near is not None and (answer := await self._near(request, near)) is not None:
+            return answer
+        return self._join_or_memory(request, found) if request.reader is None else None
 
     def _give_up(self, request: GatewayRequest) -> None:
         """Something better than the upstream answer that the request waits for was found."""
@@ -143,31 +205,44 @@ class Gateway:
 
     # -- single flight ------------------------------------------------------------------------------------------
 
-    async def _ask(self, request: GatewayRequest, found: Lookup, looking: asyncio.Future[Lookup] | None) -> Answer:
-        """Join the flight of the same canonical request', or of one that asks the same in other words; else start one.
+    def _flight_key(self, canonical: CanonicalRequest) -> str:
+        """After an invalidation nobody joins a flight that began before it."""
+        return f"{canonical.key} {self.cache.responses.begin()}"
 
-        From the last look to the start nothing is awaited, so that of equal requests only one starts.
-        """
-        if request.reader is None and (answer := self._join_or_memory(request, found)) is not None:
-            return answer
-        if request.shared and not request.joined:
-            own = None if request.reader is None else request.reader.flight
-            near = await self.outgoing.pending.find(found, request.start, own)
-            if near is not None and (answer := await self._near(request, near)) is not None:
-                self._give_up(request)
-                return answer
-            if request.reader is None and (answer := self._join_or_memory(request, found)) is not None:
-                return answer
-        if request.reader is None:
-            self.outgoing.start(request, found.canonical)
-            self.outgoing.record_soon(request, found, looking)
-        return await self._serve(request, found, looking)
+    def _join(self, request: GatewayRequest, lookup: Lookup) -> bool:
+        """Whether an equal request is on its way, which this one joins."""
+        if request.shared:
+            request.reader = self.flights.join(self._flight_key(lookup.canonical))
+        return request.reader is not None
 
     def _join_or_memory(self, request: GatewayRequest, found: Lookup) -> Answer | None:
         """Join an equal request that is on its way; where there is none, the answer that memory may have by now."""
-        if self.outgoing.join(request, found.canonical):
-            return None
-        return self._from_memory(request, found.canonical, found.report)
+        return None if self._join(request, found) else self._from_memory(request, found)
+
+    def _start(
+        self, request: GatewayRequest, lookup: Lookup, *, stream: bool | None = None, shared: bool = True
+    ) -> None:
+        """Send what a lookup says upstream, and wait for it; with ``shared``, equal requests may join from here on."""
+        canonical, started, since = lookup.canonical, time.perf_counter(), self.cache.responses.begin()
+        stream = canonical.stream if stream is None else stream
+        raw = b"" if request.large else _body(canonical, stream=stream)
+
+        async def send() -> Reply:
+            body = raw or await asyncio.to_thread(_body, canonical, stream=stream)
+            return await self.upstream.send(request.call.with_body(body))
+
+        async def on_whole(flight: InFlight) -> None:
+            seconds = time.perf_counter() - started
+            self.metrics.upstream(seconds)
+            if flight.status == 200 and flight.payload is not None:
+                self.recent_hits.computed(canonical.key, seconds)
+                if request.controls.write:
+                    flight.stored = await self.cache.store(canonical, flight.payload, since)
+
+        on_status = partial(self._tenants.answered, request.client)
+        assembler = Assembler(chat=ROUTES[request.call.scope["path"]].chat)
+        flight = InFlight(self.flights, self._flight_key(canonical), send, on_status, on_whole, assembler)
+        request.reader = self.flights.start(flight, shared=shared and request.shared)
 
     async def _near(self, request: GatewayRequest, near: Lookup) -> Answer | None:
         """The answer to a request on its way that asks the same in other words; None where it is not to be had.
@@ -175,7 +250,7 @@ class Gateway:
         A stream is passed on as it comes. A caller who has had no byte of it yet goes upstream itself once it turns out
         that the cache may not serve the answer: it failed, was cut off, or cannot be stored for another reason.
         """
-        reader = self.outgoing.flights.join(self.outgoing.flight_key(near.canonical))
+        reader = self.flights.join(self._flight_key(near.canonical))
         if reader is not None:
             flight = reader.flight
             try:
@@ -195,13 +270,12 @@ class Gateway:
     def _near_stream(self, request: GatewayRequest, near: Lookup, flight: InFlight) -> Answer:
         """A stream that runs for a similar request."""
         seconds = time.perf_counter() - request.start
-        self.metrics.request(JOINED, 200, seconds, request.client.tenant)
+        self.metrics.request(JOINED, 200, seconds)
         self.metrics.joins.labels(SIMILAR).inc()
-        self.outgoing.spawn(self._note_near(request, near, flight, seconds))
+        self._spawn(self._note_near(request, near, flight, seconds))
         headers = [*flight.headers, *self._hit_header(near, 0.0, " joined")]
         reader = flight.reader()  # last, so that it is not left behind by a fault before
-        events = reader.events(include_usage=request.canonical.include_usage)
-        return Answer(200, headers, stream=events, close=reader.aclose)
+        return Answer(200, headers, stream=reader.pieces(usage=request.canonical.include_usage), close=reader.aclose)
 
     async def _note_near(self, request: GatewayRequest, near: Lookup, flight: InFlight, seconds: float) -> None:
         """Note a stream that was joined, once it is known to be an answer that the cache serves."""
@@ -209,25 +283,18 @@ class Gateway:
         found = await self.cache.stored(near.canonical) if flight.stored else None
         if found is not None:
             self._note_hit(request, replace(near, found=found), found, seconds)
-            self.outgoing.check_soon(request, near.report, found.response.payload)
+            self._check_soon(request, near.report, found.response.payload)
 
     # -- serving ------------------------------------------------------------------------------------------------
 
-    def _from_memory(
-        self, request: GatewayRequest, canonical: CanonicalRequest, report: ReuseReport | None = None
-    ) -> Answer | None:
+    def _from_memory(self, request: GatewayRequest, lookup: Lookup) -> Answer | None:
         """What memory has under a key."""
-        found = self.cache.responses.peek(canonical.key) if request.reads else None
-        return None if found is None else self._hit(request, Lookup(canonical, found, report))
+        found = self.cache.responses.peek(lookup.canonical.key) if request.reads else None
+        return None if found is None else self._hit(request, Lookup(lookup.canonical, found, lookup.report))
 
     def _hit(self, request: GatewayRequest, lookup: Lookup, *, joined: bool = False) -> Answer | None:
-        """The stored answer in the form the client asked for; None where it will not do.
-
-        Args:
-            request: the request.
-            lookup: what was found.
-            joined: the client waited for it to be computed for another request.
-        """
+        """The stored answer in the form the client asked for; None where it will not do. ``joined``: the client waited
+        for it to be computed for another request."""
         found = lookup.found
         if found is None or not request.accepts(found):
             return None
@@ -236,13 +303,13 @@ class Gateway:
         if answer is None:
             return None
         if found.stale and request.controls.write:
-            self.outgoing.refresh(request, lookup.canonical)
+            self._refresh(request, lookup)
         seconds = time.perf_counter() - request.start
-        self.metrics.request(JOINED if joined else lookup.tier, 200, seconds, request.client.tenant)
+        self.metrics.request(JOINED if joined else lookup.tier, 200, seconds)
         if joined:
             self.metrics.joins.labels(SIMILAR).inc()
         self._note_hit(request, lookup, found, seconds)
-        self.outgoing.check_soon(request, lookup.report, payload)
+        self._check_soon(request, lookup.report, payload)
         flags = (" stale" if found.stale else "") + (" joined" if joined else "")
         answer.headers.extend(self._hit_header(lookup, found.age_s, flags))
         return answer
@@ -265,15 +332,16 @@ class Gateway:
         answer = await self._upstream_answer(request)
         if answer is None:  # another's key was refused, or a form that cannot be turned into this one
             request.leave()
-            self.outgoing.start(request, lookup.canonical, shared=False)
-            self.outgoing.record_soon(request, lookup, looking)
+            self._start(request, lookup, shared=False)
+            self._record_soon(request, Pending(self.cache, lookup.canonical), looking)
             answer = await self._upstream_answer(request)
-            assert answer is not None
+        assert answer is not None
         assert request.reader is not None
-        flight, tier = request.reader.flight, JOINED if request.joined else MISS
-        if request.joined:
+        tier = JOINED if request.reader.joined else MISS
+        if request.reader.joined:
             self.metrics.joins.labels(EQUAL).inc()
-        self.metrics.request(tier, flight.status, time.perf_counter() - request.start, request.client.tenant)
+        seconds = time.perf_counter() - request.start
+        self.metrics.request(tier, request.reader.flight.status, seconds)
         reuse = "" if lookup.score is None else f" reuse={lookup.tier} score={lookup.score:.3f}"
         answer.headers.extend(self._cache_header(f"{tier}{reuse}"))
         if answer.stream is None:
@@ -284,30 +352,29 @@ class Gateway:
         """The same; None where it is to be had only by a request of one's own."""
         reader = request.reader
         assert reader is not None
-        flight = reader.flight
+        flight, stream = reader.flight, request.canonical.stream
         await flight.until(lambda: flight.status)
         if not flight.status and flight.error is not None:
             raise flight.error
-        answer: Answer | None = None
-        if request.joined and flight.status in REFUSED:  # it says nothing about this client's key
+        if reader.joined and flight.status in REFUSED:  # it says nothing about this client's key
             return None
-        if flight.streamed and request.canonical.stream:
-            events = reader.events(include_usage=request.canonical.include_usage)
-            return Answer(flight.status, list(flight.headers), stream=events, close=reader.aclose)
-        await flight.until(lambda: not flight.shared)
-        if flight.done or flight.streamed:
-            if flight.error is not None:
-                raise flight.error
-            if flight.payload is not None and flight.streamed:
-                answer = Answer(200, [JSON], flight.payload)
-            elif flight.payload is not None and request.canonical.stream and flight.status == 200:
-                answer = self._as_stream(request, flight.payload)
-            elif flight.payload is not None:
-                answer = Answer(flight.status, list(flight.headers), flight.payload)
-            if answer is not None or request.joined:
-                return answer
-        # Too large to hold, or asked in this form and answered in another: as the upstream would have it.
-        return Answer(flight.status, list(flight.headers), stream=reader.data(), close=reader.aclose)
+        if not (flight.streamed and stream):
+            await flight.until(lambda: not flight.shared)
+            if flight.done or flight.streamed:
+                if flight.error is not None:
+                    raise flight.error
+                answer: Answer | None = None
+                if flight.payload is not None and flight.streamed:
+                    answer = Answer(200, [JSON], flight.payload)
+                elif flight.payload is not None and stream and flight.status == 200:
+                    answer = self._as_stream(request, flight.payload)
+                elif flight.payload is not None:
+                    answer = Answer(flight.status, list(flight.headers), flight.payload)
+                if answer is not None or reader.joined:
+                    return answer
+        # As it comes: a stream, or too large to hold, or asked in this form and answered in another.
+        usage = not (flight.streamed and stream) or request.canonical.include_usage
+        return Answer(flight.status, list(flight.headers), stream=reader.pieces(usage=usage), close=reader.aclose)
 
     def _cache_header(self, text: str) -> Headers:
         """The header that says where an answer came from."""
@@ -331,7 +398,7 @@ class Gateway:
 
     def _unreachable(self, error: UpstreamError, tier: str, start: float) -> Answer:
         """There is no answer to a request that came at ``start``, by `time.perf_counter`."""
-        self.metrics.request(tier, error.status, time.perf_counter() - start, "")
+        self.metrics.request(tier, error.status, time.perf_counter() - start)
         return error_answer(error.status, str(error), "upstream_error", self._cache_header(tier))
 
     # -- passing on ---------------------------------------------------------------------------------------------
@@ -343,13 +410,13 @@ class Gateway:
         try:
             reply = await unless_gone(self._send_on(call, client.tenant), receive)
         except NoPlace as error:
-            self.metrics.request(PASSED, 400, time.perf_counter() - start, "")
+            self.metrics.request(PASSED, 400, time.perf_counter() - start)
             return error_answer(400, str(error), "invalid_request_error", header)
         except UpstreamError as error:
             return self._unreachable(error, PASSED, start)
         self._tenants.answered(client, reply.status)
-        self.metrics.request(PASSED, reply.status, time.perf_counter() - start, "")
-        return Answer(reply.status, [*reply.headers, *header], stream=_through(reply), close=reply.aclose)
+        self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
+        return Answer(reply.status, [*reply.headers, *header], stream=reply.pieces(), close=reply.aclose)
 
     async def _send_on(self, call: Call, tenant: str) -> Reply:
         scope = call.scope
@@ -382,10 +449,82 @@ class Gateway:
             )
         except BadTags:
             return Uncacheable("tags")
-        except Exception:  # a fault of ours must not cost the answer
-            log.exception("canonicalise failed")
-            self.metrics.fault("canonicalise")
-            return Uncacheable("fault")
+
+    # -- recording and checking, in the background ----------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do something in the background; a fault in it is counted."""
+        task = asyncio.ensure_future(work)
+        self.background.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[object]) -> None:
+        self.background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work failed", exc_info=error)
+            self.metrics.fault("background")
+
+    def _record_soon(self, request: GatewayRequest, pending: Pending, looking: asyncio.Future[Lookup] | None) -> None:
+        """Record what the request just started brings; from here on near-repeats may join it."""
+        assert request.reader is not None
+        if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
+            return
+        pending.flight, pending.looking = request.reader.flight, looking
+        if self.flights.is_shared(pending.flight):
+            self.pending.add(pending)
+        self._spawn(self._record(request, pending))
+
+    async def _record(self, request: GatewayRequest, pending: Pending) -> None:
+        """Tell the semantic cache what was computed; until then near-repeats find the request itself."""
+        canonical, flight, payload = pending.canonical, pending.flight, None
+        try:
+            lookup = await asyncio.shield(pending.looking)
+            report = lookup.report
+            if report is not None and lookup.canonical.key != canonical.key:
+                report = report.unused()  # the donor that was found had no part in what was asked
+            await asyncio.wait((flight.task,))
+            await asyncio.sleep(_RECORD_DELAY_S)
+            if flight.status == 200 and request.controls.write and (flight.stored or canonical.sampled):
+                payload = flight.payload
+            if report is not None and payload is not None:
+                await self.cache.record(report, payload, canonical.model)
+        finally:
+            self.pending.end(pending)
+        if payload is not None and flight.stored and report is not None and report.plan.substituted:
+            self._check_soon(request, report, payload)  # of a donor's prompt, whose answer was not there anymore
+
+    def _refresh(self, request: GatewayRequest, lookup: Lookup) -> None:
+        """Fetch a fresh answer in place of a stale one: what is on its way already goes on for it."""
+        background = replace(request, reader=None)
+        self._join(background, lookup)
+        self._spawn(self._fetch(background, lookup))
+
+    def _check_soon(self, request: GatewayRequest, report: ReuseReport | None, given: bytes) -> None:
+        """Run the unchanged request of an approximate hit, if it is selected and not too many are running."""
+        if report is not None and self._checks < _CHECKS and self.cache.should_check(report):
+            self._checks += 1
+            self._spawn(self._check(replace(request, reader=None), report, given))
+
+    async def _check(self, request: GatewayRequest, report: ReuseReport, given: bytes) -> None:
+        """Compare the unchanged request's own answer with the one that was given, to know how often they differ."""
+        try:
+            own = await self._fetch(request, Lookup(request.canonical))
+        finally:
+            self._checks -= 1
+        if own is not None:
+            await self.cache.check(report, own, given)
+
+    async def _fetch(self, request: GatewayRequest, lookup: Lookup) -> bytes | None:
+        """The upstream's answer to a request, stored on the way; None where there is none."""
+        if request.reader is None and not self._join(request, lookup):
+            self._start(request, lookup, stream=False)
+        assert request.reader is not None
+        flight = request.reader.flight
+        try:
+            await flight.until(lambda: not flight.shared)
+            return flight.payload if flight.status == 200 else None
+        finally:
+            request.leave()
 
     # -- operators ----------------------------------------------------------------------------------------------
 
@@ -399,9 +538,9 @@ class Gateway:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
         sizes = self.cache.sizes()
         sizes["gauges"] |= {
-            "flights": float(len(self.outgoing.flights.running)),
-            "flight_bytes": float(self.outgoing.flights.held_bytes),
-            "flight_limit_bytes": float(self.outgoing.flights.max_total_bytes),
+            "flights": float(len(self.flights.running)),
+            "flight_bytes": float(self.flights.held_bytes),
+            "flight_limit_bytes": float(self.flights.max_total_bytes),
             "memory_limit_bytes": float(self.settings.memory_mib << 20),
             "response_limit_bytes": float(self.settings.store_mib << 20),
         }
@@ -409,11 +548,18 @@ class Gateway:
 
     async def aclose(self) -> None:
         """Stop upstream requests, finish what is being written, close the stores."""
-        await self.outgoing.aclose()
+        self.flights.close()
+        if self.background:
+            await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstream.aclose()
         await self.cache.aclose()
 
 
-async def _through(reply: Reply) -> AsyncIterator[bytes]:
-    async for piece in reply.pieces():
-        yield piece
+def _body(canonical: CanonicalRequest, *, stream: bool) -> bytes:
+    """What is sent upstream."""
+    body = canonical.body()
+    body.pop("stream_options", None)
+    body["stream"] = stream
+    if stream:  # the usage is part of the whole answer; a client that did not ask for it does not see it
+        body["stream_options"] = {"include_usage": True}
+    return _encode(body).encode()

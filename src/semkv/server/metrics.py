@@ -1,14 +1,16 @@
-"""What the gateway counts: Prometheus metrics in a registry of their own, and the live figures of the dashboard.
+"""What the gateway counts: Prometheus metrics in a registry of their own, the dashboard's live figures and latest hits.
 
-Events are counters and durations histograms; only sizes are gauges. Labels have few values: tenants are no label
-unless asked for, and then one of 64 buckets of their digest.
+Events are counters and durations histograms; only sizes are gauges. Labels have few values; tenants are none.
 """
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter as Counts
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,52 +19,50 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from semkv.tiers.response import Found
+from semkv.types import MediaSegment, Request, ReuseReport, Segment
+
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SECONDS = 300  # of the live view
 _LATENCIES = 1024
-TENANT_BUCKETS = 64
+_SHOWN = 200
+_KNOWN = 4_096
+_TEXT = 4_000  # characters of one text that are shown
+_TEXTS = 8_000  # of all texts of a prompt, each counted with the fields around it
+_FIELDS = 100
+_PAYLOAD = 64 * 1024  # bytes of an answer that is shown
 
 MISS, JOINED, PASSED = "miss", "joined", "passed"  # beside the tiers that found an answer
 EQUAL, SIMILAR = "equal", "similar"  # kinds of joins
-
-
-@dataclass(slots=True)
-class _Second:
-    """What happened in one second."""
-
-    at: int
-    tiers: dict[str, int]
 
 
 class Live:
     """The last five minutes by tier, and the latest latencies. For the dashboard; starts empty."""
 
     def __init__(self) -> None:
-        self._seconds: deque[_Second] = deque(maxlen=_SECONDS)
+        self._seconds: deque[tuple[int, Counts[str]]] = deque(maxlen=_SECONDS)
         self._latencies: dict[str, deque[float]] = {kind: deque(maxlen=_LATENCIES) for kind in ("hit", MISS)}
 
     def add(self, tier: str, seconds: float) -> None:
         now = int(time.time())
-        if not self._seconds or self._seconds[-1].at != now:
-            self._seconds.append(_Second(now, {}))
-        tiers = self._seconds[-1].tiers
-        tiers[tier] = tiers.get(tier, 0) + 1
+        if not self._seconds or self._seconds[-1][0] != now:
+            self._seconds.append((now, Counts()))
+        self._seconds[-1][1][tier] += 1
         if tier not in (PASSED, JOINED):
             self._latencies[MISS if tier == MISS else "hit"].append(seconds)
 
     def view(self) -> dict[str, Any]:
         """Counts by second and tier, and p50/p95 in seconds of hits and misses (None where there were none)."""
         since = int(time.time()) - _SECONDS
-        seconds = [{"at": s.at, "tiers": s.tiers} for s in self._seconds if s.at > since]
+        seconds = [{"at": at, "tiers": tiers} for at, tiers in self._seconds if at > since]
         return {
             "seconds": seconds,
             "window_s": _SECONDS,
-            "latency": {kind: quantiles(values) for kind, values in self._latencies.items()},
+            "latency": {kind: _quantiles(values) for kind, values in self._latencies.items()},
         }
 
 
-def quantiles(values: Iterable[float]) -> dict[str, float | None]:
-    """p50 and p95 of some seconds."""
+def _quantiles(values: Iterable[float]) -> dict[str, float | None]:
     ordered = sorted(values)
     if not ordered:
         return {"p50": None, "p95": None}
@@ -103,17 +103,12 @@ _HELP = {
 
 
 class Metrics:
-    """Counters and histograms.
+    """Counters and histograms."""
 
-    Args:
-        tenants: label requests with a bucket of the tenant's digest.
-    """
-
-    def __init__(self, *, tenants: bool = False) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.live = Live()
-        self._tenants = tenants
-        labels = ["tier", "status", "tenant"] if tenants else ["tier", "status"]
+        labels = ["tier", "status"]
         self._requests = Counter("semkv_requests", "Requests, by tier and status.", labels, registry=self.registry)
         self._seconds = Histogram(
             "semkv_request_seconds", "From the whole request to the start of the answer.", ["tier"],
@@ -152,25 +147,20 @@ class Metrics:
         self.saved = Counter(
             "semkv_seconds_saved", "Upstream seconds not spent, as measured on misses.", registry=self.registry
         )
-        self._made: dict[tuple[str, ...], Any] = {}
+        self._made: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def read_sizes(self, read: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         """Where gauges and the caches' own counters come from: ``{"gauges": ..., "events": ...}``."""
         self.registry.register(_Sizes(read))
 
-    def request(self, tier: str, status: int, seconds: float, tenant: str) -> None:
+    def request(self, tier: str, status: int, seconds: float) -> None:
         """Count one request that was answered."""
-        labels: tuple[str, ...] = (tier, str(status))
-        if self._tenants:
-            labels += (str(int(tenant[:8] or "0", 16) % TENANT_BUCKETS),)
-        child = self._made.get(labels)
-        if child is None:
-            child = self._made[labels] = self._requests.labels(*labels)
-        child.inc()
-        timer = self._made.get((tier,))
-        if timer is None:
-            timer = self._made[(tier,)] = self._seconds.labels(tier)
-        timer.observe(seconds)
+        children = self._made.get((tier, status))
+        if children is None:
+            children = self._requests.labels(tier, str(status)), self._seconds.labels(tier)
+            self._made[(tier, status)] = children
+        children[0].inc()
+        children[1].observe(seconds)
         self.live.add(tier, seconds)
 
     def uncacheable(self, reason: str) -> None:
@@ -187,12 +177,12 @@ class Metrics:
 
     def totals(self) -> dict[str, Any]:
         """Requests by tier, joins, tokens and seconds saved, faults; for the dashboard."""
-        tiers: dict[str, float] = {}
-        for sample in _samples(self._requests, "_total"):
-            tiers[sample.labels["tier"]] = tiers.get(sample.labels["tier"], 0.0) + sample.value
+        tiers: Counts[str] = Counts()
+        for sample in _samples(self._requests):
+            tiers[sample.labels["tier"]] += int(sample.value)
         names = {"joins": self.joins, "tokens_saved": self.tokens, "seconds_saved": self.saved}
-        single = {name: sum(s.value for s in _samples(counter, "_total")) for name, counter in names.items()}
-        faults = {sample.labels["part"]: sample.value for sample in _samples(self._faults, "_total")}
+        single = {name: sum(s.value for s in _samples(counter)) for name, counter in names.items()}
+        faults = {sample.labels["part"]: sample.value for sample in _samples(self._faults)}
         return {"tiers": tiers, "faults": faults, **single}
 
     def text(self) -> bytes:
@@ -200,5 +190,148 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _samples(counter: Counter, suffix: str) -> list[Sample]:
-    return [sample for family in counter.collect() for sample in family.samples if sample.name.endswith(suffix)]
+def _samples(counter: Counter) -> list[Sample]:
+    return [sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")]
+
+
+# -- the latest hits ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HitView:
+    """One hit, in no more memory than is shown of it.
+
+    Attributes:
+        number: names it in the admin routes; cannot be guessed.
+        tier: ``exact``, or the provenance of the donor.
+        key: what the answer is stored under.
+        hit_id: the semantic cache's name for the hit.
+        prompt: the last user turn that the answer was computed from.
+        shown: what else is shown of it, but the answer; ``asked`` and ``donor`` are None for an exact hit.
+        payload: the answer; empty where it is large.
+    """
+
+    number: str
+    tier: str
+    key: str
+    hit_id: str
+    prompt: str
+    shown: dict[str, Any]
+    payload: bytes
+
+    def view(self) -> dict[str, Any]:
+        """As JSON."""
+        own = [{"role": "question", "text": self.prompt}]
+        parts = {name: self.shown[name] or own for name in ("asked", "donor")}
+        more = {"id": self.number, "tier": self.tier, "key": self.key, "answer": answer_of(self.payload)}
+        return {**self.shown, **parts, **more}
+
+
+class RecentHits:
+    """Keeps the latest hits; approximate ones are not pushed out by exact ones. Used only on the event loop."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._hits: dict[bool, deque[HitView]] = {kind: deque(maxlen=_SHOWN) for kind in (True, False)}
+        self._seconds: OrderedDict[str, float] = OrderedDict()
+        self._tokens: OrderedDict[str, int] = OrderedDict()
+        self._mean_s = 0.0
+
+    def computed(self, key: str, seconds: float) -> None:
+        """The upstream has answered in so many seconds."""
+        self._mean_s = seconds if not self._mean_s else 0.95 * self._mean_s + 0.05 * seconds
+        _put(self._seconds, key, seconds)
+
+    def hit(
+        self,
+        *,
+        tier: str,
+        score: float | None,
+        seconds: float,
+        tenant: str,
+        found: Found,
+        asked: Request | None,
+        report: ReuseReport | None,
+    ) -> None:
+        """Note a hit and what it saved: the seconds its answer took, or where that is not known the mean of misses."""
+        response = found.response
+        exact = report is None or tier == "exact"
+        shown = {
+            "at": time.time(),
+            "score": score,
+            "seconds": seconds,
+            "age_s": found.age_s,
+            "tenant": tenant[:8],
+            "model": response.model,
+            "asked": None if exact or asked is None else _parts(asked.segments),
+            "donor": None if exact or report is None else _parts(report.plan.segments),
+        }
+        payload = response.payload if len(response.payload) <= _PAYLOAD else b""
+        hit_id = "" if report is None else report.hit_id
+        hit = HitView(secrets.token_hex(8), tier, response.key, hit_id, response.prompt[:_TEXT], shown, payload)
+        self._hits[exact].append(hit)
+        tokens = self._tokens.get(response.key)
+        if tokens is None:
+            tokens = tokens_of(response.payload)
+            _put(self._tokens, response.key, tokens)
+        self._metrics.tokens.inc(tokens)
+        self._metrics.saved.inc(max(0.0, self._seconds.get(response.key, self._mean_s) - seconds))
+
+    def recent(self, most: int) -> list[HitView]:
+        """The latest hits, newest first."""
+        every = [hit for hits in self._hits.values() for hit in hits]
+        return sorted(every, key=lambda hit: -hit.shown["at"])[:most]
+
+    def find(self, number: str) -> HitView | None:
+        """A hit by its id, if it is still known."""
+        return next((hit for hit in self.recent(2 * _SHOWN) if hit.number == number), None)
+
+
+def _put(values: OrderedDict[str, Any], key: str, value: Any) -> None:
+    values[key] = value
+    if len(values) > _KNOWN:
+        values.popitem(last=False)
+
+
+def tokens_of(payload: bytes) -> int:
+    """Completion tokens of an answer; 0 where it does not say."""
+    try:
+        tokens = json.loads(payload)["usage"]["completion_tokens"]
+    except (ValueError, LookupError, TypeError):
+        return 0
+    return tokens if isinstance(tokens, int) and tokens > 0 else 0
+
+
+def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:
+    """The segments as they are shown: a long conversation from its end, as far as there is room."""
+    parts: list[dict[str, str]] = []
+    room = _TEXTS
+    for place in reversed(range(len(segments))):
+        part = _part(segments[place])
+        room -= len(part["text"]) + _FIELDS
+        if room < 0:
+            parts.append({"role": "earlier", "text": f"({place + 1} more)"})
+            break
+        parts.append(part)
+    return parts[::-1]
+
+
+def _part(segment: Segment) -> dict[str, str]:
+    if isinstance(segment, MediaSegment):
+        return {"role": "image", "text": segment.media_id}
+    return {"role": str(segment.role), "text": segment.text[:_TEXT]}
+
+
+def answer_of(payload: bytes) -> str:
+    """The choices of an answer for display."""
+    try:
+        choices = json.loads(payload)["choices"]
+        texts = [choice.get("text") or _message(choice.get("message") or {}) for choice in choices]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    return "\n---\n".join(texts)[:_TEXT]
+
+
+def _message(message: dict[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    return str(message.get("content") or "") + ("" if not calls else json.dumps(calls, indent=1))

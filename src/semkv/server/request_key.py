@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -48,6 +48,25 @@ _MOST_TEXT = 1_000_000  # characters
 _DEEP = 200  # levels of nesting; far beyond any schema, far below where readers give up
 
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path whose answers are cached.
+
+    Attributes:
+        read: takes the content out of a body; the flag: media may be remote. Raises `Unkeyable`.
+        chat: a streamed answer has chat chunks.
+    """
+
+    read: Callable[[Mapping[str, Any], bool], Content]
+    chat: bool = False
+
+
+ROUTES = {
+    "/v1/chat/completions": Route(lambda body, remote: read_messages(body.get("messages"), remote=remote), chat=True),
+    "/v1/completions": Route(lambda body, remote: read_prompt(body.get("prompt"))),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +207,7 @@ def canonicalise(
     """The canonical form of a request.
 
     Args:
-        endpoint: ``/v1/chat/completions`` or ``/v1/completions``.
+        endpoint: one of `ROUTES`.
         body: the parsed JSON. Use `loads`: it refuses what JSON readers disagree on.
         tenant: opaque; never shares anything with another.
         secret: of the deployment.
@@ -201,13 +220,7 @@ def canonicalise(
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
             return Uncacheable("state of another server")
-        if endpoint == "/v1/chat/completions":
-            content = read_messages(body.get("messages"), remote=remote_media)
-        elif endpoint == "/v1/completions":
-            content = read_prompt(body.get("prompt"))
-        else:
-            return Uncacheable("endpoint")
-        return _build(body, content, deployment)
+        return _build(body, ROUTES[endpoint].read(body, remote_media), deployment)
     except Unkeyable as error:
         return Uncacheable(str(error))
     except (ValueError, TypeError, RecursionError):  # NaN, huge numbers, lone surrogates, deep nesting, no JSON types

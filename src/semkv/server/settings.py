@@ -55,7 +55,6 @@ class ServerSettings(LookupConfig):
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
         tell: Put an X-Semkv header on responses.
-        tenant_metrics: Label request metrics with a bucket of the tenant's digest.
         max_body_mib: Larger requests are refused.
         max_answer_mib: Larger responses are passed on, but neither shared nor kept.
         body_timeout: Seconds to wait for a request's body, in addition to one for every 16 KiB of it.
@@ -84,7 +83,6 @@ class ServerSettings(LookupConfig):
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
     tell: bool = True
-    tenant_metrics: Annotated[bool, TENANTS] = False
     max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
     max_answer_mib: Annotated[int, POSITIVE, SIZES] = 8
     body_timeout: Annotated[float, POSITIVE, WAITS] = 60.0

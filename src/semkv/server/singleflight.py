@@ -1,9 +1,12 @@
-"""Single flight: one upstream answer on its way to any number of readers.
+"""Answers on their way: equal requests share one, and near-repeats join it.
 
-The answer comes in through a task of its own, so that the caller who asked first may hang up while others read on. The
-task is canceled when no reader is left. Everything that came in is held until the end, so that later readers start at
-the beginning. Beyond a bound the answer is no longer shared (nor stored), and its readers get the rest through a small
-window with back-pressure.
+`SingleFlight` holds one upstream answer for any number of readers. It comes in through a task of its own, so that the
+caller who asked first may hang up while others read on; the task is canceled when no reader is left. Everything that
+came in is held until the end, so that later readers start at the beginning. Beyond a bound the answer is no longer
+shared (nor stored), and its readers get the rest through a small window with back-pressure.
+
+`PendingRequests` lets a near-repeat find the request that it may join. Single flight on that request's key does the
+rest.
 
 Everything here runs on one event loop.
 """
@@ -13,19 +16,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from semkv.server.sse import Assembler, NotKeepable, Splitter, data_of, event, is_usage_only
-from semkv.server.upstream import Headers, Reply, UpstreamError
+from semkv.server.asgi import Headers
+from semkv.server.cache_client import CacheClient, Lookup
+from semkv.server.request_key import CanonicalRequest
+from semkv.server.sse import Assembler, NotKeepable, Splitter, data_of, event, is_usage_only, read_chunk
+from semkv.server.upstream import Reply, UpstreamError
+from semkv.tiers.pending import PendingEntry
 
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 256 * 1024  # held for the slowest reader once an answer is no longer shared
+_CANDIDATES = 4  # the next ones are asked when the policy refuses the best
+_ENDED = 256  # that were recorded last; a lookup that takes longer than so many others may miss one
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Bytes as they came: an event of a stream, or a part of a body. ``usage``: the event holds only the usage."""
 
     data: bytes
@@ -36,12 +47,15 @@ class SingleFlight:
     """The answers on their way, by the key of their request.
 
     Args:
+        on_fault: counts a fault of ours, by the part that failed.
         max_answer_bytes: of one answer that is shared and stored.
         max_total_bytes: of all answers on their way; beyond it new bytes end the sharing of the answer they belong to.
     """
 
-    def __init__(self, *, max_answer_bytes: int = 8 << 20, max_total_bytes: int = 256 << 20) -> None:
-        self.max_answer_bytes, self.max_total_bytes = max_answer_bytes, max_total_bytes
+    def __init__(
+        self, on_fault: Callable[[str], None], *, max_answer_bytes: int = 8 << 20, max_total_bytes: int = 256 << 20
+    ) -> None:
+        self.on_fault, self.max_answer_bytes, self.max_total_bytes = on_fault, max_answer_bytes, max_total_bytes
         self.held_bytes = 0
         self.running: set[InFlight] = set()
         self._shared: dict[str, InFlight] = {}
@@ -49,17 +63,16 @@ class SingleFlight:
     def join(self, key: str) -> Reader | None:
         """A reader of the answer with this key, if one is on its way and shared."""
         flight = self._shared.get(key)
-        return None if flight is None or not flight.shared else flight.reader()
+        return None if flight is None or not flight.shared else flight.reader(joined=True)
 
     def start(self, flight: InFlight, *, shared: bool = True) -> Reader:
-        """Ask the upstream; with ``shared`` others may join by the key."""
+        """Let an answer come in; with ``shared`` others may join by its key."""
         self.running.add(flight)
         if shared:
             self._shared[flight.key] = flight
         return flight.reader()
 
     def is_shared(self, flight: InFlight) -> bool:
-        """Whether others may join this one."""
         return self._shared.get(flight.key) is flight
 
     def unshare(self, flight: InFlight) -> None:
@@ -81,12 +94,12 @@ class InFlight:
         key: others join by it.
         send: sends the request.
         on_status: called with the answer's status before its readers see it. It must not raise.
-        on_whole: awaited once the answer is whole, before its readers get the end of it. It must not raise.
-        chat: a streamed answer has chat chunks.
+        on_whole: awaited once the answer is whole, before its readers get the end of it.
+        assembler: puts a streamed answer together.
 
     Attributes:
         status: of the answer; 0 before it has begun.
-        headers: of the answer, without cookies.
+        headers: of the answer, without cookies: every reader gets the same, and a cookie belongs to one client.
         streamed: the answer is a stream of events.
         shared: it can still be joined, and will be whole in ``payload``.
         done: it has ended, in whatever way.
@@ -104,8 +117,7 @@ class InFlight:
         send: Callable[[], Awaitable[Reply]],
         on_status: Callable[[int], None],
         on_whole: Callable[[InFlight], Awaitable[None]],
-        *,
-        chat: bool,
+        assembler: Assembler,
     ) -> None:
         self.key, self.status = key, 0
         self.headers: Headers = []
@@ -115,7 +127,7 @@ class InFlight:
         self.error: UpstreamError | None = None
         self.readers: set[Reader] = set()
         self._flights, self._send, self._on_status, self._on_whole = flights, send, on_status, on_whole
-        self._assembler: Assembler | None = Assembler(chat=chat)
+        self._assembler: Assembler | None = assembler
         self._chunks: list[Chunk] = []
         self._first = 0  # number of the first chunk that is still held
         self._held_bytes = 0
@@ -124,9 +136,9 @@ class InFlight:
 
     # -- for readers --------------------------------------------------------------------------------------------
 
-    def reader(self) -> Reader:
+    def reader(self, *, joined: bool = False) -> Reader:
         """A new reader, from the start."""
-        reader = Reader(self)
+        reader = Reader(self, joined)
         self.readers.add(reader)
         return reader
 
@@ -161,7 +173,7 @@ class InFlight:
         if self.readers:
             self.wake()  # the slowest may have been this one
         elif self.done:
-            self._drop_chunks()
+            self._drop_chunks(len(self._chunks))
         else:
             self.cancel()
 
@@ -175,7 +187,6 @@ class InFlight:
         reply: Reply | None = None
         try:
             reply = await self._send()
-            # Every reader gets the same headers, and a cookie belongs to one client.
             self.headers = [(k, v) for k, v in reply.headers if k != b"set-cookie"]
             self.status = reply.status
             self._on_status(self.status)
@@ -197,7 +208,7 @@ class InFlight:
             self._flights.unshare(self)
             self.wake()
             if not self.readers:
-                self._drop_chunks()
+                self._drop_chunks(len(self._chunks))
             if reply is not None:
                 await reply.aclose()
 
@@ -205,34 +216,46 @@ class InFlight:
         async for data in reply.pieces():
             await self._take(Chunk(data))
         if self.shared:
-            self.payload = b"".join(chunk.data for chunk in self._chunks)
-            await self._on_whole(self)
+            await self._keep(b"".join(chunk.data for chunk in self._chunks))
 
     async def _read_stream(self, reply: Reply) -> None:
         splitter = Splitter()
         async for data in reply.pieces():
-            for one in splitter.feed(data):
-                await self._take_event(one)
+            for raw in splitter.feed(data):
+                await self._take(Chunk(raw, await self._assemble(data_of(raw))))
             if len(splitter.rest) > self._flights.max_answer_bytes:
                 raise UpstreamError("the upstream sent an event without end")
         if splitter.rest.strip():
             await self._take(Chunk(splitter.rest))
 
-    async def _take_event(self, raw: bytes) -> None:
-        data, usage = data_of(raw), False
-        if self._assembler is not None and data:
-            try:
-                chunk = self._assembler.add(data)
-                usage = is_usage_only(chunk)
-                if not chunk:  # [DONE]: store the answer before anybody has the whole of it
-                    self.payload = json.dumps(self._assembler.answer(), separators=(",", ":")).encode()
-                    await self._on_whole(self)
-            except NotKeepable as reason:
-                log.debug("a stream is not stored: %s", reason)
-                self._assembler = None
-        elif data != b"[DONE]" and b'"usage"' in data:
-            usage = _has_only_usage(data)
-        await self._take(Chunk(raw, usage))
+    async def _assemble(self, data: bytes) -> bool:
+        """Put one event's data to the others; whether it holds only the usage. A fault costs the storing alone."""
+        chunk = read_chunk(data) if self._assembler is not None or b'"usage"' in data else None
+        try:
+            if self._assembler is None or not data:
+                pass
+            elif data == b"[DONE]":
+                await self._keep(json.dumps(self._assembler.answer(), separators=(",", ":")).encode())
+            else:
+                self._assembler.add(chunk)
+        except Exception as error:
+            self._assembler = None
+            log.debug("a stream is not stored: %s", error)
+            if not isinstance(error, NotKeepable):
+                self._fault("stream")
+        return chunk is not None and is_usage_only(chunk)
+
+    async def _keep(self, payload: bytes) -> None:
+        """Store the whole answer before anybody has the end of it."""
+        self.payload = payload
+        try:
+            await self._on_whole(self)
+        except Exception:  # readers get the answer all the same
+            self._fault("store")
+
+    def _fault(self, part: str) -> None:
+        log.exception("an answer is not stored")
+        self._flights.on_fault(part)
 
     async def _take(self, chunk: Chunk) -> None:
         flights, size = self._flights, len(chunk.data)
@@ -245,32 +268,25 @@ class InFlight:
             self.shared, self._assembler = False, None
             flights.unshare(self)
         while not self.shared and self._held_bytes > _WINDOW_BYTES:
-            self._drop_read_chunks()
+            self._drop_chunks(min((reader.position for reader in self.readers), default=0) - self._first)
             if self._held_bytes > _WINDOW_BYTES:
                 await self._change.wait()
 
-    def _drop_read_chunks(self) -> None:
-        """Drop the chunks that every reader has had."""
-        read = min((reader.position for reader in self.readers), default=0) - self._first
-        if read > 0:
-            gone = sum(len(chunk.data) for chunk in self._chunks[:read])
-            del self._chunks[:read]
-            self._first += read
-            self._held_bytes -= gone
-            self._flights.held_bytes -= gone
-
-    def _drop_chunks(self) -> None:
-        self._flights.held_bytes -= self._held_bytes
-        self._held_bytes = 0
-        self._chunks = []
+    def _drop_chunks(self, count: int) -> None:
+        """Drop the first ones of those that are held."""
+        if count > 0:
+            size = sum(len(chunk.data) for chunk in self._chunks[:count])
+            del self._chunks[:count]
+            self._first += count
+            self._held_bytes -= size
+            self._flights.held_bytes -= size
 
 
 class Reader:
-    """One caller's place in an answer. It must be left (`leave`), once or more often."""
+    """One caller's place in an answer. It must be left (`leave`), once or more often. ``joined``: others asked."""
 
-    def __init__(self, flight: InFlight) -> None:
-        self.flight = flight
-        self.position = 0
+    def __init__(self, flight: InFlight, joined: bool) -> None:
+        self.flight, self.joined, self.position = flight, joined, 0
 
     @property
     def is_last(self) -> bool:
@@ -283,29 +299,17 @@ class Reader:
             self.flight.remove_reader(self)
 
     async def aclose(self) -> None:
-        """The same; for `semkv.server.asgi.Answer`."""
+        """The same, for `semkv.server.asgi.Answer`."""
         self.leave()
 
-    async def data(self) -> AsyncIterator[bytes]:
-        """The answer as it comes in. Raises as `chunks` does."""
-        async for chunk in self.chunks():
-            yield chunk.data
+    async def pieces(self, *, usage: bool = True) -> AsyncIterator[bytes]:
+        """The answer as it comes in. A stream that breaks off ends with an error event: its status is long sent.
 
-    async def events(self, *, include_usage: bool) -> AsyncIterator[bytes]:
-        """A stream as one client sees it; a break becomes an error event, since the status is long sent."""
-        try:
-            async for chunk in self.chunks():
-                if include_usage or not chunk.usage:
-                    yield chunk.data
-        except UpstreamError as error:
-            details = {"message": str(error), "type": "upstream_error", "param": None, "code": error.status}
-            yield event({"error": details})
-
-    async def chunks(self) -> AsyncIterator[Chunk]:
-        """Everything that came in and comes.
+        Args:
+            usage: with the event that holds only the usage.
 
         Raises:
-            UpstreamError: it broke off.
+            UpstreamError: an answer that is no stream broke off.
         """
         flight = self.flight
         while True:
@@ -316,14 +320,104 @@ class Reader:
             self.position += 1
             if not flight.shared:
                 flight.wake()  # there may be room for more
-            yield chunk
+            if usage or not chunk.usage:
+                yield chunk.data
         if flight.error is not None:
-            raise flight.error
+            if not flight.streamed:
+                raise flight.error
+            code = flight.error.status
+            yield event(
+                {"error": {"message": str(flight.error), "type": "upstream_error", "param": None, "code": code}}
+            )
 
 
-def _has_only_usage(data: bytes) -> bool:
-    try:
-        chunk = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(chunk, dict) and is_usage_only(chunk)
+# -- near-repeats ----------------------------------------------------------------------------------------------------
+
+
+class Pending:
+    """A request that goes upstream.
+
+    Attributes:
+        canonical: the request.
+        flight: brings its answer. Like ``looking``, it is set once the request was sent.
+        looking: the lookup of the request that it was sent for.
+    """
+
+    flight: InFlight
+    looking: asyncio.Future[Lookup]
+
+    def __init__(self, cache: CacheClient, canonical: CanonicalRequest) -> None:
+        self.canonical, self._cache = canonical, cache
+
+    @cached_property
+    def group(self) -> str:
+        """Requests of other groups never match. Worked out when it is first asked for: a lone request does not pay."""
+        return self._cache.pending_group(self.canonical)
+
+    @property
+    def entry(self) -> PendingEntry | None:
+        """As near-repeats find it; None before its lookup is over, where they may not, and where a donor stands in."""
+        lookup = self.looking.result() if self.looking.done() else None
+        return None if lookup is None or lookup.canonical.key != self.canonical.key else lookup.entry
+
+
+class PendingRequests:
+    """The requests on their way, as donors for those that come meanwhile.
+
+    Who may join is decided as for a stored donor, and everything but the prompt must be equal: the key of the request
+    with the donor's prompt must be the donor's own. One whose answer is recorded is found a while longer, by lookups
+    that began before that.
+    """
+
+    def __init__(self, cache: CacheClient) -> None:
+        self._cache = cache
+        self._running: list[Pending] = []
+        self._ended: deque[tuple[float, str, PendingEntry]] = deque(maxlen=_ENDED)  # when, key and entry
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, pending: Pending) -> None:
+        """A request went upstream, and near-repeats may join it."""
+        self._running.append(pending)
+
+    def end(self, pending: Pending) -> None:
+        """Its answer is recorded, or there is none."""
+        if pending not in self._running:
+            return
+        self._running.remove(pending)
+        if pending.entry is not None:
+            self._ended.append((time.perf_counter(), pending.canonical.key, pending.entry))
+
+    def busy(self, pending: Pending) -> bool:
+        """Whether a request waits for its answer that this one may turn out to be similar to."""
+        waiting = [other for other in self._running if not other.flight.done]
+        return bool(waiting and pending.group) and any(other.group == pending.group for other in waiting)
+
+    async def find(self, lookup: Lookup, since: float) -> Lookup | None:
+        """What a request whose lookup found nothing gets from another; None where it has to go itself.
+
+        None is returned in the same step of the event loop in which the last look was taken.
+
+        Args:
+            lookup: of the request.
+            since: a time before that began, by `time.perf_counter`.
+        """
+        entry, seen = lookup.entry, set[PendingEntry]()
+        while entry is not None:
+            others = [pending for pending in self._running if pending.canonical.key != lookup.canonical.key]
+            undecided = [p for p in others if not p.looking.done() and not p.flight.done and p.group == entry.group]
+            if undecided:
+                await asyncio.wait((undecided[0].looking,))
+                continue  # others may have come meanwhile
+            donors = [(pending.canonical.key, pending.entry) for pending in others]
+            donors += [(key, ended) for at, key, ended in self._ended if at >= since and key != lookup.canonical.key]
+            new = [(key, donor) for key, donor in donors if donor is not None and donor not in seen]
+            seen.update(donor for _, donor in new)
+            found = [(key, candidate) for key, donor in new if (candidate := donor.donate(entry)) is not None]
+            if not found:
+                break
+            best = sorted(found, key=lambda one: -one[1].score)[:_CANDIDATES]
+            if (joined := await self._cache.join(lookup, best)) is not None:
+                return joined
+        return None

@@ -7,7 +7,7 @@ beyond the fields known here makes the answer impossible to put together faithfu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"
@@ -60,6 +60,15 @@ def data_of(event: bytes) -> bytes:
     """The data of one event; empty for a comment."""
     lines = (line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:"))
     return b"\n".join(lines)
+
+
+def read_chunk(data: bytes) -> dict[str, Any] | None:
+    """The JSON object in an event's data; None where there is none."""
+    try:
+        chunk = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return chunk if isinstance(chunk, dict) else None
 
 
 def is_usage_only(chunk: Mapping[str, Any]) -> bool:
@@ -164,49 +173,32 @@ class Assembler:
         self._top: dict[str, Any] = {}
         self._usage: dict[str, Any] | None = None
         self._choices: dict[int, _Choice] = {}
-        self._done = False
 
-    def add(self, data: bytes) -> dict[str, Any]:
-        """Take the data of one event.
-
-        Returns:
-            The chunk; empty for ``[DONE]``.
+    def add(self, chunk: dict[str, Any] | None) -> None:
+        """Take what one event held, as `read_chunk` reads it.
 
         Raises:
             NotKeepable: it is no chunk, an error, or has fields that are not known here.
         """
-        if data == b"[DONE]":
-            self._done = True
-            return {}
+        if not chunk or "error" in chunk:
+            raise NotKeepable("no chunk, or an error in the stream")
+        _refuse_unknown(chunk, _TOP_KNOWN, "chunk")
         try:
-            chunk = json.loads(data)
-        except (ValueError, RecursionError):
-            raise NotKeepable("no JSON") from None
-        if not isinstance(chunk, dict) or "error" in chunk:
-            raise NotKeepable("error in the stream")
-        try:
-            self._merge(chunk)
+            for name in _TOP:
+                if chunk.get(name) is not None:
+                    self._top.setdefault(name, chunk[name])
+            self._usage = chunk.get("usage") or self._usage
+            for choice in chunk.get("choices") or ():
+                self._choices.setdefault(choice["index"], _Choice()).add(choice)
         except (AttributeError, TypeError, KeyError):
             raise NotKeepable("no chunk") from None
-        return chunk
-
-    def _merge(self, chunk: dict[str, Any]) -> None:
-        _refuse_unknown(chunk, _TOP_KNOWN, "chunk")
-        for name in _TOP:
-            if chunk.get(name) is not None:
-                self._top.setdefault(name, chunk[name])
-        self._usage = chunk.get("usage") or self._usage
-        for choice in chunk.get("choices") or ():
-            self._choices.setdefault(choice["index"], _Choice()).add(choice)
 
     def answer(self) -> dict[str, Any]:
-        """The whole answer.
+        """The whole answer, once ``[DONE]`` came.
 
         Raises:
-            NotKeepable: the stream did not end with ``[DONE]``, brought no usage, or had no numbers as indices.
+            NotKeepable: the stream brought no usage, or had no numbers as indices.
         """
-        if not self._done:
-            raise NotKeepable("cut off")
         if self._usage is None or not self._choices:
             raise NotKeepable("no usage")
         try:
@@ -222,9 +214,8 @@ def event(chunk: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), _PIECE):
-        yield text[start : start + _PIECE]
+def _pieces(text: str) -> list[str]:
+    return [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
 
 
 def _chat_choice(choice: Mapping[str, Any], send: Callable[[dict[str, Any]], None]) -> None:

@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 
 from semkv.errors import ConfigError
 from semkv.keys import media_uuid
-from semkv.server.asgi import header
-from semkv.server.upstream import Scope
+from semkv.server.asgi import Scope, header
 from semkv.tiers.freshness import Pattern, Subject
 
 Network = IPv4Network | IPv6Network

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import aiohttp
+import anyio
 from yarl import URL
 
-Headers = list[tuple[bytes, bytes]]
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+from semkv.server.asgi import Application, Headers, Message, Scope
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
@@ -145,7 +141,7 @@ class HttpUpstream:
         read_s: how long to wait for the next byte.
     """
 
-    def __init__(self, url: str, *, connect_s: float = 2.0, read_s: float = 600.0) -> None:
+    def __init__(self, url: str, connect_s: float, read_s: float) -> None:
         self._base = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=read_s)
         self._session: aiohttp.ClientSession | None = None
@@ -205,11 +201,10 @@ class _AppReply:
     def __init__(self, app: Application, call: Call) -> None:
         self.status = 0
         self.headers: Headers = []
-        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUED)
-        self._started = asyncio.Event()
-        self._gone = asyncio.Event()
-        self._asked = self._ended = False
-        self._body = call.body
+        self._sending, self._receiving = anyio.create_memory_object_stream[bytes](_QUEUED)
+        self._started, self._gone = asyncio.Event(), asyncio.Event()
+        self._ended = False
+        self._body: bytes | None = call.body
         headers = [*call.headers(), (b"content-length", str(len(call.body)).encode())]
         headers += [(k, v) for k, v in call.scope["headers"] if k == b"host"]
         self._task = asyncio.ensure_future(self._run(app, {**call.scope, "headers": headers}))
@@ -219,13 +214,12 @@ class _AppReply:
             await app(scope, self._receive, self._send)
         finally:
             self._started.set()
-            with suppress(asyncio.QueueFull):
-                self._queue.put_nowait(None)
+            self._sending.close()
 
     async def _receive(self) -> Message:
-        if not self._asked:
-            self._asked = True
-            return {"type": "http.request", "body": self._body, "more_body": False}
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
@@ -236,10 +230,11 @@ class _AppReply:
             self._started.set()
         elif message["type"] == "http.response.body":
             if body := message.get("body"):
-                await self._queue.put(body)
+                with suppress(anyio.BrokenResourceError):  # nobody reads on
+                    await self._sending.send(body)
             if not message.get("more_body"):
                 self._ended = True
-                await self._queue.put(None)
+                self._sending.close()
 
     async def started(self) -> None:
         await self._started.wait()
@@ -248,26 +243,19 @@ class _AppReply:
             raise UpstreamError("the application failed")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        while (piece := await self._next()) is not None:
+        async for piece in self._receiving:
             yield piece
         if not self._ended:
             raise UpstreamError("the application broke off")
 
-    async def _next(self) -> bytes | None:
-        if self._task.done() and self._queue.empty():
-            return None
-        return await self._queue.get()
-
     async def aclose(self) -> None:
         self._gone.set()
+        self._receiving.close()
         if not self._ended:
             self._task.cancel()
-        while not self._queue.empty():  # lets a blocked put go on
-            self._queue.get_nowait()
-        with suppress(asyncio.CancelledError, Exception):
-            await asyncio.wait((self._task,), timeout=5.0)
-            if self._task.done() and not self._task.cancelled():
-                self._task.exception()
+        await asyncio.wait((self._task,), timeout=5.0)
+        if self._task.done() and not self._task.cancelled():
+            self._task.exception()
 
 
 class AppUpstream:

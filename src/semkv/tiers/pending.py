@@ -14,7 +14,7 @@ from semkv.tiers import exact_text, semantic_text
 from semkv.tiers.base import Boundary, Candidate, Tally
 from semkv.tiers.checking import HitLog
 from semkv.tiers.keying import Keyed
-from semkv.tiers.plan import Planner, Verdict
+from semkv.tiers.plan import Planner
 from semkv.tiers.record import entry_of
 from semkv.types import CacheMode, Entry, Request, ReuseReport, Scope, Status
 
@@ -116,13 +116,12 @@ class PendingTier:
         Returns:
             The report of the hit; None where it may not.
         """
-        verdict = Verdict()
         with Boundary(self._tally, "join"):
             verdict = self._planner.plan(report.request, candidate)
-        plan = verdict.plan
-        if plan is None or plan.match is None:
-            return None
-        self._tally.add(f"hit:{plan.match.tier}")
-        statuses = {**report.statuses, **dict.fromkeys(candidate.agreed, Status.HIT)}
-        hit_id = self._hits.open(report.request, plan.match, verdict.check)
-        return replace(report, plan=plan, statuses=statuses, hit_id=hit_id, near=None)
+            if verdict.plan is None or verdict.plan.match is None:
+                return None
+            hit_id = self._hits.open(report.request, verdict.plan.match, verdict.check)
+            self._tally.add(f"hit:{verdict.plan.match.tier}")
+            statuses = {**report.statuses, **dict.fromkeys(candidate.agreed, Status.HIT)}
+            return replace(report, plan=verdict.plan, statuses=statuses, hit_id=hit_id, near=None)
+        return None
