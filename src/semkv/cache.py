@@ -32,6 +32,7 @@ from semkv.errors import StoreError
 from semkv.guards import forget, no_veto, veto
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Removed
+from semkv.stores.kept_graphs import forget_graphs
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Boundary, GuardedEncoder, Tally
 from semkv.tiers.checking import Checking, Comparator, HitLog, SameMeaning, same_text
@@ -146,7 +147,8 @@ class SemanticCache:
         own = Plan(request.segments)
         if self.config.mode is CacheMode.OFF or not request.segments:
             return ReuseReport(request, own, self._matching.statuses())
-        self._decider.arrived()
+        with self._boundary("decider"):
+            self._decider.arrived()
         found = self._matching.look_up(request, embeddings)
         plan, proposed, answer, hit_id = found.plan, None, None, ""
         sent = plan or own
@@ -268,8 +270,9 @@ class SemanticCache:
     def _forget(self, removed: Removed) -> None:
         with self._boundary("catalog"):  # what it cannot be asked of is found out of step
             self._matching.remove(removed.entry_ids)
-        for media_id in removed.media:
-            self.media.delete(media_id)
+        with self._boundary("media"):
+            for media_id in removed.media:
+                self.media.delete(media_id)
 
     def invalidate(
         self,
@@ -294,6 +297,8 @@ class SemanticCache:
             raise StoreError(f"catalog {self._catalog.path}: {error}") from error
         if removed.entry_ids and not dry_run:
             self._forget(removed)
+            with self._boundary("graph"):  # also where no tier of this process has the vectors in them
+                forget_graphs(self._catalog, removed.spaces)
             forget()  # pieces of the texts that are gone
         return len(removed.entry_ids)
 
