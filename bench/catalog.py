@@ -32,8 +32,8 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Record
-from semkv.tiers.keying import Keyed
-from semkv.tiers.record import make_record
+from semkv.tiers.matching import make_record
+from semkv.tiers.prompt_keys import Keyed
 from semkv.types import Namespace, Plan, Request, ReuseReport, Role, TextSegment
 
 HERE = Namespace("tenant", "model")
@@ -119,8 +119,8 @@ def filled(folder: Path, count: int, lock: Path | None) -> dict[str, Any]:
         row["add_when_full"] = make_room(file, count)
     start = time.perf_counter()
     with SemanticCache(CacheConfig(folder, max_entries=2 * count), text_encoder=Drawn()) as cache:
-        assert cache._matching._semantic is not None
-        cache._matching._semantic._index.settle()
+        for index in cache._matching._similar.indexes():
+            index.settle()
         row["graphs_built_s"] = round(time.perf_counter() - start, 1)
         start = time.perf_counter()
     row["closed_s"] = round(time.perf_counter() - start, 2)

@@ -617,8 +617,7 @@ def test_the_bound_on_entries_holds_in_every_tier(make: Make) -> None:
     assert not bench.look("question0~0.99", "image0").hit
     assert not bench.look("else", "image0~0.99").hit
     assert bench.look("question11~0.99", "image11~0.99").hit
-    assert len(bench.cache._matching._embedding._text_indexes["prompt"]) == 5
-    assert len(bench.cache._matching._embedding._run_indexes[1]) == 5
+    assert [len(index) for index in bench.cache._matching._similar.indexes()] == [5, 5, 5]
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------

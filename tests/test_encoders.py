@@ -28,7 +28,7 @@ from semkv.encoders.text import SentenceEncoder, forward, load_sentence_transfor
 from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError
 from semkv.keys import media_id
-from semkv.tiers.vectors import clean
+from semkv.tiers.similar import unit_vectors
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
 from semkv_lab.minigqa.generate import Knobs, generate
 
@@ -553,7 +553,7 @@ def test_a_vector_of_any_length_keeps_its_direction(scale: float) -> None:
     layer = EmbeddingLayer("prompt", 3)
     for sign in (1, -1):
         raw = {"prompt": np.array([0.6 * sign * scale, 0, 0.8 * scale], dtype=np.float32)}
-        found = clean(Request("1", Namespace(), (TextSegment("q"),)), raw, (layer,), "own")
+        found = unit_vectors(Request("1", Namespace(), (TextSegment("q"),)), raw, (layer,), "own")
         assert found["prompt"] == pytest.approx([0.6 * sign, 0, 0.8], abs=1e-6)
 
 

@@ -431,9 +431,9 @@ def opened(folder: Path, encoder: Seeded) -> SemanticCache:
 
 def index_of(cache: SemanticCache) -> VectorIndex:
     """Its index of texts, once nothing is left to do there."""
-    assert cache._matching._semantic is not None
-    assert cache._matching._semantic._index.settle()
-    return cache._matching._semantic._index
+    (index,) = cache._matching._similar.indexes()
+    assert index.settle()
+    return index
 
 
 def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,8 +451,7 @@ def test_a_cache_keeps_the_graphs_of_each_tenant_and_encoder(tmp_path: Path, mon
     with monkeypatch.context() as still:
         still.setattr(VectorIndex, "_build", lambda *_: pytest.fail("a graph was built"))
         with opened(folder, Seeded()) as cache:
-            assert cache._matching._semantic is not None
-            index = cache._matching._semantic._index
+            (index,) = cache._matching._similar.indexes()
             assert index.sizes() == IndexSizes(2200 - index.sizes().graph, index.sizes().graph, 0)
             assert index.sizes().graph > 2000
             assert cache.stats().faults == {}

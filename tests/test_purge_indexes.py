@@ -79,7 +79,7 @@ def record(cache: SemanticCache, tenant: str, count: int = COUNT) -> None:
 
 
 def indexes(cache: SemanticCache) -> list[VectorIndex]:
-    found = cache._matching._indexes()
+    found = cache._matching._similar.indexes()
     assert len(found) == 2
     return found
 
@@ -353,7 +353,7 @@ def test_an_encoder_that_cannot_forget_is_counted_and_asked_again(tmp_path: Path
     encoder.error = None
     wait_until(lambda: matching._purge == matching._catalog.purge())
     encoder.error = RuntimeError("at the end")
-    assert cache.invalidate(entry_id=next(iter(matching._entries()))) == 1
+    assert cache.invalidate(entry_id=next(iter(matching._similar.entries()))) == 1
     cache.close()
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         len(cache._catalog)

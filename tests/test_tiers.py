@@ -17,9 +17,9 @@ from semkv.encoders.text import SentenceEncoder
 from semkv.errors import ConfigError
 from semkv.keys import normalise
 from semkv.tiers.base import Boundary, GuardedEncoder, PartError, Tally
-from semkv.tiers.keying import Keyed, exactness_of, with_media
+from semkv.tiers.contexts import SKETCH, exact_sentences, sentences, sketch
 from semkv.tiers.policies import FixedThreshold
-from semkv.tiers.similar_context import SKETCH, exact_sentences, sentences, sketch
+from semkv.tiers.prompt_keys import Keyed, exactness_of, with_media
 from semkv.types import (
     EmbeddingLayer,
     Entry,

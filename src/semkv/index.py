@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import mmap
 import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("semkv")
 
 FLAT = 1024  # plain rows from which a partition gets a graph
-_CHUNK = 1024  # rows that are added to a graph before the thread looks whether it should stop
+_CHUNK = 1024  # rows that are compared, or added to a graph, in one call
 _MOVED = 1 << 13  # plain rows that move into a graph at once
 _STALE = 0.2  # share of removed rows at which a graph is rebuilt
 _UNKEPT = 0.25  # share of new rows at which a graph is written to disk again
@@ -128,7 +130,7 @@ class Partition:
     def append(self, items: Sequence[str], vectors: Matrix) -> None:
         used, needed = len(self.items), len(self.items) + len(items)
         if needed > len(self._room):
-            larger = np.empty((max(needed, used + used // 2), self._room.shape[1]), dtype=np.float32)
+            larger = _matrix(max(needed, used + used // 2), self._room.shape[1])
             larger[:used] = self.rows
             self._room = larger
         self._room[used:needed] = vectors
@@ -146,14 +148,17 @@ class Partition:
 
     def keep_only(self, stay: Flags) -> None:
         """Give up the other plain rows, and their room."""
-        self._room = self.rows[stay]
+        room = _matrix(int(np.count_nonzero(stay)), self._room.shape[1])
+        self._room = np.compress(stay, self.rows, axis=0, out=room)
         self.items = [item for item, stays in zip(self.items, stay.tolist(), strict=True) if stays]
 
     def nearest(self, query: Vector, k: int) -> list[tuple[float, str]]:
         """The best ``k`` plain rows, in no order."""
         if not self.items:
             return []
-        scores = self.rows @ query
+        rows, scores = self.rows, np.empty(len(self.items), dtype=np.float32)
+        for start in range(0, len(scores), _CHUNK):  # a larger product would wait for BLAS's threads
+            np.dot(rows[start : start + _CHUNK], query, out=scores[start : start + _CHUNK])
         best = [int(scores.argmax())] if k == 1 else np.argpartition(scores, max(0, len(scores) - k))[-k:].tolist()
         return [(float(scores[row]), self.items[row]) for row in best]
 
@@ -480,6 +485,17 @@ def codes_of(index: Any) -> npt.NDArray[np.uint8]:
     storage = faiss.downcast_index(index.storage)
     codes: npt.NDArray[np.uint8] = faiss.rev_swig_ptr(storage.codes.data(), storage.codes.size())
     return codes.reshape(-1, storage.code_size)
+
+
+def _matrix(rows: int, dim: int) -> Matrix:
+    """Room for vectors. Much room is mapped by itself: the system gets it back when it is given up, unlike that of the
+    heap, where half of all plain rows would stay after they moved into a graph."""
+    size = 4 * rows * dim
+    if size >= 1 << 18:
+        with suppress(OSError):  # a process may have only so many mappings
+            mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return np.frombuffer(mapped, dtype=np.float32).reshape(rows, dim)
+    return np.empty((rows, dim), dtype=np.float32)
 
 
 def _empty_graph(dim: int) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from semkv.cache import SemanticCache
+from semkv.cache import CacheStats, SemanticCache
 from semkv.server.metrics import Metrics
 from semkv.server.pool import Late, Pool
 from semkv.server.request_key import CanonicalRequest
@@ -24,7 +24,6 @@ from semkv.stores.responses.base import Selector
 from semkv.tiers.base import Candidate
 from semkv.tiers.pending import PendingEntry
 from semkv.tiers.response import Found, ResponseCache
-from semkv.tiers.stats import CacheStats
 from semkv.types import Exactness, Plan, ReuseReport
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from semkv.guards import Guard, wording
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Candidate, PartError, Tally
 from semkv.tiers.checking import HitLog
-from semkv.tiers.keying import exactness_of
 from semkv.tiers.policies import Decider, Decision
+from semkv.tiers.prompt_keys import exactness_of
 from semkv.types import Entry, Exactness, Match, MediaSegment, Near, Plan, Request, Segment
 
 
