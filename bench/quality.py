@@ -29,7 +29,8 @@ from quality_streams import draw_stream, halves, minigqa_stream, pairs_of
 
 from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
 from semkv.guards import no_veto, veto
-from semkv.tiers.policies import Bounded, Calibrated, Calibration, Decider, FixedThreshold
+from semkv.tiers.bounded import Bounded
+from semkv.tiers.policies import Calibrated, Calibration, Decider, FixedThreshold
 from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
 from semkv_lab.evaluate import Fit, fit
 from semkv_lab.quality import TIER, Asked, Corpus, Outcome, Replay, build_corpus, clusters, read_pairs

@@ -24,7 +24,8 @@ from quality_streams import draw_stream, halves, minigqa_stream
 
 from semkv.encoders.text import DEFAULT_MODEL
 from semkv.guards import no_veto, veto
-from semkv.tiers.policies import Bounded, Calibration
+from semkv.tiers.bounded import Bounded
+from semkv.tiers.policies import Calibration
 from semkv_lab.evaluate import fit
 from semkv_lab.quality import Asked, Corpus, Pair, Replay, build_corpus, clusters, read_pairs
 

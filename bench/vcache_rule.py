@@ -33,9 +33,7 @@ from quality_streams import draw_stream, halves
 
 from semkv.encoders.text import DEFAULT_MODEL
 from semkv.guards import no_veto
-from semkv.tiers.policies import Decision
-from semkv.tiers.policies.base import Stateless
-from semkv.tiers.policies.calibrated import chance
+from semkv.tiers.policies import Decision, Stateless, chance
 from semkv.types import Entry, Match, Request
 from semkv_lab.quality import Replay, build_corpus, clusters, read_pairs
 

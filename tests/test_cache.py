@@ -23,9 +23,7 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.keys import segment_key
-from semkv.tiers.policies import Calibration, Decision
-from semkv.tiers.policies.base import Stateless
-from semkv.tiers.policies.calibrated import FEATURES
+from semkv.tiers.policies import FEATURES, Calibration, Decision, Stateless
 from semkv.types import (
     CacheMode,
     EmbeddingLayer,

@@ -19,12 +19,11 @@ from PIL import Image
 
 import tiny_models
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
-from semkv.encoders import onnx as onnx_module
+from semkv.encoders import backends as onnx_module
 from semkv.encoders import text as text_module
-from semkv.encoders.batching import Batcher
-from semkv.encoders.bert import lean_bert, pack_linear_layers
+from semkv.encoders.backends import lean_bert, pack_linear_layers
 from semkv.encoders.hooks import VisionHook, build_hook, image_roots, read_media
-from semkv.encoders.text import SentenceEncoder, forward, load_sentence_transformer, resolve_model
+from semkv.encoders.text import Batcher, SentenceEncoder, forward, load_sentence_transformer, resolve_model
 from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError
 from semkv.keys import media_id

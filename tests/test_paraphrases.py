@@ -19,8 +19,8 @@ import pytest
 from PIL import Image
 
 from gateway_helpers import Pair, chat, wait_until
+from semkv.tiers.bounded import Bounded
 from semkv.tiers.freshness import Freshness, Lifetime, parse_rule
-from semkv.tiers.policies import Bounded
 
 STARTS = ("How do I", "How can I", "How could I", "How would I", "How should I")
 THINGS = ("sourdough bread", "a sourdough bread", "a loaf of sourdough bread", "my sourdough bread")

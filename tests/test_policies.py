@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from cache_helpers import Bench, WrittenEncoder
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError
-from semkv.tiers.policies import Bounded, Calibrated, Calibration, FixedThreshold, build_policy
-from semkv.tiers.policies.bounded import BANDS, band, cautious, falling
-from semkv.tiers.policies.calibrated import chance
+from semkv.tiers.bounded import BANDS, Bounded, band, cautious, falling
+from semkv.tiers.policies import Calibrated, Calibration, FixedThreshold, build_policy, chance
 from semkv.types import Entry, Exactness, Match, Namespace, PolicyName, Request, Score, TextSegment
 
 TIER = "semantic_text"
@@ -337,7 +336,7 @@ def test_the_past_counts_half_in_all_its_parts(monkeypatch: pytest.MonkeyPatch) 
     traffic(policy, {0.99: 0.02, 0.8: 0.9}, requests=1500, seed=0)
     before = policy.state()
     assert before["known"] > 0
-    monkeypatch.setattr("semkv.tiers.policies.bounded._WINDOW", 1500.0)
+    monkeypatch.setattr("semkv.tiers.bounded._WINDOW", 1500.0)
     policy.arrived()
     after = policy.state()
     assert (after["requests"], after["known"]) == (750.5, before["known"] / 2)

@@ -18,7 +18,7 @@ from semkv.errors import ConfigError
 from semkv.keys import normalise
 from semkv.tiers.base import Boundary, GuardedEncoder, PartError, Tally
 from semkv.tiers.contexts import SKETCH, exact_sentences, sentences, sketch
-from semkv.tiers.policies import FixedThreshold
+from semkv.tiers.policies import build_policy
 from semkv.tiers.prompt_keys import Keyed, exactness_of, with_media
 from semkv.types import (
     EmbeddingLayer,
@@ -178,7 +178,7 @@ def test_the_fixed_threshold_is_that_of_the_tier() -> None:
         embedding_layers=(EmbeddingLayer("prompt", 3, 0.7),),
         embedding_hook="prompt",
     )
-    decider = FixedThreshold.of(config)
+    decider = build_policy(config, "")
     request = Request("1", HERE, (TextSegment("q"),))
     donor = Entry("e", HERE, (), "", "")
 

@@ -115,6 +115,8 @@ class Partition:
         kept, kept_dead: rows of the graph when it was last written to disk, and how many of them were removed.
     """
 
+    __slots__ = ("_room", "graph", "items", "kept", "kept_dead", "name", "namespace", "number")
+
     def __init__(self, number: int, name: str, namespace: str, dim: int) -> None:
         self.number, self.name, self.namespace = number, name, namespace
         self.graph: Graph | None = None

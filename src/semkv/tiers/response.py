@@ -14,8 +14,7 @@ from semkv.stores.responses.ahead import AheadLog, deliver
 from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
 from semkv.stores.responses.memory import MemoryStore
 from semkv.tiers.base import Tally
-from semkv.tiers.freshness import Freshness
-from semkv.tiers.keeping import Answerable, Keeping
+from semkv.tiers.freshness import Answerable, Freshness, Keeping
 
 _T = TypeVar("_T")
 
