@@ -163,13 +163,6 @@ def test_similar_text_on_other_media_is_no_reuse(bench: Bench) -> None:
         assert line(report) == "exact_text=miss, embedding:vision=miss, embedding:prompt=miss, semantic_text=miss"
 
 
-def test_another_question_on_the_same_image_is_no_hit(bench: Bench) -> None:
-    bench.ask("color", "car", system="sys")
-    report = bench.ask("shape", "car", system="sys")
-    assert not report.hit
-    assert line(report) == "exact_text=miss, embedding:vision=miss, embedding:prompt=miss, semantic_text=miss"
-
-
 def test_a_context_with_other_white_space_is_the_donors_and_the_question_ones_own(bench: Bench) -> None:
     bench.ask("one", context=DOCUMENT, system="sys")
     loose = DOCUMENT.replace(" ", "  ").upper()
@@ -412,12 +405,6 @@ def test_tenants_share_nothing(make: Make, options: dict[str, Any]) -> None:
         assert bench.look("color", "car", tenant="a", context=context).hit is (
             options != {"exact": False} or bench.cache.stats().entries > 0
         )
-
-
-def test_models_share_nothing(bench: Bench) -> None:
-    bench.ask("color", "car")
-    request = replace(bench.request("color", "car"), namespace=Namespace("", "another model"))
-    assert not bench.cache.try_reuse(request).hit
 
 
 # -- recording --------------------------------------------------------------------------------------------------------

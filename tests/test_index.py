@@ -37,13 +37,6 @@ def clustered(count: int, dim: int = 64, seed: int = 0) -> np.ndarray:
     return (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float32)
 
 
-def filled(count: int, partitions: int = 1, dim: int = 8) -> tuple[VectorIndex, np.ndarray]:
-    vectors = drawn(count, dim)
-    index = VectorIndex(dim)
-    index.extend(Row(str(i), f"p{i % partitions}", v) for i, v in enumerate(vectors))
-    return index, vectors
-
-
 @pytest.fixture
 def grown() -> Iterator[tuple[VectorIndex, np.ndarray]]:
     """6,000 clustered vectors in one partition, all but the last few in a graph."""
@@ -53,38 +46,6 @@ def grown() -> Iterator[tuple[VectorIndex, np.ndarray]]:
     assert index.settle()
     yield index, vectors
     index.close()
-
-
-def test_the_nearest_come_first_and_equal_brute_force() -> None:
-    index, vectors = filled(50)
-    query = unit(*range(1, 9))
-    expected = np.argsort(-(vectors @ query))[:5]
-    found = index.search("p0", query, 5)
-    assert [int(n.item) for n in found] == list(expected)
-    assert found[0].score == pytest.approx(float(vectors[expected[0]] @ query), abs=1e-5)
-
-
-def test_a_partition_sees_only_its_own() -> None:
-    index, vectors = filled(40, partitions=4)
-    for i, vector in enumerate(vectors):
-        assert index.search(f"p{i % 4}", vector, 1)[0].item == str(i)
-        assert all(int(n.item) % 4 == (i + 1) % 4 for n in index.search(f"p{(i + 1) % 4}", vector, 3))
-    assert index.search("nobody", vectors[0]) == []
-
-
-def test_removed_items_are_gone_and_the_rest_stays_right() -> None:
-    index, vectors = filled(60, partitions=3)
-    gone = {str(i) for i in range(0, 60, 2)}
-    index.remove([*gone, "unknown"])
-    assert len(index) == 30
-    for i, vector in enumerate(vectors):
-        best = index.search(f"p{i % 3}", vector, 1)[0]
-        assert (best.item == str(i)) is (str(i) not in gone)
-        score = index.score(str(i), vector)
-        assert score is None if str(i) in gone else score == pytest.approx(1.0, abs=1e-5)
-    index.remove([str(i) for i in range(60)])
-    assert len(index) == 0
-    assert index.search("p0", vectors[0]) == []
 
 
 def test_an_item_keeps_its_first_vector() -> None:

@@ -36,7 +36,7 @@ from semkv.stores.catalog_rows import Removed
 from semkv.stores.kept_graphs import forget_graphs
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import GuardedEncoder, Tally
-from semkv.tiers.checking import Checking, Comparator, HitLog, SameMeaning, same_text, wilson
+from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
 from semkv.tiers.matching import Matching
 from semkv.tiers.pending import PendingTier
 from semkv.tiers.plan import Planner
@@ -149,11 +149,8 @@ class SemanticCache:
         self._decider = decider or build_policy(config, plain.fingerprint if config.calibration else "")
         floor = config.similarity_threshold if self._decider.floor is None else self._decider.floor
         guard = veto if config.guards and config.match is MatchPolicy.ALL else no_veto
-        self._hits = HitLog(config.checked_share)
-        self._planner = Planner(self.media, self._decider, guard, self._hits, self._tally, normalised=config.normalised)
-        self.pending = PendingTier(config, floor, self._planner, self._hits, self._tally)
         self._checking = Checking(
-            self._hits,
+            config.checked_share,
             self._decider,
             same_answer or (same_text if encoder is None else SameMeaning(encoder)),
             lambda entry_id: self.invalidate(entry_id=entry_id),
@@ -161,6 +158,9 @@ class SemanticCache:
             hook.fingerprint if encoder is None else encoder.fingerprint,
             self._tally,
         )
+        folds = config.normalised
+        self._planner = Planner(self.media, self._decider, guard, self._checking, self._tally, normalised=folds)
+        self.pending = PendingTier(config, floor, self._planner, self._checking, self._tally)
         self._matching = Matching(config, self._catalog, hook, encoder, self._planner, guard, floor, self._tally)
 
     def __enter__(self) -> SemanticCache:
@@ -218,7 +218,7 @@ class SemanticCache:
             self._tally.add(f"hit:{plan.match.tier}")
             self._tally.add("partial", 0 if plan.full else 1)
             with self._tally.boundary("hit"):
-                hit_id = self._hits.open(request, plan.match, found.check)
+                hit_id = self._checking.open(request, plan.match, found.check)
         return ReuseReport(request, sent, found.statuses, found.vectors, seconds, answer, proposed, hit_id, found.near)
 
     # -- recording ----------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class SemanticCache:
         ``report.unchanged()``, call `checked` with the outcome, and `add_observation` with the answer, so that the
         next request of this kind is an exact hit.
         """
-        return self._hits.selected(report.hit_id) and self.config.mode is CacheMode.LIVE
+        return self._checking.selected(report.hit_id) and self.config.mode is CacheMode.LIVE
 
     def same_answer(self, first: str, second: str) -> bool:
         """Whether two answers to one request say the same; False where the comparison fails."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from semkv.config import CacheConfig
 from semkv.tiers.base import EXACT, Candidate, Tally
-from semkv.tiers.checking import HitLog
+from semkv.tiers.checking import Checking
 from semkv.tiers.plan import Planner, Verdict
 from semkv.tiers.prompt_keys import Keyed, entry_of
 from semkv.tiers.similar import SEMANTIC
@@ -64,14 +64,14 @@ class PendingTier:
         config: of the cache.
         least: least cosine of a similar question that the policy is asked about.
         planner: guards and policy.
-        hits: the open hits.
+        checking: the open hits.
         tally: counts hits and faults.
     """
 
-    def __init__(self, config: CacheConfig, least: float, planner: Planner, hits: HitLog, tally: Tally) -> None:
+    def __init__(self, config: CacheConfig, least: float, planner: Planner, checking: Checking, tally: Tally) -> None:
         self._exact, self._normalised, self._with_media = config.exact, config.normalised, config.scope is Scope.MEDIA
         self._live, self._least = config.mode is CacheMode.LIVE, least
-        self._planner, self._hits, self._tally = planner, hits, tally
+        self._planner, self._checking, self._tally = planner, checking, tally
 
     def _keys(self, keyed: Keyed) -> tuple[str, str]:
         """`PendingEntry.prompt_key` and `PendingEntry.slot_key`."""
@@ -123,5 +123,5 @@ class PendingTier:
             return None
         self._tally.add(f"hit:{plan.match.tier}")
         statuses = {**report.statuses, **dict.fromkeys(candidate.agreed, Status.HIT)}
-        hit_id = self._hits.open(report.request, plan.match, verdict.check)
+        hit_id = self._checking.open(report.request, plan.match, verdict.check)
         return replace(report, plan=plan, statuses=statuses, hit_id=hit_id, near=None)
