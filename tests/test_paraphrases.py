@@ -228,7 +228,7 @@ class TestJoining:
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         semantic = pair.app.gateway.cache.semantic
-        monkeypatch.setattr(semantic._hits, "_rate", 1.0)
+        monkeypatch.setattr(semantic._checking, "_rate", 1.0)
         monkeypatch.setattr(semantic, "same_answer", lambda first, second: first == second)
         for stream in (False, True):
             tenant, checked = a_tenant(), semantic.stats().checked_wrong

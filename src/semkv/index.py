@@ -42,7 +42,7 @@ _MOVED = 1 << 13  # plain rows that move into a graph at once
 _STALE = 0.2  # share of removed rows at which a graph is rebuilt
 _UNKEPT = 0.25  # share of new rows at which a graph is written to disk again
 _LINKS, _BUILD_BREADTH, _SEARCH_BREADTH = 16, 80, 96  # M, efConstruction and efSearch of HNSW
-_ROWS_A_BREADTH = 2730  # a graph of more than 96 times as many rows is searched more broadly, or it would find less
+_MANY = 1 << 18  # rows from which a graph is searched more broadly, by the root of their number: it would find less
 # A place is the number of a partition, a bit that says whether the row is in its graph, and the row.
 _PARTITION_BITS, _IN_GRAPH = 32, 1 << 31
 
@@ -89,7 +89,7 @@ class Graph:
         faiss = faiss_module()
         self.index, self.items, self.dead = index, items, len(items) - int(np.count_nonzero(alive))
         self._bits = np.packbits(alive, bitorder="little")
-        breadth = max(_SEARCH_BREADTH, len(items) // _ROWS_A_BREADTH)
+        breadth = round(_SEARCH_BREADTH * max(1.0, len(items) / _MANY) ** 0.5)
         self.params = faiss.SearchParametersHNSW(efSearch=breadth, sel=faiss.IDSelectorBitmap(self._bits))
 
     @property
