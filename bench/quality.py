@@ -23,7 +23,8 @@ from streams import KINDS, REACH, Stream, corrected, halves, minigqa, pairs_of, 
 
 from semkv.encoders.text import SentenceEncoder
 from semkv.guards import no_veto, veto
-from semkv.tiers.policies import Bounded, Calibrated, Calibration, Decider, FixedThreshold
+from semkv.tiers.bounded import Bounded
+from semkv.tiers.policies import Calibrated, Calibration, Decider, FixedThreshold
 from semkv_lab.evaluate import figure, fit
 from semkv_lab.quality import TIER, Asked, Corpus, Outcome, Pair, Replay, build_corpus, clusters, read_pairs
 

@@ -13,7 +13,7 @@ from command_line import invoke
 from gateway_helpers import Pair
 from semkv.server.settings import ServerSettings
 from semkv.tiers.policies import Decision, FixedThreshold
-from semkv.types import CacheMode, Exactness, Scope
+from semkv.types import Exactness, Scope
 
 Make = Callable[..., Bench]
 DOCUMENT = "The first sentence says one thing. The second says another."
@@ -39,13 +39,6 @@ def test_the_same_bytes_alone_and_all_again_when_it_is_back(make: Make, text: st
     assert bench.look("what color", "car").provenance == "text:exact"
     bench.reopen(normalised=True)
     assert bench.look(text, "car").provenance == "text:normalised"
-
-
-def test_every_way_of_typing_gets_an_answer_of_its_own(make: Make) -> None:
-    bench = make()
-    ways = [f"what color{' ' * n}" for n in range(11)]
-    assert not any(bench.ask(way, response=str(n)).hit for n, way in enumerate(ways))
-    assert [bench.look(way).donor_response for way in ways] == [str(n) for n in range(len(ways))]
 
 
 def test_a_context(make: Make) -> None:
@@ -158,22 +151,6 @@ def test_the_text_before_a_similar_image(make: Make, other: str) -> None:
     assert seen(report.plan.segments) == f"{other} | <car> | size", "of all that are typed like it, its own"
     bench.reopen(normalised=True)
     assert bench.look("size", "car~0.95", system=SYSTEMS[0].title()).provenance == "embedding:vision/media"
-
-
-def test_a_text_layer_has_it_judged_as_similar(make: Make) -> None:
-    bench = make(embedding_layers=LAYERS[1:], embedding_hook="cache_helpers:WrittenHook")
-    bench.ask("color")
-    report = bench.look("Color ")
-    assert report.provenance == "embedding:prompt"
-    assert report.plan.match is not None
-    assert report.plan.match.exactness is Exactness.APPROXIMATE
-
-
-def test_a_dry_run_proposes_none(make: Make) -> None:
-    bench = make(mode=CacheMode.DRY_RUN)
-    bench.ask("what color")
-    assert bench.look("What  color").proposed is None
-    assert bench.look("what color").proposed is not None
 
 
 class TestGateway:

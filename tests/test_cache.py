@@ -23,9 +23,7 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.keys import segment_key
-from semkv.tiers.policies import Calibration, Decision
-from semkv.tiers.policies.base import Stateless
-from semkv.tiers.policies.calibrated import FEATURES
+from semkv.tiers.policies import FEATURES, Calibration, Decision, Stateless
 from semkv.types import (
     CacheMode,
     EmbeddingLayer,
@@ -163,13 +161,6 @@ def test_similar_text_on_other_media_is_no_reuse(bench: Bench) -> None:
         assert not report.hit
         assert report.plan.segments == report.request.segments
         assert line(report) == "exact_text=miss, embedding:vision=miss, embedding:prompt=miss, semantic_text=miss"
-
-
-def test_another_question_on_the_same_image_is_no_hit(bench: Bench) -> None:
-    bench.ask("color", "car", system="sys")
-    report = bench.ask("shape", "car", system="sys")
-    assert not report.hit
-    assert line(report) == "exact_text=miss, embedding:vision=miss, embedding:prompt=miss, semantic_text=miss"
 
 
 def test_a_context_with_other_white_space_is_the_donors_and_the_question_ones_own(bench: Bench) -> None:
@@ -416,12 +407,6 @@ def test_tenants_share_nothing(make: Make, options: dict[str, Any]) -> None:
         )
 
 
-def test_models_share_nothing(bench: Bench) -> None:
-    bench.ask("color", "car")
-    request = replace(bench.request("color", "car"), namespace=Namespace("", "another model"))
-    assert not bench.cache.try_reuse(request).hit
-
-
 # -- recording --------------------------------------------------------------------------------------------------------
 
 
@@ -617,8 +602,7 @@ def test_the_bound_on_entries_holds_in_every_tier(make: Make) -> None:
     assert not bench.look("question0~0.99", "image0").hit
     assert not bench.look("else", "image0~0.99").hit
     assert bench.look("question11~0.99", "image11~0.99").hit
-    assert len(bench.cache._matching._embedding._text_indexes["prompt"]) == 5
-    assert len(bench.cache._matching._embedding._run_indexes[1]) == 5
+    assert [len(index) for index in bench.cache._matching._similar.indexes()] == [5, 5, 5]
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------

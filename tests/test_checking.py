@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,16 @@ import pytest
 
 from cache_helpers import Bench, WrittenEncoder
 from semkv.cache import SemanticCache
-from semkv.tiers.checking import HitLog, SameMeaning, load_memory, pair_of, same_text, save_memory, wilson
+from semkv.tiers.base import Tally
+from semkv.tiers.checking import Checking, SameMeaning, same_text, wilson
+from semkv.tiers.policies import FixedThreshold
 from semkv.types import (
     CacheMode,
     Exactness,
     Match,
-    MediaSegment,
     Namespace,
     PolicyName,
     Request,
-    ReuseReport,
     TextSegment,
 )
 from semkv_lab.run import run
@@ -35,16 +34,6 @@ def asking(text: str = "a") -> Request:
 
 
 APPROXIMATE = Match("semantic_text", "d", 0.95, Exactness.APPROXIMATE)
-
-
-def test_a_pair_is_a_text_with_its_media_and_a_donor() -> None:
-    plain = asking()
-    picture = replace(plain, segments=(MediaSegment("m" * 64), *plain.segments))
-    other = replace(plain, segments=(MediaSegment("n" * 64), *plain.segments))
-    tenant = replace(plain, namespace=Namespace("t"))
-    pairs = [pair_of(r, "d") for r in (plain, asking("b"), picture, other, tenant)] + [pair_of(plain, "e")]
-    assert len(set(pairs)) == len(pairs)
-    assert pair_of(replace(plain, request_id="2"), "d") == pairs[0]
 
 
 def test_wilson_agrees_with_tables() -> None:
@@ -94,26 +83,26 @@ def test_answers_that_contradict_each_other_are_not_the_same(first: str, second:
     assert SameMeaning(At(0.99))(first, first.replace(".", " indeed."))
 
 
-def test_the_share_is_drawn_and_the_policy_may_ask_for_more() -> None:
-    log = HitLog(0.2)
-    drawn = sum(log.selected(log.open(asking(), APPROXIMATE)) for _ in range(2000))
+def checking(folder: Path, rate: float, **bounds: int) -> Checking:
+    return Checking(rate, FixedThreshold({}), same_text, pytest.fail, folder, "f", Tally(), **bounds)
+
+
+def test_the_share_is_drawn_and_the_policy_may_ask_for_more(tmp_path: Path) -> None:
+    some, silent, always = (checking(tmp_path, rate) for rate in (0.2, 0.0, 1.0))
+    drawn = sum(some.selected(some.open(asking(), APPROXIMATE)) for _ in range(2000))
     assert 320 < drawn < 480
-    assert log.selected(log.open(asking(), APPROXIMATE, check=1.0))
-    assert not HitLog(0.0).selected("none")
-    silent = HitLog(0.0)
+    assert some.selected(some.open(asking(), APPROXIMATE, check=1.0))
     assert not silent.selected(silent.open(asking(), APPROXIMATE, check=1.0))
-    exact = replace(APPROXIMATE, exactness=Exactness.EXACT)
-    always = HitLog(1.0)
-    assert not always.selected(always.open(asking(), exact))
+    assert not always.selected(always.open(asking(), replace(APPROXIMATE, exactness=Exactness.EXACT)))
 
 
-def test_open_hits_are_bounded() -> None:
-    log = HitLog(1.0, most=10)
-    ids = [log.open(asking(), APPROXIMATE) for _ in range(30)]
+def test_open_hits_are_bounded(tmp_path: Path) -> None:
+    few = checking(tmp_path, 1.0, most=10)
+    ids = [few.open(asking(), APPROXIMATE) for _ in range(30)]
     assert len(set(ids)) == 30
-    assert log.take(ids[0]) is None
-    assert log.take(ids[-1]) is not None
-    assert log.take(ids[-1]) is None, "closed"
+    assert not few.checked(ids[0], True)
+    assert few.checked(ids[-1], True)
+    assert not few.checked(ids[-1], True), "closed"
 
 
 def plain(tmp_path: Path, **settings: Any) -> Bench:
@@ -251,23 +240,6 @@ def test_a_damaged_memory_is_a_counted_fault(tmp_path: Path) -> None:
         bench.cache.close()
 
 
-def test_caches_that_share_a_folder_tear_no_memory(tmp_path: Path) -> None:
-    def save(pairs: int) -> None:
-        for _ in range(60):
-            save_memory(tmp_path, "f", {"hits": {"barred": dict.fromkeys(map(str, range(pairs)), "e" * 32)}})
-
-    save(1)
-    with ThreadPoolExecutor(2) as pool:
-        writers = [pool.submit(save, pairs) for pairs in (20, 3000)]
-        while not all(writer.done() for writer in writers):
-            kept = load_memory(tmp_path, "f")
-            assert kept is not None
-            assert len(kept["hits"]["barred"]) in (1, 20, 3000)
-        for writer in writers:
-            writer.result()
-    assert [file.name for file in tmp_path.iterdir()] == ["policy.json"]
-
-
 def test_a_dry_run_checks_every_hit_for_nothing(tmp_path: Path) -> None:
     bench = plain(tmp_path, policy=PolicyName.BOUNDED, max_error_rate=0.5, mode=CacheMode.DRY_RUN)
     for number in range(40):
@@ -303,9 +275,3 @@ def test_a_run_checks_the_share_it_was_told(tmp_path: Path) -> None:
     stats = caches[0].stats()
     assert len(approximate) == 1
     assert stats.checked == 1
-
-
-def test_a_report_can_be_made_unchanged() -> None:
-    report = ReuseReport(asking(), ReuseReport(asking(), None, {}).unchanged().plan, {}, hit_id="x")  # type: ignore[arg-type]
-    assert report.unchanged().hit_id == ""
-    assert report.unchanged().plan.segments == report.request.segments

@@ -7,8 +7,6 @@ import io
 import json
 import subprocess
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,16 +17,15 @@ from PIL import Image
 
 import tiny_models
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
-from semkv.encoders import onnx as onnx_module
+from semkv.encoders import backends as onnx_module
 from semkv.encoders import text as text_module
-from semkv.encoders.batching import Batcher
-from semkv.encoders.bert import lean_bert, pack_linear_layers
+from semkv.encoders.backends import lean_bert, pack_linear_layers
 from semkv.encoders.hooks import VisionHook, build_hook, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, forward, load_sentence_transformer, resolve_model
 from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError
 from semkv.keys import media_id
-from semkv.tiers.vectors import clean
+from semkv.tiers.similar import unit_vectors
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
 from semkv_lab.minigqa.generate import Knobs, generate
 
@@ -132,29 +129,6 @@ def test_one_text_that_cannot_be_encoded_is_no_fault_of_the_others() -> None:
     with ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(ask, texts))
     assert answers == ["(1, 384)" if i % 4 else "refused" for i in range(32)]
-
-
-def test_a_batch_holds_what_waited_and_no_more_than_it_may() -> None:
-    going, passes = threading.Event(), []
-
-    def run(texts: list[str]) -> list[np.ndarray]:
-        passes.append(texts)
-        going.wait(120)
-        return [np.array([float(text)], dtype=np.float32) for text in texts]
-
-    batcher = Batcher(run, most=4)
-    with ThreadPoolExecutor(12) as pool:
-        first = pool.submit(batcher, ["0"])
-        while not passes:
-            time.sleep(0.001)
-        rest = [pool.submit(batcher, [str(n)]) for n in range(1, 10)]
-        while len(batcher._waiting) < 9:
-            time.sleep(0.001)
-        going.set()
-        assert first.result(120) == {"0": 0.0}
-        assert [f.result(120)[str(n)][0] for n, f in enumerate(rest, 1)] == list(range(1, 10))
-    assert [len(p) for p in passes] == [1, 4, 4, 1]
-    assert batcher(["7", "7"]) == {"7": 7.0}
 
 
 @packaged
@@ -553,7 +527,7 @@ def test_a_vector_of_any_length_keeps_its_direction(scale: float) -> None:
     layer = EmbeddingLayer("prompt", 3)
     for sign in (1, -1):
         raw = {"prompt": np.array([0.6 * sign * scale, 0, 0.8 * scale], dtype=np.float32)}
-        found = clean(Request("1", Namespace(), (TextSegment("q"),)), raw, (layer,), "own")
+        found = unit_vectors(Request("1", Namespace(), (TextSegment("q"),)), raw, (layer,), "own")
         assert found["prompt"] == pytest.approx([0.6 * sign, 0, 0.8], abs=1e-6)
 
 

@@ -68,7 +68,7 @@ def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeyp
     answers.close()
     for tenant, size in (("alice", 100), ("bob", 2000)):
         graphs = KeptGraphs(used / "graphs", "layer", lambda: "", pytest.fail)
-        graphs.save(namespace_key(Namespace(tenant, "model")), "p", 0, lambda write, size=size: write(b"g" * size))
+        graphs.save(namespace_key(Namespace(tenant, "model")), "p", lambda write, size=size: write(b"g" * size))
 
     def held(tenant: str) -> tuple[list[tuple[str, int]], dict[str, tuple[int, int]]]:
         found = json.loads(call("stats", "--cache-dir", str(used), "--tenant", tenant, "--json"))

@@ -27,8 +27,8 @@ from gateway_helpers import (
     wait_until,
     words,
 )
+from semkv.tiers.bounded import Bounded
 from semkv.tiers.freshness import Freshness, Lifetime, parse_rule
-from semkv.tiers.policies import Bounded
 
 STARTS = ("How do I", "How can I", "How could I", "How would I", "How should I")
 THINGS = ("sourdough bread", "a sourdough bread", "a loaf of sourdough bread", "my sourdough bread")
@@ -143,7 +143,7 @@ class TestJoining:
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         semantic = pair.semantic
-        monkeypatch.setattr(semantic._hits, "_rate", 1.0)
+        monkeypatch.setattr(semantic._checking, "_rate", 1.0)
         monkeypatch.setattr(semantic, "same_answer", lambda first, second: first == second)
         for stream in (False, True):
             tenant, checked = a_tenant(), semantic.stats().checked_wrong

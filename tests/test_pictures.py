@@ -21,9 +21,8 @@ import pytest
 from PIL import Image, ImageDraw
 
 import tiny_models
-from semkv.encoders import pictures, vision
-from semkv.encoders.pictures import read_picture
-from semkv.encoders.vision import TowerEncoder
+from semkv.encoders import vision
+from semkv.encoders.vision import TowerEncoder, read_picture
 from semkv.engines.base import EnginePrompt, MediaError, load_image
 from semkv.keys import media_id, media_uuid
 from semkv.types import MediaSegment
@@ -147,7 +146,7 @@ def test_every_pixel_is_the_one_that_vllm_shows_its_model(tmp_path: Path) -> Non
     command = [sys.executable, "-c", VLLM, str(tmp_path / "in"), str(tmp_path / "out.json")]
     subprocess.run(command, check=True, env=environment, capture_output=True)
     expected = json.loads((tmp_path / "out.json").read_text())
-    assert expected.pop("") == pictures._FORMATS
+    assert expected.pop("") == vision._FORMATS
 
     found: dict[str, Any] = {}
     for name, data in everything.items():

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gateway_helpers import wait_until
 from other_process import Other, obey
@@ -23,14 +21,14 @@ from semkv import guards
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError
-from semkv.index import Graph, Partition, VectorIndex, codes_of
+from semkv.index import VectorIndex, _empty_graph
 from semkv.keys import digest
 from semkv.stores.cachedir import prepare
 from semkv.stores.catalog import Catalog
 from semkv.stores.kept_graphs import kept_beside, kept_files, read_graph
 from semkv.stores.maintenance import inspect, purge_entries
 from semkv.types import EmbeddingLayer, Namespace, Plan, Request, ReuseReport, TextSegment
-from test_index import clustered, drawn
+from test_index import drawn
 
 COUNT, DIM = 1100, 32  # above `FLAT`, so that there are graphs
 TAGGED = range(0, COUNT, 25)
@@ -81,13 +79,13 @@ def record(cache: SemanticCache, tenant: str, count: int = COUNT) -> None:
 
 
 def indexes(cache: SemanticCache) -> list[VectorIndex]:
-    found = cache._matching._indexes()
+    found = cache._matching._similar.indexes()
     assert len(found) == 2
     return found
 
 
 def settled(cache: SemanticCache) -> None:
-    assert all(index.settle(60) for index in indexes(cache))
+    assert all(index.settle() for index in indexes(cache))
 
 
 def in_memory(cache: SemanticCache, tenant: str, numbers: Sequence[int]) -> int:
@@ -95,10 +93,9 @@ def in_memory(cache: SemanticCache, tenant: str, numbers: Sequence[int]) -> int:
     count = 0
     for index in indexes(cache):
         for partition in index._partitions.values():
-            rows = [partition.last(len(partition.items))] if partition.items else []
-            for graph in partition.graphs:
-                held = graph.index  # the upkeep may put another in its place
-                rows.append(held.reconstruct_n(0, held.ntotal))
+            rows = [partition.rows]
+            if (graph := partition.graph) is not None:  # the upkeep may put another in its place
+                rows.append(graph.index.reconstruct_n(0, graph.index.ntotal))
             count += found(np.concatenate(rows), tenant, numbers)
     return count
 
@@ -108,13 +105,9 @@ def on_disk(folder: Path, tenant: str, numbers: Sequence[int]) -> int:
     count = 0
     for file in kept_files(folder / "graphs"):
         _, _, body = file.read_bytes()[:-16].split(b"\n", 2)
-        index, _ = read_graph(memoryview(body), empty(COUNT).index, 1 << 18)
+        index, _ = read_graph(memoryview(body), _empty_graph(DIM))
         count += found(index.reconstruct_n(0, index.ntotal), tenant, numbers)
     return count
-
-
-def empty(room: int) -> Graph:
-    return Graph(0, Partition(0, "p", "ns"), DIM, room)
 
 
 def words() -> int:
@@ -209,9 +202,12 @@ def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, ot
     other("record", "bob"), other("settle")
     purge(tmp_path)
     wait_until(lambda: other("known") == [0, 0])
-    other("close")
     assert not kept_files(tmp_path / "graphs")
     assert other("in memory", "bob", range(COUNT)) == 0
+    other("record", "alice")
+    wait_until(lambda: (other("settle"), on_disk(tmp_path, "alice", range(COUNT)))[1])
+    other("close")
+    assert on_disk(tmp_path, "bob", range(COUNT)) == 0
 
 
 def test_a_run_that_begins_with_a_purge_empties_what_others_have_open(tmp_path: Path, other: Other) -> None:
@@ -243,6 +239,17 @@ def test_who_closes_before_it_has_looked_writes_nothing_of_a_purge(tmp_path: Pat
     assert in_memory(cache, "bob", TAGGED) == 0
 
 
+def test_an_invalidation_takes_graphs_that_this_process_has_no_tier_for(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        record(cache, "bob")
+        record(cache, "alice")
+        settled(cache)
+    with SemanticCache(CacheConfig(tmp_path, semantic=False)) as cache:
+        assert cache.invalidate(tag="secret", namespace=Namespace("bob", "m")) == len(TAGGED)
+    assert on_disk(tmp_path, "bob", TAGGED) == 0
+    assert on_disk(tmp_path, "alice", range(COUNT)) > 1000
+
+
 def test_a_graph_that_is_written_during_a_purge_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The purge looks for graphs when the new one has no name yet."""
     cache = opened(tmp_path)
@@ -250,8 +257,7 @@ def test_a_graph_that_is_written_during_a_purge_does_not_stay(tmp_path: Path, mo
     settled(cache)
     for index in indexes(cache):
         for partition in index._partitions.values():
-            for graph in partition.graphs:
-                graph.kept = 0
+            partition.kept = 0
     real, purged = Path.replace, threading.Event()
 
     def late(part: Path, file: Path) -> Path:
@@ -264,8 +270,7 @@ def test_a_graph_that_is_written_during_a_purge_does_not_stay(tmp_path: Path, mo
         (partition,) = index._partitions.values()
         with monkeypatch.context() as patch:
             patch.setattr(Path, "replace", late)
-            index._keep(partition.graphs[0])
-        assert partition.graphs[0].file == -1
+            index._keep(partition)
     assert purged.is_set()
     assert kept_files(tmp_path / "graphs") == []
     cache.close()
@@ -277,7 +282,7 @@ def test_nothing_is_written_while_the_catalog_cannot_be_asked(tmp_path: Path) ->
     catalog = Catalog(tmp_path / "catalog.sqlite")
     kept = kept_beside(catalog, "layer", lambda error: pytest.fail(str(error)))
     catalog.close()
-    assert not kept.save("ns", "p", 0, lambda write: write(b"x"))
+    kept.save("ns", "p", lambda write: write(b"x"))
     assert kept_files(tmp_path / "graphs") == []
 
 
@@ -301,28 +306,6 @@ def test_a_cache_that_nobody_has_any_more_is_not_followed(tmp_path: Path) -> Non
     gc.collect()
     follower.join(120)
     assert not follower.is_alive()
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(40, 400), st.floats(0.0, 1.0), st.integers(0, 99))
-def test_a_blanked_graph_shows_no_removed_vector_and_leads_to_all_others(count: int, share: float, seed: int) -> None:
-    rows = clustered(count, DIM, seed)
-    graph = empty(count)
-    graph.index = graph.grown(rows, lambda: True)
-    random = np.random.default_rng(seed)
-    living = random.random(count) >= share
-    living[0] = True
-    graph.set_alive(living)
-    gone = np.flatnonzero(~living)
-    before = codes_of(graph.index).copy()
-    copy = graph.blanked(gone)
-    assert (codes_of(graph.index) == before).all(), "a search may be reading it"
-    after, stay = codes_of(copy), np.setdiff1d(np.arange(count), gone)
-    assert (after[stay] == before[stay]).all()
-    living = {code.tobytes() for code in before[stay]}
-    assert {code.tobytes() for code in after} <= living
-    found = copy.search(rows[stay], 1, params=graph.params)[1][:, 0]
-    assert np.mean(found == stay) >= 0.95
 
 
 def test_what_is_recorded_again_during_a_purge_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +353,7 @@ def test_an_encoder_that_cannot_forget_is_counted_and_asked_again(tmp_path: Path
     encoder.error = None
     wait_until(lambda: matching._purge == matching._catalog.purge())
     encoder.error = RuntimeError("at the end")
-    assert cache.invalidate(entry_id=next(iter(matching._entries()))) == 1
+    assert cache.invalidate(entry_id=next(iter(matching._similar.entries()))) == 1
     cache.close()
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         len(cache._catalog)

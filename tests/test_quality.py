@@ -20,7 +20,8 @@ from cache_helpers import WrittenEncoder
 from semkv.cli import run
 from semkv.errors import ConfigError, DatasetError
 from semkv.guards import no_veto, veto
-from semkv.tiers.policies import Bounded, Calibrated, FixedThreshold
+from semkv.tiers.bounded import Bounded
+from semkv.tiers.policies import Calibrated, FixedThreshold
 from semkv_lab.evaluate import fit
 from semkv_lab.quality import TIER, Asked, Pair, Replay, build_corpus, clusters, judge, read_pairs, read_stream
 

@@ -19,8 +19,7 @@ from semkv.stores.responses.base import Selector
 from semkv.stores.responses.memory import MemoryStore
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, Subject, parse_rule
-from semkv.tiers.keeping import refusal
+from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, Subject, parse_rule, refusal
 from semkv.tiers.response import ResponseCache
 
 

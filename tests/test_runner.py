@@ -14,11 +14,11 @@ from PIL import Image
 from rich.console import Console
 
 from semkv import keys
+from semkv.cache import CacheStats
 from semkv.engines import EnginePrompt, EngineResult, MediaError
 from semkv.engines.base import load_image, system_text, user_parts
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError, EngineError
-from semkv.tiers.stats import CacheStats
 from semkv.types import (
     CacheMode,
     Exactness,

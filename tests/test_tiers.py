@@ -16,10 +16,10 @@ from semkv.config import CacheConfig
 from semkv.encoders.text import SentenceEncoder
 from semkv.errors import ConfigError
 from semkv.keys import normalise
-from semkv.tiers.base import Boundary, GuardedEncoder, PartError, Tally
-from semkv.tiers.keying import Keyed, exactness_of, with_media
-from semkv.tiers.policies import FixedThreshold
-from semkv.tiers.similar_context import SKETCH, exact_sentences, sentences, sketch
+from semkv.tiers.base import Boundary, Tally
+from semkv.tiers.contexts import SKETCH, exact_sentences, sentences, sketch
+from semkv.tiers.policies import build_policy
+from semkv.tiers.prompt_keys import Keyed, exactness_of, with_media
 from semkv.types import (
     EmbeddingLayer,
     Entry,
@@ -52,49 +52,6 @@ def context(text: str) -> TextSegment:
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_frame_is_everything_but_the_question() -> None:
-    first = keyed(system("sys"), CAR, TextSegment("one"))
-    assert first.frame() == keyed(system("Sys "), CAR, TextSegment("two")).frame()
-    assert first.frame() != keyed(system("sys"), HOUSE, TextSegment("one")).frame()
-    assert first.frame(with_media=False) == keyed(system("sys"), HOUSE, TextSegment("one")).frame(with_media=False)
-    assert first.frame() != keyed(CAR, TextSegment("one")).frame()
-    assert first.frame() != keyed(system("sys"), CAR, TextSegment("one"), system("after")).frame()
-    assert first.frame() != keyed(system("sys"), CAR, TextSegment("one"), namespace=Namespace("there", "m")).frame()
-    assert keyed(system("sys"), CAR).frame() == ""
-
-
-@pytest.mark.parametrize("own_media", [True, False])
-def test_a_frame_of_exact_characters(own_media: bool) -> None:
-    def frame(*segments: Segment) -> str:
-        return keyed(*segments).frame(normalised=False, with_media=own_media)
-
-    first = frame(system("sys"), CAR, TextSegment("one"))
-    assert first == frame(system("sys"), CAR, TextSegment("two"))
-    assert first != frame(system("Sys "), CAR, TextSegment("one"))
-    assert (first == frame(system("sys"), HOUSE, TextSegment("one"))) is not own_media
-
-
-def test_a_run_ends_in_the_last_image_and_takes_images_alike() -> None:
-    first = keyed(system("sys"), CAR, HOUSE, TextSegment("one"))
-    assert first.run() == keyed(system("Sys"), HOUSE, CAR, TextSegment("two")).run()
-    assert first.media_key() != keyed(system("Sys"), HOUSE, CAR, TextSegment("two")).media_key()
-    assert first.run() != keyed(system("sys"), CAR, TextSegment("one")).run()
-    assert keyed(TextSegment("one")).run() == keyed(TextSegment("one")).media_key() == ""
-
-
-def test_a_whole_prompt_is_not_the_lead_of_a_longer_one() -> None:
-    short = keyed(context("doc"), TextSegment("one"))
-    long = keyed(context("doc"), TextSegment("one"), TextSegment("two"))
-    assert short.whole(short.folded, "folded") not in long.entry_keys()
-    assert short.lead(short.folded, "folded", 1) in long.entry_keys()
-
-
-def test_only_runs_with_a_context_are_leads() -> None:
-    assert list(keyed(system("s"), CAR, TextSegment("q")).lead_depths()) == []
-    assert list(keyed(system("s"), context("c"), context("d"), TextSegment("q")).lead_depths()) == [2, 3]
-    assert list(keyed(system("s"), context("c")).lead_depths()) == []
-
-
 def test_no_key_is_shared_between_namespaces() -> None:
     segments = (system("s"), CAR, context("c"), TextSegment("q"))
     keys = [set(Keyed.of(Namespace(t, m), segments).entry_keys()) for t, m in (("a", "x"), ("b", "x"), ("a", "y"))]
@@ -124,11 +81,6 @@ def test_sentences_are_found_whatever_the_white_space() -> None:
     assert sentences("一つ。二つ。") == ["一つ。", "二つ。"]
     assert sentences('So "be" it. And then.')[1] == "and then."
     assert sentences(" \n ") == []
-
-
-def test_a_text_without_full_stops_is_cut() -> None:
-    pieces = sentences("word " * 150)
-    assert [len(p.split()) for p in pieces] == [64, 64, 22]
 
 
 @given(st.text(max_size=300))
@@ -178,7 +130,7 @@ def test_the_fixed_threshold_is_that_of_the_tier() -> None:
         embedding_layers=(EmbeddingLayer("prompt", 3, 0.7),),
         embedding_hook="prompt",
     )
-    decider = FixedThreshold.of(config)
+    decider = build_policy(config, "")
     request = Request("1", HERE, (TextSegment("q"),))
     donor = Entry("e", HERE, (), "", "")
 
@@ -202,23 +154,6 @@ def test_faults_end_at_a_boundary_and_wrong_settings_do_not() -> None:
         with pytest.raises(type(stops)), Boundary(tally, "x"):
             raise stops
     assert tally.counts() == {"fault:x": 2}
-
-
-def test_whatever_an_encoder_raises_is_a_fault_of_that_part() -> None:
-    class Broken:
-        dim, fingerprint = 3, "broken"
-
-        def fits(self, text: str) -> bool:
-            raise KeyError(text)
-
-        def encode(self, texts: object) -> object:
-            raise MemoryError
-
-    guarded = GuardedEncoder(Broken())  # type: ignore[arg-type]
-    with pytest.raises(PartError, match="KeyError"):
-        guarded.fits("x")
-    with pytest.raises(PartError, match="MemoryError"):
-        guarded.encode(["x"])
 
 
 # -- with the real encoder --------------------------------------------------------------------------------------------

@@ -1,3 +1,98 @@
-"""semkv: a hierarchical semantic cache on top of vLLM."""
+"""semkv: a hierarchical semantic cache on top of vLLM.
+
+The names in ``__all__`` are the library's. Each is imported from its module when it is first asked for, so that
+``import semkv`` and the command line stay light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from semkv.cache import CacheStats, SemanticCache
+    from semkv.config import CacheConfig
+    from semkv.encoders.hooks import EmbeddingHook
+    from semkv.encoders.text import TextEncoder
+    from semkv.errors import ConfigError, SemkvError, StoreError
+    from semkv.keys import media_id, model_fingerprint
+    from semkv.stores.fusion import FusionStore
+    from semkv.tiers.policies import Decider, Decision
+    from semkv.types import (
+        CacheMode,
+        EmbeddingLayer,
+        Entry,
+        Exactness,
+        Match,
+        MatchPolicy,
+        MediaSegment,
+        Namespace,
+        Plan,
+        PolicyName,
+        Request,
+        ReuseReport,
+        Role,
+        Scope,
+        Status,
+        TextSegment,
+    )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CacheConfig",
+    "CacheMode",
+    "CacheStats",
+    "ConfigError",
+    "Decider",
+    "Decision",
+    "EmbeddingHook",
+    "EmbeddingLayer",
+    "Entry",
+    "Exactness",
+    "FusionStore",
+    "Match",
+    "MatchPolicy",
+    "MediaSegment",
+    "Namespace",
+    "Plan",
+    "PolicyName",
+    "Request",
+    "ReuseReport",
+    "Role",
+    "Scope",
+    "SemanticCache",
+    "SemkvError",
+    "Status",
+    "StoreError",
+    "TextEncoder",
+    "TextSegment",
+    "media_id",
+    "model_fingerprint",
+]
+
+_ELSEWHERE = {  # what is not in `semkv.types`
+    "CacheConfig": "config",
+    "CacheStats": "cache",
+    "ConfigError": "errors",
+    "Decider": "tiers.policies",
+    "Decision": "tiers.policies",
+    "EmbeddingHook": "encoders.hooks",
+    "FusionStore": "stores.fusion",
+    "SemanticCache": "cache",
+    "SemkvError": "errors",
+    "StoreError": "errors",
+    "TextEncoder": "encoders.text",
+    "media_id": "keys",
+    "model_fingerprint": "keys",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE.get(name, 'types')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -23,29 +23,85 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook, NoHook, build_hook, declared, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
-from semkv.errors import StoreError
+from semkv.errors import ConfigError, StoreError
 from semkv.guards import forget, no_veto, veto
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Removed
+from semkv.stores.kept_graphs import forget_graphs
 from semkv.stores.media import MediaStore
-from semkv.tiers.base import Boundary, GuardedEncoder, Tally
-from semkv.tiers.checking import Checking, Comparator, HitLog, SameMeaning, same_text
+from semkv.tiers.base import GuardedEncoder, Tally
+from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
 from semkv.tiers.matching import Matching
 from semkv.tiers.pending import PendingTier
 from semkv.tiers.plan import Planner
 from semkv.tiers.policies import Decider, build_policy
-from semkv.tiers.record import make_record
-from semkv.tiers.stats import CacheStats, stats_of
-from semkv.tiers.vectors import check_layers
+from semkv.tiers.similar import wrong_dimension
 from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport
 
 if TYPE_CHECKING:
     from semkv.types import Vector
+
+# Counted under their own names beside the faults that were raised as exceptions.
+_PLAIN_FAULTS = ("donor media lost", "media not found", "index out of step")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counters since this object was made, and sizes now.
+
+    Attributes:
+        lookups, lookup_s: calls of `SemanticCache.try_reuse` and the seconds they took.
+        hits: by the status key of the tier that decided.
+        partial: hits that substituted only a leading part.
+        recorded, repeats: new entries, and observations that counted as a hit on an entry.
+        refused: approximate matches that the decider turned down.
+        vetoes: approximate matches that a guard turned down, by reason.
+        overruled: approximate hits to which a guard objected and which the policy allowed, by reason.
+        barred: approximate matches turned down because the donor was found wrong for the same text before.
+        checked, checked_wrong: approximate hits of the random sample that were checked, and that were wrong.
+        checked_beside: checks that the policy asked for beside the sample.
+        reported_wrong: hits that a user reported.
+        faults: things that went wrong inside the cache and became misses, by kind.
+        entries, media_bytes: what is stored.
+    """
+
+    lookups: int = 0
+    lookup_s: float = 0.0
+    hits: Mapping[str, int] = field(default_factory=dict)
+    partial: int = 0
+    recorded: int = 0
+    repeats: int = 0
+    refused: int = 0
+    vetoes: Mapping[str, int] = field(default_factory=dict)
+    faults: Mapping[str, int] = field(default_factory=dict)
+    entries: int = 0
+    media_bytes: int = 0
+    overruled: Mapping[str, int] = field(default_factory=dict)
+    barred: int = 0
+    checked: int = 0
+    checked_wrong: int = 0
+    checked_beside: int = 0
+    reported_wrong: int = 0
+
+    @property
+    def wrong_rate(self) -> float | None:
+        """Share of approximate hits that are wrong, from the random sample; None where nothing was checked.
+
+        As the comparator sees it, not corrected for its errors (Rogan and Gladen, 1978): they depend on how the answers
+        are worded. Long answers that are merely reworded count as wrong, so there it is rather too high.
+        """
+        return self.checked_wrong / self.checked if self.checked else None
+
+    @property
+    def wrong_interval(self) -> tuple[float, float]:
+        """Its 95% interval (Wilson's), of chance alone; (0, 1) where nothing was checked."""
+        return wilson(self.checked_wrong, self.checked)
 
 
 class SemanticCache:
@@ -93,11 +149,8 @@ class SemanticCache:
         self._decider = decider or build_policy(config, plain.fingerprint if config.calibration else "")
         floor = config.similarity_threshold if self._decider.floor is None else self._decider.floor
         guard = veto if config.guards and config.match is MatchPolicy.ALL else no_veto
-        self._hits = HitLog(config.checked_share)
-        self._planner = Planner(self.media, self._decider, guard, self._hits, self._tally, normalised=config.normalised)
-        self.pending = PendingTier(config, floor, self._planner, self._hits, self._tally)
         self._checking = Checking(
-            self._hits,
+            config.checked_share,
             self._decider,
             same_answer or (same_text if encoder is None else SameMeaning(encoder)),
             lambda entry_id: self.invalidate(entry_id=entry_id),
@@ -105,6 +158,9 @@ class SemanticCache:
             hook.fingerprint if encoder is None else encoder.fingerprint,
             self._tally,
         )
+        folds = config.normalised
+        self._planner = Planner(self.media, self._decider, guard, self._checking, self._tally, normalised=folds)
+        self.pending = PendingTier(config, floor, self._planner, self._checking, self._tally)
         self._matching = Matching(config, self._catalog, hook, encoder, self._planner, guard, floor, self._tally)
 
     def __enter__(self) -> SemanticCache:
@@ -122,9 +178,6 @@ class SemanticCache:
     def warm_up(self) -> None:
         """Run the text encoder once, so that the first request does not pay for its start."""
         self._matching.warm_up()
-
-    def _boundary(self, kind: str) -> Boundary:
-        return Boundary(self._tally, kind)
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -146,7 +199,8 @@ class SemanticCache:
         own = Plan(request.segments)
         if self.config.mode is CacheMode.OFF or not request.segments:
             return ReuseReport(request, own, self._matching.statuses())
-        self._decider.arrived()
+        with self._tally.boundary("decider"):
+            self._decider.arrived()
         found = self._matching.look_up(request, embeddings)
         plan, proposed, answer, hit_id = found.plan, None, None, ""
         sent = plan or own
@@ -159,12 +213,12 @@ class SemanticCache:
         self._lookup_s += seconds
         if plan is not None and plan.match is not None:
             if sent.substituted:
-                with self._boundary("catalog"):
+                with self._tally.boundary("catalog"):
                     self._catalog.hit(plan.match.entry_id, time.time())
             self._tally.add(f"hit:{plan.match.tier}")
             self._tally.add("partial", 0 if plan.full else 1)
-            with self._boundary("hit"):
-                hit_id = self._hits.open(request, plan.match, found.check)
+            with self._tally.boundary("hit"):
+                hit_id = self._checking.open(request, plan.match, found.check)
         return ReuseReport(request, sent, found.statuses, found.vectors, seconds, answer, proposed, hit_id, found.near)
 
     # -- recording ----------------------------------------------------------------------------------------------
@@ -197,7 +251,7 @@ class SemanticCache:
         self._checking.learn(report, response)
         all_tags = tuple(dict.fromkeys((*report.request.tags, *tags)))
         match = report.plan.match if report.plan.substituted else None
-        with self._boundary("record"):
+        with self._tally.boundary("record"):
             now = time.time()
             if match is not None:
                 exact = match.exactness is Exactness.EXACT and report.plan.full
@@ -205,8 +259,7 @@ class SemanticCache:
                 if report.plan.full and not (exact and there and self._matching.lacks(report, match.entry_id)):
                     self._tally.add("repeats")
                     return match.entry_id if there else None
-            vectors, layers = self._matching.vectors_to_keep(report), self._matching.layer_keys()
-            record = make_record(report, response, vectors, layers, all_tags, dict(metadata or {}), now)
+            record = self._matching.record(report, response, all_tags, dict(metadata or {}), now)
             self._keep_media(record.entry)
             new, removed = self._catalog.add(record)
             self._tally.add("recorded" if new else "repeats")
@@ -223,7 +276,7 @@ class SemanticCache:
                 if data is None:
                     self._tally.add("media not found")
                     continue
-                with self._boundary("media"):
+                with self._tally.boundary("media"):
                     self.media.put(data)
 
     # -- checking -----------------------------------------------------------------------------------------------
@@ -235,7 +288,7 @@ class SemanticCache:
         ``report.unchanged()``, call `checked` with the outcome, and `add_observation` with the answer, so that the
         next request of this kind is an exact hit.
         """
-        return self._hits.selected(report.hit_id) and self.config.mode is CacheMode.LIVE
+        return self._checking.selected(report.hit_id) and self.config.mode is CacheMode.LIVE
 
     def same_answer(self, first: str, second: str) -> bool:
         """Whether two answers to one request say the same; False where the comparison fails."""
@@ -266,10 +319,11 @@ class SemanticCache:
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def _forget(self, removed: Removed) -> None:
-        with self._boundary("catalog"):  # what it cannot be asked of is found out of step
+        with self._tally.boundary("catalog"):  # what it cannot be asked of is found out of step
             self._matching.remove(removed.entry_ids)
-        for media_id in removed.media:
-            self.media.delete(media_id)
+        with self._tally.boundary("media"):
+            for media_id in removed.media:
+                self.media.delete(media_id)
 
     def invalidate(
         self,
@@ -294,19 +348,51 @@ class SemanticCache:
             raise StoreError(f"catalog {self._catalog.path}: {error}") from error
         if removed.entry_ids and not dry_run:
             self._forget(removed)
+            with self._tally.boundary("graph"):  # also where no tier of this process has the vectors in them
+                forget_graphs(self._catalog, removed.spaces)
             forget()  # pieces of the texts that are gone
         return len(removed.entry_ids)
 
     def stats(self) -> CacheStats:
         """Counters and sizes."""
         entries = 0
-        with self._boundary("catalog"):
+        with self._tally.boundary("catalog"):
             entries = len(self._catalog)
-        return stats_of(self._tally.counts(), self._lookup_s, entries, self.media.nbytes)
+        counts = self._tally.counts()
+
+        def named(prefix: str) -> dict[str, int]:
+            return {name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix)}
+
+        return CacheStats(
+            lookups=counts.get("lookups", 0),
+            lookup_s=self._lookup_s,
+            hits=named("hit:"),
+            partial=counts.get("partial", 0),
+            recorded=counts.get("recorded", 0),
+            repeats=counts.get("repeats", 0),
+            refused=counts.get("refused", 0),
+            vetoes=named("veto:"),
+            faults=named("fault:") | {name: counts[name] for name in _PLAIN_FAULTS if name in counts},
+            entries=entries,
+            media_bytes=self.media.nbytes,
+            overruled=named("overruled:"),
+            barred=counts.get("barred", 0),
+            checked=counts.get("checked", 0),
+            checked_wrong=counts.get("checked wrong", 0),
+            checked_beside=counts.get("checked beside the sample", 0),
+            reported_wrong=counts.get("reported wrong", 0),
+        )
 
 
 def _hook(config: CacheConfig, given: EmbeddingHook | None, encoder: TextEncoder) -> EmbeddingHook:
-    """The hook given, or that of the settings, held against the layers that it should fill."""
+    """The hook given, or that of the settings, held against the layers that it should fill, where it names them."""
     hook = build_hook(config, encoder) if given is None else declared(given, type(given).__name__)
-    check_layers(config.embedding_layers, hook, config.embedding_hook)
+    for layer in config.embedding_layers if hook.dims else ():
+        dim = hook.dims.get(layer.name)
+        if dim is None:
+            filled = ", ".join(f"{name}:{dim}" for name, dim in sorted(hook.dims.items()))
+            allowed = f"a layer that hook {config.embedding_hook} fills: {filled}"
+            raise ConfigError("--embedding-layer", layer.name, allowed)
+        if dim != layer.dim:
+            raise wrong_dimension(layer, dim, config.embedding_hook)
     return hook

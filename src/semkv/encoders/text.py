@@ -6,17 +6,16 @@ import copy
 import importlib.util
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from semkv.encoders.batching import Batcher
-from semkv.encoders.bert import lean_bert, pack_linear_layers
-from semkv.encoders.onnx import Int8States
+from semkv.encoders.backends import Int8States, lean_bert, pack_linear_layers
 from semkv.errors import ConfigError
 from semkv.keys import digest, weights_digest
 
@@ -140,6 +139,52 @@ def forward(model: Any, text: str, states: States | None = None) -> Vector:
                 features = module(features)
         vector: Vector = features["sentence_embedding"][0, : model.truncate_dim].float().numpy()
     return (vector / np.linalg.norm(vector)).astype(np.float32)
+
+
+class Batcher:
+    """Runs one batch at a time, of what several threads asked for while the last one ran. A text that several ask for
+    is run once.
+
+    Args:
+        run: the vectors of texts, in order; called by one thread at a time.
+        most: texts of one batch; a single caller's are never split.
+    """
+
+    def __init__(self, run: Callable[[list[str]], list[Vector]], *, most: int = 32) -> None:
+        self._run, self._most = run, most
+        self._waiting: deque[tuple[Sequence[str], Future[dict[str, Vector]]]] = deque()
+        self._running = threading.Lock()
+
+    def __call__(self, texts: Sequence[str]) -> dict[str, Vector]:
+        """Vectors by text; raises what ``run`` raised for these texts."""
+        own: Future[dict[str, Vector]] = Future()
+        self._waiting.append((texts, own))
+        with self._running:  # a thread that comes in runs a batch, unless another has run its texts
+            while not own.done():
+                batch = [self._waiting.popleft()]
+                while self._waiting and sum(len(t) for t, _ in batch) + len(self._waiting[0][0]) <= self._most:
+                    batch.append(self._waiting.popleft())
+                try:
+                    self._answer(batch)
+                finally:
+                    for _, future in batch:
+                        if not future.done():  # interrupted
+                            future.set_exception(RuntimeError("the thread that ran the batch was stopped"))
+        return own.result()
+
+    def _answer(self, batch: Sequence[tuple[Sequence[str], Future[dict[str, Vector]]]]) -> None:
+        texts = list(dict.fromkeys(text for asked, _ in batch for text in asked))
+        try:
+            found = dict(zip(texts, self._run(texts), strict=True))
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0][1].set_exception(error)
+                return
+            for ticket in batch:  # one text that cannot be encoded is no fault of the others
+                self._answer([ticket])
+            return
+        for asked, future in batch:
+            future.set_result({text: found[text] for text in asked})
 
 
 class SentenceEncoder:

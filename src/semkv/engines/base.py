@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from semkv import keys
-from semkv.encoders.pictures import READING, read_picture
+from semkv.encoders.vision import READING, read_picture
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Namespace, Role, Segment, Status, TextSegment
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from semkv import keys
-from semkv.encoders.pictures import READING
+from semkv.encoders.vision import READING
 from semkv.engines.base import EnginePrompt, EngineResult, load_image, system_text, user_parts
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Status

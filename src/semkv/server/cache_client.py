@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from semkv.cache import SemanticCache
+from semkv.cache import CacheStats, SemanticCache
 from semkv.server.metrics import Metrics
 from semkv.server.request_key import CanonicalRequest
 from semkv.server.tenancy import TagRule, tags_by
@@ -28,7 +28,6 @@ from semkv.stores.responses.base import Selector
 from semkv.tiers.base import Candidate
 from semkv.tiers.pending import PendingEntry
 from semkv.tiers.response import Found, ResponseCache
-from semkv.tiers.stats import CacheStats
 from semkv.types import Exactness, Plan, ReuseReport
 
 log = logging.getLogger(__name__)

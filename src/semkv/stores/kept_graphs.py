@@ -1,10 +1,10 @@
 """Graphs of the vector index on disk, which spare a start the minutes in which they are built.
 
 They are never the only copy of anything and never believed: an index takes a row from here only where it equals the
-catalog's vector. So an old or foreign file costs time and no answer. Nothing is written unless the catalog is still the
-one of the start, and the index has heeded its last purge: what a purge deleted is not written back.
+catalog's vector. So an old or foreign file costs time and no answer. Nothing is written unless the index has heeded the
+catalog's last purge: what a purge deleted is not written back.
 
-    graphs/<namespace>/<layer>-<partition>-<number>.graph      all digests
+    graphs/<namespace>/<layer>-<partition>.graph      all digests
 
 A file is a magic word, one JSON line (layer, with its encoder's fingerprint; partition), the number of rows (8 bytes),
 a hash of each row's item (uint64, 0 for a removed row), FAISS's own format, and xxh3_128 of all before. Nothing is
@@ -18,8 +18,7 @@ import json
 import os
 import sqlite3
 import struct
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ import xxhash
 from semkv.errors import CorruptValue, SemkvError
 from semkv.keys import digest
 from semkv.stores.catalog import Catalog
-from semkv.stores.files import described, file_id, make_folder, matching, open_file, remove_strays, replacing
+from semkv.stores.files import make_folder, matching, open_file, remove_strays, replacing
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -41,7 +40,6 @@ FOLDER = "graphs"
 _MAGIC = b"semkv graph 1\n"
 _ROWS = struct.Struct("<Q")
 _CHECKSUM = 16
-_MAX_BYTES = 4 << 30  # of a folder: more than four million rows of 384 numbers
 
 
 class KeptGraphs:
@@ -50,50 +48,44 @@ class KeptGraphs:
     Args:
         folder: of all graphs of a cache directory.
         layer: whose vectors they are, named with the encoder's fingerprint.
-        purge: returns the mark of the last purge of the catalog that the vectors come from, or None where that catalog
-            is gone or cannot be asked.
+        purge: returns the mark of the last purge of the catalog that the vectors come from, or None where it cannot be
+            asked.
         fault: called with the error of every file that is damaged or cannot be written.
-        max_bytes: bound on all files of the folder; the least recently used go first.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        layer: str,
-        purge: Callable[[], str | None],
-        fault: Callable[[Exception], None],
-        *,
-        max_bytes: int = _MAX_BYTES,
+        self, folder: Path, layer: str, purge: Callable[[], str | None], fault: Callable[[Exception], None]
     ) -> None:
-        self._folder, self._layer, self._fault, self._max_bytes = folder, layer, fault, max_bytes
+        self._folder, self._layer, self._fault = folder, layer, fault
         self._purge_now, self._heeded = purge, purge()
         self._prefix = digest("layer", layer)[:16]
-        self._found: dict[str, list[Path]] = defaultdict(list)  # those of the start, by partition
-        for file in sorted(matching(folder, f"*/{self._prefix}-*.graph")):
-            self._found[file.name.split("-")[1]].append(file)
+        # Those of the start, by partition.
+        self._found = {file.stem.partition("-")[2]: file for file in matching(folder, f"*/{self._prefix}-*.graph")}
 
-    def read(self, partition: str) -> Iterator[tuple[int, memoryview]]:
-        """The number and checked bytes of each graph that a partition had at the start; a damaged one is deleted."""
-        for file in self._found.pop(_short(partition), ()):
-            try:
-                yield int(file.stem.split("-")[2]), _checked(file, self._head(partition))
-                os.utime(file)
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError, SemkvError) as error:
-                self._fault(error)
-                _delete(file)
+    def read(self, partition: str) -> memoryview | None:
+        """The checked bytes of the graph that a partition had at the start; a damaged one is deleted."""
+        file = self._found.pop(_short(partition), None)
+        if file is None:
+            return None
+        try:
+            return _checked(file, self._head(partition))
+        except FileNotFoundError:
+            return None
+        except (OSError, SemkvError) as error:
+            self._fault(error)
+            _delete(file)
+            return None
 
-    def save(self, namespace: str, partition: str, number: int, write: Callable[[Write], None]) -> bool:
-        """Write a graph in the place of the one with that number; returns whether it is there now.
+    def save(self, namespace: str, partition: str, write: Callable[[Write], None]) -> None:
+        """Write a graph in the place of the partition's last one.
 
         Args:
             write: calls its argument with the graph's bytes.
         """
         heeded = self._heeded
         if heeded is None or self._purge_now() != heeded:
-            return False
-        saved, file, checksum = False, self._file(namespace, partition, number), xxhash.xxh3_128()
+            return
+        file, checksum = self._file(namespace, partition), xxhash.xxh3_128()
         try:
             make_folder(file.parent)
             with replacing(file, private=True) as out:
@@ -105,62 +97,59 @@ class KeptGraphs:
                 put(self._head(partition))
                 write(put)
                 out.write(checksum.digest())
-            saved = self._trim(file)
         except (OSError, RuntimeError) as error:  # the second from FAISS, when a write fails
             self._fault(error)
         if self._purge_now() != heeded:  # a purge marks the catalog before it deletes graphs: it may have missed this
-            saved = False
             _delete(file)
             _delete_empty(file.parent, self._folder)
-        return saved
 
     def heed(self, purge: str) -> None:
         """Say that the index holds nothing any more of what this purge, and those before, deleted."""
         self._heeded = purge
 
-    def drop(self, namespace: str, partition: str, number: int) -> None:
-        """Delete a graph. Its folder stays, into which another index may be about to write."""
-        _delete(self._file(namespace, partition, number))
+    def has(self, namespace: str, partition: str) -> bool:
+        """Whether a partition's graph is there."""
+        return self._file(namespace, partition).is_file()
 
-    def reject(self, namespace: str, partition: str, number: int, error: Exception) -> None:
+    def drop(self, namespace: str, partition: str) -> None:
+        """Delete a graph. Its folder stays, into which another index may be about to write."""
+        _delete(self._file(namespace, partition))
+
+    def reject(self, namespace: str, partition: str, error: Exception) -> None:
         """Delete a graph that is of no use, and count it."""
         self._fault(error)
-        self.drop(namespace, partition, number)
+        self.drop(namespace, partition)
 
     def drop_unread(self) -> None:
         """Delete the graphs of the start whose partitions nobody asked for: nothing is left of them."""
-        for file in (file for files in self._found.values() for file in files):
+        for file in self._found.values():
             _delete(file)
         self._found.clear()
 
     def _head(self, partition: str) -> bytes:
         return _MAGIC + json.dumps({"layer": self._layer, "partition": partition}).encode() + b"\n"
 
-    def _file(self, namespace: str, partition: str, number: int) -> Path:
-        return self._folder / folder_of(namespace) / f"{self._prefix}-{_short(partition)}-{number}.graph"
-
-    def _trim(self, newest: Path) -> bool:
-        """Delete the least recently used files above the bound; returns whether the newest stays."""
-        found = described(kept_files(self._folder))
-        total = sum(status.st_size for _, status in found)
-        for file, status in sorted(found, key=lambda f: (f[0] == newest, f[1].st_mtime)):
-            if total > self._max_bytes:
-                _delete(file)
-                total -= status.st_size
-        return newest.exists()
+    def _file(self, namespace: str, partition: str) -> Path:
+        return self._folder / folder_of(namespace) / f"{self._prefix}-{_short(partition)}.graph"
 
 
 def kept_beside(catalog: Catalog, layer: str, fault: Callable[[Exception], None]) -> KeptGraphs:
     """The graphs of one layer in the folder of an open catalog."""
-    opened = file_id(catalog.path)
 
     def purge() -> str | None:
         try:
-            return catalog.purge() if file_id(catalog.path) == opened else None
+            catalog.database.version()  # opens the file that took the place of one that was deleted
+            return catalog.purge()
         except (OSError, sqlite3.Error):  # closed, for one
             return None
 
     return KeptGraphs(catalog.path.parent / FOLDER, layer, purge, fault)
+
+
+def forget_graphs(catalog: Catalog, namespaces: Iterable[str]) -> None:
+    """Delete the graphs beside a catalog of some namespaces, in which are vectors of entries that were deleted."""
+    for file in kept_files(catalog.path.parent / FOLDER, namespaces):
+        _delete(file)
 
 
 def faiss_module() -> Any:
@@ -182,14 +171,13 @@ def write_graph(index: Any, items: Sequence[str | None], write: Write) -> None:
     faiss.write_index(index, faiss.PyCallbackIOWriter(write))
 
 
-def read_graph(body: memoryview, like: Any, room: int) -> tuple[Any, Hashes]:
+def read_graph(body: memoryview, like: Any) -> tuple[Any, Hashes]:
     """The FAISS index behind `write_graph` and the hashes of its rows' items.
 
     Args:
         body: the bytes. A checksum is no signature, so anyone who can write the folder may have made them: FAISS
             refuses a graph whose links or entry lead out of it (1.15.1 does; the floor in pyproject.toml).
         like: an index of the right kind, dimension and metric.
-        room: most rows.
 
     Raises:
         CorruptValue: it is of another kind, dimension or size.
@@ -211,7 +199,7 @@ def read_graph(body: memoryview, like: Any, room: int) -> tuple[Any, Hashes]:
     except RuntimeError as error:
         raise CorruptValue(f"a graph that FAISS cannot read: {error}") from error
     form = (type(index), index.d, index.metric_type, index.ntotal)
-    if form != (type(like), like.d, like.metric_type, len(hashes)) or not 0 < len(hashes) <= room:
+    if form != (type(like), like.d, like.metric_type, len(hashes)) or not len(hashes):
         raise CorruptValue("a graph of another kind, dimension or size")
     return index, hashes
 

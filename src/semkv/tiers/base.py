@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from semkv.encoders.text import Matrix
 
 logger = logging.getLogger("semkv")
+
+EXACT = "exact_text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,10 @@ class Tally:
         level = logging.WARNING if self._counts[name] == 1 else logging.DEBUG
         logger.log(level, "%s: %s: %s (counted as a miss)", kind, type(error).__name__, error)
 
+    def boundary(self, kind: str) -> Boundary:
+        """A block whose faults are counted here."""
+        return Boundary(self, kind)
+
     def counts(self) -> dict[str, int]:
         with self._lock:
             return dict(self._counts)
@@ -65,44 +72,6 @@ class Tally:
 
 class PartError(SemkvError):
     """A hook, an encoder or a decider raised; the cache counts it and treats the request as a miss."""
-
-
-class GuardedEncoder:
-    """A text encoder whose every failure is a `PartError`; what may be plugged in may raise anything."""
-
-    def __init__(self, encoder: TextEncoder) -> None:
-        self._encoder = encoder
-
-    @property
-    def dim(self) -> int:
-        return self._encoder.dim
-
-    @property
-    def fingerprint(self) -> str:
-        return self._encoder.fingerprint
-
-    def fits(self, text: str) -> bool:
-        try:
-            return self._encoder.fits(text)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise PartError(f"text encoder: {error!r}") from error
-
-    def forget(self) -> None:
-        """Drop the texts in memory, where it keeps any."""
-        try:
-            getattr(self._encoder, "forget", lambda: None)()
-        except Exception as error:
-            raise PartError(f"text encoder: {error!r}") from error
-
-    def encode(self, texts: Sequence[str]) -> Matrix:
-        try:
-            return self._encoder.encode(texts)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise PartError(f"text encoder: {error!r}") from error
 
 
 class Boundary:
@@ -122,3 +91,43 @@ class Boundary:
             return False
         self._tally.fault(self._kind, error)
         return True
+
+
+class GuardedEncoder:
+    """A text encoder whose every failure is a `PartError`; what may be plugged in may raise anything."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder = encoder
+
+    @property
+    def dim(self) -> int:
+        return self._encoder.dim
+
+    @property
+    def fingerprint(self) -> str:
+        return self._encoder.fingerprint
+
+    def fits(self, text: str) -> bool:
+        with _part():
+            return self._encoder.fits(text)
+
+    def encode(self, texts: Sequence[str]) -> Matrix:
+        with _part():
+            return self._encoder.encode(texts)
+
+    def forget(self) -> None:
+        """Drop the texts in memory, where it keeps any."""
+        try:
+            getattr(self._encoder, "forget", lambda: None)()
+        except Exception as error:
+            raise PartError(f"text encoder: {error!r}") from error
+
+
+@contextmanager
+def _part() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise PartError(f"text encoder: {error!r}") from error

@@ -11,17 +11,16 @@ import math
 import re
 import secrets
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from semkv.guards import veto
 from semkv.keys import digest, normalise
 from semkv.stores.files import replace_text
-from semkv.tiers.base import Boundary, Tally
+from semkv.tiers.base import Tally
 from semkv.tiers.policies import Decider
 from semkv.types import Exactness, Match, Request, ReuseReport
 
@@ -97,50 +96,61 @@ def wilson(wrong: int, checked: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenHit:
+class _OpenHit(NamedTuple):
     """A hit that may still be checked or reported wrong.
 
     Attributes:
         match: why the donor was chosen.
-        pair: names the request's text together with the donor, for `HitLog.block`.
+        pair: names the request's text together with the donor.
         selected: whether to check it.
         sampled: whether it is in the plain random sample, from which the error rate is estimated.
     """
 
     match: Match
     pair: str
-    selected: bool = False
-    sampled: bool = False
-
-    @property
-    def approximate(self) -> bool:
-        return self.match.exactness is Exactness.APPROXIMATE
+    selected: bool
+    sampled: bool
 
 
-def pair_of(request: Request, entry_id: str) -> str:
-    """The name of a request's text and media together with a donor."""
-    space = request.namespace
-    media = (segment.media_id for segment in request.media)
-    return digest("pair", space.tenant, space.model, request.chunk_text, entry_id, *media)
+class Checking:
+    """The open hits, the sample that is checked, the pairs found wrong, and what outcomes teach the policy.
 
-
-class HitLog:
-    """The open hits, the sample that is checked, and the pairs known to be wrong. Any thread may call any method.
+    The last two are kept in the cache directory. Any thread may call any method.
 
     Args:
         rate: share of approximate hits in the random sample, 0 to 1.
-        seed: of the sample.
+        decider: learns from outcomes.
+        same: compares answers.
+        remove: deletes an entry, by its id.
+        folder: the cache directory.
+        fingerprint: whose scores the policy's state speaks of.
+        tally: counts outcomes, and faults in a comparison or in keeping the state.
         most: open hits to remember; the oldest go first.
     """
 
-    def __init__(self, rate: float, *, seed: int = 0, most: int = _OPEN_HITS) -> None:
-        self._rate, self._most = rate, most
-        self._random = Random(seed)  # noqa: S311
-        self._open: OrderedDict[str, OpenHit] = OrderedDict()
+    def __init__(
+        self,
+        rate: float,
+        decider: Decider,
+        same: Comparator,
+        remove: Callable[[str], object],
+        folder: Path,
+        fingerprint: str,
+        tally: Tally,
+        *,
+        most: int = _OPEN_HITS,
+    ) -> None:
+        self._rate, self._decider, self._same, self._remove, self._most = rate, decider, same, remove, most
+        self._file, self._fingerprint, self._tally = folder / FILE, fingerprint, tally
+        self._random = Random(0)  # noqa: S311
+        self._open: OrderedDict[str, _OpenHit] = OrderedDict()
         self._barred: OrderedDict[str, str] = OrderedDict()  # pair -> entry
-        self._entries: Counter[str] = Counter()  # barred pairs of an entry
         self._lock = threading.Lock()
+        self._outcomes = 0
+        with tally.boundary("policy"):
+            self._restore()
+
+    # -- open hits ----------------------------------------------------------------------------------------------
 
     def open(self, request: Request, match: Match, check: float = 0.0) -> str:
         """Remember a hit; approximate ones may be selected for a check.
@@ -152,13 +162,12 @@ class HitLog:
         Returns:
             The hit's id, which cannot be guessed.
         """
-        hit_id = secrets.token_hex(12)
-        pair = pair_of(request, match.entry_id)
+        hit_id, pair = secrets.token_hex(12), _pair_of(request, match.entry_id)
+        approximate = match.exactness is Exactness.APPROXIMATE and self._rate > 0.0
         with self._lock:
             lot = self._random.random()
-            approximate = match.exactness is Exactness.APPROXIMATE and self._rate > 0.0
             selected, sampled = approximate and lot < max(self._rate, check), approximate and lot < self._rate
-            self._open[hit_id] = OpenHit(match, pair, selected, sampled)
+            self._open[hit_id] = _OpenHit(match, pair, selected, sampled)
             while len(self._open) > self._most:
                 self._open.popitem(last=False)
         return hit_id
@@ -169,83 +178,37 @@ class HitLog:
             hit = self._open.get(hit_id)
             return hit is not None and hit.selected
 
-    def take(self, hit_id: str) -> OpenHit | None:
-        """Close a hit; None for one that is unknown or closed already."""
-        with self._lock:
-            return self._open.pop(hit_id, None)
-
-    def block(self, hit: OpenHit) -> int:
-        """Never let this donor answer this text again. Returns how many texts the donor is barred from."""
-        with self._lock:
-            if hit.pair not in self._barred:
-                self._barred[hit.pair] = hit.match.entry_id
-                self._entries[hit.match.entry_id] += 1
-            while len(self._barred) > _BARRED:
-                _, entry = self._barred.popitem(last=False)
-                self._entries[entry] -= 1
-                if not self._entries[entry]:
-                    del self._entries[entry]
-            return self._entries[hit.match.entry_id]
-
     def blocked(self, request: Request, entry_id: str) -> bool:
         """Whether a donor was found wrong for a request's text."""
         if not self._barred:
             return False
         with self._lock:
-            return pair_of(request, entry_id) in self._barred
+            return _pair_of(request, entry_id) in self._barred
 
-    def state(self) -> Mapping[str, Any]:
-        """The barred pairs, to keep across restarts."""
+    def _close(self, hit_id: str) -> _OpenHit | None:
         with self._lock:
-            return {"barred": dict(self._barred)}
+            return self._open.pop(hit_id, None)
 
-    def restore(self, state: Any) -> None:
-        """Take up kept pairs. Raises `ValueError` for damaged ones."""
-        barred = state.get("barred") if isinstance(state, dict) else None
-        if not isinstance(barred, dict) or not all(isinstance(v, str) for v in barred.values()):
-            raise ValueError("barred pairs are damaged")
+    def _block(self, hit: _OpenHit) -> int:
+        """Never let this donor answer this text again. Returns how many texts the donor is barred from."""
+        entry_id = hit.match.entry_id
         with self._lock:
-            self._barred = OrderedDict(barred)
-            self._entries = Counter(self._barred.values())
+            self._barred[hit.pair] = entry_id
+            while len(self._barred) > _BARRED:
+                self._barred.popitem(last=False)
+            return sum(entry == entry_id for entry in self._barred.values())
 
-
-class Checking:
-    """What outcomes teach: the hit log, the policy, and their memory in the cache directory. Any thread may call.
-
-    Args:
-        hits: the open hits.
-        decider: learns from outcomes.
-        same: compares answers.
-        remove: deletes an entry, by its id.
-        folder: the cache directory.
-        fingerprint: whose scores the policy's state speaks of.
-        tally: counts outcomes, and faults in a comparison or in keeping the state.
-    """
-
-    def __init__(
-        self,
-        hits: HitLog,
-        decider: Decider,
-        same: Comparator,
-        remove: Callable[[str], object],
-        folder: Path,
-        fingerprint: str,
-        tally: Tally,
-    ) -> None:
-        self._hits, self._decider, self._same, self._remove = hits, decider, same, remove
-        self._folder, self._fingerprint, self._tally = folder, fingerprint, tally
-        self._outcomes = 0
-        self._restore()
+    # -- outcomes -----------------------------------------------------------------------------------------------
 
     def same_answer(self, first: str, second: str) -> bool:
         """Whether two answers say the same; False where the comparison fails."""
-        with Boundary(self._tally, "comparison"):
+        with self._tally.boundary("comparison"):
             return self._same(first, second)
         return False
 
     def checked(self, hit_id: str, correct: bool) -> bool:
         """Take the outcome of a check; whether the hit was open."""
-        hit = self._hits.take(hit_id)
+        hit = self._close(hit_id)
         if hit is None:
             return False
         if hit.sampled:
@@ -253,21 +216,22 @@ class Checking:
             self._tally.add("checked wrong", 0 if correct else 1)
         else:
             self._tally.add("checked beside the sample")
-        if hit.approximate:
+        if hit.match.exactness is Exactness.APPROXIMATE:
             if not correct:
-                self._hits.block(hit)
+                self._block(hit)
             self._observe(hit.match, correct=correct, served=True)
         return True
 
     def report_wrong(self, hit_id: str) -> bool:
         """Take a user's word that an answer was wrong; whether the hit was open. Raises what ``remove`` raises."""
-        hit = self._hits.take(hit_id)
+        hit = self._close(hit_id)
         if hit is None:
             return False
         self._tally.add("reported wrong")
-        if hit.approximate:
+        approximate = hit.match.exactness is Exactness.APPROXIMATE
+        if approximate:
             self._observe(hit.match, correct=False, served=True)
-        if not hit.approximate or self._hits.block(hit) >= _BARRED_MOST:
+        if not approximate or self._block(hit) >= _BARRED_MOST:
             self._remove(hit.match.entry_id)
         return True
 
@@ -281,46 +245,45 @@ class Checking:
         elif report.hit_id and report.donor_response is not None:
             self.checked(report.hit_id, self.same_answer(report.donor_response, response))
 
-    def save(self) -> None:
-        """Keep what was learned, where anything was."""
-        policy, hits = self._decider.state(), self._hits.state()
-        if policy is None and not hits["barred"]:
-            return
-        with Boundary(self._tally, "policy"):
-            save_memory(self._folder, self._fingerprint, {"policy": policy, "hits": hits})
-
     def _observe(self, match: Match, *, correct: bool, served: bool) -> None:
         self._decider.observe(match, correct=correct, served=served)
         self._outcomes += 1
         if self._outcomes % _SAVE_AFTER == 0:
             self.save()
 
+    # -- across restarts ----------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Keep what was learned, where anything was; of several caches that share a folder, the last one's stays."""
+        with self._lock:
+            barred = dict(self._barred)
+        policy = self._decider.state()
+        if policy is not None or barred:
+            body = {"format": FORMAT, "fingerprint": self._fingerprint, "policy": policy, "hits": {"barred": barred}}
+            with self._tally.boundary("policy"):
+                replace_text(self._file, json.dumps(body))
+
     def _restore(self) -> None:
-        with Boundary(self._tally, "policy"):
-            kept = load_memory(self._folder, self._fingerprint)
-            if kept is None:
-                return
-            self._hits.restore(kept.get("hits"))
-            if kept.get("policy") is not None and self._decider.learns:
-                self._decider.restore(kept["policy"])
+        """Take up what was kept for this encoder. Raises `ValueError` for what is damaged."""
+        try:
+            body = json.loads(self._file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise ValueError(f"{self._file} is damaged or of another version")
+        if body.get("fingerprint") != self._fingerprint:
+            return
+        hits = body.get("hits")
+        barred = hits.get("barred") if isinstance(hits, dict) else None
+        if not isinstance(barred, dict) or not all(isinstance(entry, str) for entry in barred.values()):
+            raise ValueError("barred pairs are damaged")
+        self._barred = OrderedDict(barred)
+        if body.get("policy") is not None and self._decider.learns:
+            self._decider.restore(body["policy"])
 
 
-def load_memory(folder: Path, fingerprint: str) -> Mapping[str, Any] | None:
-    """What was kept for an encoder; None where there is nothing, or it belongs to another encoder.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is damaged.
-    """
-    try:
-        body = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise ValueError(f"{folder / FILE} is damaged or of another version")
-    return body if body.get("fingerprint") == fingerprint else None
-
-
-def save_memory(folder: Path, fingerprint: str, body: Mapping[str, Any]) -> None:
-    """Put it in the place of what was kept: where several caches share a folder, the last one's stays. Raises
-    OSError."""
-    replace_text(folder / FILE, json.dumps({"format": FORMAT, "fingerprint": fingerprint, **body}))
+def _pair_of(request: Request, entry_id: str) -> str:
+    """The name of a request's text and media together with a donor."""
+    space = request.namespace
+    media = (segment.media_id for segment in request.media)
+    return digest("pair", space.tenant, space.model, request.chunk_text, entry_id, *media)

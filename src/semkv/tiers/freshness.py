@@ -1,16 +1,19 @@
-"""How long an answer lives."""
+"""Which answers are kept, and for how long."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any, Protocol
 
 from semkv.errors import ConfigError
 
 FOREVER = float("inf")
+_COMPLETE = frozenset(("stop", "tool_calls"))
 _FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE][,sliding], FIELD being prompt, model or tag, such as tag:news=5m"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -159,3 +162,42 @@ def _seconds(text: str) -> float:
     if unit not in _UNITS:
         raise ValueError(text)
     return float(number) * _UNITS[unit]
+
+
+class Answerable(Protocol):
+    """What an answer is kept by; `server.request_key.CanonicalRequest` is one."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def partition(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def sampled(self) -> bool: ...
+
+
+def refusal(payload: bytes, status: int = 200) -> str:
+    """Why an answer must not be kept, in a word or two; empty for a complete one.
+
+    Complete: status 200, no error, and every choice ended by itself (``stop``) or with a tool call.
+    """
+    if status != 200:
+        return "status"
+    try:
+        answer = json.loads(payload)
+    except (ValueError, RecursionError):
+        return "no JSON"
+    if not isinstance(answer, dict) or answer.get("error") is not None:
+        return "error"
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return "no choices"
+    return "" if all(_finished(choice) for choice in choices) else "unfinished"
+
+
+def _finished(choice: Any) -> bool:
+    reason = choice.get("finish_reason") if isinstance(choice, dict) else None
+    return isinstance(reason, str) and reason in _COMPLETE

@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook
 from semkv.errors import ConfigError
 from semkv.guards import Guard, forget
-from semkv.index import VectorIndex
 from semkv.stores.catalog import Catalog
-from semkv.tiers import exact_text, semantic_text
-from semkv.tiers.base import Boundary, Candidate, GuardedEncoder, PartError, Tally
-from semkv.tiers.embedding import VISION, EmbeddingTier, status_of
-from semkv.tiers.exact_text import ExactTextTier
-from semkv.tiers.keying import Keyed
+from semkv.stores.catalog_rows import Record
+from semkv.tiers.base import EXACT, Candidate, GuardedEncoder, PartError, Tally
+from semkv.tiers.contexts import SimilarContext, context_rows
 from semkv.tiers.plan import Planner
-from semkv.tiers.record import entry_of, has_chunk_text
-from semkv.tiers.semantic_text import SemanticTextTier
-from semkv.tiers.similar_context import SimilarContext
-from semkv.tiers.vectors import clean
-from semkv.types import CacheMode, Entry, Near, Plan, Request, ReuseReport, Status
+from semkv.tiers.prompt_keys import SPELLINGS, Keyed, entry_of, has_chunk_text, same_texts
+from semkv.tiers.similar import SEMANTIC, VISION, SimilarTier, status_of, unit_vectors
+from semkv.types import CacheMode, Entry, MediaSegment, Near, Plan, Request, ReuseReport, Scope, Status
 
 if TYPE_CHECKING:
     from semkv.types import Vector
 
-_EXACT, _SEMANTIC = exact_text.STATUS, semantic_text.STATUS
+_DONORS = 4  # of one text: the next ones are asked when the policy refuses the first
 _PAGE = 4096
 _FOLLOW_S = 1.0  # between two looks for purges
 _ASKED = 512  # entries that are looked for at once; lookups wait for that, a millisecond or so
@@ -91,30 +88,16 @@ class Matching:
         self._config, self._catalog, self._hook, self._planner, self._tally = config, catalog, hook, planner, tally
         self._encoder = encoder
         self._purge: str | None = None
-        with self._boundary("catalog"):
+        with self._tally.boundary("catalog"):
             self._purge = catalog.purge()  # before anything is read
         self._layers = config.embedding_layers if config.mode is not CacheMode.OFF else ()
-        self._exact = ExactTextTier(catalog, config.scope, normalised=config.normalised) if config.exact else None
-        self._embedding = EmbeddingTier(
-            catalog, self._layers, config.match, hook.fingerprint, tally, self._lost, normalised=config.normalised
-        )
-        self._semantic: SemanticTextTier | None = None
-        self._contexts: SimilarContext | None = None
-        if encoder is not None:
-            least, share = config.similarity_threshold, config.context_edit_share
-            folds = config.normalised
-            self._semantic = SemanticTextTier(
-                catalog, encoder, config.scope, floor, tally, self._lost, normalised=folds
-            )
-            self._contexts = SimilarContext(catalog, encoder, config.scope, least, share, guard, normalised=folds)
-        self._similar: list[EmbeddingTier | SemanticTextTier] = [self._embedding]
-        if self._semantic is not None:
-            self._similar.append(self._semantic)
+        self._similar = SimilarTier(config, catalog, self._layers, hook.fingerprint, encoder, floor, tally, self._lost)
+        self._contexts = None if encoder is None else SimilarContext(config, catalog, encoder, guard)
         self._seen_vectors = self._seen_media = 0
         self._seen_file = catalog.database.opened
         self._behind = False  # whether the last refresh failed
         self._refreshing = threading.Lock()
-        with self._boundary("catalog"):
+        with self._tally.boundary("catalog"):
             self.refresh()
         self._closing = threading.Event()
         self._follower = threading.Thread(
@@ -126,26 +109,22 @@ class Matching:
         """Stop the indexes' upkeep and keep their graphs, without what was purged."""
         self._closing.set()
         self._follower.join()
-        with self._boundary("purge"):  # graphs are not written then
+        with self._tally.boundary("purge"):  # graphs are not written then
             self.heed()
-        for index in self._indexes():
+        for index in self._similar.indexes():
             index.close()
 
     def warm_up(self) -> None:
         """Run the text encoder once."""
-        if self._semantic is not None:
-            with self._boundary("encoder"):
-                self._semantic.vector("warm up")
-
-    def _boundary(self, kind: str) -> Boundary:
-        return Boundary(self._tally, kind)
+        with self._tally.boundary("encoder"):
+            self._chunk_vector("warm up")
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
     def statuses(self) -> dict[str, Status]:
         """``skip`` for every tier, as before it was asked."""
         layers = (status_of(layer.name) for layer in self._config.embedding_layers)
-        return dict.fromkeys([_EXACT, *layers, _SEMANTIC], Status.SKIP)
+        return dict.fromkeys([EXACT, *layers, SEMANTIC], Status.SKIP)
 
     def look_up(self, request: Request, given: Mapping[str, Vector] | None) -> Lookup:
         """Ask the tiers; ``given`` are vectors by layer, instead of the hook's.
@@ -155,9 +134,9 @@ class Matching:
         """
         found = Lookup(request, given, self.statuses())
         tiers: Sequence[Callable[[Lookup, Keyed], None]] = (self._ask_exact, self._ask_embedding, self._ask_semantic)
-        with self._boundary("request"):
+        with self._tally.boundary("request"):
             keyed = Keyed.of(request.namespace, request.segments)
-            with self._boundary("catalog"):
+            with self._tally.boundary("catalog"):
                 if self._catalog.changed():
                     self.refresh()
             for ask in tiers:
@@ -177,10 +156,35 @@ class Matching:
             found.near = found.near or verdict.near
 
     def _ask_exact(self, found: Lookup, keyed: Keyed) -> None:
-        if self._exact is not None:
-            found.statuses[_EXACT] = Status.MISS
-            with self._boundary(_EXACT):
-                self._take(found, self._exact.candidates(keyed))
+        if self._config.exact:
+            found.statuses[EXACT] = Status.MISS
+            with self._tally.boundary(EXACT):
+                self._take(found, self._equal(keyed))
+
+    def _equal(self, keyed: Keyed) -> Iterator[Candidate]:
+        """L0.5: donors of the same text, byte for byte or but for what `keys.normalise` folds. The longest leading run
+        comes first, then byte-equal ones, then the oldest. With ``--scope any`` media items are all alike.
+
+        A run shorter than the prompt counts only when it holds a context: a shared system prompt or image alone is what
+        vLLM's own prefix cache is for, and calling it a hit would make every second question about an image one.
+        """
+        normalised, alike = self._config.normalised, self._config.scope is Scope.ANY
+        most = _DONORS if normalised or not alike else SPELLINGS
+
+        def keys() -> Iterator[tuple[int, str]]:  # the first is what most hits are found by
+            folded = normalised or alike  # no key is kept of exact texts with media alike
+            yield len(keyed.segments), keyed.whole(keyed.exact, "exact")
+            if folded:
+                yield len(keyed.segments), keyed.whole(keyed.loose if alike else keyed.folded, "folded")
+            for depth in reversed(keyed.lead_depths()):
+                yield depth, keyed.lead(keyed.exact, "exact", depth)
+                if folded:
+                    yield depth, keyed.lead(keyed.loose if alike else keyed.folded, "folded", depth)
+
+        for depth, key in keys():
+            for donor in self._catalog.find(key, most):
+                if normalised or same_texts(keyed.segments[:depth], donor.segments):
+                    yield Candidate(donor, depth, EXACT, 1.0, (EXACT,))
 
     def _ask_embedding(self, found: Lookup, keyed: Keyed) -> None:
         if not self._layers:
@@ -191,8 +195,8 @@ class Matching:
             return
         found.vectors.update(vectors)
         found.statuses.update({status_of(name): Status.MISS for name in vectors})
-        with self._boundary("embedding"):
-            self._take(found, self._embedding.candidates(found.request.namespace, keyed, vectors))
+        with self._tally.boundary("embedding"):
+            self._take(found, self._similar.by_layers(found.request.namespace, keyed, vectors))
 
     def _embedded(self, request: Request, given: Mapping[str, Vector] | None) -> dict[str, Vector] | None:
         """Checked vectors of the embedding layers; None where the hook failed."""
@@ -203,34 +207,36 @@ class Matching:
         except Exception as error:  # a hook may be the user's own
             self._tally.fault("hook", error)
             return None
-        with self._boundary("hook"):
-            return clean(request, raw, self._layers, self._config.embedding_hook)
+        with self._tally.boundary("hook"):
+            return unit_vectors(request, raw, self._layers, self._config.embedding_hook)
         return None
 
     def _ask_semantic(self, found: Lookup, keyed: Keyed) -> None:
-        if self._semantic is None or self._contexts is None:
+        if self._contexts is None:
             return
         if keyed.lead_depths():
-            found.statuses[_SEMANTIC] = Status.MISS
-        with self._boundary(_SEMANTIC):
+            found.statuses[SEMANTIC] = Status.MISS
+        with self._tally.boundary(SEMANTIC):
             try:
-                vector = self._semantic.vector(found.request.chunk_text)
+                vector = self._chunk_vector(found.request.chunk_text)
             except PartError:
-                found.statuses[_SEMANTIC] = Status.MISS
+                found.statuses[SEMANTIC] = Status.MISS
                 raise
             if vector is not None:
-                found.statuses[_SEMANTIC] = Status.MISS
-                found.vectors[_SEMANTIC] = vector
-                self._take(found, self._semantic.candidates(keyed, vector))
+                found.statuses[SEMANTIC] = Status.MISS
+                found.vectors[SEMANTIC] = vector
+                self._take(found, self._similar.by_chunk_text(keyed, vector))
             if found.plan is None:
                 self._take(found, self._contexts.candidates(keyed))
 
-    # -- keeping up with the catalog ----------------------------------------------------------------------------
+    def _chunk_vector(self, text: str) -> Vector | None:
+        """A chunk text's unit vector; None for an empty text, one beyond the encoder's window, and without L1."""
+        if self._encoder is None or not text.strip() or not self._encoder.fits(text):
+            return None
+        found: Vector = self._encoder.encode([text])[0]
+        return found
 
-    def layer_keys(self) -> dict[str, str]:
-        """The catalog's name of every layer that is filled here."""
-        semantic = {_SEMANTIC: self._semantic.layer} if self._semantic is not None else {}
-        return self._embedding.keys | semantic
+    # -- keeping up with the catalog ----------------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Index what was written since the last time, by this process or another."""
@@ -245,15 +251,14 @@ class Matching:
     def _read(self) -> None:
         if self._seen_file != (opened := self._catalog.database.opened):  # a new file numbers its rows anew
             self._seen_file, self._seen_vectors, self._seen_media = opened, 0, 0
-        layers = [key for name, key in self.layer_keys().items() if name != VISION]
+        layers = [key for name, key in self._similar.keys.items() if name != VISION]
         while rows := self._catalog.vectors(layers, self._seen_vectors, _PAGE):
-            for tier in self._similar:
-                tier.load(rows)
+            self._similar.load(rows)
             self._seen_vectors = rows[-1].number
-        while VISION in self._embedding.keys and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
-            self._embedding.load_media(media)
+        while VISION in self._similar.keys and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
+            self._similar.load_media(media)
             self._seen_media = media[-1].number
-        for index in self._indexes():
+        for index in self._similar.indexes():
             index.loaded()
 
     def heed(self) -> None:
@@ -264,45 +269,45 @@ class Matching:
         if purge == self._purge:
             return
         with self._refreshing:  # what was read before that purge is in the indexes by now
-            known = list(self._entries())
+            known = list(self._similar.entries())
         self.remove(known)
-        for index in self._indexes():
+        for index in self._similar.indexes():
             index.heed(purge)
         forget()
         if self._encoder is not None:
             self._encoder.forget()
         self._purge = purge
 
-    def _indexes(self) -> list[VectorIndex]:
-        return [index for tier in self._similar for index in tier.indexes()]
-
-    def _entries(self) -> set[str]:
-        return {entry for tier in self._similar for entry in tier.entries()}
-
     def remove(self, entry_ids: Sequence[str]) -> None:
         """Forget those of some entries that the catalog does not have."""
         for start in range(0, len(entry_ids), _ASKED):
             with self._refreshing:  # what is recorded again meanwhile is indexed after this, and stays
                 gone = self._catalog.missing(entry_ids[start : start + _ASKED])
-                for tier in self._similar:
-                    tier.remove(gone)
+                self._similar.remove(gone)
 
     def _lost(self, entry_id: str) -> None:
         """Forget an entry that another process deleted."""
         self._tally.add("index out of step")
         self.remove([entry_id])
 
+    def record(
+        self, report: ReuseReport, response: str, tags: tuple[str, ...], metadata: Mapping[str, Any], now: float
+    ) -> Record:
+        """What the catalog keeps of ``report.plan.segments`` and their answer."""
+        vectors = self._vectors_to_keep(report)
+        return make_record(report, response, vectors, self._similar.keys, tags, metadata, now)
+
     def lacks(self, report: ReuseReport, entry_id: str) -> bool:
         """Whether there is a vector to add for a request that is byte-equal to an entry, as for all after a change of
         encoder. A prompt may have none: its text is beyond the encoder's window, or it has no question."""
-        if (self._semantic is None or entry_id in self._semantic) and (not self._layers or entry_id in self._embedding):
+        if entry_id in self._similar:
             return False
         own = entry_of(report.request, Keyed.of(report.request.namespace, report.plan.segments))
-        layers = {name: key for name, key in self.layer_keys().items() if name != VISION}
+        layers = {name: key for name, key in self._similar.keys.items() if name != VISION}
         missing = set(layers.values()) - self._catalog.layers(own.entry_id)
-        return bool(missing) and any(layers.get(name) in missing for name in self.vectors_to_keep(report))
+        return bool(missing) and any(layers.get(name) in missing for name in self._vectors_to_keep(report))
 
-    def vectors_to_keep(self, report: ReuseReport) -> dict[str, Vector]:
+    def _vectors_to_keep(self, report: ReuseReport) -> dict[str, Vector]:
         """The lookup's vectors, and those that an early hit made unnecessary then.
 
         Where a leading part was substituted, a layer other than prompt and vision may have been computed from what is
@@ -312,15 +317,54 @@ class Matching:
         vectors = dict(report.embeddings)
         if self._layers and not any(layer.name in vectors for layer in self._layers):
             vectors |= self._embedded(report.request, None) or {}
-        if self._semantic is not None and _SEMANTIC not in vectors:
-            vector = self._semantic.vector(report.request.chunk_text)
-            if vector is not None:
-                vectors[_SEMANTIC] = vector
+        if SEMANTIC not in vectors and (vector := self._chunk_vector(report.request.chunk_text)) is not None:
+            vectors[SEMANTIC] = vector
         if report.plan.substituted:
-            vectors = {name: v for name, v in vectors.items() if name in ("prompt", VISION, _SEMANTIC)}
+            vectors = {name: v for name, v in vectors.items() if name in ("prompt", VISION, SEMANTIC)}
         if not has_chunk_text(report.request, report.plan.segments):
-            vectors.pop(_SEMANTIC, None)
+            vectors.pop(SEMANTIC, None)
         return vectors
+
+
+def make_record(
+    report: ReuseReport,
+    response: str,
+    vectors: Mapping[str, Vector],
+    layers: Mapping[str, str],
+    tags: tuple[str, ...],
+    metadata: Mapping[str, Any],
+    now: float,
+) -> Record:
+    """The record of ``report.plan.segments`` and their answer.
+
+    Args:
+        report: the lookup.
+        response: the engine's answer to the canonical prompt.
+        vectors: unit vectors by layer that belong to the canonical prompt; ``vision`` by the request's own media.
+        layers: the catalog's name of each layer; vectors of other layers are left out.
+        tags, metadata: as the entry keeps them.
+        now: seconds since the epoch.
+    """
+    request, segments = report.request, report.plan.segments
+    keyed = Keyed.of(request.namespace, segments)
+    entry = replace(entry_of(request, keyed), response=response, tags=tags, created=now, metadata=metadata)
+    sent = [s.media_id for s in segments if isinstance(s, MediaSegment)]
+    rows = np.atleast_2d(vectors[VISION]) if VISION in vectors and VISION in layers else ()
+    media = {
+        (layers[VISION], mine.media_id): row
+        for mine, computed, row in zip(request.media, sent, rows, strict=False)
+        if mine.media_id == computed  # a donor's image has its own vector already
+    }
+    return Record(
+        entry=entry,
+        keys=keyed.entry_keys(),
+        frame=keyed.frame(),
+        loose_frame=keyed.frame(with_media=False),
+        run=keyed.run(),
+        contexts=context_rows(keyed),
+        vectors={layers[n]: v for n, v in vectors.items() if n in layers and n != VISION},
+        media_vectors=media,
+    )
 
 
 def _follow(matching: weakref.ref[Matching], closing: threading.Event) -> None:
@@ -329,6 +373,6 @@ def _follow(matching: weakref.ref[Matching], closing: threading.Event) -> None:
         tiers = matching()
         if tiers is None:
             return
-        with tiers._boundary("purge"):  # user code may be in it
+        with tiers._tally.boundary("purge"):  # user code may be in it
             tiers.heed()
         del tiers

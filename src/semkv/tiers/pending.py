@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from semkv.config import CacheConfig
-from semkv.tiers import exact_text, semantic_text
-from semkv.tiers.base import Boundary, Candidate, Tally
-from semkv.tiers.checking import HitLog
-from semkv.tiers.keying import Keyed
+from semkv.tiers.base import EXACT, Candidate, Tally
+from semkv.tiers.checking import Checking
 from semkv.tiers.plan import Planner
-from semkv.tiers.record import entry_of
+from semkv.tiers.prompt_keys import Keyed, entry_of
+from semkv.tiers.similar import SEMANTIC
 from semkv.types import CacheMode, Entry, Request, ReuseReport, Scope, Status
 
 if TYPE_CHECKING:
@@ -49,13 +48,13 @@ class PendingEntry:
         """This entry as a donor for another request; None where they are not similar."""
         run = len(self.donor.segments)
         if self.prompt_key and self.prompt_key == to.prompt_key:
-            return Candidate(self.donor, run, exact_text.STATUS, 1.0, (exact_text.STATUS,))
+            return Candidate(self.donor, run, EXACT, 1.0, (EXACT,))
         if not self.slot_key or self.slot_key != to.slot_key or self.vector is None or to.vector is None:
             return None
         score = min(1.0, float(self.vector @ to.vector))
         if score < self.least:
             return None
-        return Candidate(self.donor, run, semantic_text.STATUS, score, (semantic_text.STATUS,))
+        return Candidate(self.donor, run, SEMANTIC, score, (SEMANTIC,))
 
 
 class PendingTier:
@@ -65,14 +64,14 @@ class PendingTier:
         config: of the cache.
         least: least cosine of a similar question that the policy is asked about.
         planner: guards and policy.
-        hits: the open hits.
+        checking: the open hits.
         tally: counts hits and faults.
     """
 
-    def __init__(self, config: CacheConfig, least: float, planner: Planner, hits: HitLog, tally: Tally) -> None:
+    def __init__(self, config: CacheConfig, least: float, planner: Planner, checking: Checking, tally: Tally) -> None:
         self._exact, self._normalised, self._with_media = config.exact, config.normalised, config.scope is Scope.MEDIA
         self._live, self._least = config.mode is CacheMode.LIVE, least
-        self._planner, self._hits, self._tally = planner, hits, tally
+        self._planner, self._checking, self._tally = planner, checking, tally
 
     def _keys(self, keyed: Keyed) -> tuple[str, str]:
         """`PendingEntry.prompt_key` and `PendingEntry.slot_key`."""
@@ -82,7 +81,7 @@ class PendingTier:
 
     def group(self, request: Request) -> str:
         """`PendingEntry.group` of a request before its lookup; empty where it matches none."""
-        with Boundary(self._tally, "request"):
+        with self._tally.boundary("request"):
             if request.segments and self._live:
                 prompt_key, slot_key = self._keys(Keyed.of(request.namespace, request.segments))
                 return slot_key or prompt_key
@@ -97,10 +96,10 @@ class PendingTier:
         request = report.request
         if report.hit or not request.segments or not self._live:
             return None
-        with Boundary(self._tally, "request"):
+        with self._tally.boundary("request"):
             keyed = Keyed.of(request.namespace, request.segments)
             return PendingEntry(
-                entry_of(request, keyed), *self._keys(keyed), report.embeddings.get(semantic_text.STATUS), self._least
+                entry_of(request, keyed), *self._keys(keyed), report.embeddings.get(SEMANTIC), self._least
             )
         return None
 
@@ -116,11 +115,11 @@ class PendingTier:
         Returns:
             The report of the hit; None where it may not.
         """
-        with Boundary(self._tally, "join"):
+        with self._tally.boundary("join"):
             verdict = self._planner.plan(report.request, candidate)
             if verdict.plan is None or verdict.plan.match is None:
                 return None
-            hit_id = self._hits.open(report.request, verdict.plan.match, verdict.check)
+            hit_id = self._checking.open(report.request, verdict.plan.match, verdict.check)
             self._tally.add(f"hit:{verdict.plan.match.tier}")
             statuses = {**report.statuses, **dict.fromkeys(candidate.agreed, Status.HIT)}
             return replace(report, plan=verdict.plan, statuses=statuses, hit_id=hit_id, near=None)

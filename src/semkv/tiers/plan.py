@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from semkv.guards import Guard, wording
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Candidate, PartError, Tally
-from semkv.tiers.checking import HitLog
-from semkv.tiers.keying import exactness_of
+from semkv.tiers.checking import Checking
 from semkv.tiers.policies import Decider, Decision
+from semkv.tiers.prompt_keys import exactness_of
 from semkv.types import Entry, Exactness, Match, MediaSegment, Near, Plan, Request, Segment
 
 
@@ -35,7 +35,7 @@ class Planner:
         media: where donors' images are.
         decider: the policy.
         guard: may veto an approximate match of the whole prompt.
-        hits: knows the pairs that were found wrong.
+        checking: knows the pairs that were found wrong.
         tally: counts vetoes, refusals and lost images.
         normalised: False has texts that are equal after folding alone judged as approximate matches are.
     """
@@ -45,13 +45,13 @@ class Planner:
         media: MediaStore,
         decider: Decider,
         guard: Guard,
-        hits: HitLog,
+        checking: Checking,
         tally: Tally,
         *,
         normalised: bool = True,
     ) -> None:
         self._media, self._decider, self._guard, self._tally = media, decider, guard, tally
-        self._hits, self._normalised = hits, normalised
+        self._checking, self._normalised = checking, normalised
 
     def plan(self, request: Request, candidate: Candidate) -> Verdict:
         """The plan; none where a guard or the policy refuses, or a donor's image is gone (all counted)."""
@@ -92,7 +92,7 @@ class Planner:
         if match.veto and not self._decider.weighs_vetoes:
             self._tally.add(f"veto:{match.veto}")
             return Decision(False, f"veto: {match.veto}")
-        if self._hits.blocked(request, donor.entry_id):
+        if self._checking.blocked(request, donor.entry_id):
             self._tally.add("barred")
             return Decision(False, "found wrong before")
         try:

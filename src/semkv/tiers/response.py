@@ -14,8 +14,7 @@ from semkv.stores.responses.ahead import AheadLog, deliver
 from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
 from semkv.stores.responses.memory import MemoryStore
 from semkv.tiers.base import Tally
-from semkv.tiers.freshness import Freshness
-from semkv.tiers.keeping import Answerable, Keeping
+from semkv.tiers.freshness import Answerable, Freshness, Lifetime, Subject, refusal
 
 _T = TypeVar("_T")
 
@@ -94,7 +93,7 @@ class ResponseCache:
         self._memory = MemoryStore(max_bytes, clock=clock)
         self._store, self._clock = store, clock
         self._tally = Tally()
-        self._keeping = Keeping(freshness or Freshness(), sampled=sampled, clock=clock, tally=self._tally)
+        self._freshness, self._sampled = freshness or Freshness(), sampled
         self._breakers = {writes: _Breaker(pause_s) for writes in (False, True)}  # a full store can still be read
         self._hits = 0
         self._poll_s, self._unheard_s = poll_s, unheard_s
@@ -179,7 +178,7 @@ class ResponseCache:
         Returns:
             Whether it was kept, in the store or, where that is down, in memory.
         """
-        found = self._keeping.stored(request, payload, status, tuple(tags))
+        found = self._stored(request, payload, status, tuple(tags))
         reason = found if isinstance(found, str) else self._write(found, since)
         self._tally.add(f"refused:{reason}" if reason else "kept")
         return not reason
@@ -194,7 +193,7 @@ class ResponseCache:
         """
         if self._ahead is None:
             return None
-        found = self._keeping.stored(request, payload, status, tuple(tags))
+        found = self._stored(request, payload, status, tuple(tags))
         if isinstance(found, str):
             self._tally.add(f"refused:{found}")
             return False
@@ -226,7 +225,37 @@ class ResponseCache:
 
     def keeps(self, request: Answerable, tags: Sequence[str] = ()) -> bool:
         """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
-        return self._keeping.keeps(request, tuple(tags))
+        lifetime = self._lifetime(request, tuple(tags)) if self._sampled or not request.sampled else None
+        return lifetime is not None and bool(lifetime.ttl_s)
+
+    def _lifetime(self, request: Answerable, tags: tuple[str, ...]) -> Lifetime | None:
+        try:
+            return self._freshness.lifetime(Subject(request.prompt, request.model, tags))
+        except Exception as error:  # a rule may be the user's own
+            self._tally.fault("freshness rule", error)
+            return None
+
+    def _stored(self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
+        """What to keep of an answer, or why nothing."""
+        reason = "sampled" if request.sampled and not self._sampled else refusal(payload, status)
+        if reason:
+            return reason
+        lifetime = self._lifetime(request, tags)
+        if lifetime is None or not lifetime.ttl_s:
+            return "no lifetime"
+        now, ttl = self._clock(), lifetime.draw()
+        return StoredResponse(
+            key=request.key,
+            partition=request.partition,
+            model=request.model,
+            payload=payload,
+            created=now,
+            expires=now + ttl,
+            stale_until=now + ttl + lifetime.stale_s,
+            slide_s=ttl if lifetime.sliding and ttl != float("inf") else 0.0,
+            tags=tags,
+            prompt=request.prompt,
+        )
 
     def _write(self, response: StoredResponse, since: str) -> str:
         """To the store, then to memory. Returns why not, or an empty string."""

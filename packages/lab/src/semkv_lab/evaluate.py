@@ -22,8 +22,7 @@ from semkv.encoders.text import SentenceEncoder
 from semkv.errors import ConfigError, DatasetError
 from semkv.guards import Wording, no_veto, veto
 from semkv.tiers.checking import wilson
-from semkv.tiers.policies import Decider, build_policy
-from semkv.tiers.policies.calibrated import FEATURES, Calibration, features
+from semkv.tiers.policies import FEATURES, Calibration, Decider, build_policy, features
 from semkv_lab.quality import (
     FLOOR,
     Corpus,

@@ -23,11 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from semkv.cache import CacheStats
 from semkv.engines.base import Engine, EnginePrompt, EngineResult, MediaError
 from semkv.errors import DatasetError, EngineError
 from semkv.stores.cachedir import prepare
 from semkv.stores.files import described
-from semkv.tiers.stats import CacheStats
 from semkv.types import CacheMode, MediaSegment, Namespace, Plan, Request, ReuseReport, Role, Status, TextSegment
 from semkv_lab.console import (
     SAMPLES_OUT,

@@ -17,15 +17,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from semkv.config import CacheConfig
 from semkv.encoders.text import TextEncoder
 from semkv.guards import Guard
 from semkv.keys import LITERAL, digest, normalise, one_style, segment_key
 from semkv.stores.catalog import Catalog
 from semkv.tiers.base import Candidate
-from semkv.tiers.keying import Keyed, is_context
+from semkv.tiers.prompt_keys import Keyed, is_context
+from semkv.tiers.similar import SEMANTIC
 from semkv.types import Entry, Scope, Segment, TextSegment
 
-STATUS = "semantic_text"
 SKETCH = 64
 _LONGEST = 64  # words; what has no full stops is cut, so that a piece fits an encoder
 _DONORS = 8
@@ -89,30 +90,18 @@ class SimilarContext:
     """Finds entries whose contexts say the same but for a few reworded sentences.
 
     Args:
+        config: settings. Without ``normalised`` a sentence that is typed in another way is a changed one, and what is
+            no context has to be byte-equal.
         catalog: where the entries are.
         encoder: of single sentences.
-        scope: ``any`` takes all images as one.
-        threshold: least cosine of every changed sentence with the one it replaced.
-        share: how many of a context's sentences may have changed; one always may.
         guard: may veto a changed sentence, such as one with another number.
-        normalised: False takes a sentence that is typed in another way for a changed one; what is no context has to be
-            byte-equal.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        encoder: TextEncoder,
-        scope: Scope,
-        threshold: float,
-        share: float,
-        guard: Guard,
-        *,
-        normalised: bool = True,
-    ) -> None:
+    def __init__(self, config: CacheConfig, catalog: Catalog, encoder: TextEncoder, guard: Guard) -> None:
         self._catalog, self._encoder, self._guard = catalog, encoder, guard
-        self._with_media, self._threshold, self._share = scope is Scope.MEDIA, threshold, share
-        self._normalised, self._cut = normalised, sentences if normalised else exact_sentences
+        self._with_media, self._threshold = config.scope is Scope.MEDIA, config.similarity_threshold
+        self._share, self._normalised = config.context_edit_share, config.normalised
+        self._cut = sentences if config.normalised else exact_sentences
 
     def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
         """Donors by length of the run, then by likeness; the run ends in a context, the rest is the request's own."""
@@ -129,7 +118,7 @@ class SimilarContext:
         for found in sorted(aligned, key=lambda a: (-a.run, len(a.changed))):
             score = self._least_cosine(found.changed)
             if score is not None and score >= self._threshold:
-                yield Candidate(found.donor, found.run, STATUS, score, (STATUS,))
+                yield Candidate(found.donor, found.run, SEMANTIC, score, (SEMANTIC,))
 
     def _align(self, own: Sequence[Segment], donor: Entry) -> _Aligned | None:
         changed: list[tuple[str, str]] = []

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from semkv.keys import chain_keys, digest, namespace_key, normalise, segment_key
-from semkv.types import Exactness, MediaSegment, Namespace, Role, Segment, TextSegment
+from semkv.types import Entry, Exactness, MediaSegment, Namespace, Request, Role, Segment, TextSegment
 
 SPELLINGS = 64  # entries of one folded text that are looked through for the same characters
 _space = lru_cache(maxsize=1024)(namespace_key)
@@ -169,3 +169,23 @@ def with_media(segments: Sequence[Segment], media: Sequence[str]) -> tuple[Segme
     """The same segments with other media items, in order."""
     left = iter(media)
     return tuple(MediaSegment(next(left)) if isinstance(s, MediaSegment) else s for s in segments)
+
+
+def has_chunk_text(request: Request, segments: Sequence[Segment]) -> bool:
+    """Whether a request's chunk text is that of a prompt that was computed for it: it may speak of a context in whose
+    place a donor's stands."""
+    own = [segment for segment in request.segments if isinstance(segment, TextSegment)]
+    computed = [segment for segment in segments if isinstance(segment, TextSegment)]
+    return own == computed or request.chunk_text == request.question
+
+
+def entry_of(request: Request, keyed: Keyed) -> Entry:
+    """The entry of a prompt that was computed for a request, without what its answer brings.
+
+    Args:
+        request: the request.
+        keyed: the prompt. Where the request's chunk text is not its own, the entry has the question's.
+    """
+    chunk_text = request.chunk_text if has_chunk_text(request, keyed.segments) else request.question
+    entry_id = digest("entry", keyed.space, keyed.exact[-1], chunk_text)[:32]
+    return Entry(entry_id, request.namespace, keyed.segments, chunk_text, response="")

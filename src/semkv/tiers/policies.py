@@ -1,25 +1,150 @@
-"""The chance of a wrong answer, from a few named features of a match, fitted from labelled pairs."""
+"""Whether an approximate match may be used: the last word before a donor is substituted.
+
+fixed       the threshold of the flags; a guard's veto is final
+calibrated  the chance of a wrong answer at this score, wording and veto, fitted from labelled pairs
+bounded     keeps the share of requests answered wrongly under what the user set; learns from checked answers
+            (`semkv.tiers.bounded`)
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from semkv.config import CacheConfig
 from semkv.errors import ConfigError
 from semkv.guards import MOST_UNMATCHED, Wording
-from semkv.tiers.policies.base import Decider, Decision, ServedTexts, Stateless
-from semkv.types import Entry, Match, Request
+from semkv.keys import digest
+from semkv.types import Entry, Match, PolicyName, Request
 
-FORMAT = 2
+FORMAT = 2  # of calibrations
 FLOOR = 0.5  # cosines below match nothing
 FEATURES = ("cosine", "closeness", *Wording._fields)
 _GAP = 0.005  # keeps the closeness of a cosine of 1 finite
 _STEPS = 30  # of a bisection
+_TEXTS = 65_536
+_PROMPT_HOOKS = ("prompt", "prompt_vision")  # whose prompt layer is the text encoder's
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Yes or no, and what it rests on.
+
+    Attributes:
+        accept: whether the donor may be used.
+        reason: why, in a few words for the log.
+        risk: the chance of a wrong answer, where the policy knows one.
+        check: the least chance with which this hit should be checked.
+    """
+
+    accept: bool
+    reason: str = ""
+    risk: float | None = None
+    check: float = 0.0
+
+
+class Decider(Protocol):
+    """Judges approximate matches; exact and normalised ones are not asked about. Called from any thread.
+
+    Attributes:
+        weighs_vetoes: whether matches that a guard objects to (``match.veto``) are asked about; otherwise a veto is
+            final.
+        learns: whether `observe` has any effect, so that comparisons are worth making.
+        floor: least score worth asking about; None leaves it to the tiers' thresholds.
+    """
+
+    @property
+    def weighs_vetoes(self) -> bool: ...
+
+    @property
+    def learns(self) -> bool: ...
+
+    @property
+    def floor(self) -> float | None: ...
+
+    def arrived(self) -> None:
+        """A request came in."""
+        ...
+
+    def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
+        """Whether the donor may be used: a match is no better than the worst of `Match.scores`."""
+        ...
+
+    def observe(self, match: Match, *, correct: bool, served: bool) -> None:
+        """The outcome of a comparison: of a hit that was served, or of a match that was refused and ran cold."""
+        ...
+
+    def state(self) -> Mapping[str, Any] | None:
+        """What to keep across restarts, as JSON values; None where there is nothing to keep."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up a kept state. Raises `ValueError` for one that is damaged."""
+        ...
+
+
+class ServedTexts:
+    """The texts that an approximate hit has answered: one that comes again is worth a check, since after it the text
+    has an answer of its own. Bounded; any thread may call."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def again(self, request: Request) -> bool:
+        """Whether a text was served before; remembers that it is now."""
+        media = (segment.media_id for segment in request.media)
+        text = digest("text", request.namespace.tenant, request.namespace.model, request.chunk_text, *media)
+        with self._lock:
+            again = text in self._texts
+            self._texts[text] = None
+            self._texts.move_to_end(text)
+            if len(self._texts) > _TEXTS:
+                self._texts.popitem(last=False)
+        return again
+
+
+class Stateless:
+    """The part of a `Decider` that learns nothing."""
+
+    weighs_vetoes = False
+    learns = False
+    floor: float | None = None
+
+    def arrived(self) -> None:
+        pass
+
+    def observe(self, match: Match, *, correct: bool, served: bool) -> None:
+        pass
+
+    def state(self) -> None:
+        return None
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class FixedThreshold(Stateless):
+    """Accepts a match whose score reaches the threshold of its tier.
+
+    Args:
+        thresholds: least cosine by status key (``semantic_text``, ``embedding:<layer>``); a tier that is not named
+            has none.
+    """
+
+    def __init__(self, thresholds: Mapping[str, float]) -> None:
+        self._thresholds = dict(thresholds)
+
+    def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
+        least = [(score.cosine, self._thresholds.get(score.tier, 0.0)) for score in match.scores]
+        reason = ", ".join(f"{cosine:.3f} against {threshold:.3f}" for cosine, threshold in least)
+        return Decision(all(cosine >= threshold for cosine, threshold in least), reason)
 
 
 def features(score: float, wording: tuple[float, float, float] | None) -> tuple[float, ...]:
@@ -134,7 +259,6 @@ class Calibrated(Stateless):
         self._calibration, self._tiers, self._otherwise = calibration, tiers, otherwise
         self.floor: float | None = calibration.least
         self._texts = ServedTexts()
-        self._lock = threading.Lock()
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
         own = [score.cosine for score in match.scores if match.whole and score.tier in self._tiers]
@@ -150,5 +274,36 @@ class Calibrated(Stateless):
         reason = f"risk {risk:.4f} against {self._calibration.limit:.4f}"
         if risk > self._calibration.limit:
             return Decision(False, reason, risk)
-        with self._lock:
-            return Decision(True, reason, risk, 1.0 if self._texts.again(request) else 0.0)
+        return Decision(True, reason, risk, 1.0 if self._texts.again(request) else 0.0)
+
+
+def build_policy(config: CacheConfig, fingerprint: str) -> Decider:
+    """The policy that the configuration names.
+
+    Args:
+        config: settings.
+        fingerprint: of the text encoder.
+
+    Raises:
+        ConfigError: the calibration cannot be read, or was fitted for another encoder.
+    """
+    layers = {f"embedding:{layer.name}": layer.threshold for layer in config.embedding_layers}
+    fixed = FixedThreshold({"semantic_text": config.similarity_threshold, **layers})
+    if config.policy is PolicyName.FIXED:
+        return fixed
+    prompt = ["embedding:prompt"] if config.embedding_hook in _PROMPT_HOOKS else []
+    tiers = frozenset(["semantic_text", *prompt])
+    calibration = None if config.calibration is None else Calibration.load(config.calibration)
+    if calibration is not None and calibration.fingerprint != fingerprint:
+        raise ConfigError(
+            "--calibration",
+            str(config.calibration),
+            f"a calibration of the encoder {config.index_encoder} ({fingerprint}); this one is for "
+            f"{calibration.fingerprint}",
+        )
+    if config.policy is PolicyName.BOUNDED:
+        from semkv.tiers.bounded import Bounded  # which stands on this module
+
+        return Bounded(config.max_error_rate, calibration, tiers)
+    assert calibration is not None  # CacheConfig holds it
+    return Calibrated(calibration, tiers, fixed)

@@ -31,8 +31,7 @@ from itertools import groupby
 from typing import Any
 
 from semkv.keys import digest
-from semkv.tiers.policies.base import Decision, ServedTexts
-from semkv.tiers.policies.calibrated import Calibration, chance
+from semkv.tiers.policies import Calibration, Decision, ServedTexts, chance
 from semkv.types import Entry, Match, Request, Score
 
 FLOOR = 0.6
