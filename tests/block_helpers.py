@@ -67,8 +67,8 @@ def files(root: Path) -> list[Path]:
 
 
 def lose_index(root: Path) -> None:
-    for path in root.glob("index.sqlite*"):
-        path.unlink()
+    for path in (root / f"index.sqlite{suffix}" for suffix in ("", "-wal", "-shm")):
+        path.unlink(missing_ok=True)
 
 
 def flip_last(path: Path) -> None:

@@ -283,7 +283,7 @@ def test_a_folder_that_cannot_be_read_ends_no_writing(tmp_path: Path, monkeypatc
         raise OSError(errno.EIO, "a bad disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr("semkv.stores.block_folder.listed", listed)
+        patch.setattr("semkv.stores.block_file.listed", listed)
         assert store.sweep() == 0
         assert save(store, 0, 2)
         assert store.counters["errors"] == 1
@@ -324,7 +324,7 @@ def test_a_newer_format_and_another_kind_are_refused(tmp_path: Path) -> None:
         open_store(tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", ["open.lock", "semkv.json", "index.sqlite", "index.sqlite-wal", "extents"])
+@pytest.mark.parametrize("name", ["index.sqlite.lock", "semkv.json", "index.sqlite", "index.sqlite-wal", "extents"])
 @pytest.mark.parametrize("what", ["dangling link", "foreign link", "pipe", "folder"])
 def test_what_is_no_regular_file_is_refused_and_left_alone(tmp_path: Path, name: str, what: str) -> None:
     (tmp_path / "kv").mkdir(0o700)

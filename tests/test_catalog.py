@@ -22,9 +22,9 @@ from semkv.keys import namespace_key
 from semkv.stores import catalog as catalog_module
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Record, pack, unpack
+from semkv.stores.database import FORMAT
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.schema import FORMAT
 from semkv.types import Entry, MediaSegment, Namespace, Request, Role, TextSegment
 
 HERE, THERE = Namespace("here", "m"), Namespace("there", "m")

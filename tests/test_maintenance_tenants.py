@@ -19,12 +19,12 @@ from semkv.engines.base import EnginePrompt
 from semkv.keys import namespace_key
 from semkv.server.tenancy import named_tenant, tenant_salt
 from semkv.stores.block_file import owner_of
+from semkv.stores.database import CATALOG
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.kept_graphs import KeptGraphs
 from semkv.stores.maintenance import inspect
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.schema import CATALOG
 from semkv.types import Namespace
 
 

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway_helpers import wait_until
-from semkv.errors import StoreError
 from semkv.stores.responses import ahead
 from semkv.stores.responses.ahead import AheadLog, records
 from semkv.stores.responses.base import Selector, StoredResponse
@@ -76,15 +75,6 @@ def test_an_answer_is_in_memory_at_once_and_in_the_store_soon(tmp_path: Path) ->
     assert not logs(tmp_path / "ahead")
 
 
-def test_without_a_cursor_or_a_log_only_the_store_will_do(tmp_path: Path) -> None:
-    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead")
-    assert cache.try_keep(Asked(), GOOD) is None
-    cache.close()
-    plain = ResponseCache(SqliteStore(tmp_path / "a"))
-    assert plain.try_keep(Asked(), GOOD, since=plain.begin()) is None
-    plain.close()
-
-
 KILLED = """
 import sys, time
 from pathlib import Path
@@ -140,11 +130,6 @@ def test_a_torn_or_damaged_log_gives_what_comes_before(given: list[tuple[str, by
         assert list(records(bytes(flipped))) == written[:before]
 
 
-@given(st.binary(max_size=200))
-def test_garbage_is_no_answer(garbage: bytes) -> None:
-    assert list(records(garbage)) == []
-
-
 def test_the_log_of_a_running_process_is_left_to_it(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
     busy, other = Gate(is_open=False), Gate()
     first = AheadLog(tmp_path, busy)
@@ -179,22 +164,6 @@ def test_what_was_left_behind_stays_until_the_store_has_it(tmp_path: Path) -> No
     assert not logs(tmp_path)
 
 
-def test_a_store_that_comes_back_gets_all_without_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Gate, AheadLog], None]
-) -> None:
-    monkeypatch.setattr(ahead, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(ahead, "_LOOK_S", 0.05)
-    left_behind(tmp_path, answer("left"))
-    gate = Gate(reached=False)
-    log = AheadLog(tmp_path, gate)
-    end(gate, log)
-    assert log.append(answer("own"), "1")
-    assert not gate.brought
-    gate.reached = True
-    wait_until(lambda: sorted(gate.brought) == ["left", "own"])
-    wait_until(lambda: [file.stat().st_size for file in logs(tmp_path)] == [0])
-
-
 @pytest.mark.parametrize("stuck", [True, False])
 def test_what_a_store_does_not_take_by_the_end_is_left_for_the_next(tmp_path: Path, stuck: bool) -> None:
     gate = Gate(is_open=not stuck, reached=False)
@@ -223,25 +192,6 @@ def test_what_is_late_gives_way_to_a_newer_answer(tmp_path: Path) -> None:
     assert found is not None
     assert found.response == new
     assert store.usage()[0] == 1
-    cache.close()
-
-
-def test_what_is_late_waits_until_the_store_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_LOOK_S", 0.05)
-    store = SqliteStore(tmp_path / "a")
-    new = answer("a", time.time(), payload("stop", new=True))
-    store.put(new)
-    (tmp_path / f"{0:016x}.log").write_bytes(ahead._record(answer("a", new.created - 60), store.news("").cursor))
-
-    def broken(_: str) -> None:
-        raise StoreError("scripted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "get", broken)
-        cache = ResponseCache(store, ahead=tmp_path, pause_s=0.05)
-        assert len(logs(tmp_path)) == 2
-    wait_until(lambda: len(logs(tmp_path)) == 1)  # its own
-    assert store.get("a") == new
     cache.close()
 
 
@@ -281,7 +231,6 @@ def test_what_is_no_log_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "nginx.log").write_bytes(record)
     there, gate = sorted(tmp_path.iterdir()), Gate()
     AheadLog(tmp_path, gate).close()
-    ahead.replay(tmp_path, gate, discard=True)
     assert sorted(tmp_path.iterdir()) == there
     assert not gate.brought
 
@@ -289,21 +238,8 @@ def test_what_is_no_log_is_left_alone(tmp_path: Path) -> None:
 def test_a_linked_folder_is_left_alone(tmp_path: Path) -> None:
     left_behind(tmp_path / "elsewhere", answer("a"))
     (tmp_path / "ahead").symlink_to(tmp_path / "elsewhere")
-    ahead.replay(tmp_path / "ahead", Gate(), discard=True)
+    ahead.replay(tmp_path / "ahead", Gate())
     assert len(logs(tmp_path / "elsewhere")) == 1
-
-
-def test_what_was_left_behind_can_be_discarded(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
-    gate = Gate(is_open=False)
-    log = AheadLog(tmp_path, gate)
-    end(gate, log)
-    assert log.append(answer("running"), "1")
-    own = logs(tmp_path)
-    left_behind(tmp_path, answer("a"), answer("b"))
-    ahead.replay(tmp_path, gate, discard=True)
-    assert logs(tmp_path) == own
-    gate.open()
-    wait_until(lambda: gate.brought == ["running"])
 
 
 def test_what_is_on_its_way_to_one_store_is_not_brought_to_another(tmp_path: Path) -> None:
@@ -348,16 +284,6 @@ def test_a_full_log_refuses_and_goes_on_when_the_store_does(
     wait_until(lambda: gate.brought == kept)
     wait_until(lambda: log.append(answer("x"), "1"))
     wait_until(lambda: sum(file.stat().st_size for file in logs(tmp_path)) == 0)
-
-
-def test_logs_stay_small_under_steady_writing(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
-    gate = Gate()
-    log = AheadLog(tmp_path, gate, max_bytes=1 << 20)
-    end(gate, log)
-    size = len(ahead._record(answer("0000"), "1"))
-    for number in range(3 * (1 << 20) // size):
-        wait_until(lambda number=number: log.append(answer(f"{number:04}"), "1"))  # type: ignore[misc]
-    assert sum(file.stat().st_size for file in logs(tmp_path)) <= 1 << 20
 
 
 def test_a_disk_that_is_full_costs_the_log_and_no_answer(

@@ -19,13 +19,12 @@ import pytest
 
 from redis_server import RedisServer
 from semkv.errors import ConfigError, CorruptValue, StoreError
+from semkv.stores.database import CATALOG
 from semkv.stores.responses import open_store
-from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
-from semkv.stores.responses.codec import decode, encode
+from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse, decode, encode
 from semkv.stores.responses.memory import MemoryStore, weight
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
-from semkv.stores.schema import CATALOG
 
 INF = float("inf")
 Make = Callable[..., ResponseStore]

@@ -10,7 +10,7 @@ from cyclopts import Parameter, validators
 
 from semkv.config import command_line, default_cache_dir
 from semkv.errors import ConfigError, StoreError
-from semkv.stores.schema import CATALOG
+from semkv.stores.database import CATALOG
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -46,9 +46,9 @@ from semkv.server.upstream import (
     UpstreamError,
 )
 from semkv.server.upstream_requests import ENDPOINTS
+from semkv.stores.database import CATALOG
 from semkv.stores.responses import open_store
 from semkv.stores.responses.ahead import folder_of
-from semkv.stores.schema import CATALOG
 from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
 from semkv.tiers.response import ResponseCache
 

@@ -4,6 +4,10 @@ A file holds one tensor ``blocks`` of bytes ``[n_blocks, row_bytes]``, one row p
 one JSON document under the key ``semkv`` (see `BlockHeader`) and its checksum. Nothing is pickled, no path comes out of
 a file, and nothing in a header is taken on trust.
 
+    <root>/semkv.json               format version and kind of the store
+    <root>/index.sqlite             which file holds which block
+    <root>/extents/ab/ab12....safetensors
+
 Layout of a safetensors file: https://github.com/huggingface/safetensors#format (8 bytes little-endian header length,
 JSON header, then the tensors' bytes).
 """
@@ -11,11 +15,14 @@ JSON header, then the tensors' bytes).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import logging
 import os
 import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +44,16 @@ MAX_ROWS = 8192
 PAGE = 4096
 """What direct reading wants places to be a multiple of, in the file and in memory."""
 
+MARKER = "semkv.json"
+INDEX = "index.sqlite"
+FILES = "extents"
+
 Bytes = npt.NDArray[np.uint8]
 
+log = logging.getLogger("semkv.stores")
+
+_SUFFIX = ".safetensors"
+_HEX = set("0123456789abcdef")
 _TENSOR = "blocks"
 _MAX_HEADER = 4 << 20  # an honest header has some hundred bytes a block
 _IOV_MAX = 1024
@@ -250,6 +265,64 @@ class BlockFile:
             done += got
         sums = self._checksums[first : first + len(rows)]
         return [checksum(row) == right for row, right in zip(rows, sums, strict=True)]
+
+
+def path_of(root: Path, file: str) -> Path:
+    """Where a block file lies. Ids are drawn by the index: 16 hex digits."""
+    return root / FILES / file[:2] / f"{file}{_SUFFIX}"
+
+
+def listed(root: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
+    """All that lies where block files do, with the id in its name, which is empty for any other name. No link is
+    followed.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    for folder in _entries(root / FILES):
+        for entry in _entries(Path(folder.path)) if folder.is_dir(follow_symlinks=False) else ():
+            file, path = entry.name.removesuffix(_SUFFIX), Path(entry.path)
+            ours = len(file) == 16 and set(file) <= _HEX and path == path_of(root, file)
+            with contextlib.suppress(FileNotFoundError):
+                yield file if ours else "", path, entry.stat(follow_symlinks=False)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):  # a purge, or somebody else, took it away
+        return []
+
+
+def unlink(root: Path, file: str) -> None:
+    """Delete a block file, also one that is being written, where that is possible; what stays is swept later."""
+    path = path_of(root, file)
+    for name in (path, part_of(path)):
+        with contextlib.suppress(OSError):
+            name.unlink()
+
+
+def found(root: Path, kind: str, counters: Counter[str]) -> Iterator[tuple[str, float, BlockFile]]:
+    """The block files that are there, with their ids and when they were written, the youngest first. Damaged ones are
+    deleted, and counted as ``corrupt``.
+
+    Raises:
+        OSError: a folder cannot be read, or the process has no descriptor or memory left.
+    """
+    there = sorted((-status.st_mtime, file) for file, _, status in listed(root) if file)
+    for mtime, file in there:
+        try:
+            with BlockFile.open(path_of(root, file), kind, file) as opened:
+                yield file, min(max(0.0, -mtime), 1e11), opened
+        except CorruptValue as error:
+            counters["corrupt"] += 1
+            log.warning("semkv: dropped a damaged block file of %s: %s", root, error)
+            unlink(root, file)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # the file is not to blame
+                raise
+            unlink(root, file)
 
 
 def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:

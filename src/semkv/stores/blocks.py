@@ -2,7 +2,7 @@
 
 Where things are: `BlockStore.write` reserves room in the index, writes a file and commits it. `BlockStore.find` asks
 the index, `BlockStore.read` opens the files and checks every row. `block_index` decides what is evicted and what a
-purge covers, `block_folder` how a directory is opened, `block_file` what a file looks like.
+purge covers, `block_file` what a file looks like.
 
 Reading and writing never raise for what happened to the disk. A damaged or vanished block is a counted miss. On a full
 disk writing pauses, a read-only disk is only read. Where the index was deleted, replaced or damaged, the store opens
@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -26,9 +28,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores import block_file, block_folder, block_index
-from semkv.stores.block_file import BlockFile, BlockHeader, Bytes, checksum, encode_head, layout_text
-from semkv.stores.block_folder import path_of
+from semkv.stores import block_file, block_index
+from semkv.stores.block_file import (
+    FILES,
+    FORMAT_VERSION,
+    INDEX,
+    MARKER,
+    BlockFile,
+    BlockHeader,
+    Bytes,
+    checksum,
+    encode_head,
+    layout_text,
+    path_of,
+    unlink,
+)
 from semkv.stores.block_index import (
     INDEX_FAULTS,
     BlockIndex,
@@ -37,11 +51,10 @@ from semkv.stores.block_index import (
     Purge,
     Reservation,
     Selection,
-    is_damage,
-    is_transient,
     new_file_id,
 )
-from semkv.stores.files import FileId, file_id
+from semkv.stores.database import delete_files, is_transient, is_useless, opening
+from semkv.stores.files import FileId, check_private, check_regular, make_folder, open_file, replace_text
 
 log = logging.getLogger("semkv.stores")
 
@@ -56,7 +69,7 @@ RETRY_S = 5.0
 REOPEN_S = 60.0
 """How long everything is a miss after the directory could not be opened, or its index was damaged twice."""
 
-_LOOK_S = 0.2  # between two looks of `find` whether the index is still the one in use
+_BUSY_S = 0.2  # between two tries to open a directory that another process opens
 _FLUSH_S = 1.0  # between two notes of what was read, unless something is written
 _OPEN_S, _OPEN_ANEW_S = 60.0, 1.0  # how long to wait for another process that opens the directory
 _WARN_S = 60.0
@@ -108,7 +121,7 @@ class BlockStore:
         self._index: BlockIndex | None = None
         self._damaged: FileId | None = None  # an index to delete before the directory is opened anew
         self._opening, self._opener = threading.RLock(), threading.Thread()
-        self._closed, self._looked_at = False, 0.0
+        self._closed = False
         self._open_after = self._rebuild_after = self._write_after = self._warn_after = 0.0
         self._used: dict[str, float] = {}  # noted in the index later: see `BlockIndex.touch`
         self._flushed_at = self._swept_at = 0.0
@@ -130,9 +143,9 @@ class BlockStore:
 
     def _get(self, *, wait: bool = True) -> BlockIndex | None:
         """The directory's index, which is opened anew where it is another one by now; None while there is none.
-        Without ``wait`` another thread opens it, and what is known is a fifth of a second old."""
+        Without ``wait`` another thread opens it."""
         index = self._index
-        if index is not None and (self._is_current(index) if wait else self._was_current(index)):
+        if index is not None and index.database.is_current():
             return index
         if self._closed or time.monotonic() < self._open_after:
             return None
@@ -146,23 +159,11 @@ class BlockStore:
                 self._open(_OPEN_ANEW_S, again=True)
         return self._index
 
-    def _is_current(self, index: BlockIndex) -> bool:
-        try:
-            return file_id(self.root / block_folder.INDEX) == index.file
-        except OSError:  # a disk that does not answer has no other index
-            return True
-
-    def _was_current(self, index: BlockIndex) -> bool:
-        """`_is_current` as of a fifth of a second ago."""
-        if time.monotonic() - self._looked_at > _LOOK_S and self._is_current(index):
-            self._looked_at = time.monotonic()
-        return time.monotonic() - self._looked_at <= _LOOK_S
-
     def _open(self, wait_s: float, *, again: bool = False) -> None:
         """Open the directory; where that fails, there is no index until a later time.
 
         Raises:
-            StoreError: see `block_folder.prepare`; the first time only.
+            StoreError: see `prepare`; the first time only.
         """
         old, self._index = self._index, None
         try:
@@ -170,10 +171,10 @@ class BlockStore:
                 old.close()
             if again and not self.root.parent.is_dir():  # the cache directory, or the disk it was on, is gone
                 raise FileNotFoundError(errno.ENOENT, "no such directory", str(self.root.parent))
-            index = block_folder.open_index(self.root, self.kind, self.counters, damaged=self._damaged, wait_s=wait_s)
+            index = self._open_index(wait_s)
         except BlockingIOError:  # another process opens it
             self.counters["errors"] += 1
-            self._open_after = time.monotonic() + _LOOK_S
+            self._open_after = time.monotonic() + _BUSY_S
             return
         except (OSError, StoreError, *INDEX_FAULTS) as error:
             if isinstance(error, StoreError) and not again:
@@ -184,8 +185,24 @@ class BlockStore:
             return
         self._index, self._damaged = index, None
         self.swept = self.sweep()
-        if again:
-            self._warn("semkv: the index of %s was deleted, replaced or damaged: opened anew", self.root)
+        if again and not index.database.damaged:
+            self._warn("semkv: the index of %s was deleted or replaced: opened anew", self.root)
+
+    def _open_index(self, wait_s: float) -> BlockIndex:
+        """Prepare the directory and open its index; a read-only one as it is, with a warning."""
+        if self.root.is_file():
+            raise StoreError(f"{self.root} is a file, not a directory: choose another cache directory")
+        try:
+            make_folder(self.root)
+            with opening(self.root / INDEX, wait_s):
+                prepare(self.root, self.kind)
+            return BlockIndex(self.root, self.kind, self.counters, damaged=self._damaged, wait_s=wait_s)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            prepare(self.root, self.kind, read_only=True)
+            log.warning("semkv: nothing is written to %s (%s); what is there is used", self.root, error)
+            return BlockIndex(self.root, self.kind, self.counters, read_only=True, wait_s=wait_s)
 
     def _ask(self, what: Callable[[BlockIndex], _T], otherwise: _T, *, wait: bool = True) -> _T:
         """What the index says, or ``otherwise`` where there is none or it fails.
@@ -201,16 +218,15 @@ class BlockStore:
             self.counters["errors"] += 1
             if index is not self._index or is_transient(error):  # closed under this call, or another process is busy
                 pass
-            elif is_damage(error):
-                self._give_up(index, error)
+            elif is_useless(error):
+                self._give_up(index)
             elif self.writable:
                 self._pause(error)
         return otherwise
 
-    def _give_up(self, index: BlockIndex, error: Exception) -> None:
+    def _give_up(self, index: BlockIndex) -> None:
         """Close a damaged index. It is built anew at once, but not twice in a minute."""
-        self._warn("semkv: the index of %s is damaged (%s): it is rebuilt", self.root, error)
-        self._index, self._damaged = None, index.file
+        self._index, self._damaged = None, index.database.file
         index.close()
         self._open_after, self._rebuild_after = self._rebuild_after, time.monotonic() + REOPEN_S
 
@@ -340,7 +356,7 @@ class BlockStore:
             return None
         file, row_bytes = new_file_id(), len(rows[0])
         header = BlockHeader(
-            version=block_file.FORMAT_VERSION,
+            version=FORMAT_VERSION,
             kind=self.kind,
             file=file,
             namespace=namespace,
@@ -357,10 +373,8 @@ class BlockStore:
         if not made.granted:
             return None
         written = self._write_file(file, head, list(new.values()))
-        # Another index may have taken this one's place meanwhile; that one does not know the file.
-        if not (
-            written and self._ask(lambda index: index.commit(entry, made.since), False) and self._is_current(index)
-        ):
+        kept = written and self._ask(lambda index: index.commit(entry, made.since), False)
+        if not (kept and index.database.is_current()):  # another index in its place does not know the file
             self.drop([file])
             return None
         self.counters["stored_blocks"] += len(new)
@@ -408,7 +422,7 @@ class BlockStore:
         if self._ask(lambda index: index.remove(files), False):
             return
         for file in files:  # without an index nothing else says that they are useless
-            block_folder.unlink(self.root, file)
+            unlink(self.root, file)
 
     def reject(self, file: str) -> None:
         """Count a file as damaged and delete it."""
@@ -482,12 +496,12 @@ class BlockStore:
                 return 0
             gone = index.expire(time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0)
             committed = index.files(committed=True)
-            there = [(path.name.partition(".")[0], path) for _, path, _ in block_folder.listed(self.root)]
+            there = [(path.name.partition(".")[0], path) for _, path, _ in block_file.listed(self.root)]
             lost = set(committed).difference(file for file, _ in there)
             self.counters["missing"] += len(lost)
             index.remove(lost)
             known = set(index.files())
-            if self._is_current(index):  # else it knows nothing of what is there now
+            if index.database.is_current():  # else it knows nothing of what is there now
                 for file, path in there:
                     if file not in known:
                         with contextlib.suppress(OSError):
@@ -535,6 +549,72 @@ class BlockStore:
             if self._index is not None:
                 self._index.close()
                 self._index = None
+
+
+def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
+    """Mark a directory as ours, or see that it is of this format and kind.
+
+    One of an older format is emptied: it is a cache.
+
+    Raises:
+        StoreError: it is of a newer format or another kind, others can write into it, or there are links in it.
+        OSError: it cannot be read or written.
+    """
+    check_private(root)
+    for suffix in ("", "-wal", "-shm"):
+        check_regular(root / f"{INDEX}{suffix}")
+    if (root / FILES).is_symlink():
+        raise StoreError(f"{root / FILES} is a link: delete it, or choose another cache directory")
+    marker = read_marker(root)
+    version = FORMAT_VERSION if marker is None else marker.get("format")
+    if marker and isinstance(version, int) and version > FORMAT_VERSION:
+        raise StoreError(
+            f"{root} has format {version}, this version of semkv reads {FORMAT_VERSION}: update semkv, "
+            "empty the directory with 'semkv run --purge', or choose another cache directory"
+        )
+    if marker and "kind" in marker and marker["kind"] != kind:
+        raise StoreError(f"{root} is a store of kind {marker['kind']!r}, not {kind!r}: choose another cache directory")
+    if read_only:
+        if marker is None or version != FORMAT_VERSION:
+            raise OSError(errno.EROFS, f"nothing of format {FORMAT_VERSION} is there, and the disk is read-only")
+        return
+    if version != FORMAT_VERSION:
+        gone = discard_files(root)
+        log.warning(
+            "semkv: %s had format %s and is emptied for format %s: %d files", root, version, FORMAT_VERSION, gone
+        )
+    make_folder(root / FILES)
+    if marker is None or version != FORMAT_VERSION:
+        replace_text(root / MARKER, json.dumps({"format": FORMAT_VERSION, "kind": kind}), private=True)
+
+
+def read_marker(root: Path) -> dict[str, Any] | None:
+    """What the marker says; None where there is none, empty where it is damaged.
+
+    Raises:
+        StoreError: it is a link, a folder, a device or a pipe.
+        OSError: it cannot be read.
+    """
+    try:
+        with os.fdopen(open_file(root / MARKER, os.O_RDONLY), "rb") as file:
+            found = json.loads(file.read(1 << 16))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def discard_files(root: Path) -> int:
+    """Delete the index and all block files, of any format, in `database.opening`; how many files that were."""
+    with contextlib.suppress(OSError):
+        delete_files(root / INDEX)
+    gone = 0
+    for _, path, _ in block_file.listed(root):
+        with contextlib.suppress(OSError):
+            path.unlink()
+            gone += 1
+    return gone
 
 
 def _runs(which: Sequence[int], rows: Sequence[int]) -> Iterator[list[int]]:

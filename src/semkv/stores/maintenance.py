@@ -10,29 +10,27 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
-from semkv.stores.block_file import owner_of
-from semkv.stores.block_folder import MARKER
+from semkv.stores.block_file import MARKER, owner_of
 from semkv.stores.blocks import BlockStore, Bounds
-from semkv.stores.cachedir import BLOCK_FILES, CACHE_FILES, is_ours, purge_directory
+from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import NamespaceUse
-from semkv.stores.database import is_damage, is_filled
+from semkv.stores.database import CATALOG, RESPONSES_1, is_damage, is_filled, is_old_responses
 from semkv.stores.database import is_ours as is_our_database
 from semkv.stores.files import described, matching, remove_strays
 from semkv.stores.kept_graphs import FOLDER as GRAPHS
 from semkv.stores.kept_graphs import damage_of, forget_kept, kept_files
 from semkv.stores.media import MediaStore
-from semkv.stores.responses.ahead import folder_of, replay_into
-from semkv.stores.responses.base import Selector
+from semkv.stores.responses.ahead import deliver, folder_of, replay
+from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
-from semkv.stores.schema import CATALOG, RESPONSES_1
 from semkv.types import Namespace
 
 _UNBOUNDED = Bounds(max_bytes=0)
@@ -181,6 +179,11 @@ def _database(cache_dir: Path) -> Iterator[tuple[Catalog, SqliteStore] | None]:
     """
     file = cache_dir / CATALOG
     if not is_filled(file):
+        if is_old_responses(old := cache_dir / RESPONSES_1[0]):
+            raise StoreError(
+                f"{old} was written by an older version of semkv: a gateway that is started there deletes it, as does "
+                "a purge without --tenant and --tag"
+            )
         yield None
         return
     try:
@@ -188,7 +191,7 @@ def _database(cache_dir: Path) -> Iterator[tuple[Catalog, SqliteStore] | None]:
             closing(SqliteStore(file, max_bytes=_ALL, max_entries=_ALL, timeout_s=_WAIT_S, replace=False)) as responses,
             closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
         ):
-            replay_into(responses, folder_of(cache_dir))
+            replay(folder_of(cache_dir), lambda response, since: _delivered(responses, response, since))
             yield catalog, responses
     except (sqlite3.Error, StoreError) as error:
         cause = error.__cause__ or error
@@ -200,6 +203,13 @@ def _database(cache_dir: Path) -> Iterator[tuple[Catalog, SqliteStore] | None]:
         if isinstance(error, StoreError):
             raise
         raise StoreError(f"{file}: {error}") from error
+
+
+def _delivered(store: SqliteStore, response: StoredResponse, since: str) -> bool:
+    with suppress(StoreError):
+        deliver(store, response, since, time.time())
+        return True
+    return False
 
 
 @contextmanager
@@ -471,7 +481,7 @@ def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | 
 
 
 def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool) -> Purged:
-    """Delete everything that semkv wrote, and nothing else; running engines and gateways begin again empty.
+    """Delete everything that semkv stored, and nothing else; running engines and gateways go on empty.
 
     Raises:
         StoreError: there is no cache, or one of the directories is not known to be semkv's: nothing is deleted.
@@ -480,7 +490,7 @@ def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool)
     if not is_ours(cache_dir):
         raise StoreError(f"{cache_dir} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
     if fusion_dir is not None:
-        purge_directory(fusion_dir, BLOCK_FILES, dry_run=True)  # refuses what is not ours
+        purge_directory(fusion_dir, dry_run=True)  # refuses what is not ours
     entries = answers = 0
     unread: tuple[str, ...] = ()
     try:
@@ -490,10 +500,10 @@ def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool)
     except StoreError as error:  # it goes all the same, unless it is another program's
         if is_our_database(cache_dir / CATALOG) is False:
             unread = (str(error),)
+    files = 0
     try:
-        files = purge_directory(cache_dir, dry_run=dry_run)
-        if fusion_dir is not None:
-            files += purge_directory(fusion_dir, BLOCK_FILES, dry_run=dry_run)
+        for folder in (cache_dir,) if fusion_dir is None else (cache_dir, fusion_dir):
+            files += purge_directory(folder, dry_run=dry_run)
     except OSError as error:
         raise StoreError(f"{error.filename or cache_dir} cannot be purged ({error.strerror or error})") from error
     return Purged(entries, answers, files, dry_run, unread)

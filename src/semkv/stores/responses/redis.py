@@ -24,8 +24,17 @@ from itertools import chain
 from typing import Any, cast
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores.responses.base import News, ResponseStore, Selector, StoredResponse, read_selectors
-from semkv.stores.responses.codec import FORMAT, decode, decode_head, encode
+from semkv.stores.responses.base import (
+    FORMAT,
+    News,
+    ResponseStore,
+    Selector,
+    StoredResponse,
+    decode,
+    decode_head,
+    encode,
+    read_selectors,
+)
 
 _LOG = 1000
 _BATCH = 500

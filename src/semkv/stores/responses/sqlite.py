@@ -13,8 +13,17 @@ from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.database import Database
-from semkv.stores.responses.base import News, ResponseStore, Selector, StoredResponse, read_selectors
-from semkv.stores.responses.codec import CHECKSUM, decode, decode_head, encode
+from semkv.stores.responses.base import (
+    CHECKSUM,
+    News,
+    ResponseStore,
+    Selector,
+    StoredResponse,
+    decode,
+    decode_head,
+    encode,
+    read_selectors,
+)
 
 _LOG = 1000
 _TOUCHED = 65_536  # entries whose last use is remembered until the next write
@@ -75,7 +84,7 @@ class SqliteStore(ResponseStore):
         self._clock = clock
         self._touched: dict[str, float] = {}
         self._touching = threading.Lock()
-        self.database = Database(path, timeout_s=timeout_s, follow_reads=True, fault=self._error, replace=replace)
+        self.database = Database(path, timeout_s=timeout_s, fault=self._error, replace=replace)
 
     def _error(self, error: sqlite3.Error) -> StoreError:
         return StoreError(f"responses {self.path}: {error}")
