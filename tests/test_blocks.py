@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import struct
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 from block_helpers import (
     LAYOUT,
@@ -41,14 +38,6 @@ from semkv.stores.block_file import room
 from semkv.stores.blocks import BlockStore, Bounds
 
 
-def test_file_is_plain_safetensors(tmp_path: Path) -> None:
-    save(open_store(tmp_path), 0, 4)
-    with safe_open(files(tmp_path)[0], "np") as file:
-        assert np.array_equal(file.get_tensor("blocks"), np.stack([value(i) for i in range(4)]))
-        assert json.loads(file.metadata()["semkv"])["version"] == block_file.FORMAT_VERSION
-    assert header(files(tmp_path)[0])["keys"] == " ".join(k.hex() for k in keys(0, 4))
-
-
 @settings(max_examples=25, deadline=None)
 @given(parts=st.lists(st.integers(1, 4), min_size=1, max_size=5), asked=st.lists(st.integers(0, 25), unique=True))
 def test_any_rows_of_several_files_in_any_order(
@@ -69,15 +58,6 @@ def test_only_new_blocks_are_stored(tmp_path: Path) -> None:
     assert header(files(tmp_path)[1])["keys"].split() == [key(i).hex() for i in (0, 1, 4, 5)]
     assert store.totals()[:2] == (2, 6)
     assert right(store, 0, 6) == 6
-
-
-def test_namespaces_share_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    save(store, 0, 2)
-    assert found(store, 0, 2, namespace="other") == 0
-    assert save(store, 0, 2, namespace="other")
-    refs = store.find("ns", keys(0, 2))
-    assert not any(store.read(LAYOUT, "other", keys(0, 2), refs, list(room(2, ROW))))  # type: ignore[arg-type]
 
 
 def test_a_row_of_another_layout_is_not_served(tmp_path: Path) -> None:
@@ -184,28 +164,6 @@ def test_a_hostile_file_does_not_keep_the_others_from_being_adopted(tmp_path: Pa
     unnoticed = ("other namespace", "other tenant", "other keys")  # well-formed, and nobody's question
     assert again.counters["corrupt"] + (damage in unnoticed) == (not bad.is_symlink())
     assert right(again, 0, 9) >= 6
-
-
-def test_swapped_files_are_noticed(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    save(store, 0, 3)
-    save(store, 3, 3)
-    a, b = files(tmp_path)
-    first, second = a.read_bytes(), b.read_bytes()
-    a.write_bytes(second)
-    b.write_bytes(first)
-    assert right(store, 0, 6) == 0
-    assert store.counters["corrupt"] == 2
-
-
-def test_vanished_file_is_a_miss(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    save(store, 0, 3)
-    save(store, 3, 3)
-    files(tmp_path)[0].unlink()
-    assert right(store, 0, 6) == 3
-    assert store.counters["missing"] == 1
-    assert found(store, 0, 6) == 3
 
 
 def test_bounds_hold_and_the_oldest_goes(tmp_path: Path) -> None:
@@ -526,6 +484,26 @@ def test_taking_back_says_where_it_failed_and_tries_again(tmp_path: Path, monkey
     assert found(store, 0) == 0
 
 
+def test_a_find_waits_for_no_writer(tmp_path: Path) -> None:
+    store, other = open_store(tmp_path), open_store(tmp_path)
+    save(store, 0)
+    assert other._index is not None
+    with other._index._write() as db:
+        db.execute("UPDATE files SET again=1")
+        assert found(store, 0) == 1
+        assert store.purges_after(store.last_purge()) == []
+    assert isinstance(store, BlockStore)
+
+
+def test_namespaces_share_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save(store, 0, 2)
+    assert found(store, 0, 2, namespace="other") == 0
+    assert save(store, 0, 2, namespace="other")
+    refs = store.find("ns", keys(0, 2))
+    assert not any(store.read(LAYOUT, "other", keys(0, 2), refs, list(room(2, ROW))))  # type: ignore[arg-type]
+
+
 def test_a_purge_leaves_its_room_to_what_is_being_written(tmp_path: Path) -> None:
     """Until its writer has deleted it, nobody else may take it."""
     store, other = open_store(tmp_path), open_store(tmp_path)
@@ -542,48 +520,3 @@ def test_a_purge_leaves_its_room_to_what_is_being_written(tmp_path: Path) -> Non
     assert sizes[0] > 0
     assert store.totals() == (0, 0, 0)
     assert files(tmp_path) == []
-
-
-def test_threads_share_a_store(tmp_path: Path) -> None:
-    store, errors = open_store(tmp_path, Bounds(max_bytes=0, max_blocks=40)), []
-
-    def work(first: int) -> None:
-        try:
-            for _ in range(10):
-                save(store, first, 4)
-                right(store, first, 4)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(10 * i,)) for i in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert store.totals()[1] <= 40
-    assert store.counters.get("corrupt", 0) == 0
-
-
-def test_a_find_waits_for_no_writer(tmp_path: Path) -> None:
-    store, other = open_store(tmp_path), open_store(tmp_path)
-    save(store, 0)
-    assert other._index is not None
-    with other._index._write() as db:
-        db.execute("UPDATE files SET again=1")
-        assert found(store, 0) == 1
-        assert store.purges_after(store.last_purge()) == []
-    assert isinstance(store, BlockStore)
-
-
-def test_what_a_tenants_purge_overtakes_is_not_stored(tmp_path: Path) -> None:
-    """Blocks computed before the purge, written after it: the tenant's are refused, another tenant's are not."""
-    store = BlockStore(tmp_path / "kv", "kv")
-    row, since = np.ones(4096, np.uint8), store.last_purge()
-    store.purge(owner="mine")
-    assert store.write("ns", {}, [b"a" * 36], [row], owner="mine", since=since) is None
-    assert store.write("ns", {}, [b"b" * 36], [row], owner="yours", since=since)
-    assert store.write("ns", {}, [b"c" * 36], [row], owner="mine", since=store.last_purge())
-    store.purge()
-    assert store.write("ns", {}, [b"d" * 36], [row], owner="yours", since=since) is None
-    store.close()

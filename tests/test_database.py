@@ -303,11 +303,3 @@ def test_a_file_that_is_no_database_is_put_aside_only_where_it_has_the_catalogs_
         SqliteStore(notes)
     assert notes.read_text().startswith("my notes")
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "notes.txt.lock"}
-
-
-def test_a_store_that_a_user_named_like_the_old_one_stays(tmp_path: Path) -> None:
-    with closing(SqliteStore(tmp_path / RESPONSES_1[0])) as store:
-        assert store.put(response("a"), store.news("").cursor)
-    Catalog(tmp_path / CATALOG).close()
-    with closing(SqliteStore(tmp_path / RESPONSES_1[0])) as store:
-        assert store.get("a") is not None

@@ -17,7 +17,6 @@ from maintenance_helpers import SECRET, block_files, call, call_both, digest_of,
 from semkv.cache import SemanticCache
 from semkv.cli import EXIT_ERROR, main
 from semkv.config import CacheConfig
-from semkv.stores.blocks import BlockStore
 from semkv.stores.database import CATALOG
 from semkv.stores.maintenance import collect, inspect, verify
 from semkv.stores.responses.base import StoredResponse
@@ -89,16 +88,6 @@ def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
     assert inspect(used).nbytes > 0
 
 
-def test_a_damaged_catalog_is_told(used: Path) -> None:
-    path = used / "catalog.sqlite"
-    data = bytearray(path.read_bytes())
-    data[4096:8192] = b"x" * 4096
-    path.write_bytes(data)
-    assert any(line.startswith("catalog:") for line in verify(used).damaged)
-    said = call("verify", "--cache-dir", str(used), "--repair", exit_code=1)
-    assert "1 damaged, 0 of them deleted" in said
-
-
 def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What a command that cannot read everything prints."""
     monkeypatch.setattr("sys.argv", ["semkv", *words])
@@ -135,18 +124,6 @@ def test_what_is_evicted_meanwhile_is_no_fault(used: Path, monkeypatch: pytest.M
     call(command, "--cache-dir", str(used))
     assert not first.exists()
     assert second.exists()
-
-
-def test_verify_takes_an_evicted_file_for_no_damage(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    look, other = BlockStore.damage, BlockStore(used / "kv", "kv")
-
-    def damage(store: BlockStore, file: str) -> str:
-        other.purge()
-        return look(store, file)
-
-    monkeypatch.setattr(BlockStore, "damage", damage)
-    assert verify(used).damaged == ()
-    other.close()
 
 
 def test_gc_deletes_what_is_too_old_and_nothing_else(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from command_line import invoke
 from gateway_helpers import SECRET, Pair, wait_until
 from maintenance_helpers import left, refused
 from semkv.config import CacheConfig
-from semkv.errors import CorruptValue
 from semkv.stores.block_file import owner_of
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import prepare
@@ -164,22 +163,6 @@ def test_purge_by_digest_and_by_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert f"{CATALOG}.damaged" in invoke([*purge, "--tenant", "nobody"]).stderr
 
 
-def test_purge_of_a_gateways_whole_directory(tmp_path: Path) -> None:
-    """It has no marker as a cache of engines has. The gateway goes on."""
-    (tmp_path / f"{CATALOG}.damaged").write_bytes(b"what was put aside")
-    mine = tmp_path / "notes.txt"
-    mine.write_text("a user's own file")
-    purge = ("purge", "--cache-dir", str(tmp_path))
-    with Pair(tmp_path, semantic=True) as pair:
-        pair.post("What is the capital of Italy?")
-        wait_until(lambda: "1 entries, 1 answers and 1 files would" in call(*purge, "--dry-run"))
-        assert "1 entries, 1 answers and 1 files deleted" in call(*purge)
-        wait_until(lambda: pair.post("What is the capital of Italy?").headers["x-semkv"] == "miss")
-        wait_until(lambda: "1 entries, 1 answers and 0 files would" in call(*purge, "--dry-run"))
-        assert pair.post("what is  the capital of Italy?").headers["x-semkv"].startswith("hit tier=text:normalised")
-    assert mine.exists()
-
-
 def test_purge_of_a_directory_that_engines_share_with_a_running_gateway(tmp_path: Path) -> None:
     """It serves nothing of before, and goes on recording what comes."""
     prepare(CacheConfig(tmp_path))
@@ -306,15 +289,6 @@ def test_an_empty_file_does_not_become_a_catalog(tmp_path: Path, command: str) -
     (tmp_path / "catalog.sqlite").touch()
     assert "holds no semkv cache" in refused(*command.split(), "--cache-dir", str(tmp_path))
     assert (tmp_path / "catalog.sqlite").stat().st_size == 0
-
-
-def test_a_payload_that_is_text_is_damaged_as_for_a_gateway(tmp_path: Path) -> None:
-    fill(tmp_path, 2)
-    with closing(sqlite3.connect(tmp_path / CATALOG)) as db, db:
-        db.execute("UPDATE responses SET payload=CAST(payload AS TEXT) WHERE rowid=1")
-    assert "2 answers checked, 1 damaged" in call("verify", "--cache-dir", str(tmp_path), exit_code=1)
-    with closing(SqliteStore(tmp_path / CATALOG)) as store, pytest.raises(CorruptValue):
-        store.get(f"{0:064x}")
 
 
 def test_a_lone_file_of_an_older_format_is_told_and_purged(tmp_path: Path) -> None:

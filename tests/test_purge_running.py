@@ -97,17 +97,6 @@ def test_a_find_alone_takes_up_another_index_without_waiting(tmp_path: Path) -> 
     assert store.on
 
 
-def test_damage_seen_late_does_not_cost_the_others_their_index(tmp_path: Path, other: Other) -> None:
-    assert other("save", 1)
-    lose_index(tmp_path / "kv")
-    store = open_store(tmp_path / "kv")
-    other("damage")  # of the index that is gone
-    assert save(store, 2)
-    again = open_store(tmp_path / "kv")
-    assert served(again, [1, 2]) == [1, 2]
-    assert again.last_purge() == store.last_purge()
-
-
 def test_a_purge_empties_what_others_have_open_and_they_go_on(tmp_path: Path, other: Other) -> None:
     store = open_store(tmp_path / "kv")
     assert save(store, 1)
@@ -172,6 +161,27 @@ def test_what_is_being_written_during_a_purge_is_not_kept(
     assert served(open_store(tmp_path / "kv"), [1, 2, 3]) == [3]
 
 
+@pytest.mark.parametrize("link", ["kv", "."])
+def test_a_folder_on_a_disk_that_is_not_there_is_no_reason_to_wait(tmp_path: Path, link: str) -> None:
+    cache = tmp_path / "cache"
+    if link != ".":
+        cache.mkdir()
+    (cache / link if link != "." else cache).symlink_to(tmp_path / "not mounted")
+    assert not open_store(cache / "kv").on
+
+
+def test_a_cache_directory_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path / "cache" / "kv")
+    assert save(store, 1)
+    (tmp_path / "cache").rename(tmp_path / "away")
+    assert not save(store, 2)
+    (tmp_path / "away").rename(tmp_path / "cache")
+    assert served(store, [1]) == []
+    monkeypatch.setattr(store, "_open_after", 0.0)  # a minute later
+    assert save(store, 2)
+    assert served(store, [1, 2]) == [1, 2]
+
+
 def test_purges_and_openers_at_once_leave_one_index(tmp_path: Path) -> None:
     """Nobody finds a directory half emptied."""
     faults: list[BaseException] = []
@@ -204,24 +214,3 @@ def test_purges_and_openers_at_once_leave_one_index(tmp_path: Path) -> None:
     assert save(first, 1)
     assert served(second, [1]) == [1]
     assert {path.name.partition(".")[0] for path in files(tmp_path / "kv")} == set(first.files())
-
-
-@pytest.mark.parametrize("link", ["kv", "."])
-def test_a_folder_on_a_disk_that_is_not_there_is_no_reason_to_wait(tmp_path: Path, link: str) -> None:
-    cache = tmp_path / "cache"
-    if link != ".":
-        cache.mkdir()
-    (cache / link if link != "." else cache).symlink_to(tmp_path / "not mounted")
-    assert not open_store(cache / "kv").on
-
-
-def test_a_cache_directory_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store(tmp_path / "cache" / "kv")
-    assert save(store, 1)
-    (tmp_path / "cache").rename(tmp_path / "away")
-    assert not save(store, 2)
-    (tmp_path / "away").rename(tmp_path / "cache")
-    assert served(store, [1]) == []
-    monkeypatch.setattr(store, "_open_after", 0.0)  # a minute later
-    assert save(store, 2)
-    assert served(store, [1, 2]) == [1, 2]

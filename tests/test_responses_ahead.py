@@ -22,7 +22,6 @@ from semkv.stores.responses import ahead
 from semkv.stores.responses.ahead import AheadLog, records
 from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.tiers.freshness import Freshness, Lifetime
 from semkv.tiers.response import ResponseCache
 from test_responses import GOOD, Asked, Broken, payload
 
@@ -61,18 +60,6 @@ def end() -> Iterator[Callable[[Gate, AheadLog], None]]:
 
 def logs(folder: Path) -> list[Path]:
     return sorted(folder.glob(ahead.PATTERN))
-
-
-def test_an_answer_is_in_memory_at_once_and_in_the_store_soon(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "a")
-    cache = ResponseCache(store, ahead=tmp_path / "ahead")
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
-    assert cache.peek("a") is not None
-    wait_until(lambda: store.get("a") is not None)
-    assert cache.try_keep(Asked("b"), payload("length"), since=cache.begin()) is False
-    assert cache.counts()["kept"] == sum(n for name, n in cache.counts().items() if name.startswith("refused:")) == 1
-    cache.close()
-    assert not logs(tmp_path / "ahead")
 
 
 KILLED = """
@@ -195,19 +182,6 @@ def test_what_is_late_gives_way_to_a_newer_answer(tmp_path: Path) -> None:
     cache.close()
 
 
-def test_a_sliding_answer_on_its_way_is_served_in_the_second_half_of_its_life(tmp_path: Path) -> None:
-    now, store = [1e9], Held(tmp_path / "a")
-    fresh = Freshness(Lifetime(10.0, sliding=True))
-    cache = ResponseCache(store, ahead=tmp_path / "ahead", freshness=fresh, poll_s=300.0, clock=lambda: now[0])
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
-    now[0] += 6.0
-    found = cache.lookup("a")
-    assert found is not None
-    assert found.response.expires == now[0] + 10.0
-    store.may.set()
-    cache.close()
-
-
 def test_what_was_on_its_way_to_another_store_is_not_kept(tmp_path: Path) -> None:
     cache = ResponseCache(SqliteStore(tmp_path / "a"))
     cursor = cache.begin().partition(" ")[2]
@@ -235,13 +209,6 @@ def test_what_is_no_log_is_left_alone(tmp_path: Path) -> None:
     assert not gate.brought
 
 
-def test_a_linked_folder_is_left_alone(tmp_path: Path) -> None:
-    left_behind(tmp_path / "elsewhere", answer("a"))
-    (tmp_path / "ahead").symlink_to(tmp_path / "elsewhere")
-    ahead.replay(tmp_path / "ahead", Gate())
-    assert len(logs(tmp_path / "elsewhere")) == 1
-
-
 def test_what_is_on_its_way_to_one_store_is_not_brought_to_another(tmp_path: Path) -> None:
     places = {ahead.folder_of(tmp_path, store) for store in ("", "redis://:hush@host/0", "redis://host/1", "file")}
     assert len(places) == 4
@@ -256,19 +223,6 @@ def test_a_file_system_without_locks_has_no_log(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="no locks"):
         AheadLog(tmp_path, Gate())
     assert not logs(tmp_path)
-
-
-def test_what_was_left_behind_and_invalidated_since_is_not_kept(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "a")
-    cursor = store.news("").cursor
-    (tmp_path / "ahead").mkdir()
-    for key in "ab":
-        (tmp_path / "ahead" / f"{key * 16}.log").write_bytes(ahead._record(answer(key), cursor))
-    store.invalidate(Selector(key="a"))
-    cache = ResponseCache(store, ahead=tmp_path / "ahead")
-    assert cache.lookup("a") is None
-    assert cache.lookup("b") is not None
-    cache.close()
 
 
 def test_a_full_log_refuses_and_goes_on_when_the_store_does(
@@ -405,7 +359,14 @@ def test_a_store_that_is_down_costs_the_store_and_no_answer(tmp_path: Path) -> N
     cache.close()
 
 
-def test_what_lives_no_time_is_not_kept(tmp_path: Path) -> None:
-    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead", freshness=Freshness(Lifetime(0.0)))
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin()) is False
+def test_what_was_left_behind_and_invalidated_since_is_not_kept(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cursor = store.news("").cursor
+    (tmp_path / "ahead").mkdir()
+    for key in "ab":
+        (tmp_path / "ahead" / f"{key * 16}.log").write_bytes(ahead._record(answer(key), cursor))
+    store.invalidate(Selector(key="a"))
+    cache = ResponseCache(store, ahead=tmp_path / "ahead")
+    assert cache.lookup("a") is None
+    assert cache.lookup("b") is not None
     cache.close()

@@ -19,7 +19,6 @@ import pytest
 
 from redis_server import RedisServer
 from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores.database import CATALOG
 from semkv.stores.responses import open_store
 from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse, decode, encode
 from semkv.stores.responses.memory import MemoryStore, weight
@@ -278,16 +277,6 @@ def test_a_damaged_row_is_deleted_and_the_rest_served(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_damaged_file_is_put_aside_when_it_is_opened(tmp_path: Path) -> None:
-    path = tmp_path / CATALOG
-    path.write_bytes(b"this is no database" * 500)
-    store = SqliteStore(path)
-    assert store.database.damaged == 1
-    assert store.put(answer("a"))
-    assert (tmp_path / f"{CATALOG}.damaged").exists()
-    store.close()
-
-
 def test_a_file_that_is_damaged_while_open_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.sqlite"
     store, other = SqliteStore(path), SqliteStore(path)
@@ -348,32 +337,6 @@ def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None
     path.write_bytes(b"garbage" * 1000)
     with pytest.raises(StoreError, match="not a database"):
         held()
-
-
-def test_a_file_deleted_while_open_is_begun_anew(tmp_path: Path) -> None:
-    path = tmp_path / "a.sqlite"
-    store = SqliteStore(path)
-    store.put(answer("a"))
-    for name in ("a.sqlite", "a.sqlite-wal", "a.sqlite-shm"):
-        (tmp_path / name).unlink(missing_ok=True)
-    assert store.put(answer("b"))
-    store.close()
-    again = SqliteStore(path)
-    assert again.get("b") is not None
-    assert again.get("a") is None
-    again.close()
-
-
-def test_other_programs_and_other_versions_are_refused(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "theirs") as db:
-        db.execute("CREATE TABLE x (y)")
-    with pytest.raises(StoreError, match="not a semkv database"):
-        SqliteStore(tmp_path / "theirs")
-    SqliteStore(tmp_path / "old").close()
-    with sqlite3.connect(tmp_path / "old") as db:
-        db.execute("PRAGMA user_version=99")
-    with pytest.raises(StoreError, match="version 99"):
-        SqliteStore(tmp_path / "old")
 
 
 def test_a_full_disk_and_a_locked_file_are_store_errors(tmp_path: Path) -> None:
