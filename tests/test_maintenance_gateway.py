@@ -21,7 +21,6 @@ from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import prepare
 from semkv.stores.catalog import Catalog
 from semkv.stores.database import CATALOG, RESPONSES_1
-from semkv.stores.maintenance import verify
 from semkv.stores.responses.ahead import AheadLog
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
@@ -91,13 +90,6 @@ def test_verify_finds_answers_that_fail_and_repair_deletes_those_alone(tmp_path:
     with closing(SqliteStore(tmp_path / CATALOG)) as store:
         assert store.usage()[0] == 597
         assert store.get(f"{1:064x}") is not None
-
-
-def test_verify_counts_up_to_what_there_is(tmp_path: Path) -> None:
-    fill(tmp_path)
-    seen: list[tuple[int, int]] = []
-    verify(tmp_path, advance=lambda done, total: seen.append((done, total)))
-    assert seen == [(done, 600) for done in range(1, 601)]
 
 
 def test_verify_and_repair_beside_a_running_gateway(tmp_path: Path) -> None:

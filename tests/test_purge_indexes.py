@@ -27,8 +27,7 @@ from semkv.errors import ConfigError
 from semkv.index import Graph, Partition, VectorIndex, codes_of
 from semkv.keys import digest
 from semkv.stores.cachedir import prepare
-from semkv.stores.catalog import Catalog
-from semkv.stores.kept_graphs import kept_beside, kept_files, read_graph
+from semkv.stores.kept_graphs import kept_files, read_graph
 from semkv.stores.maintenance import inspect, purge_entries
 from semkv.types import EmbeddingLayer, Namespace, Plan, Request, ReuseReport, TextSegment
 from test_index import clustered, drawn
@@ -203,15 +202,6 @@ def _partition(index: VectorIndex) -> str:
     return name
 
 
-def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, other: Other) -> None:
-    other("record", "bob"), other("settle")
-    purge(tmp_path)
-    wait_until(lambda: other("known") == [0, 0])
-    other("close")
-    assert not kept_files(tmp_path / "graphs")
-    assert other("in memory", "bob", range(COUNT)) == 0
-
-
 def test_a_run_that_begins_with_a_purge_empties_what_others_have_open(tmp_path: Path, other: Other) -> None:
     """`semkv run --purge` beside a running process, which hears of it and goes on with a new catalog."""
     prepare(CacheConfig(tmp_path))
@@ -219,6 +209,7 @@ def test_a_run_that_begins_with_a_purge_empties_what_others_have_open(tmp_path: 
     prepare(CacheConfig(tmp_path), purge=True)
     assert not kept_files(tmp_path / "graphs")
     wait_until(lambda: other("known") == [0, 0])
+    assert other("in memory", "bob", range(COUNT)) == 0
     other("record", "alice")
     assert [(use.tenant, use.entries) for use in inspect(tmp_path).entries] == [("alice", COUNT)]
     other("close")
@@ -269,14 +260,6 @@ def test_a_graph_that_is_written_during_a_purge_does_not_stay(tmp_path: Path, mo
     cache.close()
     assert kept_files(tmp_path / "graphs")
     assert on_disk(tmp_path, "bob", TAGGED) == 0
-
-
-def test_nothing_is_written_while_the_catalog_cannot_be_asked(tmp_path: Path) -> None:
-    catalog = Catalog(tmp_path / "catalog.sqlite")
-    kept = kept_beside(catalog, "layer", lambda error: pytest.fail(str(error)))
-    catalog.close()
-    assert not kept.save("ns", "p", 0, lambda write: write(b"x"))
-    assert kept_files(tmp_path / "graphs") == []
 
 
 def test_what_makes_room_is_no_purge(tmp_path: Path) -> None:

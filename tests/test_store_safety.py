@@ -26,8 +26,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from block_faults import FAULTS
-from block_helpers import files, found, lose_index, open_store, rewrite, right, save
+from block_helpers import FAULTS, files, found, lose_index, open_store, rewrite, right, save
 from semkv.errors import CorruptValue
 from semkv.stores import block_index, blocks
 from semkv.stores.block_file import BlockFile
@@ -216,7 +215,7 @@ def test_any_flipped_bit_of_the_index_stops_nothing(memory: Path, pristine: Path
             save(store, 20, 2)
             right(store, 0, 22)
             store.ages(), store.totals(), store.files(), store.purges_after(0), store.last_purge()
-            store.ages(["x"]), store.owned("x"), store.disown("other"), store.sweep()
+            store.ages(["x"]), store.disown("other"), store.sweep()
             store.purge(owner="x")
             store.purge()
             assert found(store, 0, 12) == 0

@@ -273,7 +273,7 @@ class BlockStore:
         for file, which in wanted.items():
             which.sort(key=lambda i: refs[i].row)
             try:
-                with BlockFile.open(path_of(self.root, file), self.kind, file) as opened:
+                with self._block_file(file) as opened:
                     opened.check(namespace, text, refs[which[0]].owner)
                     for run in _runs(which, [refs[i].row for i in which]):
                         first = refs[run[0]].row
@@ -290,7 +290,7 @@ class BlockStore:
                 log.warning("semkv: dropped a damaged block file of %s: %s", self.root, error)
                 self.reject(file)
             except OSError as error:
-                self._complain("read", error)
+                self._cannot_read(error)
             else:
                 self._used[file] = time.time()
         self.counters["read_blocks"] += sum(good)
@@ -308,9 +308,9 @@ class BlockStore:
     def _block_file(self, file: str) -> BlockFile:
         return BlockFile.open(path_of(self.root, file), self.kind, file)
 
-    def _complain(self, what: str, error: OSError) -> None:
+    def _cannot_read(self, error: OSError) -> None:
         self.counters["errors"] += 1
-        self._warn("semkv: cannot %s %s: %s", what, self.root, error)
+        self._warn("semkv: cannot read %s: %s", self.root, error)
 
     def _flush(self) -> None:
         used, self._used, self._flushed_at = self._used, {}, time.monotonic()
@@ -444,14 +444,13 @@ class BlockStore:
             How many files went, or with ``dry_run`` would go.
         """
         which = Selection(owner=owner, namespace=namespace, before=before)
-        gone: int | None = None
-        for _ in range(2):  # an index that turns out damaged is built anew for the second time
-            if dry_run:
-                gone = self._ask(lambda index: len(index.files(which)), None)
-            else:
-                gone = self._ask(lambda index: index.purge(which), None)
-            if gone is not None:
-                break
+
+        def purge(index: BlockIndex) -> int | None:
+            return len(index.files(which)) if dry_run else index.purge(which)
+
+        gone = self._ask(purge, None)
+        if gone is None:  # an index that turns out damaged is built anew for the second time
+            gone = self._ask(purge, None)
         if not dry_run and which == Selection():
             self.sweep()  # what a writer that died has left
         return gone or 0
@@ -512,16 +511,12 @@ class BlockStore:
         try:
             return self._ask(sweep, 0)
         except OSError as error:
-            self._complain("list", error)
+            self._cannot_read(error)
             return 0
 
     def files(self) -> list[str]:
         """Ids of all files."""
         return self._ask(lambda index: index.files(), list[str]())
-
-    def owned(self, owner: str) -> list[str]:
-        """Ids of a tenant's files, of all namespaces; see `block_file.owner_of`."""
-        return self._ask(lambda index: index.files(Selection(owner=owner)), list[str]())
 
     def totals(self, namespace: str | None = None) -> tuple[int, int, int]:
         """Files, blocks and bytes stored, of one namespace or of the directory."""

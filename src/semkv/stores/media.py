@@ -98,10 +98,10 @@ class MediaStore:
             os.utime(file)  # recently used
         except OSError:
             return None
-        if digest_of(data) != media_id:
-            self.delete(media_id)
-            return None
-        return data
+        if digest_of(data) == media_id:
+            return data
+        self.delete(media_id)
+        return None
 
     def whole(self, media_id: str) -> bool:
         """Whether the stored bytes are what their name says."""
