@@ -17,6 +17,7 @@ from maintenance_helpers import SECRET, block_files, call, call_both, digest_of,
 from semkv.cache import SemanticCache
 from semkv.cli import EXIT_ERROR, main
 from semkv.config import CacheConfig
+from semkv.stores.blocks import BlockStore
 from semkv.stores.database import CATALOG
 from semkv.stores.maintenance import collect, inspect, verify
 from semkv.stores.responses.base import StoredResponse
@@ -183,3 +184,15 @@ def test_a_folder_that_is_no_cache_is_refused_and_left_alone(tmp_path: Path, com
     assert result.exit_code == EXIT_ERROR
     assert "holds no semkv cache" in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_verify_takes_an_evicted_file_for_no_damage(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, other = BlockStore.damage, BlockStore(used / "kv", "kv")
+
+    def damage(store: BlockStore, file: str) -> str:
+        other.purge()
+        return look(store, file)
+
+    monkeypatch.setattr(BlockStore, "damage", damage)
+    assert verify(used).damaged == ()
+    other.close()

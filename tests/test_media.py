@@ -60,7 +60,7 @@ def test_what_a_killed_writer_left_counts_and_goes(tmp_path: Path) -> None:
     store = MediaStore(tmp_path, max_bytes=3000)
     name = store.put(b"x" * 100)
     (tmp_path / name[:2] / "mine.txt").write_bytes(b"x" * 5000)  # nobody asked for that
-    old, young = (tmp_path / name[:2] / f".new-{age}" for age in ("old", "young"))
+    old, young = (tmp_path / name[:2] / f"{age}.tmp" for age in ("old", "young"))
     old.write_bytes(b"x" * 1000)
     young.write_bytes(b"x" * 1000)
     assert MediaStore(tmp_path).nbytes == 2100

@@ -91,7 +91,7 @@ def test_a_picture_that_a_dead_writer_left_goes_with_a_purge_and_by_gc(tmp_path:
     bench.ask("a question", "picture", tenant="alice")
     cache_dir = bench.cache.config.cache_dir
     bench.cache.close()
-    old, young = cache_dir / "media" / "ab" / ".new-old", cache_dir / "media" / "ab" / ".new-young"
+    old, young = cache_dir / "media" / "ab" / "old.tmp", cache_dir / "media" / "ab" / "young.tmp"
     old.parent.mkdir(exist_ok=True)
     for clean in (lambda: collect(cache_dir).strays, lambda: purge_entries(cache_dir, ["alice"], None, dry_run=False)):
         old.write_bytes(b"half a picture"), young.write_bytes(b"one that is being written")

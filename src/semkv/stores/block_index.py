@@ -177,11 +177,8 @@ class BlockIndex:
     A question waits for no other process. Every method may raise `INDEX_FAULTS`.
 
     Args:
-        root: the directory.
-        kind: of the store.
         counters: where damaged block files are counted, as ``corrupt``.
         damaged: an index that is known to be damaged.
-        read_only: nothing can be written.
         wait_s: how long to wait for another process that opens the index.
 
     Raises:

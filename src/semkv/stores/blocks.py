@@ -533,6 +533,8 @@ class BlockStore:
                 row = block_file.room(1, opened.row_bytes)[0]
                 whole = all(opened.read(number, [row])[0] for number in range(len(opened.keys)))
                 return "" if whole else f"{file}: a row is damaged"
+        except FileNotFoundError:  # it was evicted
+            return ""
         except (CorruptValue, OSError) as error:
             return f"{file}: {error}"
 

@@ -23,9 +23,7 @@ from semkv.stores.catalog_rows import (
     VectorRow,
     delete,
     dump_segments,
-    last_purge,
     load_entry,
-    mark_purge,
     pack,
     removal,
 )
@@ -33,7 +31,6 @@ from semkv.stores.database import Database
 from semkv.types import Entry, MediaSegment, Namespace
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
-_COUNT_WRITE = "UPDATE sqlite_sequence SET seq=seq+1 WHERE name='writes' RETURNING seq"
 _COUNT_HITS = "UPDATE entries SET hits=hits+?1, last_hit=MAX(last_hit, ?2), used=MAX(used, ?2) WHERE entry_id=?3"
 _HITS = 8192  # entries whose hits wait for a write
 
@@ -59,12 +56,7 @@ class Catalog:
         self._hits: dict[str, tuple[int, float]] = {}  # by entry, those not written yet, and the last one's time
         self._uncounted = 0
         self.database = Database(path, timeout_s=timeout_s, replace=replace)
-        self._version, self._writes = self.database.version(), self._written()
-
-    def _written(self) -> tuple[int, int]:
-        """Another value whenever a catalog on this file has written, or the file was replaced."""
-        number = self._number("SELECT seq FROM sqlite_sequence WHERE name='writes'")
-        return self.database.opened, number
+        self._version = self.database.version()
 
     def _number(self, statement: str, *values: object) -> int:
         with self.database as db:
@@ -76,13 +68,8 @@ class Catalog:
         """A transaction that is undone on any exception. It takes along the hits that are not written yet."""
         with self.database.write() as db:
             hits, self._hits = self._hits, {}  # lost where this fails: one of them may be of a damaged row
-            ((number,),) = db.execute(_COUNT_WRITE).fetchall()
-            rows = [(count, now, entry_id) for entry_id, (count, now) in hits.items()]
-            db.executemany(_COUNT_HITS, rows)
+            db.executemany(_COUNT_HITS, [(count, now, entry_id) for entry_id, (count, now) in hits.items()])
             yield db
-        with self.database.lock:
-            if self._writes == (self.database.opened, number - 1):  # else `changed` tells of another's
-                self._writes = self.database.opened, number
 
     def __len__(self) -> int:
         return self._number("SELECT COUNT(*) FROM entries")
@@ -215,7 +202,7 @@ class Catalog:
             if dry_run:
                 return removal(db, rows)
             if rows:
-                mark_purge(db)
+                db.execute("UPDATE purge SET mark=hex(randomblob(16))")
             return delete(db, rows)
 
     def by_namespace(self, tenant: str | None = None) -> list[NamespaceUse]:
@@ -297,19 +284,15 @@ class Catalog:
     # -- for the indexes ----------------------------------------------------------------------------------------
 
     def changed(self) -> bool:
-        """Whether another catalog on this file has written since the last call."""
+        """Whether another connection has written to this file since the last call, or the file was replaced."""
         with self.database.lock:
-            version = self.database.version()
-            if version == self._version:
-                return False
-            self._version = version
-            before, self._writes = self._writes, self._written()
-            return before != self._writes  # else a gateway stored responses
+            before, self._version = self._version, self.database.version()
+            return before != self._version
 
     def purge(self) -> str:
         """The mark of the last `invalidate` that deleted anything, by this process or another."""
         with self.database as db:
-            return last_purge(db)
+            return str(db.execute("SELECT mark FROM purge").fetchone()[0])
 
     def missing(self, entry_ids: Sequence[str]) -> list[str]:
         """Which of some entries are not here."""

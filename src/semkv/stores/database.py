@@ -89,9 +89,9 @@ CREATE TABLE invalidations (number INTEGER PRIMARY KEY AUTOINCREMENT, selector T
 """
 
 # Numbers of rows go on from the time (microseconds since the epoch), so that no reader takes a new file's for those of
-# a damaged one that it has read already. `Catalog` counts its writes among them: the page is written anyway.
+# a damaged one that it has read already.
 _FIRST_NUMBERS = """
-INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now), ('writes', 0);
+INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
 INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 """
 
@@ -99,7 +99,7 @@ INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 _EMPTY = """
 DELETE FROM entry_keys; DELETE FROM vectors; DELETE FROM media_vectors; DELETE FROM entry_media; DELETE FROM tags;
 DELETE FROM sentences; DELETE FROM contexts; DELETE FROM entries; DELETE FROM responses; DELETE FROM invalidations;
-UPDATE purge SET mark=hex(randomblob(16)); UPDATE sqlite_sequence SET seq=seq+1 WHERE name='writes';
+UPDATE purge SET mark=hex(randomblob(16));
 INSERT INTO invalidations (selector) VALUES ('{}')
 """
 

@@ -134,11 +134,11 @@ def lock(path: Path, wait_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of ``path``, in full and durably, when the block ends without an exception.
+def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of ``path``, in full, when the block ends without an exception.
 
     Until then it has a name that nobody else draws. Of several writers the last one's file stays. ``private``: only its
-    owner can read it.
+    owner can read it. ``durable``: it survives a power cut.
 
     Raises:
         OSError: the disk is full or read-only; the temporary file is gone.
@@ -148,14 +148,16 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
         flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE if private else 0o666
         with os.fdopen(open_file(part, flags, mode), "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         part.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the name
-        finally:
-            os.close(folder)
+        if durable:
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # the name
+            finally:
+                os.close(folder)
     except BaseException:
         part.unlink(missing_ok=True)
         raise

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
@@ -304,19 +304,22 @@ def verify(
     damaged: list[str] = []
     unread: list[str] = []
     with _blocks(cache_dir, fusion_dir) as opened:
-        blocks = [(name, store, file) for name, store in opened for file in store.files()]
-        # Deleted when a lost index was built again.
+        checks: list[tuple[str, Callable[[], str], Callable[[], object]]] = []  # store, what is wrong, and to delete it
         for name, store in opened:
+            # Deleted when a lost index was built again.
             damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
+            checks += [(name, partial(store.damage, file), partial(store.reject, file)) for file in store.files()]
         images, graphs = _images(cache_dir), kept_files(cache_dir / GRAPHS)
-        files = len(blocks) + len(images) + len(graphs)
-        faults = chain(
-            _block_faults(blocks, repair=repair),
-            _image_faults(cache_dir / "media", images, repair=repair),
-            _graph_faults(graphs, repair=repair),
-        )
-        for done, fault in enumerate(faults, 1):
-            damaged += [fault] * bool(fault)
+        if images:
+            media = MediaStore(cache_dir / "media")
+            checks += [("media", partial(media.damage, i.name), partial(media.delete, i.name)) for i in images]
+        checks += [("graphs", partial(damage_of, g), partial(g.unlink, missing_ok=True)) for g in graphs]
+        files = len(checks)
+        for done, (name, check, delete) in enumerate(checks, 1):
+            if reason := check():
+                damaged.append(f"{name}: {reason}")
+                if repair:
+                    delete()
             advance(done, files)
     answers, kept = 0, 0
     try:
@@ -338,34 +341,6 @@ def verify(
     except StoreError as error:
         unread.append(str(error))
     return Damage(files, answers, tuple(damaged), len(damaged) - kept if repair else 0, tuple(unread))
-
-
-def _block_faults(blocks: Iterable[tuple[str, BlockStore, str]], *, repair: bool) -> Iterator[str]:
-    """Why each file is damaged; empty where it is not."""
-    for name, store, file in blocks:
-        reason = store.damage(file)
-        if reason and file not in store.files():  # it was evicted meanwhile
-            reason = ""
-        if reason and repair:
-            store.reject(file)
-        yield reason and f"{name}: {reason}"
-
-
-def _image_faults(folder: Path, images: Sequence[Path], *, repair: bool) -> Iterator[str]:
-    media = MediaStore(folder) if images else None
-    for image in images:
-        damaged = media is not None and not media.whole(image.name) and image.exists()
-        if media is not None and damaged and repair:
-            media.delete(image.name)
-        yield f"media: {image.name} is not what its name says" if damaged else ""
-
-
-def _graph_faults(graphs: Iterable[Path], *, repair: bool) -> Iterator[str]:
-    for graph in graphs:
-        reason = damage_of(graph)
-        if reason and repair:
-            graph.unlink(missing_ok=True)
-        yield reason and f"graphs: {reason}"
 
 
 # -- deleting ---------------------------------------------------------------------------------------------------------
@@ -411,17 +386,18 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
 
 def _drop_strays(cache_dir: Path) -> int:
     """Delete what crashed writers left under temporary names, but for block files; how many files that were."""
-    patterns = ("media/??/.new-*", *(pattern for pattern in CACHE_FILES if pattern.endswith(".tmp")))
-    return sum(remove_strays(cache_dir, pattern) for pattern in patterns)
+    return sum(
+        remove_strays(cache_dir, pattern) for pattern in ("media/??/*.tmp", *CACHE_FILES) if pattern.endswith(".tmp")
+    )
 
 
 def purge_entries(
     cache_dir: Path, tenants: Sequence[str] | None, tag: str | None, *, before: float | None = None, dry_run: bool
 ) -> Purged:
     """Delete the catalog's entries and a gateway's responses of a tenant (by its names), with a tag, made before a time
-    (in seconds since the epoch), or those that meet all that is given; where nothing is, all. With them go the images
-    that only they had, and the graphs in which their vectors are. Running engines and gateways forget them within a
-    second or so, and write new graphs.
+    (in seconds since the epoch), or those that meet all that is given. With them go the images that only they had, and
+    the graphs in which their vectors are. Running engines and gateways forget them within a second or so, and write new
+    graphs.
 
     The text of a request that is under way is recorded afterwards.
 
@@ -442,8 +418,6 @@ def purge_entries(
                 raise CorruptValue(
                     f"{catalog.path} is damaged ({reason}): a purge without --tenant and --tag deletes it"
                 )
-            if tenants is None and tag is None and before is None:
-                tenants = sorted({row.tenant for row in catalog.by_namespace()})
             answers = 0
             if responses.usage()[0] or any(cache_dir.glob("ahead*")):  # a gateway was here: it looks for what is logged
                 answers = responses.purge(selectors, dry_run=dry_run)
