@@ -277,34 +277,6 @@ def test_a_damaged_row_is_deleted_and_the_rest_served(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_file_that_is_damaged_while_open_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "a.sqlite"
-    store, other = SqliteStore(path), SqliteStore(path)
-    cursor = store.news("").cursor
-    for number in range(300):
-        store.put(answer(str(number), payload=b"x" * 3000))
-    store.database.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    with path.open("r+b") as file:
-        file.seek(0)
-        file.write(b"\xff" * path.stat().st_size)
-    outcomes = []
-    for _ in range(4):
-        for one in (store, other):
-            try:
-                outcomes.append(one.put(answer("new")))
-            except StoreError:
-                outcomes.append(False)
-    assert outcomes[-1]
-    assert outcomes[-2]
-    assert store.get("new") is not None
-    assert other.get("new") is not None
-    assert store.get("5") is None
-    assert store.news(cursor).selectors is None  # so memory forgets what the old file held
-    assert store.database.damaged + other.database.damaged == 1
-    store.close()
-    other.close()
-
-
 def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None:
     path = tmp_path / "a?b#c%20.sqlite"
 

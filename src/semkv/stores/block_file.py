@@ -33,7 +33,8 @@ import xxhash
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
-from semkv.stores.files import open_file
+from semkv.stores.database import delete_files
+from semkv.stores.files import check_private, check_regular, make_folder, open_file, replace_text
 
 FORMAT_VERSION = 2
 """Version of the files. The store empties a directory of an older version, and refuses one of a newer version."""
@@ -267,6 +268,50 @@ class BlockFile:
         return [checksum(row) == right for row, right in zip(rows, sums, strict=True)]
 
 
+def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What of ``views`` is left after ``done`` bytes, as far as one call of the system takes it."""
+    rest: list[memoryview] = []
+    for view in views:
+        if done < len(view):
+            rest.append(view[done:])
+            if len(rest) == _IOV_MAX:
+                break
+        done = max(0, done - len(view))
+    return rest
+
+
+def _read_cached(fd: int, views: Sequence[memoryview], at: int) -> int:
+    """Fill ``views`` as far as the file's bytes are in the system's page cache; returns how many came."""
+    done = 0
+    with contextlib.suppress(OSError):  # not cached, or a file system that does not tell
+        while _NO_WAIT and (rest := _rest(views, done)) and (got := os.preadv(fd, rest, at + done, _NO_WAIT)) > 0:
+            done += got
+    return done
+
+
+def _read_direct(fd: int, views: Sequence[memoryview], at: int, done: int) -> int:
+    """Go on past the page cache where the file system can; returns how many bytes are there.
+
+    Nothing else is read from ``fd`` meanwhile.
+    """
+    try:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
+    except OSError:
+        return done
+    try:
+        while (rest := _rest(views, done)) and (got := os.preadv(fd, rest, at + done)) > 0:
+            done += got
+    except OSError:
+        return done  # tried again through the page cache
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return done
+
+
+# -- the directory of a store ------------------------------------------------------------------------------------------
+
+
 def path_of(root: Path, file: str) -> Path:
     """Where a block file lies. Ids are drawn by the index: 16 hex digits."""
     return root / FILES / file[:2] / f"{file}{_SUFFIX}"
@@ -325,42 +370,67 @@ def found(root: Path, kind: str, counters: Counter[str]) -> Iterator[tuple[str, 
             unlink(root, file)
 
 
-def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What of ``views`` is left after ``done`` bytes, as far as one call of the system takes it."""
-    rest: list[memoryview] = []
-    for view in views:
-        if done < len(view):
-            rest.append(view[done:])
-            if len(rest) == _IOV_MAX:
-                break
-        done = max(0, done - len(view))
-    return rest
+def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
+    """Mark a directory as ours, or see that it is of this format and kind.
+
+    One of an older format is emptied: it is a cache.
+
+    Raises:
+        StoreError: it is of a newer format or another kind, others can write into it, or there are links in it.
+        OSError: it cannot be read or written.
+    """
+    check_private(root)
+    for suffix in ("", "-wal", "-shm"):
+        check_regular(root / f"{INDEX}{suffix}")
+    if (root / FILES).is_symlink():
+        raise StoreError(f"{root / FILES} is a link: delete it, or choose another cache directory")
+    marker = read_marker(root)
+    version = FORMAT_VERSION if marker is None else marker.get("format")
+    if marker and isinstance(version, int) and version > FORMAT_VERSION:
+        raise StoreError(
+            f"{root} has format {version}, this version of semkv reads {FORMAT_VERSION}: update semkv, "
+            "empty the directory with 'semkv run --purge', or choose another cache directory"
+        )
+    if marker and "kind" in marker and marker["kind"] != kind:
+        raise StoreError(f"{root} is a store of kind {marker['kind']!r}, not {kind!r}: choose another cache directory")
+    if read_only:
+        if marker is None or version != FORMAT_VERSION:
+            raise OSError(errno.EROFS, f"nothing of format {FORMAT_VERSION} is there, and the disk is read-only")
+        return
+    if version != FORMAT_VERSION:
+        gone = discard_files(root)
+        log.warning(
+            "semkv: %s had format %s and is emptied for format %s: %d files", root, version, FORMAT_VERSION, gone
+        )
+    make_folder(root / FILES)
+    if marker is None or version != FORMAT_VERSION:
+        replace_text(root / MARKER, json.dumps({"format": FORMAT_VERSION, "kind": kind}), private=True)
 
 
-def _read_cached(fd: int, views: Sequence[memoryview], at: int) -> int:
-    """Fill ``views`` as far as the file's bytes are in the system's page cache; returns how many came."""
-    done = 0
-    with contextlib.suppress(OSError):  # not cached, or a file system that does not tell
-        while _NO_WAIT and (rest := _rest(views, done)) and (got := os.preadv(fd, rest, at + done, _NO_WAIT)) > 0:
-            done += got
-    return done
+def read_marker(root: Path) -> dict[str, Any] | None:
+    """What the marker says; None where there is none, empty where it is damaged.
 
-
-def _read_direct(fd: int, views: Sequence[memoryview], at: int, done: int) -> int:
-    """Go on past the page cache where the file system can; returns how many bytes are there.
-
-    Nothing else is read from ``fd`` meanwhile.
+    Raises:
+        StoreError: it is a link, a folder, a device or a pipe.
+        OSError: it cannot be read.
     """
     try:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
-    except OSError:
-        return done
-    try:
-        while (rest := _rest(views, done)) and (got := os.preadv(fd, rest, at + done)) > 0:
-            done += got
-    except OSError:
-        return done  # tried again through the page cache
-    finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-    return done
+        with os.fdopen(open_file(root / MARKER, os.O_RDONLY), "rb") as file:
+            found = json.loads(file.read(1 << 16))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def discard_files(root: Path) -> int:
+    """Delete the index and all block files, of any format, in `database.opening`; how many files that were."""
+    with contextlib.suppress(OSError):
+        delete_files(root / INDEX)
+    gone = 0
+    for _, path, _ in listed(root):
+        with contextlib.suppress(OSError):
+            path.unlink()
+            gone += 1
+    return gone

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -30,10 +28,8 @@ from typing import Any, TypeVar
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores import block_file, block_index
 from semkv.stores.block_file import (
-    FILES,
     FORMAT_VERSION,
     INDEX,
-    MARKER,
     BlockFile,
     BlockHeader,
     Bytes,
@@ -41,6 +37,7 @@ from semkv.stores.block_file import (
     encode_head,
     layout_text,
     path_of,
+    prepare,
     unlink,
 )
 from semkv.stores.block_index import (
@@ -53,8 +50,8 @@ from semkv.stores.block_index import (
     Selection,
     new_file_id,
 )
-from semkv.stores.database import delete_files, is_transient, is_useless, opening
-from semkv.stores.files import FileId, check_private, check_regular, make_folder, open_file, replace_text
+from semkv.stores.database import is_transient, is_useless, opening
+from semkv.stores.files import FileId, make_folder
 
 log = logging.getLogger("semkv.stores")
 
@@ -546,72 +543,6 @@ class BlockStore:
             if self._index is not None:
                 self._index.close()
                 self._index = None
-
-
-def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
-    """Mark a directory as ours, or see that it is of this format and kind.
-
-    One of an older format is emptied: it is a cache.
-
-    Raises:
-        StoreError: it is of a newer format or another kind, others can write into it, or there are links in it.
-        OSError: it cannot be read or written.
-    """
-    check_private(root)
-    for suffix in ("", "-wal", "-shm"):
-        check_regular(root / f"{INDEX}{suffix}")
-    if (root / FILES).is_symlink():
-        raise StoreError(f"{root / FILES} is a link: delete it, or choose another cache directory")
-    marker = read_marker(root)
-    version = FORMAT_VERSION if marker is None else marker.get("format")
-    if marker and isinstance(version, int) and version > FORMAT_VERSION:
-        raise StoreError(
-            f"{root} has format {version}, this version of semkv reads {FORMAT_VERSION}: update semkv, "
-            "empty the directory with 'semkv run --purge', or choose another cache directory"
-        )
-    if marker and "kind" in marker and marker["kind"] != kind:
-        raise StoreError(f"{root} is a store of kind {marker['kind']!r}, not {kind!r}: choose another cache directory")
-    if read_only:
-        if marker is None or version != FORMAT_VERSION:
-            raise OSError(errno.EROFS, f"nothing of format {FORMAT_VERSION} is there, and the disk is read-only")
-        return
-    if version != FORMAT_VERSION:
-        gone = discard_files(root)
-        log.warning(
-            "semkv: %s had format %s and is emptied for format %s: %d files", root, version, FORMAT_VERSION, gone
-        )
-    make_folder(root / FILES)
-    if marker is None or version != FORMAT_VERSION:
-        replace_text(root / MARKER, json.dumps({"format": FORMAT_VERSION, "kind": kind}), private=True)
-
-
-def read_marker(root: Path) -> dict[str, Any] | None:
-    """What the marker says; None where there is none, empty where it is damaged.
-
-    Raises:
-        StoreError: it is a link, a folder, a device or a pipe.
-        OSError: it cannot be read.
-    """
-    try:
-        with os.fdopen(open_file(root / MARKER, os.O_RDONLY), "rb") as file:
-            found = json.loads(file.read(1 << 16))
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def discard_files(root: Path) -> int:
-    """Delete the index and all block files, of any format, in `database.opening`; how many files that were."""
-    with contextlib.suppress(OSError):
-        delete_files(root / INDEX)
-    gone = 0
-    for _, path, _ in block_file.listed(root):
-        with contextlib.suppress(OSError):
-            path.unlink()
-            gone += 1
-    return gone
 
 
 def _runs(which: Sequence[int], rows: Sequence[int]) -> Iterator[list[int]]:

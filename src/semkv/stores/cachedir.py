@@ -17,8 +17,8 @@ from pathlib import Path
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
 from semkv.stores import database
-from semkv.stores.block_file import FILES, FORMAT_VERSION, INDEX, MARKER
-from semkv.stores.blocks import BlockStore, Bounds, discard_files, read_marker
+from semkv.stores.block_file import FILES, FORMAT_VERSION, INDEX, MARKER, discard_files, read_marker
+from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.database import CATALOG, RESPONSES_1
 from semkv.stores.files import make_folder as make_private
 from semkv.stores.files import matching, replace_text
