@@ -192,14 +192,6 @@ def test_the_bound_on_entries_holds(make: Make) -> None:
     assert store.get("0") is None
 
 
-def test_the_latest_come_first(make: Make) -> None:
-    store = make()
-    for number in range(10):
-        store.put(answer(str(number), created=1e9 + number))
-    assert [found.key for found in store.recent(3)] == ["9", "8", "7"]
-    assert store.recent(3)[0].payload
-
-
 def test_many_threads(make: Make) -> None:
     store = make()
     failures: list[BaseException] = []

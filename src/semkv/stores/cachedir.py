@@ -121,7 +121,7 @@ def _empty_store(root: Path) -> None:
 
 
 def _empty_database(file: Path) -> str:
-    """What is left, for people. One that cannot be read goes as a whole; another program's stays."""
+    """What is left, for people. One of a newer format goes as a whole; another program's stays."""
     if not database.is_filled(file) or database.is_ours(file) is False:
         return ""
     for _ in range(2):  # what turns out to be damaged is put aside meanwhile
@@ -134,7 +134,9 @@ def _empty_database(file: Path) -> str:
             left = f"{file} cannot be emptied ({error}), purge again"
             if not database.is_damage(error):
                 break
-        except StoreError:  # of a newer format
+        except StoreError as error:
+            if error.__cause__ is not None:
+                return str(error)
             with database.opening(file):
                 database.delete_files(file)
             return ""

@@ -77,7 +77,6 @@ CREATE TABLE responses (
   key TEXT PRIMARY KEY, head BLOB NOT NULL, payload BLOB NOT NULL, created REAL NOT NULL, stale_until REAL,
   used REAL NOT NULL, nbytes INTEGER NOT NULL);
 CREATE INDEX responses_used ON responses (used);
-CREATE INDEX responses_created ON responses (created);
 CREATE INDEX responses_stale ON responses (stale_until) WHERE stale_until IS NOT NULL;
 CREATE TABLE totals (entries INTEGER NOT NULL, nbytes INTEGER NOT NULL);
 INSERT INTO totals VALUES (0, 0);
@@ -414,7 +413,7 @@ class Database:
     def _put_aside(self, why: str) -> None:
         self.damaged += 1
         if self._schema.rebuild is not None:
-            log.warning("semkv: %s is damaged and built anew (%s)", self.path, why)
+            log.warning("semkv: %s is built anew (%s)", self.path, why)
         else:
             log.warning("semkv: %s is damaged and put aside; a new file is begun (%s)", self.path, why)
             if not self._beside(".damaged").exists():  # the first one is kept

@@ -477,7 +477,10 @@ def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool)
     files = 0
     try:
         for folder in (cache_dir,) if fusion_dir is None else (cache_dir, fusion_dir):
-            files += purge_directory(folder, dry_run=dry_run)
+            try:
+                files += purge_directory(folder, dry_run=dry_run)
+            except StoreError as error:
+                unread += (str(error),)
     except OSError as error:
         raise StoreError(f"{error.filename or cache_dir} cannot be purged ({error.strerror or error})") from error
     return Purged(entries, answers, files, dry_run, unread)

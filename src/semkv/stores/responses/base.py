@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
@@ -233,10 +233,6 @@ class ResponseStore(Protocol):
 
     def news(self, cursor: str) -> News:
         """The invalidations since ``cursor``; an empty cursor asks for the present place alone."""
-        ...
-
-    def recent(self, limit: int) -> Sequence[StoredResponse]:
-        """The latest entries, newest first."""
         ...
 
     def usage(self) -> tuple[int, int]:

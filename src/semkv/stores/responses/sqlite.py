@@ -80,7 +80,7 @@ class SqliteStore(ResponseStore):
         clock: Callable[[], float] = time.time,
         replace: bool = True,
     ) -> None:
-        self.path, self.max_bytes, self.max_entries, self.evicted = path, max_bytes, max_entries, 0
+        self.path, self.max_bytes, self.max_entries = path, max_bytes, max_entries
         self._clock = clock
         self._touched: dict[str, float] = {}
         self._touching = threading.Lock()
@@ -147,7 +147,6 @@ class SqliteStore(ResponseStore):
             gone.append((key,))
             entries, nbytes = entries - 1, nbytes - size
         db.executemany("DELETE FROM responses WHERE key=?", gone)
-        self.evicted += len(gone)
 
     def slide(self, response: StoredResponse) -> None:
         with self.database.write() as db:
@@ -207,17 +206,6 @@ class SqliteStore(ResponseStore):
         return News(str(last), read_selectors(row[0] for row in rows))
 
     # -- operators ----------------------------------------------------------------------------------------------
-
-    def recent(self, limit: int) -> Sequence[StoredResponse]:
-        with self.database as db:
-            rows = db.execute(
-                "SELECT key, head, payload FROM responses ORDER BY created DESC, rowid DESC LIMIT ?", (limit,)
-            ).fetchall()
-        found = []
-        for key, head, payload in rows:
-            with suppress(CorruptValue, TypeError):  # `get` counts and deletes it
-                found.append(decode(key, bytes(head), bytes(payload)))
-        return found
 
     def usage(self) -> tuple[int, int]:
         with self.database as db:
