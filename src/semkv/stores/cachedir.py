@@ -121,32 +121,32 @@ def _empty_store(root: Path) -> None:
 
 
 def _empty_database(file: Path) -> str:
-    """What is left, for people. One of a newer format goes as a whole; another program's stays."""
+    """What is left, for people. Another program's stays. One that cannot be emptied, since it is damaged, of a newer
+    format, or the disk is full, goes as a whole: processes that have it open begin a new one."""
     if not database.is_filled(file) or database.is_ours(file) is False:
         return ""
-    for _ in range(2):  # what turns out to be damaged is put aside meanwhile
-        try:
-            with closing(database.Database(file, timeout_s=_WAIT_S)) as opened:
-                if opened.empty():
-                    return ""
-            return f"{file} is being read: its write-ahead log has what was deleted, purge again"
-        except sqlite3.Error as error:
-            left = f"{file} cannot be emptied ({error}), purge again"
-            if not database.is_damage(error):
-                break
-        except StoreError as error:
-            if error.__cause__ is not None:
-                return str(error)
-            with database.opening(file):
-                database.delete_files(file)
-            return ""
-    return left
+    try:
+        with closing(database.Database(file, timeout_s=_WAIT_S)) as opened:
+            opened.truncate_log()  # which makes room on a full disk
+            if opened.empty():
+                return ""
+        return f"{file} is being read: its write-ahead log has what was deleted, purge again"
+    except sqlite3.Error as error:
+        if database.is_transient(error):
+            return f"{file} cannot be emptied ({error}), purge again"
+    except StoreError as error:
+        if error.__cause__ is not None:
+            return str(error)
+    with database.opening(file):
+        database.delete_files(file)
+    return ""
 
 
 def _stores(root: Path) -> list[Path]:
     """The block stores that are, or were, in a directory, which may be one itself."""
     alone = [root] if (root / FILES).is_dir() and (root / MARKER).is_file() else []
-    return alone + [store for name in _STORES if ((store := root / name) / MARKER).is_file()]
+    below = (root / name for name in _STORES)
+    return alone + [store for store in below if (store / MARKER).is_file() and not store.is_symlink()]
 
 
 def _has_no_files(root: Path) -> bool:
