@@ -78,3 +78,9 @@ def block_files(root: Path, store: str) -> list[Path]:
 
 def files_of(root: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else b"" for p in root.rglob("*")}
+
+
+def left(root: Path) -> list[str]:
+    """The files that are there, but for those in which an empty store consists."""
+    stays = ("semkv.json", "index.sqlite", "catalog.sqlite", ".lock", "-wal", "-shm")
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and not p.name.endswith(stays))

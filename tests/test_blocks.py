@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import struct
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 from block_helpers import (
     LAYOUT,
@@ -41,14 +39,6 @@ from semkv.stores.block_file import room
 from semkv.stores.blocks import BlockStore, Bounds
 
 
-def test_file_is_plain_safetensors(tmp_path: Path) -> None:
-    save(open_store(tmp_path), 0, 4)
-    with safe_open(files(tmp_path)[0], "np") as file:
-        assert np.array_equal(file.get_tensor("blocks"), np.stack([value(i) for i in range(4)]))
-        assert json.loads(file.metadata()["semkv"])["version"] == block_file.FORMAT_VERSION
-    assert header(files(tmp_path)[0])["keys"] == " ".join(k.hex() for k in keys(0, 4))
-
-
 @settings(max_examples=25, deadline=None)
 @given(parts=st.lists(st.integers(1, 4), min_size=1, max_size=5), asked=st.lists(st.integers(0, 25), unique=True))
 def test_any_rows_of_several_files_in_any_order(
@@ -69,15 +59,6 @@ def test_only_new_blocks_are_stored(tmp_path: Path) -> None:
     assert header(files(tmp_path)[1])["keys"].split() == [key(i).hex() for i in (0, 1, 4, 5)]
     assert store.totals()[:2] == (2, 6)
     assert right(store, 0, 6) == 6
-
-
-def test_namespaces_share_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    save(store, 0, 2)
-    assert found(store, 0, 2, namespace="other") == 0
-    assert save(store, 0, 2, namespace="other")
-    refs = store.find("ns", keys(0, 2))
-    assert not any(store.read(LAYOUT, "other", keys(0, 2), refs, list(room(2, ROW))))  # type: ignore[arg-type]
 
 
 def test_a_row_of_another_layout_is_not_served(tmp_path: Path) -> None:
@@ -186,28 +167,6 @@ def test_a_hostile_file_does_not_keep_the_others_from_being_adopted(tmp_path: Pa
     assert right(again, 0, 9) >= 6
 
 
-def test_swapped_files_are_noticed(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    save(store, 0, 3)
-    save(store, 3, 3)
-    a, b = files(tmp_path)
-    first, second = a.read_bytes(), b.read_bytes()
-    a.write_bytes(second)
-    b.write_bytes(first)
-    assert right(store, 0, 6) == 0
-    assert store.counters["corrupt"] == 2
-
-
-def test_vanished_file_is_a_miss(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    save(store, 0, 3)
-    save(store, 3, 3)
-    files(tmp_path)[0].unlink()
-    assert right(store, 0, 6) == 3
-    assert store.counters["missing"] == 1
-    assert found(store, 0, 6) == 3
-
-
 def test_bounds_hold_and_the_oldest_goes(tmp_path: Path) -> None:
     store = open_store(tmp_path, Bounds(max_bytes=0, max_blocks=6))
     for first in (0, 2, 4):
@@ -283,7 +242,7 @@ def test_a_folder_that_cannot_be_read_ends_no_writing(tmp_path: Path, monkeypatc
         raise OSError(errno.EIO, "a bad disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr("semkv.stores.block_folder.listed", listed)
+        patch.setattr("semkv.stores.block_file.listed", listed)
         assert store.sweep() == 0
         assert save(store, 0, 2)
         assert store.counters["errors"] == 1
@@ -324,7 +283,7 @@ def test_a_newer_format_and_another_kind_are_refused(tmp_path: Path) -> None:
         open_store(tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", ["open.lock", "semkv.json", "index.sqlite", "index.sqlite-wal", "extents"])
+@pytest.mark.parametrize("name", ["index.sqlite.lock", "semkv.json", "index.sqlite", "index.sqlite-wal", "extents"])
 @pytest.mark.parametrize("what", ["dangling link", "foreign link", "pipe", "folder"])
 def test_what_is_no_regular_file_is_refused_and_left_alone(tmp_path: Path, name: str, what: str) -> None:
     (tmp_path / "kv").mkdir(0o700)
@@ -429,7 +388,7 @@ def test_a_purge_takes_what_is_chosen_and_others_hear_of_it(tmp_path: Path) -> N
     def left() -> list[int]:
         return [found(other, i, namespace=namespace) for i, namespace in enumerate("aabb")]
 
-    assert store.purge(owner="x", dry_run=True) == len(store.owned("x")) == 2
+    assert store.purge(owner="x", dry_run=True) == 2
     assert other.purges_after(start) == []
     assert left() == [1, 1, 1, 1]
     assert store.purge(before=now - 100) == 0
@@ -526,6 +485,26 @@ def test_taking_back_says_where_it_failed_and_tries_again(tmp_path: Path, monkey
     assert found(store, 0) == 0
 
 
+def test_a_find_waits_for_no_writer(tmp_path: Path) -> None:
+    store, other = open_store(tmp_path), open_store(tmp_path)
+    save(store, 0)
+    assert other._index is not None
+    with other._index._write() as db:
+        db.execute("UPDATE files SET again=1")
+        assert found(store, 0) == 1
+        assert store.purges_after(store.last_purge()) == []
+    assert isinstance(store, BlockStore)
+
+
+def test_namespaces_share_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save(store, 0, 2)
+    assert found(store, 0, 2, namespace="other") == 0
+    assert save(store, 0, 2, namespace="other")
+    refs = store.find("ns", keys(0, 2))
+    assert not any(store.read(LAYOUT, "other", keys(0, 2), refs, list(room(2, ROW))))  # type: ignore[arg-type]
+
+
 def test_a_purge_leaves_its_room_to_what_is_being_written(tmp_path: Path) -> None:
     """Until its writer has deleted it, nobody else may take it."""
     store, other = open_store(tmp_path), open_store(tmp_path)
@@ -544,46 +523,50 @@ def test_a_purge_leaves_its_room_to_what_is_being_written(tmp_path: Path) -> Non
     assert files(tmp_path) == []
 
 
-def test_threads_share_a_store(tmp_path: Path) -> None:
-    store, errors = open_store(tmp_path, Bounds(max_bytes=0, max_blocks=40)), []
+# -- a lost index ----------------------------------------------------------------------------------------------------
 
-    def work(first: int) -> None:
-        try:
-            for _ in range(10):
-                save(store, first, 4)
-                right(store, first, 4)
-        except BaseException as error:
-            errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(10 * i,)) for i in range(16)]
+@pytest.fixture
+def four_files(tmp_path: Path) -> None:
+    """Four files of two blocks, and no index."""
+    store = open_store(tmp_path)
+    for i in range(4):
+        save(store, 2 * i, 2)
+    store.close()
+    lose_index(tmp_path)
+
+
+def test_all_blocks_are_found_and_their_bytes_count(tmp_path: Path, four_files: None) -> None:
+    size = sum(f.stat().st_size for f in files(tmp_path))
+    store = open_store(tmp_path, Bounds(max_bytes=size))
+    assert store.totals() == (4, 8, size)
+    assert right(store, 0, 8) == 8
+    assert save(store, 100, 2)  # one of the others went for it
+    assert sum(f.stat().st_size for f in files(tmp_path)) <= size
+    assert right(store, 0, 8) == 6
+    assert store.counters.get("corrupt", 0) == store.counters.get("missing", 0) == 0
+
+
+def test_who_opens_at_once_builds_one_index(tmp_path: Path, four_files: None) -> None:
+    stores = []
+    threads = [threading.Thread(target=lambda: stores.append(open_store(tmp_path))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors
-    assert store.totals()[1] <= 40
-    assert store.counters.get("corrupt", 0) == 0
+    assert [right(store, 0, 8) for store in stores] == [8] * 4
+    assert {store.last_purge() for store in stores} == {stores[0].last_purge()}
 
 
-def test_a_find_waits_for_no_writer(tmp_path: Path) -> None:
-    store, other = open_store(tmp_path), open_store(tmp_path)
-    save(store, 0)
-    assert other._index is not None
-    with other._index._write() as db:
-        db.execute("UPDATE files SET again=1")
-        assert found(store, 0) == 1
-        assert store.purges_after(store.last_purge()) == []
-    assert isinstance(store, BlockStore)
-
-
-def test_what_a_tenants_purge_overtakes_is_not_stored(tmp_path: Path) -> None:
-    """Blocks computed before the purge, written after it: the tenant's are refused, another tenant's are not."""
-    store = BlockStore(tmp_path / "kv", "kv")
-    row, since = np.ones(4096, np.uint8), store.last_purge()
-    store.purge(owner="mine")
-    assert store.write("ns", {}, [b"a" * 36], [row], owner="mine", since=since) is None
-    assert store.write("ns", {}, [b"b" * 36], [row], owner="yours", since=since)
-    assert store.write("ns", {}, [b"c" * 36], [row], owner="mine", since=store.last_purge())
-    store.purge()
-    assert store.write("ns", {}, [b"d" * 36], [row], owner="yours", since=since) is None
-    store.close()
+def test_damage_is_counted_and_deleted(tmp_path: Path, four_files: None) -> None:
+    head, body, swapped, cut = files(tmp_path)
+    raw = head.read_bytes()
+    swapped.write_bytes(raw)
+    head.write_bytes(raw[:200] + bytes([raw[200] ^ 1]) + raw[201:])
+    flip_last(body)
+    cut.write_bytes(raw[:-1])
+    store = open_store(tmp_path)
+    assert store.counters["corrupt"] == 3  # a flipped byte of a row is noticed when it is read
+    assert right(store, 2, 2) == 1
+    assert store.counters["corrupt"] == 4
+    assert found(store, 0, 8) == len(files(tmp_path)) == 0

@@ -16,7 +16,6 @@ from block_helpers import LAYOUT, files, flip_last, keys, open_store
 from semkv.stores import block_file
 from semkv.stores.block_file import PAGE, BlockFile, room
 from semkv.stores.blocks import BlockStore
-from semkv.stores.fusion import FusionState, FusionStore
 
 COUNT = 5
 
@@ -79,43 +78,11 @@ def test_the_same_bytes_from_cache_and_disk(
     assert not store.counters.get("corrupt")
 
 
-@pytest.mark.parametrize("tokens", [40, 600])
-def test_a_fusion_state_of_any_size_comes_back(tmp_path: Path, tokens: int) -> None:
-    store = FusionStore.open(tmp_path, "ns")
-    state = FusionState.from_array("k", np.random.default_rng(2).standard_normal((tokens, 1001), dtype=np.float32))
-    store.save(state)
-    drop(files(tmp_path)[0])
-    for _ in range(2):
-        found = store.load("k")
-        assert found is not None
-        assert np.array_equal(found.data, state.data)
-
-
 def test_rows_begin_at_a_page_and_the_file_is_plain_safetensors(tmp_path: Path) -> None:
     _, rows, file = saved(tmp_path, PAGE)
     assert (file.stat().st_size - rows.nbytes) % PAGE == 0
     with safe_open(file, "np") as opened:
         assert np.array_equal(opened.get_tensor("blocks"), rows)
-
-
-def test_more_rows_than_one_call_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_file, "_IOV_MAX", 2)
-    store, rows, file = saved(tmp_path, PAGE)
-    for _ in range(2):
-        memory = room(COUNT, PAGE)
-        assert all(read(store, memory))
-        assert np.array_equal(memory, rows)
-        drop(file)
-
-
-def test_what_is_half_in_the_cache_is_whole(tmp_path: Path) -> None:
-    store, rows, file = saved(tmp_path, 64 * PAGE)
-    drop(file)
-    with file.open("rb") as f:
-        f.read(3 * 64 * PAGE + 1000)
-    memory = room(COUNT, 64 * PAGE)
-    assert all(read(store, memory))
-    assert np.array_equal(memory, rows)
 
 
 def refuse(code: int) -> Callable[..., Any]:
@@ -145,26 +112,6 @@ def test_file_systems_without_either_are_read_as_any(
     memory = room(COUNT, 64 * PAGE)
     assert all(read(store, memory))
     assert np.array_equal(memory, rows)
-
-
-def test_a_disk_that_fails_in_the_middle_of_it_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, rows, file = saved(tmp_path, 64 * PAGE)
-    drop(file)
-    real, calls = os.preadv, [0]
-
-    def preadv(fd: int, buffers: Any, at: int, flags: int = 0) -> int:
-        if flags:
-            return 0
-        calls[0] += 1
-        if calls[0] == 2:
-            raise OSError(errno.EINVAL, "not at this place")
-        return real(fd, [buffers[0][: 16 * PAGE]], at)
-
-    monkeypatch.setattr(block_file.os, "preadv", preadv)
-    memory = room(COUNT, 64 * PAGE)
-    assert all(read(store, memory))
-    assert np.array_equal(memory, rows)
-    assert calls[0] == 21  # pieces of 16 pages, one of them twice
 
 
 def test_a_disk_that_fails_for_good_is_a_miss_and_the_file_stays(

@@ -17,11 +17,9 @@ import pytest
 
 from semkv.errors import StoreError
 from semkv.stores.catalog import Catalog
-from semkv.stores.database import Database, delete_database, is_ours
-from semkv.stores.files import lock
+from semkv.stores.database import CATALOG, RESPONSES_1, Database, is_ours
 from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.schema import CATALOG, RESPONSES_1
 from test_catalog import record
 
 
@@ -73,31 +71,58 @@ def test_another_programs_file_of_the_old_name_stays(tmp_path: Path) -> None:
     assert is_ours(tmp_path / RESPONSES_1[0]) is False
 
 
-def test_who_has_a_deleted_database_open_begins_a_new_one_and_hears_of_it(tmp_path: Path) -> None:
+def test_who_has_an_emptied_database_open_hears_of_it_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / CATALOG
     catalog, other, responses = Catalog(path), Catalog(path), SqliteStore(path)
-    catalog.add(record("a"))
-    responses.put(response("a"))
+    for number in range(100):
+        catalog.add(record(f"a{number}"))
+        responses.put(response(f"a{number}", b"x" * 10_000))
     other.changed()
-    (before,) = other.vectors(["text@1"], 0, 10)
-    mark, cursor = other.purge(), responses.news("").cursor
-    assert [entry.entry_id for entry in other.find("shared")] == ["a"]
-    delete_database(path)
-    assert not list(tmp_path.iterdir())
+    before, mark, cursor, size = (
+        other.vectors(["text@1"], 0, 1000)[-1],
+        other.purge(),
+        responses.news("").cursor,
+        usage(path),
+    )
+    assert other.find("shared")
+    with closing(Database(path)) as purging:
+        assert purging.empty()
+    assert usage(path) < size / 5, "its room is given back"
     assert other.changed()
     assert other.purge() != mark
     assert other.find("shared") == []
-    assert responses.news(cursor).selectors is None, "anything in memory may have been purged"
+    assert responses.usage() == (0, 0)
+    news = responses.news(cursor)
+    assert news.selectors is None or Selector() in news.selectors, "anything in memory may have been purged"
     assert not responses.put(response("a"), cursor), "it was computed before the purge"
     catalog.add(record("b"))
     (row,) = other.vectors(["text@1"], before.number, 10)
     assert row.entry_id == "b", "its number is above those that a reader has seen"
+    assert catalog.get("b") is not None
     assert other.changed()
     for store in (catalog, other, responses):
         store.close()
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
         assert db.execute("SELECT entry_id FROM entries").fetchall() == [("b",)]
+
+
+def usage(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.parent.iterdir())
+
+
+def test_a_deleted_file_is_begun_anew_by_who_has_it_open(tmp_path: Path) -> None:
+    path = tmp_path / CATALOG
+    with closing(SqliteStore(path)) as store:
+        store.put(response("a"))
+        cursor = store.news("").cursor
+        for file in tmp_path.iterdir():
+            file.unlink()
+        assert store.get("a") is None
+        assert store.news(cursor).selectors is None
+        assert store.put(response("b"))
+    with closing(SqliteStore(path)) as store:
+        assert store.get("b") is not None
 
 
 def test_a_database_whose_folder_is_gone_is_a_fault_and_not_made_again(tmp_path: Path) -> None:
@@ -172,9 +197,8 @@ def test_processes_that_open_at_once_have_one_database(tmp_path: Path, harm: str
         assert process.returncode == 0
     with closing(SqliteStore(path)) as store:
         assert store.usage()[0] == 80
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        [CATALOG] + [f"{CATALOG}.damaged"] * (harm == "damaged")
-    )
+    expected = {CATALOG, f"{CATALOG}.lock", *[f"{CATALOG}.damaged"] * (harm == "damaged")}
+    assert {p.name for p in tmp_path.iterdir()} == expected
 
 
 FULL = """
@@ -240,16 +264,16 @@ while True:
 
 
 def test_kill_9_among_purges_leaves_a_whole_database(tmp_path: Path) -> None:
-    """Writers are killed while the database is deleted again and again under others that write."""
+    """Writers are killed while the database is emptied again and again under others that write."""
     path = tmp_path / CATALOG
-    store = SqliteStore(path, timeout_s=60.0)
+    store, purging = SqliteStore(path, timeout_s=60.0), Database(path, timeout_s=60.0)
     for turn in range(6):
         with subprocess.Popen([sys.executable, "-c", PURGED, str(path)], stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
             for step in range(30):
                 writer.stdout.readline()
                 if step % 5 == 4:
-                    delete_database(path)
+                    purging.empty()
                 store.put(response(f"own {turn} {step}"))
             writer.send_signal(signal.SIGKILL)
         assert store.put(response("last"))
@@ -258,7 +282,7 @@ def test_kill_9_among_purges_leaves_a_whole_database(tmp_path: Path) -> None:
             assert again.database.check() == ""
             assert again.invalidate(Selector()) > 0
     assert store.database.damaged == 0
-    store.close()
+    store.close(), purging.close()
     assert not (tmp_path / f"{CATALOG}.damaged").exists()
 
 
@@ -278,30 +302,4 @@ def test_a_file_that_is_no_database_is_put_aside_only_where_it_has_the_catalogs_
     with pytest.raises(StoreError, match="is no database"):
         SqliteStore(notes)
     assert notes.read_text().startswith("my notes")
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_a_store_that_a_user_named_like_the_old_one_stays(tmp_path: Path) -> None:
-    with closing(SqliteStore(tmp_path / RESPONSES_1[0])) as store:
-        assert store.put(response("a"), store.news("").cursor)
-    Catalog(tmp_path / CATALOG).close()
-    with closing(SqliteStore(tmp_path / RESPONSES_1[0])) as store:
-        assert store.get("a") is not None
-
-
-def test_nobody_begins_a_new_file_while_the_last_connection_empties_the_log(tmp_path: Path) -> None:
-    """It deletes the log by its name, which may be another file's by then."""
-    database = Database(tmp_path / CATALOG)
-    connection, held = database.connection, []
-
-    class Closing:
-        def close(self) -> None:
-            if not held:  # the second call closes what is closed
-                with pytest.raises(BlockingIOError), lock(tmp_path / f"{CATALOG}.lock", make=False, wait_s=0):
-                    pass
-                held.append(True)
-            connection.close()
-
-    database.connection = Closing()  # type: ignore[assignment]
-    database.close()
-    assert held
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "notes.txt.lock"}

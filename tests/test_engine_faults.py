@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from block_faults import FAULTS
+from block_helpers import FAULTS
 from kv_engines import CachedEngine
 from tiny_models import Checkpoint
 

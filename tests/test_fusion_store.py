@@ -67,7 +67,7 @@ def test_damage_is_a_counted_miss(tmp_path: Path, damage: str) -> None:
         }
         file.write_bytes(content[damage])
     assert store.load("a") is None
-    counters = store.stats().counters
+    counters = store.blocks.counters
     assert counters["missing" if damage == "gone" else "corrupt"] == 1
     assert "a" not in store
     assert store.save(state("a", seed=1))

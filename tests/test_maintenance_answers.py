@@ -14,10 +14,10 @@ from maintenance_helpers import files_of, make_used, store_kv
 from semkv.cli import EXIT_ERROR, main
 from semkv.cli.store import EXIT_DAMAGED
 from semkv.stores.block_file import owner_of
+from semkv.stores.database import CATALOG
 from semkv.stores.maintenance import inspect
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.schema import CATALOG
 
 
 @pytest.fixture

@@ -17,31 +17,20 @@ from gateway_helpers import Pair, wait_until
 from maintenance_helpers import SECRET, block_files, call, files_of, make_used, store_kv
 from semkv.engines.base import EnginePrompt
 from semkv.keys import namespace_key
-from semkv.server.tenancy import named_tenant, tenant_salt
+from semkv.server.tenancy import tenant_salt
 from semkv.stores.block_file import owner_of
+from semkv.stores.database import CATALOG
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.kept_graphs import KeptGraphs
 from semkv.stores.maintenance import inspect
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.schema import CATALOG
 from semkv.types import Namespace
 
 
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
     return make_used(tmp_path)
-
-
-def test_purge_of_a_tenant_leaves_the_other(used: Path) -> None:
-    said = call("purge", "--cache-dir", str(used), "--tenant", "alice", "--dry-run")
-    assert "3 entries, 0 answers and 1 files would be deleted" in said
-    assert len(inspect(used).entries) == 2
-    assert len(list((used / "media").glob("??/*"))) == 2
-    assert "3 entries, 0 answers and 1 files deleted" in call("purge", "--cache-dir", str(used), "--tenant", "alice")
-    assert [(e.tenant, e.entries) for e in inspect(used).entries] == [("bob", 3)]
-    assert "2 entries" in call("purge", "--cache-dir", str(used), "--tag", "t")
-    assert [e.entries for e in inspect(used).entries] == [1]
 
 
 def store_for_tenants(root: Path) -> None:
@@ -132,18 +121,6 @@ def test_stats_beside_a_running_gateway_find_its_tenants(tmp_path: Path, monkeyp
     assert held("--tenant", "carol") == ([], 0)
     result = invoke(["stats", "--cache-dir", str(tmp_path), "--tenant", "alice"])
     assert "elsewhere than in catalog.sqlite" in result.stderr
-
-
-def test_purge_of_a_tenant_finds_what_a_gateway_stored_under_its_name(
-    used: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digest = named_tenant(SECRET, "alice")
-    store_kv(used, 99, owner_of(tenant_salt(SECRET, digest, None)))
-    monkeypatch.setenv("SEMKV_SECRET", SECRET.decode())
-    words = ("--cache-dir", str(used), "--tenant", "alice")
-    assert '"kv"' in call("stats", *words, "--json")
-    assert "3 entries, 0 answers and 2 files deleted" in call("purge", *words)
-    assert '"kv"' not in call("stats", *words, "--json")
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[bold]b", ":smile:", "a\x1b[31mb\n", "a' OR 1=1 --"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -18,9 +17,9 @@ import pytest
 from block_helpers import files, found, lose_index, open_store, save, served
 from other_process import Other, obey
 from semkv.stores import block_file
-from semkv.stores.block_folder import discard_index, opening
 from semkv.stores.blocks import BlockStore
 from semkv.stores.cachedir import purge_directory
+from semkv.stores.database import opening
 
 
 def purge(cache: Path) -> None:
@@ -89,24 +88,13 @@ def test_an_index_replaced_by_another_process_is_taken_up(tmp_path: Path, other:
 def test_a_find_alone_takes_up_another_index_without_waiting(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert save(store, 1)
-    with opening(tmp_path, wait_s=0):
-        discard_index(tmp_path)
+    with opening(tmp_path / "index.sqlite"):
+        lose_index(tmp_path)
         eventually(lambda: not found(store, 1))  # as long as another process has the lock
         assert store.last_purge() == 0
         assert store.purges_after(2**62)[0].owner is None
     eventually(lambda: found(store, 1) == 1)
     assert store.on
-
-
-def test_damage_seen_late_does_not_cost_the_others_their_index(tmp_path: Path, other: Other) -> None:
-    assert other("save", 1)
-    lose_index(tmp_path / "kv")
-    store = open_store(tmp_path / "kv")
-    other("damage")  # of the index that is gone
-    assert save(store, 2)
-    again = open_store(tmp_path / "kv")
-    assert served(again, [1, 2]) == [1, 2]
-    assert again.last_purge() == store.last_purge()
 
 
 def test_a_purge_empties_what_others_have_open_and_they_go_on(tmp_path: Path, other: Other) -> None:
@@ -124,8 +112,10 @@ def test_a_purge_empties_what_others_have_open_and_they_go_on(tmp_path: Path, ot
     assert store.last_purge() != before
     store.close()
     other("close")
+    again = open_store(tmp_path / "kv")
+    assert served(again, [1, 2]) == [2]
     purge(tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert not files(tmp_path / "kv")
 
 
 @pytest.mark.parametrize("how", ["in place", "from outside"])
@@ -171,8 +161,29 @@ def test_what_is_being_written_during_a_purge_is_not_kept(
     assert served(open_store(tmp_path / "kv"), [1, 2, 3]) == [3]
 
 
+@pytest.mark.parametrize("link", ["kv", "."])
+def test_a_folder_on_a_disk_that_is_not_there_is_no_reason_to_wait(tmp_path: Path, link: str) -> None:
+    cache = tmp_path / "cache"
+    if link != ".":
+        cache.mkdir()
+    (cache / link if link != "." else cache).symlink_to(tmp_path / "not mounted")
+    assert not open_store(cache / "kv").on
+
+
+def test_a_cache_directory_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path / "cache" / "kv")
+    assert save(store, 1)
+    (tmp_path / "cache").rename(tmp_path / "away")
+    assert not save(store, 2)
+    (tmp_path / "away").rename(tmp_path / "cache")
+    assert served(store, [1]) == []
+    monkeypatch.setattr(store, "_open_after", 0.0)  # a minute later
+    assert save(store, 2)
+    assert served(store, [1, 2]) == [1, 2]
+
+
 def test_purges_and_openers_at_once_leave_one_index(tmp_path: Path) -> None:
-    """Whoever waits for the lock of a directory that is purged meanwhile gets the lock of the new one."""
+    """Nobody finds a directory half emptied."""
     faults: list[BaseException] = []
     over = threading.Event()
 
@@ -203,52 +214,3 @@ def test_purges_and_openers_at_once_leave_one_index(tmp_path: Path) -> None:
     assert save(first, 1)
     assert served(second, [1]) == [1]
     assert {path.name.partition(".")[0] for path in files(tmp_path / "kv")} == set(first.files())
-
-
-def test_who_waits_for_the_lock_of_a_purged_directory_gets_the_new_ones(tmp_path: Path) -> None:
-    root, waiting = tmp_path / "kv", threading.Event()
-    there: list[bool] = []
-
-    def wait() -> None:
-        waiting.set()
-        with opening(root, wait_s=500):
-            there.append((root / "open.lock").exists())  # the one that whoever comes next waits for
-
-    with opening(root, wait_s=0):
-        waiter = threading.Thread(target=wait)
-        waiter.start()
-        waiting.wait()
-        time.sleep(0.05)
-        (root / "open.lock").unlink()
-        root.rmdir()
-    waiter.join()
-    assert there == [True]
-
-
-@pytest.mark.parametrize("link", ["kv", "."])
-def test_a_folder_on_a_disk_that_is_not_there_is_no_reason_to_wait(tmp_path: Path, link: str) -> None:
-    cache = tmp_path / "cache"
-    if link != ".":
-        cache.mkdir()
-    (cache / link if link != "." else cache).symlink_to(tmp_path / "not mounted")
-    assert not open_store(cache / "kv").on
-
-
-def test_the_cache_directory_may_be_gone_for_good(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "cache" / "kv")
-    shutil.rmtree(tmp_path / "cache")
-    assert not save(store, 1)
-    assert not store.on
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_cache_directory_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store(tmp_path / "cache" / "kv")
-    assert save(store, 1)
-    (tmp_path / "cache").rename(tmp_path / "away")
-    assert not save(store, 2)
-    (tmp_path / "away").rename(tmp_path / "cache")
-    assert served(store, [1]) == []
-    monkeypatch.setattr(store, "_open_after", 0.0)  # a minute later
-    assert save(store, 2)
-    assert served(store, [1, 2]) == [1, 2]

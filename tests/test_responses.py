@@ -370,16 +370,6 @@ def test_memory_is_not_served_when_the_store_was_unheard_of_for_long() -> None:
     cache.close()
 
 
-def test_a_store_that_is_down_at_the_start_is_found_later() -> None:
-    store = Broken()
-    store.broken = True
-    cache = ResponseCache(store, poll_s=0.05, pause_s=0.05)
-    assert cache.lookup("a") is None
-    store.broken = False
-    assert until(lambda: cache.keep(Asked(), GOOD) and cache.peek("a") is not None)
-    cache.close()
-
-
 def test_what_was_begun_before_the_store_was_heard_of_does_not_reach_it() -> None:
     store = Broken()
     store.broken = True
@@ -404,37 +394,3 @@ def test_invalidation_says_so_when_the_store_is_down(tmp_path: Path) -> None:
         cache.invalidate(Selector(key="a"))
     assert cache.lookup("a") is None
     cache.close()
-
-
-def test_redis_restarted_frozen_and_back(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path, durable=True)
-    cache = ResponseCache(RedisStore(server.url, timeout_s=0.2), poll_s=0.1, pause_s=0.1)
-    other = ResponseCache(RedisStore(server.url, timeout_s=0.2), poll_s=0.1, pause_s=0.1)
-    try:
-        assert cache.keep(Asked(), GOOD)
-        assert other.lookup("a") is not None
-        server.kill()
-        faults = cache._tally.counts().get("fault:store get", 0)
-        for number in range(50):
-            assert cache.lookup(f"none{number}") is None
-        assert cache._tally.counts().get("fault:store get", 0) - faults < 50, "each waited for the store"
-        with pytest.raises(StoreError):
-            cache.invalidate(Selector(key="a"))
-        server.start()
-        assert until(lambda: cache.lookup("a") is not None)
-        assert until(lambda: other.lookup("a") is not None)
-        assert until(lambda: cache.invalidate(Selector(key="a")) == 1)
-        assert until(lambda: other.peek("a") is None)
-        assert other.lookup("a") is None
-        server.freeze()
-        faults = cache._tally.counts().get("fault:store get", 0)
-        for number in range(50):
-            assert cache.lookup(f"none{number}") is None
-        assert cache._tally.counts().get("fault:store get", 0) - faults < 50, "each waited for the store"
-        server.thaw()
-        assert until(lambda: cache.keep(Asked("b"), GOOD) and other.lookup("b") is not None)
-        assert cache.counts()["fault:store get"] >= 2
-    finally:
-        cache.close()
-        other.close()
-        server.kill()

@@ -18,12 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway_helpers import wait_until
-from semkv.errors import StoreError
 from semkv.stores.responses import ahead
 from semkv.stores.responses.ahead import AheadLog, records
 from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.tiers.freshness import Freshness, Lifetime
 from semkv.tiers.response import ResponseCache
 from test_responses import GOOD, Asked, Broken, payload
 
@@ -62,27 +60,6 @@ def end() -> Iterator[Callable[[Gate, AheadLog], None]]:
 
 def logs(folder: Path) -> list[Path]:
     return sorted(folder.glob(ahead.PATTERN))
-
-
-def test_an_answer_is_in_memory_at_once_and_in_the_store_soon(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "a")
-    cache = ResponseCache(store, ahead=tmp_path / "ahead")
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
-    assert cache.peek("a") is not None
-    wait_until(lambda: store.get("a") is not None)
-    assert cache.try_keep(Asked("b"), payload("length"), since=cache.begin()) is False
-    assert cache.counts()["kept"] == sum(n for name, n in cache.counts().items() if name.startswith("refused:")) == 1
-    cache.close()
-    assert not logs(tmp_path / "ahead")
-
-
-def test_without_a_cursor_or_a_log_only_the_store_will_do(tmp_path: Path) -> None:
-    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead")
-    assert cache.try_keep(Asked(), GOOD) is None
-    cache.close()
-    plain = ResponseCache(SqliteStore(tmp_path / "a"))
-    assert plain.try_keep(Asked(), GOOD, since=plain.begin()) is None
-    plain.close()
 
 
 KILLED = """
@@ -140,11 +117,6 @@ def test_a_torn_or_damaged_log_gives_what_comes_before(given: list[tuple[str, by
         assert list(records(bytes(flipped))) == written[:before]
 
 
-@given(st.binary(max_size=200))
-def test_garbage_is_no_answer(garbage: bytes) -> None:
-    assert list(records(garbage)) == []
-
-
 def test_the_log_of_a_running_process_is_left_to_it(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
     busy, other = Gate(is_open=False), Gate()
     first = AheadLog(tmp_path, busy)
@@ -179,22 +151,6 @@ def test_what_was_left_behind_stays_until_the_store_has_it(tmp_path: Path) -> No
     assert not logs(tmp_path)
 
 
-def test_a_store_that_comes_back_gets_all_without_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Gate, AheadLog], None]
-) -> None:
-    monkeypatch.setattr(ahead, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(ahead, "_LOOK_S", 0.05)
-    left_behind(tmp_path, answer("left"))
-    gate = Gate(reached=False)
-    log = AheadLog(tmp_path, gate)
-    end(gate, log)
-    assert log.append(answer("own"), "1")
-    assert not gate.brought
-    gate.reached = True
-    wait_until(lambda: sorted(gate.brought) == ["left", "own"])
-    wait_until(lambda: [file.stat().st_size for file in logs(tmp_path)] == [0])
-
-
 @pytest.mark.parametrize("stuck", [True, False])
 def test_what_a_store_does_not_take_by_the_end_is_left_for_the_next(tmp_path: Path, stuck: bool) -> None:
     gate = Gate(is_open=not stuck, reached=False)
@@ -226,38 +182,6 @@ def test_what_is_late_gives_way_to_a_newer_answer(tmp_path: Path) -> None:
     cache.close()
 
 
-def test_what_is_late_waits_until_the_store_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_LOOK_S", 0.05)
-    store = SqliteStore(tmp_path / "a")
-    new = answer("a", time.time(), payload("stop", new=True))
-    store.put(new)
-    (tmp_path / f"{0:016x}.log").write_bytes(ahead._record(answer("a", new.created - 60), store.news("").cursor))
-
-    def broken(_: str) -> None:
-        raise StoreError("scripted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "get", broken)
-        cache = ResponseCache(store, ahead=tmp_path, pause_s=0.05)
-        assert len(logs(tmp_path)) == 2
-    wait_until(lambda: len(logs(tmp_path)) == 1)  # its own
-    assert store.get("a") == new
-    cache.close()
-
-
-def test_a_sliding_answer_on_its_way_is_served_in_the_second_half_of_its_life(tmp_path: Path) -> None:
-    now, store = [1e9], Held(tmp_path / "a")
-    fresh = Freshness(Lifetime(10.0, sliding=True))
-    cache = ResponseCache(store, ahead=tmp_path / "ahead", freshness=fresh, poll_s=300.0, clock=lambda: now[0])
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
-    now[0] += 6.0
-    found = cache.lookup("a")
-    assert found is not None
-    assert found.response.expires == now[0] + 10.0
-    store.may.set()
-    cache.close()
-
-
 def test_what_was_on_its_way_to_another_store_is_not_kept(tmp_path: Path) -> None:
     cache = ResponseCache(SqliteStore(tmp_path / "a"))
     cursor = cache.begin().partition(" ")[2]
@@ -281,29 +205,8 @@ def test_what_is_no_log_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "nginx.log").write_bytes(record)
     there, gate = sorted(tmp_path.iterdir()), Gate()
     AheadLog(tmp_path, gate).close()
-    ahead.replay(tmp_path, gate, discard=True)
     assert sorted(tmp_path.iterdir()) == there
     assert not gate.brought
-
-
-def test_a_linked_folder_is_left_alone(tmp_path: Path) -> None:
-    left_behind(tmp_path / "elsewhere", answer("a"))
-    (tmp_path / "ahead").symlink_to(tmp_path / "elsewhere")
-    ahead.replay(tmp_path / "ahead", Gate(), discard=True)
-    assert len(logs(tmp_path / "elsewhere")) == 1
-
-
-def test_what_was_left_behind_can_be_discarded(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
-    gate = Gate(is_open=False)
-    log = AheadLog(tmp_path, gate)
-    end(gate, log)
-    assert log.append(answer("running"), "1")
-    own = logs(tmp_path)
-    left_behind(tmp_path, answer("a"), answer("b"))
-    ahead.replay(tmp_path, gate, discard=True)
-    assert logs(tmp_path) == own
-    gate.open()
-    wait_until(lambda: gate.brought == ["running"])
 
 
 def test_what_is_on_its_way_to_one_store_is_not_brought_to_another(tmp_path: Path) -> None:
@@ -322,19 +225,6 @@ def test_a_file_system_without_locks_has_no_log(tmp_path: Path, monkeypatch: pyt
     assert not logs(tmp_path)
 
 
-def test_what_was_left_behind_and_invalidated_since_is_not_kept(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "a")
-    cursor = store.news("").cursor
-    (tmp_path / "ahead").mkdir()
-    for key in "ab":
-        (tmp_path / "ahead" / f"{key * 16}.log").write_bytes(ahead._record(answer(key), cursor))
-    store.invalidate(Selector(key="a"))
-    cache = ResponseCache(store, ahead=tmp_path / "ahead")
-    assert cache.lookup("a") is None
-    assert cache.lookup("b") is not None
-    cache.close()
-
-
 def test_a_full_log_refuses_and_goes_on_when_the_store_does(
     tmp_path: Path, end: Callable[[Gate, AheadLog], None]
 ) -> None:
@@ -348,16 +238,6 @@ def test_a_full_log_refuses_and_goes_on_when_the_store_does(
     wait_until(lambda: gate.brought == kept)
     wait_until(lambda: log.append(answer("x"), "1"))
     wait_until(lambda: sum(file.stat().st_size for file in logs(tmp_path)) == 0)
-
-
-def test_logs_stay_small_under_steady_writing(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
-    gate = Gate()
-    log = AheadLog(tmp_path, gate, max_bytes=1 << 20)
-    end(gate, log)
-    size = len(ahead._record(answer("0000"), "1"))
-    for number in range(3 * (1 << 20) // size):
-        wait_until(lambda number=number: log.append(answer(f"{number:04}"), "1"))  # type: ignore[misc]
-    assert sum(file.stat().st_size for file in logs(tmp_path)) <= 1 << 20
 
 
 def test_a_disk_that_is_full_costs_the_log_and_no_answer(
@@ -479,7 +359,14 @@ def test_a_store_that_is_down_costs_the_store_and_no_answer(tmp_path: Path) -> N
     cache.close()
 
 
-def test_what_lives_no_time_is_not_kept(tmp_path: Path) -> None:
-    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead", freshness=Freshness(Lifetime(0.0)))
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin()) is False
+def test_what_was_left_behind_and_invalidated_since_is_not_kept(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cursor = store.news("").cursor
+    (tmp_path / "ahead").mkdir()
+    for key in "ab":
+        (tmp_path / "ahead" / f"{key * 16}.log").write_bytes(ahead._record(answer(key), cursor))
+    store.invalidate(Selector(key="a"))
+    cache = ResponseCache(store, ahead=tmp_path / "ahead")
+    assert cache.lookup("a") is None
+    assert cache.lookup("b") is not None
     cache.close()

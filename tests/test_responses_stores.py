@@ -20,12 +20,10 @@ import pytest
 from redis_server import RedisServer
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores.responses import open_store
-from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
-from semkv.stores.responses.codec import decode, encode
+from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse, decode, encode
 from semkv.stores.responses.memory import MemoryStore, weight
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
-from semkv.stores.schema import CATALOG
 
 INF = float("inf")
 Make = Callable[..., ResponseStore]
@@ -194,14 +192,6 @@ def test_the_bound_on_entries_holds(make: Make) -> None:
     assert store.get("0") is None
 
 
-def test_the_latest_come_first(make: Make) -> None:
-    store = make()
-    for number in range(10):
-        store.put(answer(str(number), created=1e9 + number))
-    assert [found.key for found in store.recent(3)] == ["9", "8", "7"]
-    assert store.recent(3)[0].payload
-
-
 def test_many_threads(make: Make) -> None:
     store = make()
     failures: list[BaseException] = []
@@ -279,44 +269,6 @@ def test_a_damaged_row_is_deleted_and_the_rest_served(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_damaged_file_is_put_aside_when_it_is_opened(tmp_path: Path) -> None:
-    path = tmp_path / CATALOG
-    path.write_bytes(b"this is no database" * 500)
-    store = SqliteStore(path)
-    assert store.database.damaged == 1
-    assert store.put(answer("a"))
-    assert (tmp_path / f"{CATALOG}.damaged").exists()
-    store.close()
-
-
-def test_a_file_that_is_damaged_while_open_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "a.sqlite"
-    store, other = SqliteStore(path), SqliteStore(path)
-    cursor = store.news("").cursor
-    for number in range(300):
-        store.put(answer(str(number), payload=b"x" * 3000))
-    store.database.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    with path.open("r+b") as file:
-        file.seek(0)
-        file.write(b"\xff" * path.stat().st_size)
-    outcomes = []
-    for _ in range(4):
-        for one in (store, other):
-            try:
-                outcomes.append(one.put(answer("new")))
-            except StoreError:
-                outcomes.append(False)
-    assert outcomes[-1]
-    assert outcomes[-2]
-    assert store.get("new") is not None
-    assert other.get("new") is not None
-    assert store.get("5") is None
-    assert store.news(cursor).selectors is None  # so memory forgets what the old file held
-    assert store.database.damaged + other.database.damaged == 1
-    store.close()
-    other.close()
-
-
 def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None:
     path = tmp_path / "a?b#c%20.sqlite"
 
@@ -349,32 +301,6 @@ def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None
     path.write_bytes(b"garbage" * 1000)
     with pytest.raises(StoreError, match="not a database"):
         held()
-
-
-def test_a_file_deleted_while_open_is_begun_anew(tmp_path: Path) -> None:
-    path = tmp_path / "a.sqlite"
-    store = SqliteStore(path)
-    store.put(answer("a"))
-    for name in ("a.sqlite", "a.sqlite-wal", "a.sqlite-shm"):
-        (tmp_path / name).unlink(missing_ok=True)
-    assert store.put(answer("b"))
-    store.close()
-    again = SqliteStore(path)
-    assert again.get("b") is not None
-    assert again.get("a") is None
-    again.close()
-
-
-def test_other_programs_and_other_versions_are_refused(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "theirs") as db:
-        db.execute("CREATE TABLE x (y)")
-    with pytest.raises(StoreError, match="not a semkv database"):
-        SqliteStore(tmp_path / "theirs")
-    SqliteStore(tmp_path / "old").close()
-    with sqlite3.connect(tmp_path / "old") as db:
-        db.execute("PRAGMA user_version=99")
-    with pytest.raises(StoreError, match="version 99"):
-        SqliteStore(tmp_path / "old")
 
 
 def test_a_full_disk_and_a_locked_file_are_store_errors(tmp_path: Path) -> None:

@@ -26,12 +26,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from block_faults import FAULTS
-from block_helpers import files, found, lose_index, open_store, rewrite, right, save
-from semkv.errors import CorruptValue
+from block_helpers import FAULTS, files, found, lose_index, open_store, rewrite, right, save
+from semkv.errors import CorruptValue, StoreError
 from semkv.stores import block_index, blocks
 from semkv.stores.block_file import BlockFile
 from semkv.stores.blocks import Bounds
+from semkv.stores.cachedir import purge_directory
+from semkv.stores.database import CATALOG
+from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses.sqlite import SqliteStore
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -113,6 +116,10 @@ FORKS_WRITERS = """
 import os, sys
 from pathlib import Path
 from semkv.stores.blocks import Bounds
+from semkv.stores.cachedir import purge_directory
+from semkv.stores.database import CATALOG
+from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses.sqlite import SqliteStore
 from test_store_safety import write_until_killed
 for line in sys.stdin:
     if pid := os.fork():
@@ -216,7 +223,7 @@ def test_any_flipped_bit_of_the_index_stops_nothing(memory: Path, pristine: Path
             save(store, 20, 2)
             right(store, 0, 22)
             store.ages(), store.totals(), store.files(), store.purges_after(0), store.last_purge()
-            store.ages(["x"]), store.owned("x"), store.disown("other"), store.sweep()
+            store.ages(["x"]), store.disown("other"), store.sweep()
             store.purge(owner="x")
             store.purge()
             assert found(store, 0, 12) == 0
@@ -338,6 +345,25 @@ def test_on_a_full_disk_writing_pauses_and_goes_on_when_there_is_room(
     (small_disk / "other").unlink()
     assert save(store, 1000, 8)
     assert right(store, 1000, 8) == 8
+
+
+def test_a_purge_frees_a_disk_that_answers_have_filled_under_a_running_process(small_disk: Path) -> None:
+    with contextlib.closing(SqliteStore(small_disk / "cache" / CATALOG)) as store:
+
+        def put(key: str) -> bool:
+            return store.put(StoredResponse(key, "tenant", "model", b"secret words " * 500, time.time()))
+
+        with pytest.raises(StoreError, match="full"):
+            all(put(str(number)) for number in range(100))
+        with contextlib.suppress(OSError), (small_disk / "other").open("wb", 0) as other:
+            while other.write(bytes(512)):
+                pass
+        purge_directory(small_disk / "cache")
+        (small_disk / "other").unlink()
+        assert store.get("0") is None
+        assert put("later")
+        left = b"".join(path.read_bytes() for path in (small_disk / "cache").iterdir())
+        assert left.count(b"secret words") <= 1000
 
 
 def test_a_read_only_file_system_serves_what_is_there(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ from cyclopts import Parameter, validators
 
 from semkv.config import command_line, default_cache_dir
 from semkv.errors import ConfigError, StoreError
-from semkv.stores.schema import CATALOG
+from semkv.stores.database import CATALOG
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -76,9 +76,9 @@ gc = command_line(
 purge = command_line(
     help_epilogue=_examples("""\
   semkv purge --cache-dir runs/demo/cache
-      delete everything that semkv wrote there, and nothing else; engines that run on it notice, and start again empty.
-      A gateway forgets its answers and vectors within a second or so; its secret stays. What vLLM itself
-      holds on the device goes with reset_prefix_cache and reset_encoder_cache
+      delete everything that semkv stored there, and nothing else. Empty databases stay: engines and gateways that run
+      go on with them, and forget what they hold within a second or so. A gateway's secret stays. What vLLM itself holds
+      on the device goes with reset_prefix_cache and reset_encoder_cache
   semkv purge --tenant alice
       delete the entries of one tenant, named as for stats, with the pictures that only they had; a gateway's answers to
       it; and the KV blocks and encoder outputs that were stored for it. Running gateways forget its answers and

@@ -50,10 +50,10 @@ from semkv.server.request_key import ROUTES
 from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.server.upstream import AppUpstream, Call, HttpUpstream, Upstream, UpstreamError
+from semkv.stores.database import CATALOG
 from semkv.stores.responses import open_store
 from semkv.stores.responses.ahead import folder_of
 from semkv.stores.responses.base import Selector
-from semkv.stores.schema import CATALOG
 from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
 from semkv.tiers.response import ResponseCache
 

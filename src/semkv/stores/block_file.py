@@ -4,6 +4,10 @@ A file holds one tensor ``blocks`` of bytes ``[n_blocks, row_bytes]``, one row p
 one JSON document under the key ``semkv`` (see `BlockHeader`) and its checksum. Nothing is pickled, no path comes out of
 a file, and nothing in a header is taken on trust.
 
+    <root>/semkv.json               format version and kind of the store
+    <root>/index.sqlite             which file holds which block
+    <root>/extents/ab/ab12....safetensors
+
 Layout of a safetensors file: https://github.com/huggingface/safetensors#format (8 bytes little-endian header length,
 JSON header, then the tensors' bytes).
 """
@@ -11,11 +15,14 @@ JSON header, then the tensors' bytes).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import logging
 import os
 import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +33,8 @@ import xxhash
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
-from semkv.stores.files import open_file
+from semkv.stores.database import delete_files
+from semkv.stores.files import check_private, check_regular, make_folder, open_file, replace_text
 
 FORMAT_VERSION = 2
 """Version of the files. The store empties a directory of an older version, and refuses one of a newer version."""
@@ -37,8 +45,16 @@ MAX_ROWS = 8192
 PAGE = 4096
 """What direct reading wants places to be a multiple of, in the file and in memory."""
 
+MARKER = "semkv.json"
+INDEX = "index.sqlite"
+FILES = "extents"
+
 Bytes = npt.NDArray[np.uint8]
 
+log = logging.getLogger("semkv.stores")
+
+_SUFFIX = ".safetensors"
+_HEX = set("0123456789abcdef")
 _TENSOR = "blocks"
 _MAX_HEADER = 4 << 20  # an honest header has some hundred bytes a block
 _IOV_MAX = 1024
@@ -291,3 +307,130 @@ def _read_direct(fd: int, views: Sequence[memoryview], at: int, done: int) -> in
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     return done
+
+
+# -- the directory of a store ------------------------------------------------------------------------------------------
+
+
+def path_of(root: Path, file: str) -> Path:
+    """Where a block file lies. Ids are drawn by the index: 16 hex digits."""
+    return root / FILES / file[:2] / f"{file}{_SUFFIX}"
+
+
+def listed(root: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
+    """All that lies where block files do, with the id in its name, which is empty for any other name. No link is
+    followed.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    for folder in _entries(root / FILES):
+        for entry in _entries(Path(folder.path)) if folder.is_dir(follow_symlinks=False) else ():
+            file, path = entry.name.removesuffix(_SUFFIX), Path(entry.path)
+            ours = len(file) == 16 and set(file) <= _HEX and path == path_of(root, file)
+            with contextlib.suppress(FileNotFoundError):
+                yield file if ours else "", path, entry.stat(follow_symlinks=False)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):  # a purge, or somebody else, took it away
+        return []
+
+
+def unlink(root: Path, file: str) -> None:
+    """Delete a block file, also one that is being written, where that is possible; what stays is swept later."""
+    path = path_of(root, file)
+    for name in (path, part_of(path)):
+        with contextlib.suppress(OSError):
+            name.unlink()
+
+
+def found(root: Path, kind: str, counters: Counter[str]) -> Iterator[tuple[str, float, BlockFile]]:
+    """The block files that are there, with their ids and when they were written, the youngest first. Damaged ones are
+    deleted, and counted as ``corrupt``.
+
+    Raises:
+        OSError: a folder cannot be read, or the process has no descriptor or memory left.
+    """
+    there = sorted((-status.st_mtime, file) for file, _, status in listed(root) if file)
+    for mtime, file in there:
+        try:
+            with BlockFile.open(path_of(root, file), kind, file) as opened:
+                yield file, min(max(0.0, -mtime), 1e11), opened
+        except CorruptValue as error:
+            counters["corrupt"] += 1
+            log.warning("semkv: dropped a damaged block file of %s: %s", root, error)
+            unlink(root, file)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # the file is not to blame
+                raise
+            unlink(root, file)
+
+
+def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
+    """Mark a directory as ours, or see that it is of this format and kind.
+
+    One of an older format is emptied: it is a cache.
+
+    Raises:
+        StoreError: it is of a newer format or another kind, others can write into it, or there are links in it.
+        OSError: it cannot be read or written.
+    """
+    check_private(root)
+    for suffix in ("", "-wal", "-shm"):
+        check_regular(root / f"{INDEX}{suffix}")
+    if (root / FILES).is_symlink():
+        raise StoreError(f"{root / FILES} is a link: delete it, or choose another cache directory")
+    marker = read_marker(root)
+    version = FORMAT_VERSION if marker is None else marker.get("format")
+    if marker and isinstance(version, int) and version > FORMAT_VERSION:
+        raise StoreError(
+            f"{root} has format {version}, this version of semkv reads {FORMAT_VERSION}: update semkv, "
+            "empty the directory with 'semkv run --purge', or choose another cache directory"
+        )
+    if marker and "kind" in marker and marker["kind"] != kind:
+        raise StoreError(f"{root} is a store of kind {marker['kind']!r}, not {kind!r}: choose another cache directory")
+    if read_only:
+        if marker is None or version != FORMAT_VERSION:
+            raise OSError(errno.EROFS, f"nothing of format {FORMAT_VERSION} is there, and the disk is read-only")
+        return
+    if version != FORMAT_VERSION:
+        gone = discard_files(root)
+        log.warning(
+            "semkv: %s had format %s and is emptied for format %s: %d files", root, version, FORMAT_VERSION, gone
+        )
+    make_folder(root / FILES)
+    if marker is None or version != FORMAT_VERSION:
+        replace_text(root / MARKER, json.dumps({"format": FORMAT_VERSION, "kind": kind}), private=True)
+
+
+def read_marker(root: Path) -> dict[str, Any] | None:
+    """What the marker says; None where there is none, empty where it is damaged.
+
+    Raises:
+        StoreError: it is a link, a folder, a device or a pipe.
+        OSError: it cannot be read.
+    """
+    try:
+        with os.fdopen(open_file(root / MARKER, os.O_RDONLY), "rb") as file:
+            found = json.loads(file.read(1 << 16))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def discard_files(root: Path) -> int:
+    """Delete the index and all block files, of any format, in `database.opening`; how many files that were."""
+    with contextlib.suppress(OSError):
+        delete_files(root / INDEX)
+    gone = 0
+    for _, path, _ in listed(root):
+        with contextlib.suppress(OSError):
+            path.unlink()
+            gone += 1
+    return gone

@@ -19,17 +19,20 @@ from __future__ import annotations
 import hashlib
 import secrets
 import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from semkv.stores.files import file_id
+from semkv.errors import StoreError
+from semkv.stores.block_file import INDEX, found, unlink
+from semkv.stores.database import Database, Schema
+from semkv.stores.files import FileId
 
-_VERSION = 6
+_VERSION = 7
 _SCHEMA = """
 CREATE TABLE files(
   number INTEGER PRIMARY KEY, namespace BLOB NOT NULL, blocks INTEGER NOT NULL, nbytes INTEGER NOT NULL,
@@ -47,13 +50,6 @@ _ASKED = (1, 32, 256)  # keys in one query: few forms, which SQLite prepares onc
 _AGES = """SELECT namespace, count(*), total(blocks), total(nbytes), CAST(min(created) AS INTEGER),
 CAST(max(used) AS INTEGER) FROM files WHERE committed AND (owner IN (%s) OR ?) GROUP BY namespace"""
 _MOST_PURGES = 1000  # records that are kept
-_POLL_S = 0.002
-_TRANSIENT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_NOMEM)
-_DISK = (
-    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN),
-    *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOLFS),
-)
-
 BUSY_S = 10.0
 """How long a writer waits for another process's transaction."""
 
@@ -62,20 +58,6 @@ PENDING_S = 600.0
 
 INDEX_FAULTS = (sqlite3.Error, ValueError, TypeError)
 """What a faulty disk raises here: a damaged index may answer with anything."""
-
-
-def is_transient(error: Exception) -> bool:
-    """Whether another process was in the way, so that the same may go well the next time."""
-    return _code(error) in _TRANSIENT
-
-
-def is_damage(error: Exception) -> bool:
-    """Whether the index is of no use any more, where the disk or another process is not to blame."""
-    return _code(error) not in (*_TRANSIENT, *_DISK)
-
-
-def _code(error: Exception) -> int:
-    return int(getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,113 +176,83 @@ class BlockIndex:
 
     A question waits for no other process. Every method may raise `INDEX_FAULTS`.
 
-    Attributes:
-        read_only: nothing can be written.
-        file: device and inode of the index.
+    Args:
+        counters: where damaged block files are counted, as ``corrupt``.
+        damaged: an index that is known to be damaged.
+        wait_s: how long to wait for another process that opens the index.
+
+    Raises:
+        OSError, sqlite3.Error: the disk fails; BlockingIOError where another process is still at it.
+        StoreError: the disk is read-only, and nothing of this format is there.
     """
 
     def __init__(
         self,
-        path: Path,
-        found: Callable[[], Iterable[NewFile]],
-        unlink: Callable[[str], None],
+        root: Path,
+        kind: str,
+        counters: Counter[str],
         *,
+        damaged: FileId | None = None,
         read_only: bool = False,
+        wait_s: float,
     ) -> None:
-        """Open the index, or create it of the block files that ``found`` says are there, the youngest first.
+        self.read_only, self._root = read_only, root
 
-        ``unlink`` deletes what there is of the block file of an id, and raises nothing.
-        """
-        self.read_only, self._unlink, self._lock = read_only, unlink, threading.Lock()
-        self._db = _connect(path, "mode=ro" if read_only else "mode=rw")
-        try:
-            if read_only:
-                self._see_content(path)
-            else:
-                self._db.execute("PRAGMA journal_mode=WAL")
-                # A lost commit is a lost block, and its file is swept; a damaged index cannot come of it.
-                self._db.execute("PRAGMA synchronous=NORMAL")
-                self._create(found)
-            self._check_version()
-            self._db.execute("SELECT number FROM files LIMIT 1").fetchone()
-            self._db.execute("PRAGMA busy_timeout=0")  # from now on `_write` waits, without the lock
-            self.file = file_id(path)
-        except BaseException:
-            self.close()
-            raise
-
-    def _see_content(self, path: Path) -> None:
-        """Open the index without its log where that is not there, and cannot be made on a read-only disk."""
-        try:
-            self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        except sqlite3.OperationalError:
-            self._db.close()
-            self._db = _connect(path, "immutable=1")
-
-    def _check_version(self) -> None:
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version != _VERSION:
-            raise sqlite3.DatabaseError(f"an index of version {version}, this one is {_VERSION}")
-
-    def _create(self, found: Callable[[], Iterable[NewFile]]) -> None:
-        with self._write() as db:  # one transaction: another process sees all of it or nothing
-            if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                return
-            for statement in _SCHEMA.split(";"):
-                db.execute(statement)
-            for new in found():
+        def rebuild(db: sqlite3.Connection) -> None:
+            for file, created, opened in found(root, kind, counters):
+                head = opened.header
+                owner, writer = head.owner, head.writer
+                new = NewFile(file, opened.nbytes, created, head.namespace, opened.keys, owner, writer)
                 self._insert(db, new, committed=True)
                 if not _name(db, new):
-                    self._delete(db, [_number(new.file)])
+                    self._delete(db, [_number(file)])
             _record(db, Selection())  # a process that used the index before this one has missed purges
-            db.execute(f"PRAGMA user_version={_VERSION}")
+
+        schema = Schema(_SCHEMA, _VERSION, ("files",), rebuild)
+        try:  # `_write` waits, without the lock, and a question does not
+            self.database = Database(
+                root / INDEX, schema=schema, timeout_s=0.0, open_s=wait_s, damaged=damaged, replace=not read_only
+            )
+        except StoreError as error:
+            if isinstance(error.__cause__, (OSError, sqlite3.Error)):
+                raise error.__cause__ from None
+            raise
 
     def close(self) -> None:
-        with self._lock, suppress(sqlite3.Error):
-            self._db.close()
+        with suppress(sqlite3.Error):
+            self.database.close()
 
-    @contextmanager
-    def _write(self, wait_s: float = BUSY_S) -> Iterator[sqlite3.Connection]:
+    def _write(self, wait_s: float = BUSY_S) -> AbstractContextManager[sqlite3.Connection]:
         """One transaction that no other process writes beside. Where it has not begun after ``wait_s``, another
         process's is going on, and SQLITE_BUSY is raised. Questions of this process do not wait for that."""
-        until = time.monotonic() + wait_s
-        while True:
-            with self._lock, self._db:
-                try:
-                    self._db.execute("BEGIN IMMEDIATE")
-                except sqlite3.OperationalError as error:
-                    if not is_transient(error) or time.monotonic() >= until:
-                        raise
-                else:
-                    yield self._db
-                    return
-            time.sleep(_POLL_S)
+        return self.database.write(wait_s)
 
     def _read(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._lock:
-            return self._db.execute(query, values).fetchall()
+        with self.database as db:
+            return db.execute(query, values).fetchall()
+
+    def _unlink(self, number: int) -> None:
+        unlink(self._root, _id(number))
 
     # -- finding --------------------------------------------------------------------------------------------------
 
     def find(self, namespace: str, keys: Sequence[bytes]) -> list[BlockRef | None]:
         """Where each block is, None for what is not stored."""
         space = _space(namespace)
-        wanted, found = [space + key for key in keys], dict[bytes, BlockRef]()
+        wanted, known = [space + key for key in keys], dict[str, BlockRef]()
         for at in range(0, len(wanted), _ASKED[-1]):
             asked = wanted[at : at + _ASKED[-1]]
             size = next(size for size in _ASKED if size >= len(asked))
             ((answer,),) = self._read(_FIND % ",".join("?" * size), asked + [b""] * (size - len(asked)))
-            for row in (answer or b"").split(b";"):
-                if row:
-                    key, file, place, created, owner = row.split(b" ")
-                    text = _text(bytes.fromhex(owner.decode()))
-                    found[key] = BlockRef(_id(int(file)), int(place), int(created) / 1e6, text)
-        return [found.get(key.hex().upper().encode()) for key in wanted]
+            for row in filter(None, (answer or "").split(";")):
+                key, file, place, created, owner = row.split(" ")
+                known[key] = BlockRef(_id(int(file)), int(place), int(created) / 1e6, _text(bytes.fromhex(owner)))
+        return [known.get(key.hex().upper()) for key in wanted]
 
     def purges_after(self, id: int) -> list[Purge]:  # noqa: A002
         """What was purged after a purge; everything, where that one is not on record."""
-        with self._lock:
-            return _purges_after(self._db, id)
+        with self.database as db:
+            return _purges_after(db, id)
 
     def last_purge(self) -> int:
         """Id of the last purge."""
@@ -377,7 +329,7 @@ class BlockIndex:
             self._delete(db, [number for number, done in rows if done])
             for number, done in rows:
                 if not done:
-                    self._unlink(_id(number))
+                    self._unlink(number)
             _record(db, which)
         return len(rows)
 
@@ -399,7 +351,7 @@ class BlockIndex:
         db.executemany("DELETE FROM blocks WHERE file=?", rows)
         db.executemany("DELETE FROM files WHERE number=?", rows)
         for number in numbers:
-            self._unlink(_id(number))
+            self._unlink(number)
 
     # -- looking at it --------------------------------------------------------------------------------------------
 
@@ -411,21 +363,14 @@ class BlockIndex:
 
     def totals(self, namespace: str | None = None) -> tuple[int, int, int]:
         """Files, blocks and bytes, of one namespace or of all; with what is being written."""
-        with self._lock:
-            return _totals(self._db, Selection(namespace=namespace))
+        with self.database as db:
+            return _totals(db, Selection(namespace=namespace))
 
     def ages(self, owners: Sequence[str] | None = None) -> dict[str, tuple[int, int, int, float, float]]:
         """By namespace: files, blocks, bytes, when the oldest was written and the latest used; of some tenants."""
         query, tags = _AGES % ",".join("?" * len(owners or ())), [owner.encode() for owner in owners or ()]
         rows = self._read(query, [*tags, owners is None])
         return {_text(row[0]): (row[1], int(row[2]), int(row[3]), row[4] / 1e6, row[5] / 1e6) for row in rows}
-
-
-def _connect(path: Path, how: str) -> sqlite3.Connection:
-    uri = f"{path.absolute().as_uri()}?{how}"
-    db = sqlite3.connect(uri, uri=True, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
-    db.text_factory = bytes
-    return db
 
 
 def _name(db: sqlite3.Connection, new: NewFile) -> int:

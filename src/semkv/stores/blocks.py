@@ -2,7 +2,7 @@
 
 Where things are: `BlockStore.write` reserves room in the index, writes a file and commits it. `BlockStore.find` asks
 the index, `BlockStore.read` opens the files and checks every row. `block_index` decides what is evicted and what a
-purge covers, `block_folder` how a directory is opened, `block_file` what a file looks like.
+purge covers, `block_file` what a file looks like.
 
 Reading and writing never raise for what happened to the disk. A damaged or vanished block is a counted miss. On a full
 disk writing pauses, a read-only disk is only read. Where the index was deleted, replaced or damaged, the store opens
@@ -26,9 +26,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores import block_file, block_folder, block_index
-from semkv.stores.block_file import BlockFile, BlockHeader, Bytes, checksum, encode_head, layout_text
-from semkv.stores.block_folder import path_of
+from semkv.stores import block_file, block_index
+from semkv.stores.block_file import (
+    FORMAT_VERSION,
+    INDEX,
+    BlockFile,
+    BlockHeader,
+    Bytes,
+    checksum,
+    encode_head,
+    layout_text,
+    path_of,
+    prepare,
+    unlink,
+)
 from semkv.stores.block_index import (
     INDEX_FAULTS,
     BlockIndex,
@@ -37,11 +48,10 @@ from semkv.stores.block_index import (
     Purge,
     Reservation,
     Selection,
-    is_damage,
-    is_transient,
     new_file_id,
 )
-from semkv.stores.files import FileId, file_id
+from semkv.stores.database import is_transient, is_useless, opening
+from semkv.stores.files import FileId, make_folder
 
 log = logging.getLogger("semkv.stores")
 
@@ -56,7 +66,7 @@ RETRY_S = 5.0
 REOPEN_S = 60.0
 """How long everything is a miss after the directory could not be opened, or its index was damaged twice."""
 
-_LOOK_S = 0.2  # between two looks of `find` whether the index is still the one in use
+_BUSY_S = 0.2  # between two tries to open a directory that another process opens
 _FLUSH_S = 1.0  # between two notes of what was read, unless something is written
 _OPEN_S, _OPEN_ANEW_S = 60.0, 1.0  # how long to wait for another process that opens the directory
 _WARN_S = 60.0
@@ -108,7 +118,7 @@ class BlockStore:
         self._index: BlockIndex | None = None
         self._damaged: FileId | None = None  # an index to delete before the directory is opened anew
         self._opening, self._opener = threading.RLock(), threading.Thread()
-        self._closed, self._looked_at = False, 0.0
+        self._closed = False
         self._open_after = self._rebuild_after = self._write_after = self._warn_after = 0.0
         self._used: dict[str, float] = {}  # noted in the index later: see `BlockIndex.touch`
         self._flushed_at = self._swept_at = 0.0
@@ -130,9 +140,9 @@ class BlockStore:
 
     def _get(self, *, wait: bool = True) -> BlockIndex | None:
         """The directory's index, which is opened anew where it is another one by now; None while there is none.
-        Without ``wait`` another thread opens it, and what is known is a fifth of a second old."""
+        Without ``wait`` another thread opens it."""
         index = self._index
-        if index is not None and (self._is_current(index) if wait else self._was_current(index)):
+        if index is not None and index.database.is_current():
             return index
         if self._closed or time.monotonic() < self._open_after:
             return None
@@ -147,23 +157,11 @@ class BlockStore:
                 self._open(_OPEN_ANEW_S, again=True)
         return self._index
 
-    def _is_current(self, index: BlockIndex) -> bool:
-        try:
-            return file_id(self.root / block_folder.INDEX) == index.file
-        except OSError:  # a disk that does not answer has no other index
-            return True
-
-    def _was_current(self, index: BlockIndex) -> bool:
-        """`_is_current` as of a fifth of a second ago."""
-        if time.monotonic() - self._looked_at > _LOOK_S and self._is_current(index):
-            self._looked_at = time.monotonic()
-        return time.monotonic() - self._looked_at <= _LOOK_S
-
     def _open(self, wait_s: float, *, again: bool = False) -> None:
         """Open the directory; where that fails, there is no index until a later time.
 
         Raises:
-            StoreError: see `block_folder.prepare`; the first time only.
+            StoreError: see `prepare`; the first time only.
         """
         old, self._index = self._index, None
         try:
@@ -171,10 +169,10 @@ class BlockStore:
                 old.close()
             if again and not self.root.parent.is_dir():  # the cache directory, or the disk it was on, is gone
                 raise FileNotFoundError(errno.ENOENT, "no such directory", str(self.root.parent))
-            index = block_folder.open_index(self.root, self.kind, self.counters, damaged=self._damaged, wait_s=wait_s)
+            index = self._open_index(wait_s)
         except BlockingIOError:  # another process opens it
             self.counters["errors"] += 1
-            self._open_after = time.monotonic() + _LOOK_S
+            self._open_after = time.monotonic() + _BUSY_S
             return
         except (OSError, StoreError, *INDEX_FAULTS) as error:
             if isinstance(error, StoreError) and not again:
@@ -185,8 +183,24 @@ class BlockStore:
             return
         self._index, self._damaged = index, None
         self.swept = self.sweep()
-        if again:
-            self._warn("semkv: the index of %s was deleted, replaced or damaged: opened anew", self.root)
+        if again and not index.database.damaged:
+            self._warn("semkv: the index of %s was deleted or replaced: opened anew", self.root)
+
+    def _open_index(self, wait_s: float) -> BlockIndex:
+        """Prepare the directory and open its index; a read-only one as it is, with a warning."""
+        if self.root.is_file():
+            raise StoreError(f"{self.root} is a file, not a directory: choose another cache directory")
+        try:
+            make_folder(self.root)
+            with opening(self.root / INDEX, wait_s):
+                prepare(self.root, self.kind)
+            return BlockIndex(self.root, self.kind, self.counters, damaged=self._damaged, wait_s=wait_s)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            prepare(self.root, self.kind, read_only=True)
+            log.warning("semkv: nothing is written to %s (%s); what is there is used", self.root, error)
+            return BlockIndex(self.root, self.kind, self.counters, read_only=True, wait_s=wait_s)
 
     def _ask(self, what: Callable[[BlockIndex], _T], otherwise: _T, *, wait: bool = True) -> _T:
         """What the index says, or ``otherwise`` where there is none or it fails.
@@ -202,16 +216,15 @@ class BlockStore:
             self.counters["errors"] += 1
             if index is not self._index or is_transient(error):  # closed under this call, or another process is busy
                 pass
-            elif is_damage(error):
-                self._give_up(index, error)
+            elif is_useless(error):
+                self._give_up(index)
             elif self.writable:
                 self._pause(error)
         return otherwise
 
-    def _give_up(self, index: BlockIndex, error: Exception) -> None:
+    def _give_up(self, index: BlockIndex) -> None:
         """Close a damaged index. It is built anew at once, but not twice in a minute."""
-        self._warn("semkv: the index of %s is damaged (%s): it is rebuilt", self.root, error)
-        self._index, self._damaged = None, index.file
+        self._index, self._damaged = None, index.database.file
         index.close()
         self._open_after, self._rebuild_after = self._rebuild_after, time.monotonic() + REOPEN_S
 
@@ -258,7 +271,7 @@ class BlockStore:
         for file, which in wanted.items():
             which.sort(key=lambda i: refs[i].row)
             try:
-                with BlockFile.open(path_of(self.root, file), self.kind, file) as opened:
+                with self._block_file(file) as opened:
                     opened.check(namespace, text, refs[which[0]].owner)
                     for run in _runs(which, [refs[i].row for i in which]):
                         first = refs[run[0]].row
@@ -275,7 +288,7 @@ class BlockStore:
                 log.warning("semkv: dropped a damaged block file of %s: %s", self.root, error)
                 self.reject(file)
             except OSError as error:
-                self._complain("read", error)
+                self._cannot_read(error)
             else:
                 self._used[file] = time.time()
         self.counters["read_blocks"] += sum(good)
@@ -293,9 +306,9 @@ class BlockStore:
     def _block_file(self, file: str) -> BlockFile:
         return BlockFile.open(path_of(self.root, file), self.kind, file)
 
-    def _complain(self, what: str, error: OSError) -> None:
+    def _cannot_read(self, error: OSError) -> None:
         self.counters["errors"] += 1
-        self._warn("semkv: cannot %s %s: %s", what, self.root, error)
+        self._warn("semkv: cannot read %s: %s", self.root, error)
 
     def _flush(self) -> None:
         used, self._used, self._flushed_at = self._used, {}, time.monotonic()
@@ -341,7 +354,7 @@ class BlockStore:
             return None
         file, row_bytes = new_file_id(), len(rows[0])
         header = BlockHeader(
-            version=block_file.FORMAT_VERSION,
+            version=FORMAT_VERSION,
             kind=self.kind,
             file=file,
             namespace=namespace,
@@ -358,10 +371,8 @@ class BlockStore:
         if not made.granted:
             return None
         written = self._write_file(file, head, list(new.values()))
-        # Another index may have taken this one's place meanwhile; that one does not know the file.
-        if not (
-            written and self._ask(lambda index: index.commit(entry, made.since), False) and self._is_current(index)
-        ):
+        kept = written and self._ask(lambda index: index.commit(entry, made.since), False)
+        if not (kept and index.database.is_current()):  # another index in its place does not know the file
             self.drop([file])
             return None
         self.counters["stored_blocks"] += len(new)
@@ -409,7 +420,7 @@ class BlockStore:
         if self._ask(lambda index: index.remove(files), False):
             return
         for file in files:  # without an index nothing else says that they are useless
-            block_folder.unlink(self.root, file)
+            unlink(self.root, file)
 
     def reject(self, file: str) -> None:
         """Count a file as damaged and delete it."""
@@ -431,14 +442,13 @@ class BlockStore:
             How many files went, or with ``dry_run`` would go.
         """
         which = Selection(owner=owner, namespace=namespace, before=before)
-        gone: int | None = None
-        for _ in range(2):  # an index that turns out damaged is built anew for the second time
-            if dry_run:
-                gone = self._ask(lambda index: len(index.files(which)), None)
-            else:
-                gone = self._ask(lambda index: index.purge(which), None)
-            if gone is not None:
-                break
+
+        def purge(index: BlockIndex) -> int | None:
+            return len(index.files(which)) if dry_run else index.purge(which)
+
+        gone = self._ask(purge, None)
+        if gone is None:  # an index that turns out damaged is built anew for the second time
+            gone = self._ask(purge, None)
         if not dry_run and which == Selection():
             self.sweep()  # what a writer that died has left
         return gone or 0
@@ -483,12 +493,12 @@ class BlockStore:
                 return 0
             gone = index.expire(time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0)
             committed = index.files(committed=True)
-            there = [(path.name.partition(".")[0], path) for _, path, _ in block_folder.listed(self.root)]
+            there = [(path.name.partition(".")[0], path) for _, path, _ in block_file.listed(self.root)]
             lost = set(committed).difference(file for file, _ in there)
             self.counters["missing"] += len(lost)
             index.remove(lost)
             known = set(index.files())
-            if self._is_current(index):  # else it knows nothing of what is there now
+            if index.database.is_current():  # else it knows nothing of what is there now
                 for file, path in there:
                     if file not in known:
                         with contextlib.suppress(OSError):
@@ -499,16 +509,12 @@ class BlockStore:
         try:
             return self._ask(sweep, 0)
         except OSError as error:
-            self._complain("list", error)
+            self._cannot_read(error)
             return 0
 
     def files(self) -> list[str]:
         """Ids of all files."""
         return self._ask(lambda index: index.files(), list[str]())
-
-    def owned(self, owner: str) -> list[str]:
-        """Ids of a tenant's files, of all namespaces; see `block_file.owner_of`."""
-        return self._ask(lambda index: index.files(Selection(owner=owner)), list[str]())
 
     def totals(self, namespace: str | None = None) -> tuple[int, int, int]:
         """Files, blocks and bytes stored, of one namespace or of the directory."""
@@ -525,6 +531,8 @@ class BlockStore:
                 row = block_file.room(1, opened.row_bytes)[0]
                 whole = all(opened.read(number, [row])[0] for number in range(len(opened.keys)))
                 return "" if whole else f"{file}: a row is damaged"
+        except FileNotFoundError:  # it was evicted
+            return ""
         except (CorruptValue, OSError) as error:
             return f"{file}: {error}"
 

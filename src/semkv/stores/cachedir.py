@@ -1,40 +1,37 @@
 """Opening and emptying a cache directory.
 
-A directory belongs to semkv when one of the places where a store lives has a ``semkv.json``. A purge removes files
-that semkv writes, by their form, and nothing else: files that a user put there stay.
+A directory belongs to semkv when one of the places where a store lives has a ``semkv.json``, or when it has a database
+of ours. A purge empties the databases and the block stores in place, so that processes that have them open hear of it
+and go on, and deletes the other files that semkv writes, by their form. Files that a user put there stay.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
-import stat
-from collections.abc import Iterator
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
 from semkv.stores import database
-from semkv.stores.block_file import FORMAT_VERSION
-from semkv.stores.block_folder import INDEX, LOCK, MARKER, empty_index, opening
+from semkv.stores.block_file import FILES, FORMAT_VERSION, INDEX, MARKER, discard_files, read_marker
+from semkv.stores.blocks import BlockStore, Bounds
+from semkv.stores.database import CATALOG, RESPONSES_1
 from semkv.stores.files import make_folder as make_private
 from semkv.stores.files import matching, replace_text
 from semkv.stores.responses.ahead import replay
-from semkv.stores.schema import CATALOG, RESPONSES_1
 
 FORMAT = 1
 _STORES = ("kv", "fusion")
-_LOCK_S = 60.0  # for processes that open a store
+_WAIT_S = 5.0  # for processes that write to the database
+_MARK = json.dumps({"format": FORMAT, "kind": "cache"})
 
-# What semkv writes into a cache directory, and into a directory of fusion states alone.
-BLOCK_FILES = (MARKER, LOCK, INDEX, f"{INDEX}-*", "extents/??/*", f"{MARKER}.*.tmp")
+# What semkv writes into a cache directory besides databases and block stores.
 CACHE_FILES = (
-    MARKER,
-    CATALOG,
     f"{CATALOG}.damaged",
-    *(f"{RESPONSES_1[0]}{suffix}" for suffix in ("", "-wal", "-shm", ".lock", ".damaged")),
     "media/??/*",
     "graphs/*/*.graph",
     "graphs/*/*.tmp",
@@ -42,7 +39,7 @@ CACHE_FILES = (
     "policy.json.*.tmp",
     f"weights/{'?' * 64}.json",  # what the connectors noted of checkpoints
     f"weights/{'?' * 64}.json.*.tmp",
-    *(f"{store}/{pattern}" for store in _STORES for pattern in BLOCK_FILES),
+    f"{MARKER}.*.tmp",
 )
 
 
@@ -52,166 +49,149 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
     Raises:
         StoreError: it is no directory, cannot be written, holds something else, or was written by another version.
     """
-    roots = [(config.cache_dir, CACHE_FILES)]
-    if config.fusion_cache_dir is not None:
-        roots.append((config.fusion_cache_dir, BLOCK_FILES))
-    ours = is_ours(config.cache_dir)
-    for root, patterns in roots:
-        if root.exists() and not root.is_dir():
-            raise StoreError(f"{root} is a file; a cache lives in a directory of its own")
+    root, fusion = config.cache_dir, config.fusion_cache_dir
+    for folder in (root,) if fusion is None else (root, fusion):
+        if folder.exists() and not folder.is_dir():
+            raise StoreError(f"{folder} is a file; a cache lives in a directory of its own")
         if purge:
-            purge_directory(root, patterns)
-        _check(root)
-    _mark(config.cache_dir, ours=ours)
+            purge_directory(folder)
+        _check(folder)
+    if (root / MARKER).exists():
+        return
+    if not is_ours(root) and root.is_dir() and not _has_no_files(root):
+        raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
+    make_folder(root)
+    try:
+        replace_text(root / MARKER, _MARK, private=True)
+    except OSError as error:
+        raise _unusable(root, error) from error
 
 
-def purge_directory(root: Path, patterns: tuple[str, ...] = CACHE_FILES, *, dry_run: bool = False) -> int:
-    """Remove what semkv wrote below ``root``; an empty or missing directory is left as it is.
-
-    The database goes as a whole: a process that has it open begins a new one, which tells it of the purge. Block stores
-    are emptied under the lock of whoever opens them. An index that a running engine has open is emptied and stays, with
-    its sign and lock: the engine hears of the purge, and goes on. Elsewhere the lock goes last, when everything it
-    guards is gone: whoever opens the directory after that makes a new one, and a whole store.
-
-    Args:
-        root: the directory.
-        patterns: the forms of what goes.
-        dry_run: only count.
+def purge_directory(root: Path, *, dry_run: bool = False) -> int:
+    """Delete what semkv wrote below ``root``, a cache directory or that of a block store alone.
 
     Returns:
-        How many files were removed, or with ``dry_run`` would be.
+        How many files of images, KV, encoder outputs and so on went, or with ``dry_run`` would go.
 
     Raises:
-        StoreError: the directory holds files and no sign that they are semkv's.
+        StoreError: the directory holds files and no sign that they are semkv's, or not all could be deleted.
     """
-    ours = is_ours(root)  # before the other look: another purge takes the sign first
-    if not root.is_dir() or _empty(root):
+    if not root.is_dir() or _has_no_files(root):
         return 0
-    if not ours:
+    if not is_ours(root):
         raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
-    # Of the catalog's name, another program's database is left.
-    has_database = CATALOG in patterns and database.is_ours(root / CATALOG) is not False
-    patterns = tuple(pattern for pattern in patterns if pattern != CATALOG)
-    files = _files(root, patterns)
-    count = len(files) + (has_database and (root / CATALOG).exists())
+    stores = _stores(root)
+    files = {file for pattern in CACHE_FILES for file in _files(root, pattern)}
+    if database.is_old_responses(old := root / RESPONSES_1[0]):
+        files |= {old, *_files(root, f"{old.name}[-.]*")}
+    blocks = {file for store in stores for file in _files(root, f"{store.relative_to(root)}/{FILES}/??/*")}
     if dry_run:
-        return count
-    markers = set(_markers(root))
-    if not any(marker.exists() for marker in markers):  # the database is the sign, which goes first
-        _mark(root, ours=True)
-    with contextlib.ExitStack() as held:
-        stores = _stores(root, patterns)
-        locked = {store for store in stores if _inside(files, store)}
-        staying = set()
-        for store in sorted(locked):
-            held.enter_context(opening(store, wait_s=_LOCK_S))  # which another purge may have deleted meanwhile
-            if empty_index(store):
-                staying.add(store)
-                files -= {store / MARKER, store / LOCK, *store.glob(f"{INDEX}*")}
-        if has_database:
-            database.delete_database(root / CATALOG)  # without it no graphs are written
-            for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
-                replay(folder, lambda response, since: True, discard=True)
-                _remove_empty({folder})
-        found = _files(root, patterns)  # also what a running engine wrote until then, and the locks
-        files |= found.difference(*(_inside(found, store) for store in stores - locked | staying))  # those are new
-        locks = {file for file in files if file.name == LOCK}
-        # The sign goes last but for the locks, so that a purge that was cut off can be repeated.
-        for file in sorted(files - markers - locks) + sorted(files & markers):
+        return len(files | blocks)
+    # Files first: it may be a full disk that is purged.
+    for store in stores:
+        _empty_store(store)
+    for file in files:
+        file.unlink(missing_ok=True)
+    left = _empty_database(root / CATALOG)
+    for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
+        replay(folder, lambda response, since: True)
+    for pattern in CACHE_FILES:  # what was written until then
+        for file in _files(root, pattern):
             file.unlink(missing_ok=True)
-        empty = {folder for store in locked for folder in matching(store, "extents/??") if not folder.is_symlink()}
-        _remove_empty(empty | {parent for path in files | empty for parent in _parents(path, root)})
-        for lock in sorted(locks):
-            lock.unlink(missing_ok=True)
-        _remove_empty({parent for lock in locks for parent in _parents(lock, root)})
-    return count
+    if _version_of(root / MARKER) not in (None, FORMAT) and root not in stores:
+        replace_text(root / MARKER, _MARK, private=True)
+    if left:
+        raise StoreError(left)
+    return len(files | blocks)
 
 
-def _stores(root: Path, patterns: tuple[str, ...]) -> set[Path]:
-    """The folders of extents; each has a lock."""
-    return {(root / pattern).parent for pattern in patterns if Path(pattern).name == LOCK}
+def _empty_store(root: Path) -> None:
+    """Delete all blocks; one that this version cannot read goes as a whole."""
+    marker = read_marker(root) or {}
+    version, kind = marker.get("format"), marker.get("kind")
+    if kind in _STORES and isinstance(version, int) and version <= FORMAT_VERSION:
+        with closing(BlockStore(root, kind, Bounds(max_bytes=0))) as store:
+            store.purge()
+            if store.counters["errors"]:
+                raise StoreError(f"{root}: not all could be deleted, purge again")
+        return
+    with database.opening(root / INDEX):
+        discard_files(root)
+    (root / MARKER).unlink(missing_ok=True)
 
 
-def _inside(files: set[Path], store: Path) -> set[Path]:
-    return {file for file in files if file.is_relative_to(store)}
-
-
-def _remove_empty(folders: set[Path]) -> None:
-    for folder in sorted(folders, reverse=True):
-        with contextlib.suppress(OSError):  # not empty
-            folder.rmdir()
-
-
-def _empty(root: Path) -> bool:
-    """Whether nothing is anywhere below but what a purge may leave: empty folders, and locks where it was cut off."""
-    locks = {root / LOCK, root / f"{CATALOG}.lock", *(root / store / LOCK for store in _STORES)}
-    return all(path in locks or _is_folder(path) for path in matching(root, "**/*"))
-
-
-def _is_folder(path: Path) -> bool:
-    """Whether it is one, no link, or is gone by now."""
+def _empty_database(file: Path) -> str:
+    """What is left, for people. Another program's stays. One that cannot be emptied, since it is damaged, of a newer
+    format, or the disk is full, goes as a whole: processes that have it open begin a new one."""
+    if not database.is_filled(file) or database.is_ours(file) is False:
+        return ""
     try:
-        return stat.S_ISDIR(path.lstat().st_mode)
-    except FileNotFoundError:
-        return True
+        with closing(database.Database(file, timeout_s=_WAIT_S)) as opened:
+            opened.truncate_log()  # which makes room on a full disk
+            if opened.empty():
+                return ""
+        return f"{file} is being read: its write-ahead log has what was deleted, purge again"
+    except sqlite3.Error as error:
+        if database.is_transient(error):
+            return f"{file} cannot be emptied ({error}), purge again"
+    except StoreError as error:
+        if error.__cause__ is not None:
+            return str(error)
+    with database.opening(file):
+        database.delete_files(file)
+    return ""
 
 
-def _files(root: Path, patterns: tuple[str, ...]) -> set[Path]:
-    found = (file for pattern in patterns for file in matching(root, pattern) if file.is_file() or file.is_symlink())
-    return {file for file in found if not any(p.is_symlink() for p in _parents(file, root))}
+def _stores(root: Path) -> list[Path]:
+    """The block stores that are, or were, in a directory, which may be one itself."""
+    alone = [root] if (root / FILES).is_dir() and (root / MARKER).is_file() else []
+    below = (root / name for name in _STORES)
+    return alone + [store for store in below if (store / MARKER).is_file() and not store.is_symlink()]
 
 
-def _parents(file: Path, root: Path) -> Iterator[Path]:
-    for parent in file.parents:
-        if parent == root:
-            return
-        yield parent
+def _has_no_files(root: Path) -> bool:
+    return all(path.is_dir() and not path.is_symlink() for path in matching(root, "**/*"))
 
 
-def _markers(root: Path) -> list[Path]:
-    return [root / MARKER, *(root / store / MARKER for store in _STORES)]
+def _files(root: Path, pattern: str) -> set[Path]:
+    """What is there of a form, but nothing behind a link."""
+    found = (file for file in matching(root, pattern) if file.is_file() or file.is_symlink())
+    within = len(root.parents) + 1
+    return {file for file in found if not any(part.is_symlink() for part in file.parents[:-within])}
 
 
 def is_ours(root: Path) -> bool:
     """Whether there is a sign that `purge_directory` goes by: a marker, or a database of ours."""
-    files = (root / CATALOG, root / RESPONSES_1[0])
-    return any(marker.is_file() for marker in _markers(root)) or any(database.is_ours(file) for file in files)
+    markers = (root / MARKER, *(root / store / MARKER for store in _STORES))
+    databases = (root / CATALOG, root / RESPONSES_1[0])
+    return any(marker.is_file() for marker in markers) or any(database.is_ours(file) for file in databases)
+
+
+def _version_of(marker: Path) -> object:
+    """The format that a marker names; None where there is no marker, a text where it is damaged."""
+    try:
+        found = json.loads(marker.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable(marker.parent, error) from error
+    except ValueError:
+        found = {}
+    version = found.get("format") if isinstance(found, dict) else None
+    return version if isinstance(version, int) else str(version)
 
 
 def _check(root: Path) -> None:
     """Refuse a directory of another version, before an engine is started on it."""
-    for marker in _markers(root):
-        try:
-            found = json.loads(marker.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise _unusable(root, error) from error
-        except ValueError:
-            found = None
-        found = found if isinstance(found, dict) else {}
-        version, is_store = found.get("format"), found.get("kind") in _STORES or marker.parent != root
+    for folder in (root, *(root / store for store in _STORES)):
+        version = _version_of(folder / MARKER)
         # Of an older format a block store empties itself.
-        if not isinstance(version, int) or not (1 if is_store else FORMAT) <= version <= (
-            FORMAT_VERSION if is_store else FORMAT
-        ):
+        known = range(1, FORMAT_VERSION + 1) if folder in _stores(root) else (FORMAT,)
+        if version is not None and version not in known:
             raise StoreError(
                 f"{root} was written by another version of semkv (format {version}, this one reads {FORMAT}): "
                 "empty it with --purge or choose another --cache-dir"
             )
-
-
-def _mark(root: Path, *, ours: bool) -> None:
-    marker = root / MARKER
-    if marker.exists():
-        return
-    if not ours and root.is_dir() and not _empty(root):
-        raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
-    make_folder(root)
-    try:
-        replace_text(marker, json.dumps({"format": FORMAT, "kind": "cache"}), private=True)
-    except OSError as error:
-        raise _unusable(root, error) from error
 
 
 def make_folder(root: Path) -> None:

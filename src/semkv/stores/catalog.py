@@ -23,18 +23,15 @@ from semkv.stores.catalog_rows import (
     VectorRow,
     delete,
     dump_segments,
-    last_purge,
     load_entry,
-    mark_purge,
     pack,
     removal,
 )
 from semkv.stores.database import Database
-from semkv.stores.entry_cache import EntryCache
 from semkv.types import Entry, MediaSegment, Namespace
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
-_COUNT_WRITE = "UPDATE sqlite_sequence SET seq=seq+1 WHERE name='writes' RETURNING seq"
+_COUNT_HITS = "UPDATE entries SET hits=hits+?1, last_hit=MAX(last_hit, ?2), used=MAX(used, ?2) WHERE entry_id=?3"
 _HITS = 8192  # entries whose hits wait for a write
 
 
@@ -56,16 +53,10 @@ class Catalog:
 
     def __init__(self, path: Path, *, max_entries: int = 100_000, timeout_s: float = 2.0, replace: bool = True) -> None:
         self.path, self.max_entries = path, max_entries
-        self._entry_cache = EntryCache()
         self._hits: dict[str, tuple[int, float]] = {}  # by entry, those not written yet, and the last one's time
         self._uncounted = 0
         self.database = Database(path, timeout_s=timeout_s, replace=replace)
-        self._version, self._writes = self.database.version(), self._written()
-
-    def _written(self) -> tuple[int, int]:
-        """Another value whenever a catalog on this file has written, or the file was replaced."""
-        number = self._number("SELECT seq FROM sqlite_sequence WHERE name='writes'")
-        return self.database.opened, number
+        self._version = self.database.version()
 
     def _number(self, statement: str, *values: object) -> int:
         with self.database as db:
@@ -75,25 +66,10 @@ class Catalog:
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
         """A transaction that is undone on any exception. It takes along the hits that are not written yet."""
-        hits: dict[str, tuple[int, float]] = {}
-        try:
-            with self.database.write() as db:
-                hits, self._hits = self._hits, hits
-                ((number,),) = db.execute(_COUNT_WRITE).fetchall()
-                for entry_id, (count, now) in hits.items():
-                    self._count(db, entry_id, count, now)
-                yield db
-        except BaseException as error:
-            # One of them may be of a damaged row, and stop every write.
-            if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError):
-                with self.database.lock:
-                    for entry_id, (count, now) in hits.items():
-                        later, last = self._hits.get(entry_id, (0, now))
-                        self._hits[entry_id] = count + later, max(now, last)
-            raise
-        with self.database.lock:
-            if self._writes == (self.database.opened, number - 1):  # else `changed` tells of another's
-                self._writes = self.database.opened, number
+        with self.database.write() as db:
+            hits, self._hits = self._hits, {}  # lost where this fails: one of them may be of a damaged row
+            db.executemany(_COUNT_HITS, [(count, now, entry_id) for entry_id, (count, now) in hits.items()])
+            yield db
 
     def __len__(self) -> int:
         return self._number("SELECT COUNT(*) FROM entries")
@@ -121,7 +97,6 @@ class Catalog:
                 db.execute("UPDATE entries SET used=MAX(used, ?) WHERE id=?", (entry.created, int(found[0])))
                 self._add_vectors(db, int(found[0]), space, record)
                 return False, Removed()
-            self._entry_cache.forget(record.keys)
             row = self._insert(db, record, space)
             self._add_vectors(db, row, space, record)
             for key, hashes in record.contexts.items():
@@ -178,12 +153,6 @@ class Catalog:
             if len(self._hits) > _HITS:
                 del self._hits[next(iter(self._hits))]
 
-    def _count(self, db: sqlite3.Connection, entry_id: str, hits: int, now: float) -> None:
-        db.execute(
-            "UPDATE entries SET hits=hits+?1, last_hit=MAX(last_hit, ?2), used=MAX(used, ?2) WHERE entry_id=?3",
-            (hits, now, entry_id),
-        )
-
     def _trim(self, db: sqlite3.Connection, keep: int) -> Removed:
         self._uncounted -= 1  # counting reads the whole index: once per quarter of the room that was left
         if self._uncounted > 0:
@@ -194,7 +163,7 @@ class Catalog:
             return Removed()
         most = max(excess, min(self.max_entries // 100, _AT_ONCE))
         rows = db.execute("SELECT id FROM entries WHERE id<>? ORDER BY used, id LIMIT ?", (keep, most))
-        return self._delete(db, [int(r[0]) for r in rows.fetchall()])
+        return delete(db, [int(r[0]) for r in rows.fetchall()])
 
     def invalidate(
         self,
@@ -233,12 +202,8 @@ class Catalog:
             if dry_run:
                 return removal(db, rows)
             if rows:
-                mark_purge(db)
-            return self._delete(db, rows)
-
-    def _delete(self, db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
-        self._entry_cache.clear()
-        return delete(db, rows)
+                db.execute("UPDATE purge SET mark=hex(randomblob(16))")
+            return delete(db, rows)
 
     def by_namespace(self, tenant: str | None = None) -> list[NamespaceUse]:
         """What each tenant, or one, has of each model here, most entries first."""
@@ -272,22 +237,9 @@ class Catalog:
         return next(iter(self._entries(f"SELECT {WHOLE_ENTRY} FROM entries WHERE entry_id=?", entry_id)), None)  # noqa: S608
 
     def find(self, key: str, limit: int = 4) -> list[Entry]:
-        """The entries registered under a key, oldest first, so that every request settles on the same donor.
-
-        Small ones are remembered until a deletion, or until `changed` sees another connection's write; their tags,
-        times and hits are those of the first time.
-        """
-        with self.database.lock:
-            found = self._entry_cache.get(key, limit)
-            if found is not None:
-                return list(found)
-            entries = self._entries(
-                f"SELECT {WHOLE_ENTRY} FROM entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?",  # noqa: S608
-                key,
-                limit,
-            )
-            self._entry_cache.put(key, limit, entries)
-            return entries
+        """The entries registered under a key, oldest first, so that every request settles on the same donor."""
+        joined = "entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?"
+        return self._entries(f"SELECT {WHOLE_ENTRY} FROM {joined}", key, limit)  # noqa: S608
 
     def has(self, key: str) -> bool:
         """Whether any entry is registered under a key."""
@@ -302,7 +254,7 @@ class Catalog:
                     found.append(load_entry(*row[1:]))
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     with self._write() as db:
-                        self._delete(db, [row[0]])
+                        delete(db, [row[0]])
                     raise CorruptValue(f"entry {row[1]}: {error}") from error
             return found
 
@@ -332,26 +284,15 @@ class Catalog:
     # -- for the indexes ----------------------------------------------------------------------------------------
 
     def changed(self) -> bool:
-        """Whether another catalog on this file has written since the last call. `find` then reads anew."""
+        """Whether another connection has written to this file since the last call, or the file was replaced."""
         with self.database.lock:
-            try:
-                version = self.database.version()
-                if version == self._version:
-                    return False
-                self._version = version
-                before, self._writes = self._writes, self._written()
-            except sqlite3.Error:
-                self._entry_cache.clear()  # what cannot be checked is not served
-                raise
-            if before == self._writes:  # a gateway stored responses
-                return False
-            self._entry_cache.clear()
-            return True
+            before, self._version = self._version, self.database.version()
+            return before != self._version
 
     def purge(self) -> str:
         """The mark of the last `invalidate` that deleted anything, by this process or another."""
         with self.database as db:
-            return last_purge(db)
+            return str(db.execute("SELECT mark FROM purge").fetchone()[0])
 
     def missing(self, entry_ids: Sequence[str]) -> list[str]:
         """Which of some entries are not here."""

@@ -99,18 +99,6 @@ class Removed:
     spaces: tuple[str, ...] = ()
 
 
-def mark_purge(db: sqlite3.Connection) -> None:
-    """Note by a random mark that entries were deleted for good: readers that have vectors in memory look for it."""
-    db.execute("DELETE FROM purge")
-    db.execute("INSERT INTO purge VALUES (hex(randomblob(16)))")
-
-
-def last_purge(db: sqlite3.Connection) -> str:
-    """The mark of the last purge, or of the file where there was none."""
-    row = db.execute("SELECT mark FROM purge").fetchone()
-    return "" if row is None else str(row[0])
-
-
 def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
     """What `delete` would take away."""
     ids = (json.dumps(rows),)
@@ -179,15 +167,12 @@ def dump_segments(segments: Iterable[Segment]) -> str:
     return json.dumps(rows, ensure_ascii=False)
 
 
-def _load_segment(row: dict[str, str]) -> Segment:
-    if "media" in row:
-        return MediaSegment(row["media"], None, row["name"])
-    return TextSegment(row["text"], Role(row["role"]))
-
-
 def load_segments(text: str) -> tuple[Segment, ...]:
     """The segments behind `dump_segments`; raises what JSON and a missing field raise."""
-    return tuple(_load_segment(row) for row in json.loads(text))
+    return tuple(
+        MediaSegment(row["media"], None, row["name"]) if "media" in row else TextSegment(row["text"], Role(row["role"]))
+        for row in json.loads(text)
+    )
 
 
 # What to select from ``entries`` for `load_entry`, after the number of the row.

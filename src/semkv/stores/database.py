@@ -1,4 +1,4 @@
-"""The one way to a SQLite file: how it is opened, made, locked, and replaced when it is damaged or of an older format.
+"""The one way to a SQLite file: how it is opened, made, locked, emptied, and replaced when it is of no use.
 
 A commit is one system call to the write-ahead log: it survives the end of the process, however it ends. A power cut may
 cost the last moments, never an older row (``synchronous=NORMAL``). Deleted rows are overwritten with zeros. Only the
@@ -14,40 +14,139 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from semkv.errors import StoreError
 from semkv.stores.files import FileId, check_regular, file_id, lock, make_folder, open_file
-from semkv.stores.schema import APPLICATION, CATALOG, FIRST_NUMBERS, FORMAT, RESPONSES_1, TABLES
 
+CATALOG = "catalog.sqlite"
+"""Name of the database below the cache directory: the catalog's entries, and a gateway's responses."""
+
+FORMAT = 2
+RESPONSES_1 = "responses.sqlite", 0x73656D72  # up to format 1 responses had a file of their own
+
+_APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
+_OURS = (_APPLICATION, RESPONSES_1[1])
 _POLL_S = 0.005
 _LOCK_S = 60.0  # for other processes that open or replace the file
 _BESIDE = ("-wal", "-shm")
-_OURS = (APPLICATION, RESPONSES_1[1])
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_TRANSIENT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_NOMEM)
+_DISK = (
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN),
+    *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOLFS),
+)
+
+_TABLES = """
+CREATE TABLE entries (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, entry_id TEXT NOT NULL UNIQUE,
+  tenant TEXT NOT NULL, model TEXT NOT NULL, space TEXT NOT NULL,
+  segments TEXT NOT NULL, chunk_text TEXT NOT NULL, response TEXT NOT NULL, metadata TEXT NOT NULL,
+  frame TEXT NOT NULL, loose_frame TEXT NOT NULL, run TEXT NOT NULL, media TEXT NOT NULL,
+  created REAL NOT NULL, last_hit REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL);
+CREATE INDEX entries_used ON entries (used);
+CREATE INDEX entries_space ON entries (space);
+CREATE TABLE entry_keys (
+  key TEXT NOT NULL, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
+  PRIMARY KEY (key, entry)) WITHOUT ROWID;
+CREATE INDEX entry_keys_entry ON entry_keys (entry);
+CREATE TABLE vectors (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
+  layer TEXT NOT NULL, vector BLOB NOT NULL, UNIQUE (entry, layer));
+CREATE TABLE media_vectors (
+  space TEXT NOT NULL, layer TEXT NOT NULL, media TEXT NOT NULL, vector BLOB NOT NULL,
+  PRIMARY KEY (space, layer, media));
+CREATE TABLE entry_media (
+  entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE, position INTEGER NOT NULL, space TEXT NOT NULL,
+  media TEXT NOT NULL, PRIMARY KEY (entry, position)) WITHOUT ROWID;
+CREATE INDEX entry_media_media ON entry_media (media, space);
+CREATE TABLE tags (
+  tag TEXT NOT NULL, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
+  PRIMARY KEY (tag, entry)) WITHOUT ROWID;
+CREATE INDEX tags_entry ON tags (entry);
+CREATE TABLE contexts (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE);
+CREATE TABLE sentences (
+  hash INTEGER NOT NULL, context INTEGER NOT NULL REFERENCES contexts ON DELETE CASCADE,
+  PRIMARY KEY (hash, context)) WITHOUT ROWID;
+CREATE INDEX sentences_context ON sentences (context);
+CREATE TABLE purge (mark TEXT NOT NULL);
+INSERT INTO purge VALUES (hex(randomblob(16)));
+
+CREATE TABLE responses (
+  key TEXT PRIMARY KEY, head BLOB NOT NULL, payload BLOB NOT NULL, created REAL NOT NULL, stale_until REAL,
+  used REAL NOT NULL, nbytes INTEGER NOT NULL);
+CREATE INDEX responses_used ON responses (used);
+CREATE INDEX responses_stale ON responses (stale_until) WHERE stale_until IS NOT NULL;
+CREATE TABLE totals (entries INTEGER NOT NULL, nbytes INTEGER NOT NULL);
+INSERT INTO totals VALUES (0, 0);
+CREATE TRIGGER responses_in AFTER INSERT ON responses BEGIN
+  UPDATE totals SET entries=entries+1, nbytes=nbytes+NEW.nbytes; END;
+CREATE TRIGGER responses_out AFTER DELETE ON responses BEGIN
+  UPDATE totals SET entries=entries-1, nbytes=nbytes-OLD.nbytes; END;
+CREATE TABLE invalidations (number INTEGER PRIMARY KEY AUTOINCREMENT, selector TEXT NOT NULL);
+"""
+
+# Numbers of rows go on from the time (microseconds since the epoch), so that no reader takes a new file's for those of
+# a damaged one that it has read already.
+_FIRST_NUMBERS = """
+INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
+INSERT INTO invalidations VALUES (:now, '{"key": ""}');
+"""
+
+# An invalidation without a criterion is one of everything, and another mark says that entries went.
+_EMPTY = """
+DELETE FROM entry_keys; DELETE FROM vectors; DELETE FROM media_vectors; DELETE FROM entry_media; DELETE FROM tags;
+DELETE FROM sentences; DELETE FROM contexts; DELETE FROM entries; DELETE FROM responses; DELETE FROM invalidations;
+UPDATE purge SET mark=hex(randomblob(16));
+INSERT INTO invalidations (selector) VALUES ('{}')
+"""
 
 log = logging.getLogger("semkv")
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What is in a file.
+
+    Attributes:
+        tables: the statements that make it.
+        version: of the tables.
+        probes: tables with a column ``created``, which are looked at when the file is opened: a damaged page shows.
+        rebuild: fills a file that is made, in the same transaction. Nothing in the file is the only copy then: one that
+            is damaged or of another version is replaced when it is opened, and never while it is used.
+    """
+
+    tables: str
+    version: int
+    probes: tuple[str, ...]
+    rebuild: Callable[[sqlite3.Connection], None] | None = None
+
+
+_CACHE = Schema(_TABLES, FORMAT, ("entries", "responses"))
 
 
 class Database:
     """One connection behind one lock; any thread may use it. Several processes may share the file.
 
     A damaged file is put aside as ``<name>.damaged`` and one of an older format is deleted; either way a new file is
-    begun, with a warning. A file that another process deleted or replaced is opened anew.
+    begun, with a warning. A file that somebody deleted or replaced is opened anew.
 
     Args:
         path: the file; made when missing, as is its folder.
+        schema: what is in it; a cache's entries and responses unless another is given.
         timeout_s: how long to wait for another process's write.
-        follow_reads: look before every read too whether the file was deleted or replaced; without it before a write
-            and in `version` alone.
+        open_s: how long to wait for another process that opens or replaces the file, the first time.
         fault: makes the exception that is raised in place of SQLite's; None for SQLite's own.
+        damaged: a file that was found to be damaged, and is to be replaced.
         replace: do all of that. Without it a file is only looked after: one that is missing, damaged or of another
             format is refused, and one that this user cannot write is read.
 
     Attributes:
         lock: held while the connection is used; reentrant.
+        file: that is open.
         opened: how often the file was opened.
-        damaged: how many damaged files were put aside.
+        damaged: how many damaged files were replaced.
 
     Raises:
         StoreError: the file cannot be opened, is another program's, or was written by a newer format version.
@@ -57,20 +156,22 @@ class Database:
         self,
         path: Path,
         *,
+        schema: Schema = _CACHE,
         timeout_s: float = 2.0,
-        follow_reads: bool = False,
+        open_s: float = _LOCK_S,
         fault: Callable[[sqlite3.Error], Exception] | None = None,
+        damaged: FileId | None = None,
         replace: bool = True,
     ) -> None:
-        self.path, self.lock = path, threading.RLock()
+        self.path, self.lock, self._schema = path, threading.RLock(), schema
         self.opened = self.damaged = 0
-        self._file: FileId | None = None  # that is open
+        self.file: FileId | None = None
         self._timeout_s, self._fault, self._replace, self._closed = timeout_s, fault, replace, False
-        self._name, self._follow_reads = os.fspath(path), follow_reads
+        self._name = os.fspath(path)
         try:
             if replace:
                 make_folder(path.parent)
-            self._open(wait_s=_LOCK_S)
+            self._open(damaged, wait_s=open_s)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"database {path}: {error}") from error
 
@@ -78,8 +179,8 @@ class Database:
         """The connection, to read. SQLite's errors (locked, damaged, closed) become ``fault``'s."""
         self.lock.acquire()
         try:
-            if self._follow_reads or self._file is None:
-                self._follow()
+            if not self.is_current() and not self._closed and not (self.file and self.connection.in_transaction):
+                self._open_anew()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -93,15 +194,14 @@ class Database:
             self.lock.release()
 
     @contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
+    def write(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
         """The connection, in a transaction that is undone on any exception; a full disk is one more fault.
 
-        While another process writes, other threads go on reading.
+        While another process writes, for ``timeout_s`` or ``wait_s`` at most, other threads go on reading.
         """
-        until = time.monotonic() + self._timeout_s
+        until = time.monotonic() + (self._timeout_s if wait_s is None else wait_s)
         while True:
             with self:
-                self._follow()
                 if self._began(last=time.monotonic() >= until):
                     yield self.connection
                     self.connection.execute("COMMIT")
@@ -125,17 +225,16 @@ class Database:
         with suppress(sqlite3.Error):
             if self.connection.in_transaction:  # some errors have rolled back already
                 self.connection.execute("ROLLBACK")
-        if self._replace and is_damage(error):
+        if is_damage(error) and self._replace and not self._closed and not self._schema.rebuild:
             with suppress(sqlite3.Error):  # the next use tries again
-                self._open_anew(damaged=self._file)
+                self._open_anew(damaged=self.file)
         if self._fault is not None and isinstance(error, sqlite3.Error):
             raise self._fault(error) from error
 
     def version(self) -> tuple[int, int]:
         """Another value whenever another connection has written, or the file was replaced."""
-        with self:
-            self._follow()
-            return self.opened, int(self.connection.execute("PRAGMA data_version").fetchone()[0])
+        with self as db:
+            return self.opened, int(db.execute("PRAGMA data_version").fetchone()[0])
 
     def check(self) -> str:
         """The first fault in the structure of the file; empty where there is none."""
@@ -154,28 +253,42 @@ class Database:
         with self as db:
             return not db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
 
+    def empty(self) -> bool:
+        """Delete all entries and responses, and give their room back. Processes that share the file go on with it, and
+        hear of it. False where one of them reads it at the moment, so that deleted text may still be in the log."""
+        with self as db:
+            db.execute("PRAGMA secure_delete=OFF")  # what is deleted is not in the file after VACUUM: little is written
+        try:
+            with self.write() as db:
+                for statement in _EMPTY.split(";"):
+                    db.execute(statement)
+            with self as db:
+                db.execute("VACUUM")
+        finally:
+            with self as db:
+                db.execute("PRAGMA secure_delete=ON")
+        return self.truncate_log()
+
     def close(self) -> None:
         """Close the file; later uses raise `sqlite3.ProgrammingError`."""
         with self.lock:
             self._closed = True
-            # The last connection empties the log and deletes it by name: nobody may begin a new file meanwhile.
-            with suppress(OSError, StoreError), _opening(self.path, self._timeout_s):
-                self.connection.close()
             self.connection.close()
 
     # -- the file -----------------------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
-        """Open anew what another process deleted or replaced: what is written to the old file is lost."""
-        with suppress(OSError):  # it is gone
+    def is_current(self) -> bool:
+        """Whether the file that is open still has its name. What is written to another is lost."""
+        try:
             status = os.stat(self._name)  # noqa: PTH116 (half the time of a path's)
-            if (status.st_dev, status.st_ino) == self._file:
-                return
-        if not self._closed and self._replace and (self._file is None or not self.connection.in_transaction):
-            self._open_anew()
+        except FileNotFoundError:
+            return not self._replace
+        except OSError:  # a disk that does not answer has no other file
+            return self.file is not None
+        return not self._replace or (status.st_dev, status.st_ino) == self.file
 
     def _open_anew(self, damaged: FileId | None = None) -> None:
-        self._file = None  # so that the next use tries again where this fails
+        self.file = None  # so that the next use tries again where this fails
         try:
             self._open(damaged, wait_s=self._timeout_s)
         except (OSError, sqlite3.Error, StoreError) as error:
@@ -191,21 +304,23 @@ class Database:
         if not self._replace:
             self.connection = self._connect(wait_s)
             return
-        with _opening(self.path, wait_s):
+        with opening(self.path, wait_s):
             if self.opened:
                 self.connection.close()
             if damaged is not None and damaged == file_id(self.path):  # else another process has replaced it
                 self._put_aside("it was found to be damaged")
             try:
                 self.connection = self._connect(wait_s)
-            except sqlite3.DatabaseError as error:
-                if not is_damage(error):
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of what SQLite says is wrong
+                unreadable = isinstance(error, UnicodeDecodeError) or is_damage(error)
+                if not unreadable and not (self._schema.rebuild and is_useless(error)):
                     raise
-                if self.path.name != CATALOG and error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
+                foreign = self.path.name != CATALOG and _code(error) == sqlite3.SQLITE_NOTADB
+                if foreign and not self._schema.rebuild:
                     raise StoreError(f"{self.path} is no database: delete it, or choose another file") from error
                 self._put_aside(str(error))
                 self.connection = self._connect(wait_s)
-            self._file = file_id(self.path)
+            self.file = file_id(self.path)
             self.opened += 1
 
     def _connect(self, wait_s: float) -> sqlite3.Connection:
@@ -223,8 +338,11 @@ class Database:
             found = self._format_of(db)
             if found == "old" and self._replace:
                 db.close()
-                log.warning("semkv: %s was written by an older version of semkv; it is emptied", self.path)
-                delete_files(self.path)
+                if self._schema.rebuild:
+                    self._put_aside("it is of another format")
+                else:
+                    log.warning("semkv: %s was written by an older version of semkv; it is emptied", self.path)
+                    delete_files(self.path)
                 return self._connect(wait_s)
             if found == "old":
                 raise StoreError(
@@ -237,7 +355,7 @@ class Database:
                 self._begin(db)
             if writable:
                 db.execute("PRAGMA journal_mode=WAL")  # after the above, which `is_ours` finds in the file then
-            for table in ("entries", "responses"):  # a damaged page shows here
+            for table in self._schema.probes:
                 db.execute(f"SELECT created FROM {table} NOT INDEXED LIMIT 1").fetchone()  # noqa: S608 (our own words)
             db.execute(f"PRAGMA busy_timeout={self._timeout_s * 1000:.0f}")
         except BaseException:
@@ -257,6 +375,10 @@ class Database:
         )
         if not tables and not version and not application:
             return "new"
+        if version == self._schema.version and application == _APPLICATION:
+            return "ours"
+        if self._schema.rebuild:
+            return "old"
         if application not in _OURS:
             raise StoreError(f"{self.path} is not a semkv database: choose another file or cache directory")
         if version > FORMAT:
@@ -264,7 +386,7 @@ class Database:
                 f"{self.path} was written by format version {version}, this semkv reads version {FORMAT}: update "
                 "semkv, start once with --purge to empty the cache, or choose another file or cache directory"
             )
-        return "ours" if version == FORMAT else "old"
+        return "old"
 
     def _make_private(self) -> None:
         if not check_regular(self.path):
@@ -276,21 +398,26 @@ class Database:
 
     def _begin(self, db: sqlite3.Connection) -> None:
         now = time.time_ns() // 1000
-        db.executescript(
-            f"BEGIN IMMEDIATE; {TABLES} {FIRST_NUMBERS.replace(':now', str(now))}"
-            f"PRAGMA application_id={APPLICATION}; PRAGMA user_version={FORMAT}; COMMIT"
-        )
-        old = self.path.with_name(RESPONSES_1[0])
-        if self.path.name == CATALOG and _application(old) == RESPONSES_1[1]:
+        first = _FIRST_NUMBERS.replace(":now", str(now)) if self._schema is _CACHE else ""
+        db.executescript(f"BEGIN IMMEDIATE; {self._schema.tables} {first}")
+        if self._schema.rebuild is not None:
+            self._schema.rebuild(db)
+        db.execute(f"PRAGMA application_id={_APPLICATION}")
+        db.execute(f"PRAGMA user_version={self._schema.version}")
+        db.execute("COMMIT")
+        if self.path.name == CATALOG and is_old_responses(old := self.path.with_name(RESPONSES_1[0])):
             log.warning("semkv: %s was written by an older version of semkv; it is deleted", old)
             delete_files(old)
             old.with_name(f"{old.name}.lock").unlink(missing_ok=True)
 
     def _put_aside(self, why: str) -> None:
-        log.warning("semkv: %s is damaged and put aside; a new file is begun (%s)", self.path, why)
         self.damaged += 1
-        if not self._beside(".damaged").exists():  # the first one is kept
-            self.path.replace(self._beside(".damaged"))
+        if self._schema.rebuild is not None:
+            log.warning("semkv: %s is built anew (%s)", self.path, why)
+        else:
+            log.warning("semkv: %s is damaged and put aside; a new file is begun (%s)", self.path, why)
+            if not self._beside(".damaged").exists():  # the first one is kept
+                self.path.replace(self._beside(".damaged"))
         delete_files(self.path)
 
     def _beside(self, suffix: str) -> Path:
@@ -299,13 +426,32 @@ class Database:
 
 def is_damage(error: BaseException) -> bool:
     """Whether SQLite says that a file is damaged, or no database."""
-    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE
+    return isinstance(error, sqlite3.Error) and _code(error) in _DAMAGE
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether another process was in the way, so that the same may go well the next time."""
+    return _code(error) in _TRANSIENT
+
+
+def is_useless(error: BaseException) -> bool:
+    """Whether a file is of no use any more, whatever failed, where the disk or another process is not to blame."""
+    return _code(error) not in (*_TRANSIENT, *_DISK)
+
+
+def _code(error: BaseException) -> int:
+    return int(getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
 def is_ours(path: Path) -> bool | None:
     """Whether a database is semkv's; None where there is none, or none that can be read. Leaves nothing behind."""
     application = _application(path)
     return None if application is None else application in _OURS
+
+
+def is_old_responses(path: Path) -> bool:
+    """Whether a file has the responses of a gateway of format 1."""
+    return _application(path) == RESPONSES_1[1]
 
 
 def _application(path: Path) -> int | None:
@@ -325,30 +471,15 @@ def is_filled(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def delete_database(path: Path) -> None:
-    """Delete a database, also under processes that have it open: they begin a new one at their next use.
-
-    Raises:
-        OSError: it cannot be deleted; BlockingIOError where another process opens it for a minute.
-    """
-    if path.parent.is_dir():
-        with _opening(path, _LOCK_S):
-            delete_files(path)
-
-
 @contextmanager
-def _opening(path: Path, wait_s: float) -> Iterator[None]:
+def opening(path: Path, wait_s: float = _LOCK_S) -> Iterator[None]:
     """One process at a time makes, replaces or deletes a database. Raises as `files.lock`."""
-    guard = path.with_name(f"{path.name}.lock")
-    with lock(guard, make=False, wait_s=wait_s):
-        try:
-            yield
-        finally:
-            guard.unlink(missing_ok=True)
+    with lock(path.with_name(f"{path.name}.lock"), wait_s):
+        yield
 
 
 def delete_files(path: Path) -> None:
-    """Delete a database and what SQLite keeps beside it, while its lock is held."""
+    """Delete a database and what SQLite keeps beside it, in `opening`."""
     path.unlink(missing_ok=True)
     for suffix in _BESIDE:  # lest they be read into the next
         path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
 import secrets
 import stat
@@ -25,7 +24,6 @@ FileId = tuple[int, int]
 
 _FOLDER, _FILE = 0o700, 0o600
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_ATTEMPTS = 100
 _LOCK_POLL_S = 0.002
 
 
@@ -48,19 +46,9 @@ def make_folder(folder: Path) -> None:
     Raises:
         OSError: it cannot be made; FileExistsError where a file or a broken link has its name.
     """
-    for attempt in itertools.count():
-        try:
-            folder.mkdir(_FOLDER)
-            return
-        except FileExistsError:
-            if folder.is_dir():
-                return
-            if folder.is_symlink() or folder.exists():
-                raise
-        except FileNotFoundError:
-            if attempt == _ATTEMPTS:  # there is no making it: /proc
-                raise
-            make_folder(folder.parent)  # which another process may delete meanwhile
+    for part in (*reversed(folder.parents), folder):
+        if not part.is_dir():
+            part.mkdir(_FOLDER, exist_ok=True)
 
 
 def check_private(folder: Path) -> None:
@@ -121,85 +109,55 @@ def _strange(path: Path) -> StoreError:
 
 
 @contextmanager
-def lock(path: Path, *, make: bool, wait_s: float) -> Iterator[None]:
-    """One process, and one thread of it, at a time. Whoever holds the lock may delete its file as the last step.
-
-    Args:
-        path: of the lock's file, which is made where it is missing.
-        make: make its folder too.
-        wait_s: how long to wait while another one holds it.
+def lock(path: Path, wait_s: float) -> Iterator[None]:
+    """One process, and one thread of it, at a time. The file is made where it is missing, and stays.
 
     Raises:
         StoreError: it is not a regular file.
         BlockingIOError: another one still holds it after ``wait_s``.
-        OSError: its folder is not there, or cannot be made or written.
+        OSError: its folder is not there, or cannot be written.
     """
-    descriptor = _locked(path, make, time.monotonic() + wait_s)
+    until = time.monotonic() + wait_s
+    descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(_LOCK_POLL_S)
         yield
     finally:
         os.close(descriptor)
 
 
-def _locked(path: Path, make: bool, until: float) -> int:
-    while True:
-        if make:
-            make_folder(path.parent)
-        try:
-            descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
-        except FileNotFoundError:
-            if make and time.monotonic() < until:  # another process deleted the folder meanwhile
-                continue
-            raise
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            status = os.fstat(descriptor)
-            if file_id(path) == (status.st_dev, status.st_ino):  # else its file was deleted meanwhile
-                return descriptor
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                os.close(descriptor)
-                raise
-            time.sleep(_LOCK_POLL_S)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def fsync_directory(path: Path) -> None:
-    """Make a rename or deletion in ``path`` durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def new_name(path: Path) -> Path:
-    """A name beside ``path`` for a file that takes its place later; nobody else draws the same."""
-    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-
-
 @contextmanager
-def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of ``path``, in full and durably, when the block ends without an exception.
+def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of ``path``, in full, when the block ends without an exception.
 
     Until then it has a name that nobody else draws. Of several writers the last one's file stays. ``private``: only its
-    owner can read it.
+    owner can read it. ``durable``: it survives a power cut.
 
     Raises:
         OSError: the disk is full or read-only; the temporary file is gone.
     """
-    part = new_name(path)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE if private else 0o666
         with os.fdopen(open_file(part, flags, mode), "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         part.replace(path)
-        fsync_directory(path.parent)
+        if durable:
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # the name
+            finally:
+                os.close(folder)
     except BaseException:
         part.unlink(missing_ok=True)
         raise

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +56,6 @@ class FusionState:
         return self.data.view(np.dtype(self.dtype)).reshape(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """What a store holds and did since it was opened.
-
-    Attributes:
-        files, blocks, nbytes: of this namespace, on disk now.
-        counters: see `BlockStore.counters`.
-    """
-
-    files: int
-    blocks: int
-    nbytes: int
-    counters: Mapping[str, int] = field(default_factory=dict)
-
-
 class FusionStore:
     """Fusion states of one namespace on disk. Safe to use from several threads and processes.
 
@@ -97,11 +81,6 @@ class FusionStore:
             StoreError: see `BlockStore`.
         """
         return cls(BlockStore(directory, "fusion", bounds or Bounds(FUSION_MAX_BYTES)), namespace_digest)
-
-    @property
-    def writer(self) -> str:
-        """See `BlockStore.writer`."""
-        return self.blocks.writer
 
     def apart(self, namespace_digest: str) -> FusionStore:
         """The states of another namespace in the same directory."""
@@ -154,13 +133,6 @@ class FusionStore:
     def last_purge(self) -> int:
         """See `BlockStore.last_purge`."""
         return self.blocks.last_purge()
-
-    def stats(self) -> StoreStats:
-        return StoreStats(*self.blocks.totals(self.namespace), dict(self.blocks.counters))
-
-    def purge(self) -> int:
-        """Delete what this namespace holds; returns the number of states."""
-        return self.blocks.purge(namespace=self.namespace)
 
     def close(self) -> None:
         self.blocks.close()

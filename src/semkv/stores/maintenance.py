@@ -10,29 +10,27 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
-from semkv.stores.block_file import owner_of
-from semkv.stores.block_folder import MARKER
+from semkv.stores.block_file import MARKER, owner_of
 from semkv.stores.blocks import BlockStore, Bounds
-from semkv.stores.cachedir import BLOCK_FILES, CACHE_FILES, is_ours, purge_directory
+from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import NamespaceUse
-from semkv.stores.database import is_damage, is_filled
+from semkv.stores.database import CATALOG, RESPONSES_1, is_damage, is_filled, is_old_responses
 from semkv.stores.database import is_ours as is_our_database
 from semkv.stores.files import described, matching, remove_strays
 from semkv.stores.kept_graphs import FOLDER as GRAPHS
 from semkv.stores.kept_graphs import damage_of, forget_kept, kept_files
 from semkv.stores.media import MediaStore
-from semkv.stores.responses.ahead import folder_of, replay_into
-from semkv.stores.responses.base import Selector
+from semkv.stores.responses.ahead import deliver, folder_of, replay
+from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
-from semkv.stores.schema import CATALOG, RESPONSES_1
 from semkv.types import Namespace
 
 _UNBOUNDED = Bounds(max_bytes=0)
@@ -181,6 +179,11 @@ def _database(cache_dir: Path) -> Iterator[tuple[Catalog, SqliteStore] | None]:
     """
     file = cache_dir / CATALOG
     if not is_filled(file):
+        if is_old_responses(old := cache_dir / RESPONSES_1[0]):
+            raise StoreError(
+                f"{old} was written by an older version of semkv: a gateway that is started there deletes it, as does "
+                "a purge without --tenant and --tag"
+            )
         yield None
         return
     try:
@@ -188,7 +191,7 @@ def _database(cache_dir: Path) -> Iterator[tuple[Catalog, SqliteStore] | None]:
             closing(SqliteStore(file, max_bytes=_ALL, max_entries=_ALL, timeout_s=_WAIT_S, replace=False)) as responses,
             closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
         ):
-            replay_into(responses, folder_of(cache_dir))
+            replay(folder_of(cache_dir), lambda response, since: _delivered(responses, response, since))
             yield catalog, responses
     except (sqlite3.Error, StoreError) as error:
         cause = error.__cause__ or error
@@ -200,6 +203,13 @@ def _database(cache_dir: Path) -> Iterator[tuple[Catalog, SqliteStore] | None]:
         if isinstance(error, StoreError):
             raise
         raise StoreError(f"{file}: {error}") from error
+
+
+def _delivered(store: SqliteStore, response: StoredResponse, since: str) -> bool:
+    with suppress(StoreError):
+        deliver(store, response, since, time.time())
+        return True
+    return False
 
 
 @contextmanager
@@ -294,19 +304,22 @@ def verify(
     damaged: list[str] = []
     unread: list[str] = []
     with _blocks(cache_dir, fusion_dir) as opened:
-        blocks = [(name, store, file) for name, store in opened for file in store.files()]
-        # Deleted when a lost index was built again.
+        checks: list[tuple[str, Callable[[], str], Callable[[], object]]] = []  # store, what is wrong, and to delete it
         for name, store in opened:
+            # Deleted when a lost index was built again.
             damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
+            checks += [(name, partial(store.damage, file), partial(store.reject, file)) for file in store.files()]
         images, graphs = _images(cache_dir), kept_files(cache_dir / GRAPHS)
-        files = len(blocks) + len(images) + len(graphs)
-        faults = chain(
-            _block_faults(blocks, repair=repair),
-            _image_faults(cache_dir / "media", images, repair=repair),
-            _graph_faults(graphs, repair=repair),
-        )
-        for done, fault in enumerate(faults, 1):
-            damaged += [fault] * bool(fault)
+        if images:
+            media = MediaStore(cache_dir / "media")
+            checks += [("media", partial(media.damage, i.name), partial(media.delete, i.name)) for i in images]
+        checks += [("graphs", partial(damage_of, g), partial(g.unlink, missing_ok=True)) for g in graphs]
+        files = len(checks)
+        for done, (name, check, delete) in enumerate(checks, 1):
+            if reason := check():
+                damaged.append(f"{name}: {reason}")
+                if repair:
+                    delete()
             advance(done, files)
     answers, kept = 0, 0
     try:
@@ -328,34 +341,6 @@ def verify(
     except StoreError as error:
         unread.append(str(error))
     return Damage(files, answers, tuple(damaged), len(damaged) - kept if repair else 0, tuple(unread))
-
-
-def _block_faults(blocks: Iterable[tuple[str, BlockStore, str]], *, repair: bool) -> Iterator[str]:
-    """Why each file is damaged; empty where it is not."""
-    for name, store, file in blocks:
-        reason = store.damage(file)
-        if reason and file not in store.files():  # it was evicted meanwhile
-            reason = ""
-        if reason and repair:
-            store.reject(file)
-        yield reason and f"{name}: {reason}"
-
-
-def _image_faults(folder: Path, images: Sequence[Path], *, repair: bool) -> Iterator[str]:
-    media = MediaStore(folder) if images else None
-    for image in images:
-        damaged = media is not None and not media.whole(image.name) and image.exists()
-        if media is not None and damaged and repair:
-            media.delete(image.name)
-        yield f"media: {image.name} is not what its name says" if damaged else ""
-
-
-def _graph_faults(graphs: Iterable[Path], *, repair: bool) -> Iterator[str]:
-    for graph in graphs:
-        reason = damage_of(graph)
-        if reason and repair:
-            graph.unlink(missing_ok=True)
-        yield reason and f"graphs: {reason}"
 
 
 # -- deleting ---------------------------------------------------------------------------------------------------------
@@ -401,17 +386,18 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
 
 def _drop_strays(cache_dir: Path) -> int:
     """Delete what crashed writers left under temporary names, but for block files; how many files that were."""
-    patterns = ("media/??/.new-*", *(pattern for pattern in CACHE_FILES if pattern.endswith(".tmp")))
-    return sum(remove_strays(cache_dir, pattern) for pattern in patterns)
+    return sum(
+        remove_strays(cache_dir, pattern) for pattern in ("media/??/*.tmp", *CACHE_FILES) if pattern.endswith(".tmp")
+    )
 
 
 def purge_entries(
     cache_dir: Path, tenants: Sequence[str] | None, tag: str | None, *, before: float | None = None, dry_run: bool
 ) -> Purged:
     """Delete the catalog's entries and a gateway's responses of a tenant (by its names), with a tag, made before a time
-    (in seconds since the epoch), or those that meet all that is given; where nothing is, all. With them go the images
-    that only they had, and the graphs in which their vectors are. Running engines and gateways forget them within a
-    second or so, and write new graphs.
+    (in seconds since the epoch), or those that meet all that is given. With them go the images that only they had, and
+    the graphs in which their vectors are. Running engines and gateways forget them within a second or so, and write new
+    graphs.
 
     The text of a request that is under way is recorded afterwards.
 
@@ -432,8 +418,6 @@ def purge_entries(
                 raise CorruptValue(
                     f"{catalog.path} is damaged ({reason}): a purge without --tenant and --tag deletes it"
                 )
-            if tenants is None and tag is None and before is None:
-                tenants = sorted({row.tenant for row in catalog.by_namespace()})
             answers = 0
             if responses.usage()[0] or any(cache_dir.glob("ahead*")):  # a gateway was here: it looks for what is logged
                 answers = responses.purge(selectors, dry_run=dry_run)
@@ -471,7 +455,7 @@ def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | 
 
 
 def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool) -> Purged:
-    """Delete everything that semkv wrote, and nothing else; running engines and gateways begin again empty.
+    """Delete everything that semkv stored, and nothing else; running engines and gateways go on empty.
 
     Raises:
         StoreError: there is no cache, or one of the directories is not known to be semkv's: nothing is deleted.
@@ -480,7 +464,7 @@ def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool)
     if not is_ours(cache_dir):
         raise StoreError(f"{cache_dir} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
     if fusion_dir is not None:
-        purge_directory(fusion_dir, BLOCK_FILES, dry_run=True)  # refuses what is not ours
+        purge_directory(fusion_dir, dry_run=True)  # refuses what is not ours
     entries = answers = 0
     unread: tuple[str, ...] = ()
     try:
@@ -490,10 +474,13 @@ def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool)
     except StoreError as error:  # it goes all the same, unless it is another program's
         if is_our_database(cache_dir / CATALOG) is False:
             unread = (str(error),)
+    files = 0
     try:
-        files = purge_directory(cache_dir, dry_run=dry_run)
-        if fusion_dir is not None:
-            files += purge_directory(fusion_dir, BLOCK_FILES, dry_run=dry_run)
+        for folder in (cache_dir,) if fusion_dir is None else (cache_dir, fusion_dir):
+            try:
+                files += purge_directory(folder, dry_run=dry_run)
+            except StoreError as error:
+                unread += (str(error),)
     except OSError as error:
         raise StoreError(f"{error.filename or cache_dir} cannot be purged ({error.strerror or error})") from error
     return Purged(entries, answers, files, dry_run, unread)

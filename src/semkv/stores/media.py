@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import threading
 from pathlib import Path
 
 from semkv.errors import StoreError
 from semkv.keys import media_id as digest_of
-from semkv.stores.files import described, make_folder, matching, remove_strays
+from semkv.stores.files import described, make_folder, matching, remove_strays, replacing
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_NEW = ".new-"  # begins the name of a file that is being written
+_NEW = ".tmp"  # ends the name of a file that is being written
 
 
 class MediaStore:
@@ -37,7 +36,7 @@ class MediaStore:
         self.root, self.max_bytes = root, max_bytes
         try:
             make_folder(root)
-            remove_strays(root, f"??/{_NEW}*")
+            remove_strays(root, f"??/*{_NEW}")
             self._bytes = sum(status.st_size for _, status in self._files())
         except OSError as error:
             raise StoreError(f"media store {root}: {error.strerror or error}") from error
@@ -50,7 +49,7 @@ class MediaStore:
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:
         found = described(matching(self.root, "??/*"))
-        return [(file, s) for file, s in found if _DIGEST.fullmatch(file.name) or file.name.startswith(_NEW)]
+        return [(file, s) for file, s in found if _DIGEST.fullmatch(file.name) or file.name.endswith(_NEW)]
 
     def _where(self, media_id: str) -> Path:
         if not _DIGEST.fullmatch(media_id):
@@ -68,14 +67,8 @@ class MediaStore:
         if target.exists() or len(data) > self.max_bytes:
             return media_id
         make_folder(target.parent)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=_NEW)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            Path(temporary).replace(target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with replacing(target, private=True, durable=False) as file:
+            file.write(data)
         with self._lock:
             self._bytes += len(data)
             if self._bytes > self.max_bytes:
@@ -98,17 +91,20 @@ class MediaStore:
             os.utime(file)  # recently used
         except OSError:
             return None
-        if digest_of(data) != media_id:
-            self.delete(media_id)
-            return None
-        return data
+        if digest_of(data) == media_id:
+            return data
+        self.delete(media_id)
+        return None
 
-    def whole(self, media_id: str) -> bool:
-        """Whether the stored bytes are what their name says."""
+    def damage(self, media_id: str) -> str:
+        """What is wrong with an item; empty where it is what its name says, or is not stored."""
         try:
-            return digest_of(self._where(media_id).read_bytes()) == media_id
-        except OSError:
-            return False
+            whole = digest_of(self._where(media_id).read_bytes()) == media_id
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return f"{media_id}: {error}"
+        return "" if whole else f"{media_id} is not what its name says"
 
     def delete(self, media_id: str) -> None:
         """Forget an item; nothing happens where it is not stored."""
@@ -123,7 +119,7 @@ class MediaStore:
 
     def _evict(self, keep: Path) -> None:
         """Bring the directory down to nine tenths of the bound; what other processes wrote is counted anew."""
-        remove_strays(self.root, f"??/{_NEW}*")
+        remove_strays(self.root, f"??/*{_NEW}")
         found = self._files()
         self._bytes = sum(status.st_size for _, status in found)
         for file, status in sorted(found, key=lambda row: row[1].st_mtime):

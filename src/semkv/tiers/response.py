@@ -61,7 +61,7 @@ class _Breaker:
 class ResponseCache:
     """Answers in memory, bounded in bytes, in front of a store. Any thread may call any method.
 
-    No method but `invalidate` and `recent` raises because of the store: a fault is counted and becomes a miss. A thread
+    No method but `invalidate` raises because of the store: a fault is counted and becomes a miss. A thread
     follows the invalidations that others log in the store: memory heeds one after ``poll_s`` seconds, and is not served
     at all once the store has not been heard of for ``unheard_s``.
 
@@ -323,14 +323,6 @@ class ResponseCache:
         return result
 
     # -- operators ----------------------------------------------------------------------------------------------
-
-    def recent(self, limit: int) -> Sequence[StoredResponse]:
-        """The latest answers in the store, newest first.
-
-        Raises:
-            StoreError: the store could not be reached.
-        """
-        return (self._store or self._memory).recent(limit)
 
     def counts(self) -> Mapping[str, int]:
         """Counters: ``hit:memory``, ``hit:store``, ``miss``, ``kept``, ``refused:<reason>``, ``evicted``,

@@ -1,8 +1,8 @@
 """Responses on their way to a store: one file of this process, to which appending takes one system call.
 
-What was appended survives the end of the process, however it ends: another process that opens the folder, or has it
-open, brings it to the store. A power cut may cost the last moments, as with the store itself. A file belongs to the
-process that holds its lock; one that nobody holds was left by a process that ended.
+What was appended survives the end of the process, however it ends: the next process that opens the folder brings it to
+the store. A power cut may cost the last moments, as with the store itself. A file belongs to the process that holds its
+lock; one that nobody holds was left by a process that ended.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ import xxhash
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.files import make_folder, open_file
-from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
-from semkv.stores.responses.codec import decode, encode
+from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse, decode, encode
 
 PATTERN = f"{'[0-9a-f]' * 16}.log"
-_FRAME = struct.Struct("<QIIII")  # checksum of what follows; bytes of its cursor, key, head and payload
+_FRAME = struct.Struct("<QQ")  # checksum and length of what follows: cursor, head and payload, a line break after each
 _STAND_BACK_S = 0.005  # before the store is written: it shares the interpreter with the response that goes out
 _SLOW_S = 0.05  # a write that takes longer was not one to memory
-_LOOK_S = 5.0  # between two looks for what ended processes left
 _PAUSE_S = 1.0  # without appending after such a write or one that failed, and before a store is tried again
 _LATE_S = 1.0  # a response that comes to the store so long after it was made may have been followed by another
 
@@ -62,13 +60,22 @@ class AheadLog:
         max_bytes: bound on the file, which begins anew whenever the store has everything.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or files in it cannot be locked.
     """
 
     def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 1 << 20) -> None:
-        self._folder, self._bring, self._most = folder, bring, max_bytes
+        self._bring, self._most = bring, max_bytes
         make_folder(folder)
-        self._path, self._file = _new(folder)
+        self._path = folder / f"{token_hex(8)}.log"
+        new = self._path.with_suffix(".new")  # another process may take a log without a lock for one left behind
+        self._file = open_file(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.rename(self._path)
+        except OSError:
+            os.close(self._file)
+            new.unlink(missing_ok=True)
+            raise
         replay(folder, bring)
         self._waiting: deque[tuple[StoredResponse, str]] = deque()  # written to the file, and not in the store
         self._size = 0
@@ -90,12 +97,13 @@ class AheadLog:
         start = time.monotonic()
         if start < self._quick_from:
             return False
-        record = _record(response, since)
+        record, written = _record(response, since), False
         with self._lock:
             if self._closing.is_set() or self._size + len(record) > self._most:
                 return False
-            written = _write(self._file, record, self._size)
-            if written:
+            with suppress(OSError):
+                written = os.pwrite(self._file, record, self._size) == len(record)
+            if written:  # else the next one is written over it
                 self._size += len(record)
                 self._waiting.append((response, since))
         if not written or time.monotonic() - start > _SLOW_S:
@@ -126,15 +134,11 @@ class AheadLog:
                 self._waiting.popleft()
 
     def _work(self) -> None:
-        looked = time.monotonic()
         while not self._closing.is_set():
-            self._some.wait(_LOOK_S)
+            self._some.wait()
             time.sleep(_STAND_BACK_S)
             if not self._empty():
                 self._closing.wait(_PAUSE_S)
-            elif time.monotonic() - looked >= _LOOK_S:
-                replay(self._folder, self._bring)
-                looked = time.monotonic()
         if self._empty():
             self._path.unlink(missing_ok=True)
         os.close(self._file)
@@ -170,102 +174,41 @@ def deliver(store: ResponseStore, response: StoredResponse, since: str, now: flo
     return store.put(response, since)
 
 
-def replay_into(store: ResponseStore, folder: Path) -> None:
-    """Bring to a store what ended processes left for it."""
-
-    def bring(response: StoredResponse, since: str) -> bool:
-        with suppress(StoreError):
-            deliver(store, response, since, time.time())
-            return True
-        return False
-
-    replay(folder, bring)
-
-
-def replay(folder: Path, bring: Bring, *, discard: bool = False) -> None:
-    """Bring to the store what ended processes left in a folder, and delete their files; with ``discard`` only delete
-    them. What cannot be read or brought stays for another time."""
+def replay(folder: Path, bring: Bring) -> None:
+    """Bring to the store what ended processes left in a folder, and delete their files. What cannot be read or brought
+    stays for another time."""
     if folder.is_symlink():  # what is behind it is somebody else's
         return
     for path in sorted(folder.glob(PATTERN)):
-        with suppress(OSError, StoreError):
-            if (file := _claim(path)) is None:
-                continue
+        with suppress(OSError, StoreError):  # running, gone, or no regular file
+            file = open_file(path, os.O_RDWR)
             try:
-                found = [] if discard else list(records(os.pread(file, os.fstat(file).st_size, 0)))
-                if all(bring(response, since) for response, since in found):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if all(bring(*record) for record in records(os.pread(file, os.fstat(file).st_size, 0))):
                     path.unlink()
             finally:
                 os.close(file)
 
 
-def _claim(path: Path, flags: int = 0) -> int | None:
-    """Open and lock a file; None where another process holds it or has removed it.
-
-    Raises:
-        OSError: it cannot be opened or locked.
-        StoreError: it is a link, a folder, a device or a pipe.
-    """
-    file = open_file(path, os.O_RDWR | flags)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file).st_nlink:
-            return file
-    except BlockingIOError:
-        pass
-    except OSError:
-        os.close(file)
-        raise
-    os.close(file)
-    return None
-
-
-def _new(folder: Path) -> tuple[Path, int]:
-    """Another process may take a file that is not locked yet for one left behind; then there is a next."""
-    while True:
-        path = folder / f"{token_hex(8)}.log"
-        try:
-            file = _claim(path, os.O_CREAT | os.O_EXCL)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        if file is not None:
-            return path, file
-
-
-def _write(file: int, record: bytes, at: int) -> bool:
-    """Whether the whole record was written; what is left of a torn one is written over by the next."""
-    try:
-        return os.pwrite(file, record, at) == len(record)
-    except OSError:
-        return False
-
-
 def _record(response: StoredResponse, since: str) -> bytes:
-    parts = (since.encode(), response.key.encode(), *encode(response))
-    body = b"".join(parts)
-    return _FRAME.pack(xxhash.xxh3_64_intdigest(body), *map(len, parts)) + body
+    body = b"\n".join((since.encode(), *encode(response)))
+    return _FRAME.pack(xxhash.xxh3_64_intdigest(body), len(body)) + body
 
 
 def records(data: bytes) -> Iterator[tuple[StoredResponse, str]]:
     """The responses in a file, with their cursors, up to the first that is not whole, of which there is a warning."""
     at = 0
     while len(data) - at >= _FRAME.size:
-        checksum, *sizes = _FRAME.unpack_from(data, at)
-        start = at + _FRAME.size
-        end = start + sum(sizes)
-        if end > len(data) or xxhash.xxh3_64_intdigest(data[start:end]) != checksum:
+        checksum, size = _FRAME.unpack_from(data, at)
+        body = data[at + _FRAME.size : at + _FRAME.size + size]
+        if len(body) < size or xxhash.xxh3_64_intdigest(body) != checksum:
             break
-        parts = []
-        for size in sizes:
-            parts.append(data[start : start + size])
-            start += size
-        since, key, head, payload = parts
         try:
-            record = decode(key.decode(), head, payload), since.decode()
-        except (CorruptValue, UnicodeDecodeError):
+            since, head, payload = body.split(b"\n", 2)
+            record = decode(None, head, payload), since.decode()
+        except (CorruptValue, ValueError):
             break
         yield record
-        at = end
+        at += _FRAME.size + size
     if at < len(data):
         log.warning("a log of answers ends in %d bytes that are no whole answer: left out", len(data) - at)

@@ -1,11 +1,23 @@
-"""What a store of answers is: whole answers under exact keys, with what an operator may select them by."""
+"""What a store of answers is: whole answers under exact keys, with what an operator may select them by.
+
+The stored form of an answer is a JSON head with the checksums of both, and the payload as it came.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
+
+import xxhash
+
+from semkv.errors import CorruptValue
+
+FORMAT = 1
+CHECKSUM = 32  # bytes of the head before its JSON
+_TIMES = ("created", "expires", "stale_until", "slide_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +126,74 @@ def read_selectors(texts: Iterable[str | bytes]) -> tuple[Selector, ...] | None:
         return None
 
 
+def encode(response: StoredResponse) -> tuple[bytes, bytes]:
+    """Head and payload. The head begins with its own checksum, and holds that of the payload."""
+    times = {name: None if math.isinf(value := getattr(response, name)) else value for name in _TIMES}
+    head = {
+        "format": FORMAT,
+        "key": response.key,
+        "partition": response.partition,
+        "model": response.model,
+        "tags": response.tags,
+        "prompt": response.prompt,
+        "sum": xxhash.xxh3_128_hexdigest(response.payload),
+        **times,
+    }
+    text = json.dumps(head).encode()
+    return xxhash.xxh3_128_hexdigest(text).encode() + text, response.payload
+
+
+def decode(key: str | None, head: bytes, payload: bytes) -> StoredResponse:
+    """The reverse of `encode`; with None whatever the key is.
+
+    Raises:
+        CorruptValue: a checksum, the format or the key is not what it should be.
+    """
+    values = _read(key, head)
+    if values["sum"] != xxhash.xxh3_128_hexdigest(payload):
+        raise CorruptValue(f"answer {key}: the payload fails its checksum")
+    return _response(values, payload)
+
+
+def decode_head(key: str, head: bytes) -> StoredResponse:
+    """An answer without its payload, for selection alone.
+
+    Raises:
+        CorruptValue: as `decode`.
+    """
+    return _response(_read(key, head), b"")
+
+
+def _read(key: str | None, head: bytes) -> dict[str, Any]:
+    text = head[CHECKSUM:]
+    if head[:CHECKSUM] != xxhash.xxh3_128_hexdigest(text).encode():
+        raise CorruptValue(f"answer {key}: the head fails its checksum")
+    try:
+        values: dict[str, Any] = json.loads(text)
+        known = values["format"] == FORMAT and key in (None, values["key"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise CorruptValue(f"answer {key}: {error}") from error
+    if not known:
+        raise CorruptValue(f"answer {key}: of another format, or under another key")
+    return values
+
+
+def _response(values: dict[str, Any], payload: bytes) -> StoredResponse:
+    try:
+        times = {name: math.inf if values[name] is None else float(values[name]) for name in _TIMES}
+        return StoredResponse(
+            key=values["key"],
+            partition=values["partition"],
+            model=values["model"],
+            payload=payload,
+            tags=tuple(values["tags"]),
+            prompt=values["prompt"],
+            **times,
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise CorruptValue(f"answer {values['key']}: {error!r}") from error
+
+
 class ResponseStore(Protocol):
     """Answers under exact keys, bounded in bytes and entries; the least recently used go first.
 
@@ -153,10 +233,6 @@ class ResponseStore(Protocol):
 
     def news(self, cursor: str) -> News:
         """The invalidations since ``cursor``; an empty cursor asks for the present place alone."""
-        ...
-
-    def recent(self, limit: int) -> Sequence[StoredResponse]:
-        """The latest entries, newest first."""
         ...
 
     def usage(self) -> tuple[int, int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from semkv.stores.responses.base import News, ResponseStore, Selector, StoredResponse
@@ -103,11 +102,6 @@ class MemoryStore(ResponseStore):
         if self._number - since > len(self._log):
             return News(self.cursor, None)
         return News(self.cursor, tuple(selector for number, selector in self._log if number > since))
-
-    def recent(self, limit: int) -> Sequence[StoredResponse]:
-        with self._lock:
-            every = [response for response, _ in self._entries.values()]
-        return list(itertools.islice(sorted(every, key=lambda response: -response.created), limit))
 
     def usage(self) -> tuple[int, int]:
         with self._lock:

@@ -20,12 +20,20 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, cast
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores.responses.base import News, ResponseStore, Selector, StoredResponse, read_selectors
-from semkv.stores.responses.codec import FORMAT, decode, decode_head, encode
+from semkv.stores.responses.base import (
+    FORMAT,
+    News,
+    ResponseStore,
+    Selector,
+    StoredResponse,
+    decode,
+    decode_head,
+    encode,
+    read_selectors,
+)
 
 _LOG = 1000
 _BATCH = 500
@@ -46,7 +54,7 @@ _PUT = (
     _DROP
     + """
 local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)
-if ARGV[9] ~= '' and (#last == 0 or last[1][1] ~= ARGV[9]) then return -1 end
+if ARGV[9] ~= '' and (#last == 0 or last[1][1] ~= ARGV[9]) then return 0 end
 -- The first write must be one that a full Redis refuses: after any other it lets the rest of the script pass.
 if redis.call('HEXISTS', KEYS[2], ARGV[2]) == 1 then drop(ARGV[2]) end
 local size = #ARGV[3] + #ARGV[4]
@@ -55,15 +63,13 @@ if ARGV[6] ~= '' then redis.call('PEXPIRE', ARGV[1] .. ARGV[2], ARGV[6]) end
 redis.call('HSET', KEYS[2], ARGV[2], size)
 redis.call('ZADD', KEYS[1], ARGV[5], ARGV[2])
 local bytes = redis.call('INCRBY', KEYS[3], size)
-local evicted = 0
 while bytes > tonumber(ARGV[7]) or redis.call('ZCARD', KEYS[1]) > tonumber(ARGV[8]) do
   local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
   if not oldest then redis.call('SET', KEYS[3], 0) break end
   drop(oldest)
   bytes = tonumber(redis.call('GET', KEYS[3]))
-  evicted = evicted + 1
 end
-return evicted
+return 1
 """
 )
 # ARGV: selector, '' or '1' to add it only where the log is empty, and how long the log may be. Returns the log's end.
@@ -119,7 +125,7 @@ class RedisStore(ResponseStore):
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        self.max_bytes, self.max_entries, self.evicted = max_bytes, max_entries, 0
+        self.max_bytes, self.max_entries = max_bytes, max_entries
         self._clock, self._errors = clock, (redis.RedisError, OSError)
         try:
             self._db: Any = redis.Redis.from_url(
@@ -184,10 +190,8 @@ class RedisStore(ResponseStore):
             now = self._clock()
             with self._asking():
                 arguments = (response.key, head, payload, now, self._left(response, now), *bounds, expected)
-                evicted = int(self._put(keys=self._keys, args=[self._answer, *arguments]))
-            if evicted >= 0:
-                self.evicted += evicted
-                return True
+                if self._put(keys=self._keys, args=[self._answer, *arguments]):
+                    return True
         return False
 
     @staticmethod
@@ -259,24 +263,6 @@ class RedisStore(ResponseStore):
         if not rows or rows[0][0].decode() != cursor:
             return News(self._begin_log(), None)
         return News(rows[-1][0].decode(), read_selectors(row[1].get(b"selector", b"") for row in rows[1:]))
-
-    def recent(self, limit: int) -> Sequence[StoredResponse]:
-        """The latest entries, newest first. Reads every head: for operators, not for requests."""
-        created: dict[str, float] = {}
-        for key, head in chain.from_iterable(self._heads(None)):
-            try:
-                created[key] = decode_head(key, head).created
-            except CorruptValue:
-                continue  # `get` counts and deletes it
-        found = []
-        for key in sorted(created, key=created.__getitem__, reverse=True)[:limit]:
-            with self._asking():
-                head, payload = self._db.hmget(self._answer + key, "head", "payload")
-            try:
-                found.append(decode(key, head or b"", payload or b""))
-            except CorruptValue:
-                continue
-        return found
 
     def usage(self) -> tuple[int, int]:
         with self._asking():

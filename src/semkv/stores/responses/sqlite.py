@@ -13,8 +13,17 @@ from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.database import Database
-from semkv.stores.responses.base import News, ResponseStore, Selector, StoredResponse, read_selectors
-from semkv.stores.responses.codec import CHECKSUM, decode, decode_head, encode
+from semkv.stores.responses.base import (
+    CHECKSUM,
+    News,
+    ResponseStore,
+    Selector,
+    StoredResponse,
+    decode,
+    decode_head,
+    encode,
+    read_selectors,
+)
 
 _LOG = 1000
 _TOUCHED = 65_536  # entries whose last use is remembered until the next write
@@ -71,11 +80,11 @@ class SqliteStore(ResponseStore):
         clock: Callable[[], float] = time.time,
         replace: bool = True,
     ) -> None:
-        self.path, self.max_bytes, self.max_entries, self.evicted = path, max_bytes, max_entries, 0
+        self.path, self.max_bytes, self.max_entries = path, max_bytes, max_entries
         self._clock = clock
         self._touched: dict[str, float] = {}
         self._touching = threading.Lock()
-        self.database = Database(path, timeout_s=timeout_s, follow_reads=True, fault=self._error, replace=replace)
+        self.database = Database(path, timeout_s=timeout_s, fault=self._error, replace=replace)
 
     def _error(self, error: sqlite3.Error) -> StoreError:
         return StoreError(f"responses {self.path}: {error}")
@@ -138,7 +147,6 @@ class SqliteStore(ResponseStore):
             gone.append((key,))
             entries, nbytes = entries - 1, nbytes - size
         db.executemany("DELETE FROM responses WHERE key=?", gone)
-        self.evicted += len(gone)
 
     def slide(self, response: StoredResponse) -> None:
         with self.database.write() as db:
@@ -152,46 +160,34 @@ class SqliteStore(ResponseStore):
     # -- invalidation -------------------------------------------------------------------------------------------
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
-        if dry_run:
-            with self.database as db:
-                return self._selected(db, [selector])[1]
-        with self.database.write() as db:
-            gone, live = self._selected(db, [selector])
-            self._delete(db, gone, [selector])
-        return live
+        return self._invalidate([selector], dry_run=dry_run)[1]
 
     def purge(self, selectors: Sequence[Selector], *, dry_run: bool = False) -> int:
         """Invalidate what any of the selectors names, or only count it. Counts expired and damaged responses too."""
-        with self.database if dry_run else self.database.write() as db:
-            gone, _ = self._selected(db, selectors)
-            if not dry_run:
-                self._delete(db, gone, selectors)
-        return len(gone)
+        return self._invalidate(selectors, dry_run=dry_run)[0]
 
-    def _selected(self, db: sqlite3.Connection, selectors: Sequence[Selector]) -> tuple[list[int], int]:
-        """Rows that any selector names, unreadable ones too; and how many of them could have been served."""
+    def _invalidate(self, selectors: Sequence[Selector], *, dry_run: bool) -> tuple[int, int]:
+        """How many rows went, unreadable ones too; and how many of them could have been served."""
         key = selectors[0].key if len(selectors) == 1 else None
         where, values = ("WHERE key=?", (key,)) if key is not None else ("", ())
-        now = self._clock()
-        gone, live = [], 0
-        statement = f"SELECT rowid, CAST(key AS BLOB), head FROM responses {where}"  # noqa: S608 (our own words)
-        for row, name, head in db.execute(statement, values):
-            try:
-                response = decode_head(name.decode(errors="replace"), bytes(head))
-            except (CorruptValue, TypeError):
-                gone.append(row)
-                continue
-            if any(selector.matches(response) for selector in selectors):
-                gone.append(row)
-                live += response.stale_until > now
-        return gone, live
-
-    @staticmethod
-    def _delete(db: sqlite3.Connection, rows: Sequence[int], selectors: Sequence[Selector]) -> None:
-        db.executemany("DELETE FROM responses WHERE rowid=?", [(row,) for row in rows])
-        logged = [(json.dumps(selector.view()),) for selector in selectors]
-        db.executemany("INSERT INTO invalidations (selector) VALUES (?)", logged)
-        db.execute("DELETE FROM invalidations WHERE number<=(SELECT MAX(number) FROM invalidations)-?", (_LOG,))
+        gone, live, now = [], 0, self._clock()
+        with self.database if dry_run else self.database.write() as db:
+            statement = f"SELECT rowid, CAST(key AS BLOB), head FROM responses {where}"  # noqa: S608 (our own words)
+            for row, name, head in db.execute(statement, values):
+                try:
+                    response = decode_head(name.decode(errors="replace"), bytes(head))
+                except (CorruptValue, TypeError):
+                    gone.append((row,))
+                    continue
+                if any(selector.matches(response) for selector in selectors):
+                    gone.append((row,))
+                    live += response.stale_until > now
+            if not dry_run:
+                db.executemany("DELETE FROM responses WHERE rowid=?", gone)
+                logged = [(json.dumps(selector.view()),) for selector in selectors]
+                db.executemany("INSERT INTO invalidations (selector) VALUES (?)", logged)
+                db.execute("DELETE FROM invalidations WHERE number<=(SELECT MAX(number) FROM invalidations)-?", (_LOG,))
+        return len(gone), live
 
     def news(self, cursor: str) -> News:
         with self.database as db:
@@ -210,17 +206,6 @@ class SqliteStore(ResponseStore):
         return News(str(last), read_selectors(row[0] for row in rows))
 
     # -- operators ----------------------------------------------------------------------------------------------
-
-    def recent(self, limit: int) -> Sequence[StoredResponse]:
-        with self.database as db:
-            rows = db.execute(
-                "SELECT key, head, payload FROM responses ORDER BY created DESC, rowid DESC LIMIT ?", (limit,)
-            ).fetchall()
-        found = []
-        for key, head, payload in rows:
-            with suppress(CorruptValue, TypeError):  # `get` counts and deletes it
-                found.append(decode(key, bytes(head), bytes(payload)))
-        return found
 
     def usage(self) -> tuple[int, int]:
         with self.database as db:
