@@ -27,8 +27,7 @@ from semkv.engines.scripted import ScriptedEngine
 from semkv.keys import normalise
 from semkv_lab.console import Listener, write_json
 from semkv_lab.datasets import load_samples
-from semkv_lab.intervals import Estimate
-from semkv_lab.metrics import Summary
+from semkv_lab.metrics import Estimate, Summary
 from semkv_lab.records import normalise_answer
 from semkv_lab.requests import label_answers
 from semkv_lab.run import run

@@ -26,8 +26,7 @@ from rich.table import Table
 
 from semkv import __version__
 from semkv.errors import ConfigError
-from semkv_lab.intervals import Estimate, Times
-from semkv_lab.metrics import Saved, Summary, TierRow
+from semkv_lab.metrics import Estimate, Saved, Summary, TierRow, Times
 from semkv_lab.records import Cold, SampleRecord
 
 if TYPE_CHECKING:

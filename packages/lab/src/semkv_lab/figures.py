@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from semkv_lab.intervals import Estimate, resamples, split
+from semkv_lab.metrics import Estimate, resamples, split
 from semkv_lab.results import Experiment, Grid, Point, TierPoint, grids, group_names, points, tier_points
 
 INK, MUTED, GRID, SURFACE = "#1b2026", "#5a6470", "#d8dde2", "#fefefe"

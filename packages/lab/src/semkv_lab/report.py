@@ -19,7 +19,7 @@ from semkv.errors import ConfigError
 from semkv_lab.console import interval, keep_apart, milliseconds, percent, writing
 from semkv_lab.datasets import DATASETS, locate_images
 from semkv_lab.figures import Drawing, draw_all
-from semkv_lab.intervals import Estimate
+from semkv_lab.metrics import Estimate
 from semkv_lab.results import (
     Experiment,
     Wrong,

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from semkv.errors import DatasetError
-from semkv_lab.intervals import Estimate
-from semkv_lab.metrics import given, wrong_hit
+from semkv_lab.metrics import Estimate, given, wrong_hit
 from semkv_lab.records import HUGE, SampleRecord
 from semkv_lab.samples import NO_JSON
 
