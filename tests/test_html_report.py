@@ -22,7 +22,7 @@ from semkv.encoders.hooks import EmbeddingHook, build_hook
 from semkv.encoders.text import SentenceEncoder
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError
-from semkv_lab.console import Listener, milliseconds, percent
+from semkv_lab.console import Listener
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import summarise
 from semkv_lab.records import Cold, SampleRecord
@@ -238,7 +238,7 @@ def summed(name: str, *records: SampleRecord, mode: str = "live") -> Experiment:
 
 
 def headlines(*experiments: Experiment) -> dict[str, str]:
-    return {f.what: f.where for f in facts(experiments, percent, milliseconds)}
+    return {f.what: f.where for f in facts(experiments)}
 
 
 def right(**values: Any) -> SampleRecord:

@@ -17,6 +17,13 @@ _PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}](?!\d)")
 _T = TypeVar("_T")
 
 
+def at(value: Any, *path: str) -> Any:
+    """What lies at this path of keys in nested objects, or None."""
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 def normalise_answer(text: str) -> str:
     """Lowercase, punctuation removed, outer white space stripped: lmms-eval's exact match for GQA.
 

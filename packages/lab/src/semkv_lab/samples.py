@@ -132,21 +132,25 @@ def read_json(path: Path) -> Any:
         raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield (line number, object) for every non-empty line; a file that ends in ``.gz`` is unpacked on the way.
+
+    With ``cut_off`` a last line that was cut short, as by a kill, is left out.
 
     Raises:
         DatasetError: the file cannot be read, or a line is not a JSON object; the message names file and line.
     """
     try:
         opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8") as file:
+        with opener(path, "rt", encoding="utf-8", errors="replace" if cut_off else "strict", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 try:
                     row = json.loads(line)
                 except NO_JSON as e:
+                    if cut_off and not line.endswith("\n"):
+                        return
                     reason = e.msg if isinstance(e, json.JSONDecodeError) else str(e)
                     raise DatasetError(f"{path}, line {number}: not valid JSON ({reason})") from e
                 if not isinstance(row, dict):
