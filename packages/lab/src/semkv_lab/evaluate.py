@@ -93,15 +93,11 @@ def lookups(
     found: dict[tuple[int, int], Lookup] = {}
     for share in _STORED:
         stored = random.random(len(of)) < share
-        for number in range(len(of)):
-            if stored[number]:
-                continue
-            near = next(((m, s) for m, s in corpus.neighbours[number] if stored[m]), None)
+        for n in np.flatnonzero(~stored).tolist():
+            near = next(((m, s) for m, s in corpus.neighbours[n] if stored[m]), None)
             if near is not None:
                 m, score = near
-                found[number, m] = Lookup(
-                    score, corpus.veto(number, m), of[number] != of[m], of[number], corpus.wording(number, m)
-                )
+                found[n, m] = Lookup(score, corpus.veto(n, m), of[n] != of[m], of[n], corpus.wording(n, m))
         tick(1)
     return list(found.values())
 
@@ -263,31 +259,14 @@ def _prepare(flags: QualityFlags, items: list[Item], start: Callable[[str, int],
 
 def eval_pairs(path: Path, flags: QualityFlags) -> tuple[Judgement, dict[str, Any]]:
     """Send labelled pairs through a policy. Raises `ConfigError` and `DatasetError`."""
-    config = flags.config()
-    pairs = read_pairs(path)
+    pairs, rate = read_pairs(path), flags.checked_share
     items = [(pair.group, text) for pair in pairs for text in (pair.a, pair.b)]
     with progress() as start:
         corpus, policy = _prepare(flags, items, start)
-        judged = judge(
-            pairs,
-            corpus,
-            policy,
-            verify_rate=config.checked_share,
-            seed=flags.seed,
-            tick=start("judging", len(pairs)),
-        )
-    return judged, {
-        **flags.header(),
-        "pairs": judged.pairs,
-        "same": judged.same,
-        "accepted": judged.accepted,
-        "right": judged.right,
-        "vetoed": judged.vetoed,
-        "precision": _short(judged.precision),
-        "recall": _short(judged.recall),
-        "false_positive_rate": _short(judged.false_positive_rate),
-        "p_chr_auc": _short(judged.area),
-    }
+        judged = judge(pairs, corpus, policy, verify_rate=rate, seed=flags.seed, tick=start("judging", len(pairs)))
+    counts = {name: getattr(judged, name) for name in ("pairs", "same", "accepted", "right", "vetoed")}
+    shares = {name: _short(getattr(judged, name)) for name in ("precision", "recall", "false_positive_rate")}
+    return judged, {**flags.header(), **counts, **shares, "p_chr_auc": _short(judged.area)}
 
 
 def eval_stream(path: Path, flags: QualityFlags) -> tuple[Outcome, dict[str, Any]]:
