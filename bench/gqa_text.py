@@ -29,9 +29,8 @@ from semkv_lab.console import Listener, write_json
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Estimate, Summary
 from semkv_lab.records import normalise_answer
-from semkv_lab.requests import label_answers
 from semkv_lab.run import run
-from semkv_lab.samples import Sample
+from semkv_lab.samples import Sample, label_answers
 from semkv_lab.settings import resolve
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "gqa_testdev_llava13b.jsonl.gz"

@@ -14,8 +14,7 @@ from semkv import keys
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
 from semkv_lab.datasets import find_image, load_samples, resolve_config
-from semkv_lab.requests import ChunkSource, RequestBuilder, chunk_text
-from semkv_lab.samples import DatasetOptions, ImageRef, Sample
+from semkv_lab.samples import ChunkSource, DatasetOptions, ImageRef, RequestBuilder, Sample, chunk_text
 
 
 @pytest.fixture(autouse=True)

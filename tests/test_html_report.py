@@ -27,7 +27,6 @@ from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import summarise
 from semkv_lab.records import Cold, SampleRecord
 from semkv_lab.report import differing, escape, image_files, write_report
-from semkv_lab.requests import label_answers
 from semkv_lab.results import (
     Experiment,
     count_hits,
@@ -41,6 +40,7 @@ from semkv_lab.results import (
     wrong_hits,
 )
 from semkv_lab.run import run
+from semkv_lab.samples import label_answers
 from semkv_lab.settings import RunSettings, resolve, run_command
 
 if TYPE_CHECKING:

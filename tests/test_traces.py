@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from semkv.errors import ConfigError
-from semkv_lab.requests import SESSION_USERS, Trace, TraceKind, arrange
-from semkv_lab.samples import ImageRef, Sample
+from semkv_lab.samples import SESSION_USERS, ImageRef, Sample, Trace, TraceKind, arrange
 from semkv_lab.settings import resolve
 
 SAMPLES = [

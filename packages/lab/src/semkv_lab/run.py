@@ -43,8 +43,7 @@ from semkv_lab.console import (
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Summary, summarise
 from semkv_lab.records import Cold, SampleRecord, answers_match
-from semkv_lab.requests import RequestBuilder, arrange, asked, label_answers
-from semkv_lab.samples import Sample, read_json, read_jsonl
+from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers, read_json, read_jsonl
 from semkv_lab.settings import RunSettings
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from semkv.presets import DEFAULT_PRESET, get_preset
 from semkv.types import PolicyName
 from semkv_lab.console import SETTINGS, keep_apart
 from semkv_lab.datasets import DATASETS
-from semkv_lab.requests import ChunkSource, Trace
-from semkv_lab.samples import DatasetOptions
+from semkv_lab.samples import ChunkSource, DatasetOptions, Trace
 
 ENGINES = ("labels", "scripted", "vllm")
 MODEL, MATCHED = Parameter(group="Model"), Parameter(group="What the tiers match on")
