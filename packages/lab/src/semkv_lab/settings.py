@@ -31,6 +31,7 @@ from semkv.presets import DEFAULT_PRESET, get_preset
 from semkv.types import PolicyName
 from semkv_lab.console import SETTINGS, keep_apart
 from semkv_lab.datasets import DATASETS
+from semkv_lab.records import at
 from semkv_lab.samples import ChunkSource, DatasetOptions, Trace
 
 ENGINES = ("labels", "scripted", "vllm")
@@ -151,21 +152,16 @@ def check_files(settings: RunSettings) -> None:
     Raises:
         ConfigError: names the two settings.
     """
-    dataset = Path(settings.dataset) if settings.dataset.endswith(".jsonl") else None
     samples = settings.samples_out
-    keep_apart(
-        {
-            "--samples-out": samples,
-            "--summary-out": settings.summary_out,
-            "the settings beside --samples-out": samples and samples.with_name(samples.name + SETTINGS),
-        },
-        {
-            "--dataset": dataset,
-            "--dataset-root": settings.data.root,
-            "--baseline-from": settings.baseline_from,
-            "--calibration": settings.cache.calibration,
-        },
-    )
+    outputs = {"--samples-out": samples, "--summary-out": settings.summary_out}
+    outputs["the settings beside --samples-out"] = samples and samples.with_name(samples.name + SETTINGS)
+    inputs = {
+        "--dataset": Path(settings.dataset) if settings.dataset.endswith(".jsonl") else None,
+        "--dataset-root": settings.data.root,
+        "--baseline-from": settings.baseline_from,
+        "--calibration": settings.cache.calibration,
+    }
+    keep_apart(outputs, inputs)
 
 
 def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -246,7 +242,7 @@ def run_command(settings: Mapping[str, Any]) -> str:
     plain = default.to_json()
     for argument in _arguments():
         path = argument.keys
-        value, usual = _at(settings, path), _at(plain, path)
+        value, usual = at(settings, *path), at(plain, *path)
         if value is None or value == usual or path == ("preset",) or path[-1] in _PLACES:
             continue
         if path[-1] == "embedding_layers":
@@ -257,12 +253,6 @@ def run_command(settings: Mapping[str, Any]) -> str:
         else:
             words.append(f"{argument.name}={value}")
     return shlex.join(words)
-
-
-def _at(settings: Any, path: Sequence[str]) -> Any:
-    for key in path:
-        settings = settings.get(key) if isinstance(settings, Mapping) else None
-    return settings
 
 
 @dataclass(frozen=True, kw_only=True)
