@@ -13,7 +13,7 @@ from PIL import Image
 from semkv import keys
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
-from semkv_lab.datasets import find_image, load_samples, resolve_config
+from semkv_lab.datasets import find_image, load_samples
 from semkv_lab.samples import ChunkSource, DatasetOptions, ImageRef, RequestBuilder, Sample, chunk_text
 
 
@@ -230,12 +230,6 @@ def test_a_question_does_not_entail_itself(gqa_root: Path, tmp_path: Path) -> No
     assert load_samples("gqa", options(tmp_path, root=gqa_root))[0].entailed == ("18",)
 
 
-def test_config_and_split_fill_each_other_in(tmp_path: Path) -> None:
-    assert resolve_config(options(tmp_path)) == ("val_balanced_instructions", "val")
-    assert resolve_config(options(tmp_path, split="testdev")) == ("testdev_balanced_instructions", "testdev")
-    assert resolve_config(options(tmp_path, config="train_all_instructions")) == ("train_all_instructions", "train")
-
-
 def test_the_hugging_face_layout(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'semkv[datasets]'")
     import pyarrow.parquet as pq
@@ -319,9 +313,3 @@ def test_a_request_has_its_segments_in_prompt_order(gqa_root: Path, tmp_path: Pa
     assert request.chunk_text == "Q?"
     builder.images = False
     assert builder.build(sample).media == ()
-
-
-def test_a_missing_image_is_named(tmp_path: Path) -> None:
-    builder = RequestBuilder(Namespace())
-    with pytest.raises(DatasetError, match=r"no file for image 'n7'.*GQA_IMAGE_ROOT"):
-        builder.build(Sample("1", "Q?", images=(ImageRef("n7", None),)))

@@ -11,20 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab_helpers import record
 from semkv.types import Status
 from semkv_lab import metrics
 from semkv_lab.metrics import resamples
 from semkv_lab.records import Cold, SampleRecord
-
-
-def record(**values: Any) -> SampleRecord:
-    base: dict[str, Any] = {
-        "sample_id": "05515938", "image": "a", "question": "q", "text": "red", "answer": "red", "match": True,
-        "provenance": "", "exactness": "", "applied": False, "score": None, "donor": "", "donor_answer": None,
-        "statuses": {}, "latency_s": 0.032, "lookup_s": 0.002, "ttft_s": 0.03, "prompt_tokens": 10,
-        "cached_tokens": 0, "loaded_tokens": 0, "prefix_tokens": 0,
-    }  # fmt: skip
-    return SampleRecord(**{**base, **values})
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,3 @@ def test_a_pair_that_says_the_same_has_one_answer_and_all_else_stays(monkeypatch
     assert len(set(answers)) == 4
     assert [asked.text for asked in found] == [asked.text for asked in STREAM]
     assert list(labels.wrong_hits([found], CORPUS, policy)) == [("a~0.95", "a")]
-
-
-def test_verdicts_are_counted_by_hits_and_pairs_in_either_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labels, "VERDICTS", {labels.digest("a b", "ab"): True, labels.digest("c", "d"): False})
-    hits = [("a b", "ab"), ("ab", "a b"), ("c", "d"), ("e", "f")]
-    assert labels.verdicts(hits) == {"wrong": 4, "pairs": 3, "spaces alone": 2, "the same": 2, "unread": 1}

@@ -189,11 +189,8 @@ class SweepLog:
         """Write a row for good.
 
         Raises:
-            ValueError: there is one of that name.
             ConfigError: the file cannot be written, as on a full disk; a row cut short is dropped at the next start.
         """
-        if self.named(str(row["name"])) is not None:
-            raise ValueError(f"experiment {row['name']!r} is in the log already")
         line = json.dumps(row) + "\n"
         with writing(_LOG_FILE, self.lines), self.lines.open("ab") as file:
             file.write(line.encode())
