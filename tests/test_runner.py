@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,17 @@ from rich.console import Console
 
 from lab_helpers import record
 from semkv import keys
+from semkv.cache import SemanticCache
 from semkv.engines import EnginePrompt, EngineResult, MediaError
 from semkv.engines.base import load_image, system_text, user_parts
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError, EngineError
 from semkv.tiers.stats import CacheStats
 from semkv.types import (
-    CacheMode,
-    Exactness,
-    Match,
     MediaSegment,
-    Plan,
     Request,
     ReuseReport,
     Role,
-    Segment,
     Status,
     TextSegment,
 )
@@ -41,48 +37,21 @@ from semkv_lab.samples import ImageRef, Sample
 from semkv_lab.settings import RunSettings, resolve
 
 
-@dataclass
-class NormalisingCache:
-    """The exact text tier alone, in memory: enough to drive a run."""
+class ExactCache(SemanticCache):
+    """The exact text tier alone, which needs no encoder; notes what it is told."""
 
-    mode: CacheMode = CacheMode.LIVE
-    entries: dict[str, tuple[tuple[Segment, ...], str]] = field(default_factory=dict)
-    observed: list[tuple[ReuseReport, str]] = field(default_factory=list)
-    closed: bool = False
+    def __init__(self, settings: RunSettings) -> None:
+        super().__init__(replace(settings.cache, semantic=False))
+        self.observed: list[tuple[ReuseReport, str]] = []
+        self.closed = False
 
-    def try_reuse(self, request: Request) -> ReuseReport:
-        found = self.entries.get(keys.chain_keys(request.segments, normalised=True)[-1])
-        if found is None:
-            return ReuseReport(request, Plan(request.segments), {"exact_text": Status.MISS}, lookup_s=0.001)
-        segments, response = found
-        exactness = Exactness.EXACT if segments == request.segments else Exactness.NORMALISED
-        plan = Plan(segments, len(segments), Match("exact_text", "entry", 1.0, exactness))
-        proposed = None
-        if self.mode is CacheMode.DRY_RUN:
-            proposed, plan = plan, Plan(request.segments, 0, plan.match)
-        return ReuseReport(request, plan, {"exact_text": Status.HIT}, {}, 0.001, response, proposed)
-
-    def add_observation(
-        self, report: ReuseReport, response: str, *, tags: Sequence[str] = (), metadata: Mapping[str, Any] | None = None
-    ) -> None:
+    def add_observation(self, report: ReuseReport, response: str, **options: Any) -> Any:
         self.observed.append((report, response))
-        key = keys.chain_keys(report.plan.segments, normalised=True)[-1]
-        self.entries.setdefault(key, (report.plan.segments, response))
-
-    def should_check(self, report: ReuseReport) -> bool:
-        return False
-
-    def same_answer(self, first: str, second: str) -> bool:
-        return first == second
-
-    def checked(self, hit_id: str, correct: bool) -> bool:
-        return False
-
-    def stats(self) -> CacheStats:
-        return CacheStats(refused=2, faults={"encoder": 1})
+        return super().add_observation(report, response, **options)
 
     def close(self) -> None:
         self.closed = True
+        super().close()
 
 
 def settings(tmp_path: Path, **flags: Any) -> RunSettings:
@@ -95,7 +64,7 @@ def go(
     chosen: RunSettings,
     engine: ScriptedEngine | None = None,
     cold: ScriptedEngine | None = None,
-    cache: NormalisingCache | None = None,
+    cache: ExactCache | None = None,
     listener: Any = None,
 ) -> tuple[list[SampleRecord], Summary]:
     engine = engine or ScriptedEngine(store=set())
@@ -103,7 +72,7 @@ def go(
         chosen,
         samples,
         lambda _, attach: engine if attach or cold is None else cold,
-        lambda s: cache if cache is not None else NormalisingCache(s.cache.mode),
+        lambda s: cache or ExactCache(s),
         listener or Listener(),
     )
 
@@ -132,8 +101,9 @@ def test_a_live_run_sends_the_donors_prompt(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_reports_but_sends_the_request_unchanged(tmp_path: Path) -> None:
-    engine, cache = ScriptedEngine(ANSWERS, store=set()), NormalisingCache(CacheMode.DRY_RUN)
-    records, summary = go([CAR, CAR_AGAIN], settings(tmp_path, cache_mode="dry-run"), engine, cache=cache)
+    chosen = settings(tmp_path, cache_mode="dry-run")
+    engine, cache = ScriptedEngine(ANSWERS, store=set()), ExactCache(chosen)
+    records, summary = go([CAR, CAR_AGAIN], chosen, engine, cache=cache)
     assert engine.prompts[1].segments == (TextSegment("what  color is the car?"),)
     assert records[1].hit
     assert not records[1].applied
@@ -204,7 +174,7 @@ def test_a_record_names_what_stood_in(tmp_path: Path) -> None:
     sample = Sample("1", "What is it?", "red", images=(ImageRef("a", path),), entailed=("2",))
     again = replace(sample, sample_id="2", question="what  is it?", entailed=())
     for mode in ("live", "dry-run"):
-        chosen = settings(tmp_path, cache_mode=mode)
+        chosen = settings(tmp_path, cache_mode=mode, cache_dir=tmp_path / mode)
         (first, second), _ = go([sample, again], chosen, ScriptedEngine(ANSWERS, store=set()))
         assert (first.donor_question, first.donor_image, first.entailed) == ("", "", ("2",))
         assert (second.donor_question, second.donor_image) == ("What is it?", "a")
@@ -220,7 +190,10 @@ def test_a_lost_donor_image_is_a_counted_miss(tmp_path: Path) -> None:
     path = picture(tmp_path / "a.png", "red")
     sample = Sample("1", "What is it?", images=(ImageRef("a", path),))
 
-    class LosesTheImage(NormalisingCache):
+    class LosesTheImage(ExactCache):
+        def stats(self) -> CacheStats:
+            return replace(super().stats(), refused=2, faults={"encoder": 1})
+
         def try_reuse(self, request: Request) -> ReuseReport:
             report = super().try_reuse(request)
             if not report.hit:
@@ -228,9 +201,9 @@ def test_a_lost_donor_image_is_a_counted_miss(tmp_path: Path) -> None:
             gone = tuple(replace(s, source=None) if isinstance(s, MediaSegment) else s for s in report.plan.segments)
             return replace(report, plan=replace(report.plan, segments=gone))
 
-    cache = LosesTheImage()
+    chosen = settings(tmp_path)
     engine = ScriptedEngine(store=set(), check_media=True)
-    records, summary = go([sample, replace(sample, sample_id="2")], settings(tmp_path), engine, cache=cache)
+    records, summary = go([sample, replace(sample, sample_id="2")], chosen, engine, cache=LosesTheImage(chosen))
     assert summary.faults == {"donor image lost": 1, "cache fault: encoder": 1}
     assert summary.refused == 2
     assert [r.hit for r in records] == [False, False]
@@ -281,9 +254,9 @@ def test_an_engine_that_fails_on_everything_ends_the_run(tmp_path: Path) -> None
 
 
 def test_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
-    cache = NormalisingCache()
     engine = Failing(ANSWERS, interrupt=SKY.question, store=set())
     chosen = settings(tmp_path, samples_out=tmp_path / "out" / "samples.jsonl")
+    cache = ExactCache(chosen)
     with console_listener(Console(quiet=True), chosen, quiet=True) as listener:
         records, summary = go([CAR, CAR_AGAIN, SKY, CAR], chosen, engine, cache=cache, listener=listener)
     assert summary.interrupted

@@ -67,32 +67,26 @@ class Progress:
     interrupted: bool = False
 
 
-class Stop:
-    """Whether the user asked to stop (Ctrl-C)."""
-
-    requested = False
-
-
 @contextmanager
-def stop_between_samples() -> Iterator[Stop]:
-    """The first Ctrl-C inside the block lets the sample at hand finish, so that records, file and engine agree; the
-    second one raises KeyboardInterrupt."""
-    stop = Stop()
+def stop_between_samples() -> Iterator[threading.Event]:
+    """The first Ctrl-C inside the block is an event: the sample at hand finishes, so that records, file and engine
+    agree. The second one raises KeyboardInterrupt, and so does the end of the block after a first."""
+    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if stop.requested:
+        if stop.is_set():
             raise KeyboardInterrupt
-        stop.requested = True
+        stop.set()
 
     before = signal.signal(signal.SIGINT, ask)
     try:
         yield stop
     finally:
         signal.signal(signal.SIGINT, before)
-    if stop.requested:
+    if stop.is_set():
         raise KeyboardInterrupt
 
 
@@ -101,7 +95,7 @@ def _each(stage: str, answer: Callable[[Sample], None], done: Sized, progress: P
     progress.listener.stage(stage, len(progress.samples))
     with stop_between_samples() as stop:
         for sample in progress.samples:
-            if stop.requested:
+            if stop.is_set():
                 break
             try:
                 answer(sample)

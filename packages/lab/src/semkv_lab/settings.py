@@ -1,6 +1,7 @@
 """Settings of a run. What is not given comes from the preset, then from the defaults."""
 # The command line reads the annotations of fields: they must be values, not texts.
 
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -109,16 +110,9 @@ class RunSettings:
 
     def to_json(self) -> dict[str, Any]:
         """The settings as plain values, for the header of a results file."""
-        plain: dict[str, Any] = _plain(asdict(self) | {"instruction": self.instruction})
+        values = asdict(self) | {"instruction": self.instruction}
+        plain: dict[str, Any] = json.loads(json.dumps(values, default=str))  # paths become texts
         return plain
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def _check_extremes(settings: Any) -> None:
@@ -132,11 +126,7 @@ def _check_extremes(settings: Any) -> None:
 
 def is_unicode(text: str) -> bool:
     """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.encode(errors="ignore").decode() == text
 
 
 def _image_roots(dataset_root: Path | None) -> tuple[Path, ...]:

@@ -119,7 +119,7 @@ def open_log(path: Path, *, resume: bool) -> Iterator[SweepLog]:
     Raises:
         ConfigError: as `SweepLog`, or another sweep is writing it, or its folder cannot be written.
     """
-    SweepLog(path, resume=resume)
+    SweepLog(path, resume=resume)  # a log that is refused gets no lock file
     with writing(_LOG_FILE, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("wb")
