@@ -44,7 +44,7 @@ def command(folder: Path, *flags: str) -> list[str]:
 
 
 def sweep(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(folder, *flags), capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command(folder, *flags), capture_output=True, text=True, timeout=900, check=False)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -140,7 +140,7 @@ def test_a_failure_is_a_row_and_the_sweep_goes_on(folder: Path) -> None:
     names = [{"name": "lost", **missing}, {"name": "crash", **crashing}, {"name": "fine", "baseline": True}]
     spec(folder, [*names, {"name": "also-fine", "baseline": True}])
     # ``-m`` puts the working directory on the path of the experiments, too.
-    done = subprocess.run(command(folder), capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+    done = subprocess.run(command(folder), capture_output=True, text=True, timeout=900, check=False, cwd=folder)
     assert done.returncode == 1, done.stderr
     found = {row["name"]: row for row in rows(folder)}
     assert {name: row["status"] for name, row in found.items()} == {
@@ -203,7 +203,7 @@ def test_ctrl_c_leaves_a_log_to_go_on_with(folder: Path) -> None:
     ) as run:
         _until(lambda: samples.exists() and samples.stat().st_size > 0)
         run.send_signal(signal.SIGINT)
-        _, err = run.communicate(timeout=120)
+        _, err = run.communicate(timeout=900)
     assert run.returncode == 130, err
     assert "Traceback" not in err
     assert [row["name"] for row in rows(folder) if row["status"] == "ok"] == ["short"]
