@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ from PIL import Image
 from semkv import keys
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
-from semkv_lab.datasets import find_image, load_samples, resolve_config
-from semkv_lab.requests import ChunkSource, RequestBuilder, chunk_text
-from semkv_lab.samples import DatasetOptions, ImageRef, Sample
+from semkv_lab.datasets import find_image, load_samples
+from semkv_lab.samples import ChunkSource, DatasetOptions, ImageRef, RequestBuilder, Sample, chunk_text
 
 
 @pytest.fixture(autouse=True)
@@ -81,42 +81,26 @@ def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: not valid JSON"),
-        ("[1]", "line 2: expected an object, found list"),
-        ({"answer": "x"}, "line 2: no 'question'"),
-        ({"question": ["x"]}, "line 2: 'question' must be text"),
-        ({"question": "x", "images": [3]}, "line 2: 'images' must be a path"),
-        ({"question": "x", "images": "gone.png"}, "line 2: no image"),
-        ({"question": "x", "prompt": "y"}, "line 2: unknown field 'prompt'"),
-        ({"question": "x", "id": "1"}, "line 2: id '1' was used in line 1"),
+        ("{", "not valid JSON"),
+        ("[1]", "expected an object, found list"),
+        ({"answer": "x"}, "no 'question'"),
+        ({"question": ["x"]}, "'question' must be text"),
+        ({"question": "x", "images": [3]}, "'images' must be a path"),
+        ({"question": "x", "images": "gone.png"}, "no image"),
+        ({"question": "x", "prompt": "y"}, "unknown field 'prompt'"),
+        ({"question": "x", "id": "1"}, "id '1' was used in line 1"),
+        ('{"question": "q", "answer": ' + "[" * 99_999, "not valid JSON"),
+        ('{"question": ' + "9" * 5_000 + "}", "not valid JSON"),
+        ('{"question": "\\ud800?"}', r"'question' must be valid Unicode, found '\ud800' alone at character 0"),
+        ('{"question": "q", "id": "a\\udfff"}', r"'id' must be valid Unicode, found '\udfff' alone at character 1"),
+        ('{"question": "q", "image": "\\ud800.png"}', "'images' must be valid Unicode"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None:
     path = write_lines(tmp_path / "bad.jsonl", {"id": 1, "question": "fine"}, line)
     with pytest.raises(DatasetError) as caught:
         load_samples("jsonl", options(tmp_path, root=path))
-    assert str(caught.value).startswith(str(path))
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"question": "q", "answer": ' + "[" * 99_999, "not valid JSON"),
-        ('{"question": ' + "9" * 5_000 + "}", "not valid JSON"),
-        ('{"question": "\\ud800?"}', r"'question' must be valid Unicode, found '\ud800' alone at character 0"),
-        ('{"question": "q", "id": "a\\udfff"}', r"'id' must be valid Unicode, found '\udfff' alone at character 1"),
-        ('{"question": "q", "answer": "\\ud800"}', "'answer' must be valid Unicode"),
-        ('{"question": "q", "image": "\\ud800.png"}', "'images' must be valid Unicode"),
-    ],
-)
-def test_odd_json_is_named(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "odd.jsonl"
-    path.write_text('{"question": "fine"}\n' + text + "\n", encoding="utf-8")
-    with pytest.raises(DatasetError) as caught:
-        load_samples("jsonl", options(tmp_path, root=path))
-    assert str(caught.value).startswith(f"{path}, line 2: ")
-    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{path}, line 2: {message}")
 
 
 def test_pictures_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
@@ -148,14 +132,12 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def test_shuffling_is_repeatable_and_cutting_comes_last(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "many.jsonl", *({"id": str(i), "question": f"q{i}"} for i in range(50)))
-    plain = [s.sample_id for s in load_samples(str(path), options(tmp_path))]
-    one, again = (load_samples(str(path), options(tmp_path, shuffle_seed=1, max_samples=9)) for _ in range(2))
-    other = load_samples(str(path), options(tmp_path, shuffle_seed=2, max_samples=9))
-    assert plain == [str(i) for i in range(50)]
-    assert len(one) == 9
-    assert one == again
-    assert one != other
-    assert {s.sample_id for s in one} != set(plain[:9])
+
+    def ids(**flags: Any) -> list[str]:
+        return [s.sample_id for s in load_samples(str(path), options(tmp_path, **flags))]
+
+    assert ids() == [str(i) for i in range(50)]
+    assert ids(shuffle_seed=1, max_samples=9) == ["2", "15", "47", "9", "21", "29", "48", "5", "46"]
 
 
 # --- GQA
@@ -231,12 +213,6 @@ def test_a_question_does_not_entail_itself(gqa_root: Path, tmp_path: Path) -> No
     assert load_samples("gqa", options(tmp_path, root=gqa_root))[0].entailed == ("18",)
 
 
-def test_config_and_split_fill_each_other_in(tmp_path: Path) -> None:
-    assert resolve_config(options(tmp_path)) == ("val_balanced_instructions", "val")
-    assert resolve_config(options(tmp_path, split="testdev")) == ("testdev_balanced_instructions", "testdev")
-    assert resolve_config(options(tmp_path, config="train_all_instructions")) == ("train_all_instructions", "train")
-
-
 def test_the_hugging_face_layout(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'semkv[datasets]'")
     import pyarrow.parquet as pq
@@ -274,10 +250,8 @@ def test_the_hugging_face_layout(tmp_path: Path) -> None:
 def test_minigqa_is_drawn_once_and_the_same_each_time(tmp_path: Path) -> None:
     here, there = (load_samples("minigqa", DatasetOptions(tmp_path / d, max_samples=64)) for d in "ab")
     assert len(here) == 64
-    assert [(s.sample_id, s.question, s.answer, s.variant) for s in here] == [
-        (s.sample_id, s.question, s.answer, s.variant) for s in there
-    ]
     for one, other in zip(here, there, strict=True):
+        assert replace(one, images=()) == replace(other, images=())
         mine, theirs = one.images[0].path, other.images[0].path
         assert mine is not None
         assert theirs is not None
@@ -320,9 +294,3 @@ def test_a_request_has_its_segments_in_prompt_order(gqa_root: Path, tmp_path: Pa
     assert request.chunk_text == "Q?"
     builder.images = False
     assert builder.build(sample).media == ()
-
-
-def test_a_missing_image_is_named(tmp_path: Path) -> None:
-    builder = RequestBuilder(Namespace())
-    with pytest.raises(DatasetError, match=r"no file for image 'n7'.*GQA_IMAGE_ROOT"):
-        builder.build(Sample("1", "Q?", images=(ImageRef("n7", None),)))

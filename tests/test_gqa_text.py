@@ -18,9 +18,8 @@ from semkv.types import TextSegment
 from semkv_lab.console import Listener
 from semkv_lab.datasets import load_samples, locate_images
 from semkv_lab.metrics import Summary
-from semkv_lab.requests import label_answers
 from semkv_lab.run import run
-from semkv_lab.samples import DatasetOptions, Sample
+from semkv_lab.samples import DatasetOptions, Sample, label_answers
 from semkv_lab.settings import resolve
 
 ROOT = Path(__file__).parents[1]

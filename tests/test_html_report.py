@@ -6,8 +6,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +15,17 @@ import pytest
 from PIL import Image
 
 from command_line import invoke
+from lab_helpers import record
 from semkv.cache import SemanticCache
 from semkv.encoders.hooks import EmbeddingHook, build_hook
 from semkv.encoders.text import SentenceEncoder
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError
-from semkv_lab.console import Listener, milliseconds, percent
+from semkv_lab.console import Listener
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import summarise
 from semkv_lab.records import Cold, SampleRecord
-from semkv_lab.report import differing, escape, image_files, write_report
-from semkv_lab.requests import label_answers
+from semkv_lab.report import differing, escape, write_report
 from semkv_lab.results import (
     Experiment,
     count_hits,
@@ -41,6 +39,7 @@ from semkv_lab.results import (
     wrong_hits,
 )
 from semkv_lab.run import run
+from semkv_lab.samples import label_answers
 from semkv_lab.settings import RunSettings, resolve, run_command
 
 if TYPE_CHECKING:
@@ -187,30 +186,20 @@ def test_groups_points_and_grids(sweep: Sweep) -> None:
     assert grid.cells[0.95, 0.9].name == "grid 0.95 0.9"
     plane = points(experiments)
     assert [p.experiment.name for p in plane] == [e.name for e in experiments[:5]]
-    front = [p for p in plane if p.front]
-    for p in plane:
-        beaten = [
-            o for o in plane
-            if (o.rate.value or 0) >= (p.rate.value or 0) and (o.accuracy.value or 0) >= (p.accuracy.value or 0)
-            and (o.rate.value, o.accuracy.value) != (p.rate.value, p.accuracy.value)
-        ]  # fmt: skip
-        assert not (beaten and p.front)
-        same = any((o.rate.value, o.accuracy.value) == (p.rate.value, p.accuracy.value) for o in front)
-        assert beaten or same
-    by_rate = sorted(front, key=lambda p: p.front)
-    assert [p.front for p in by_rate] == list(range(1, len(front) + 1))
-    assert [p.rate.value for p in by_rate] == sorted(p.rate.value or 0 for p in front)
+    places = [(p.rate.value or 0, p.accuracy.value or 0) for p in plane]
+    unbeaten = {a for a in places if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in places)}
+    front = {p.front: place for p, place in zip(plane, places, strict=True) if p.front}
+    assert set(front.values()) == unbeaten
+    assert [front[n] for n in range(1, len(front) + 1)] == sorted(unbeaten)
 
 
 def wrong_record(score: float, **values: Any) -> SampleRecord:
-    cold = Cold("a", "red", True, 0.1, None, 10, 0)
     base: dict[str, Any] = {
-        "sample_id": "1", "image": "a", "question": "q?", "text": "blue", "answer": "red", "match": False,
-        "provenance": "text:semantic", "exactness": "approximate", "applied": True, "score": score, "donor": "d",
-        "donor_answer": "blue", "statuses": {}, "latency_s": 0.1, "lookup_s": 0.0, "ttft_s": None, "prompt_tokens": 1,
-        "cached_tokens": 0, "loaded_tokens": None, "prefix_tokens": 0, "donor_question": "p?", "cold": cold,
+        "question": "q?", "text": "blue", "match": False, "provenance": "text:semantic", "exactness": "approximate",
+        "applied": True, "score": score, "donor_answer": "blue", "latency_s": 0.1, "ttft_s": None,
+        "donor_question": "p?", "cold": Cold("a", "red", True, 0.1, None, 10, 0),
     }  # fmt: skip
-    return SampleRecord(**{**base, **values})
+    return record(**{**base, **values})
 
 
 def test_wrong_hits_are_told_once_and_the_surest_first() -> None:
@@ -238,7 +227,7 @@ def summed(name: str, *records: SampleRecord, mode: str = "live") -> Experiment:
 
 
 def headlines(*experiments: Experiment) -> dict[str, str]:
-    return {f.what: f.where for f in facts(experiments, percent, milliseconds)}
+    return {f.what: f.where for f in facts(experiments)}
 
 
 def right(**values: Any) -> SampleRecord:
@@ -311,19 +300,23 @@ def test_what_differs_between_two_questions_is_marked() -> None:
         {},
         {"embedding_layer": ("prompt:384:0.8",), "embedding_hook": "prompt", "disable_guards": True},
         {"preset": "opt-125m", "disable_exact_cache": True, "similarity_threshold": 0.5, "scope": "any"},
-        {"preset": "opt-125m", "disable_normalised_hits": True},
         {"preset": None, "model": "some/model", "max_samples": 3, "shuffle_seed": 1, "trust_remote_code": True},
         {"disable_semantic_cache": True, "enable_fusion_cache": False, "match": "any", "cache_mode": "dry-run"},
-        {"trace": "zipf", "trace_seed": 3, "trace_requests": 90, "trace_exponent": 1.2, "verify_rate": 0.5},
-        {"max_entries": 7, "media_mib": 3, "max_cached_blocks": 9},
+        {"disable_normalised_hits": True},
+        {
+            "trace": "zipf",
+            "trace_seed": 3,
+            "trace_requests": 90,
+            "trace_exponent": 1.2,
+            "max_entries": 7,
+            "media_mib": 3,
+        },
     ],
 )
 def test_the_command_of_an_experiment_gives_its_settings_again(
     sweep: Sweep, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     from semkv_lab import run as module
-    from semkv_lab.metrics import summarise
 
     seen: list[RunSettings] = []
     monkeypatch.setattr(module, "execute", lambda settings, **_: seen.append(settings) or summarise([]))
@@ -334,16 +327,6 @@ def test_the_command_of_an_experiment_gives_its_settings_again(
     out = invoke([*words[1:], *places])
     assert out.exit_code == 0, out.output
     assert seen == [before]
-
-
-def test_images_are_found_where_the_settings_say(sweep: Sweep) -> None:
-    settings = sweep.rows[0]["settings"]
-    name = read_logs([sweep.folder / "sweep.csv"])[0].records[0].image
-    found = image_files(settings, {name, "no such image", "../../etc/passwd"})
-    assert list(found) == [name]
-    assert found[name].is_file()
-    assert image_files({**settings, "dataset": "gone"}, {name}) == {}
-    assert image_files({"dataset": "minigqa", "data": {"max_samples": "many"}}, {name}) == {}
 
 
 # --- the files
@@ -378,9 +361,11 @@ def test_equal_logs_give_equal_files(page: Path, sweep: Sweep, tmp_path: Path) -
     assert all((again.parent / link).is_file() for link in links)
 
 
-def test_markdown_shows_text_as_it_is() -> None:
+def test_markdown_shows_text_as_it_is(tmp_path: Path) -> None:
     assert escape("a | b\n*c* `d` <e> $x$ [1.0, 2.0]") == r"a \| b \*c\* \`d\` \<e\> \$x\$ [1.0, 2.0]"
     assert escape("![f](g) [f][g] [f]: g") == r"![f\](g) [f\][g] [f\]: g"
+    write_report([written(tmp_path, ROW)], tmp_path / "report.html", markdown=tmp_path / "r.md")
+    assert "## Not finished" in (tmp_path / "r.md").read_text(encoding="utf-8")
 
 
 def test_experiments_without_samples_still_get_their_figures(sweep: Sweep, tmp_path: Path) -> None:
@@ -390,19 +375,6 @@ def test_experiments_without_samples_still_get_their_figures(sweep: Sweep, tmp_p
     assert sorted(f.name for f in files[1:]) == ["grid-1.png", "tiers.png", "tradeoff.png"]
     assert "its samples are gone: gone.jsonl" in text
     assert "single answers cannot be shown" in text
-
-
-def test_a_log_of_failures_alone_makes_a_page(tmp_path: Path) -> None:
-    write_report([written(tmp_path, ROW)], tmp_path / "report.html", markdown=tmp_path / "r.md")
-    assert "1 failed" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "## Not finished" in (tmp_path / "r.md").read_text(encoding="utf-8")
-
-
-def test_the_command_line_names_what_is_wrong(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "semkv", "report", str(written(tmp_path, ROW, "{")), "--out", str(tmp_path / "x")]
-    out = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (out.returncode, out.stdout) == (2, "")
-    assert out.stderr.startswith(f"semkv: {tmp_path / 'sweep.jsonl'}, line 2: not valid JSON")
 
 
 # --- in a browser

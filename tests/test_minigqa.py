@@ -15,16 +15,16 @@ from random import Random
 from typing import Any
 
 import pytest
-from PIL import Image, ImageChops
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from long_context import VARIANTS, workload
 
 from semkv.errors import ConfigError
 from semkv_lab.minigqa.documents import make_document
-from semkv_lab.minigqa.generate import Knobs, Order, generate, restate
-from semkv_lab.minigqa.questions import KINDS, ask, ask_any, references, wordings
-from semkv_lab.minigqa.scenes import COLORS, MARGIN, SIZES, WIDTH, draw, make_scene, recolor, relation_holds
+from semkv_lab.minigqa.generate import Knobs, generate
+from semkv_lab.minigqa.questions import KINDS, ask, ask_any, restate
+from semkv_lab.minigqa.scenes import COLORS, SIZES, make_scene
 
 Record = dict[str, Any]
 
@@ -87,54 +87,32 @@ def test_splits_and_seeds_share_no_ids_and_no_pictures(tmp_path: Path) -> None:
     assert len(pictures) == len(set(pictures)) == sum(len(w.graphs) for w in splits)
 
 
-def test_records_have_gqas_keys_and_types(data: Written) -> None:
+KEYS = {
+    "semantic": list, "entailed": list, "equivalent": list, "question": str, "imageId": str, "isBalanced": bool,
+    "groups": dict, "answer": str, "semanticStr": str, "annotations": dict, "types": dict, "fullAnswer": str,
+}  # fmt: skip
+
+
+def test_questions_and_scene_graphs_have_gqas_schema(data: Written) -> None:
     for question_id, record in data.questions.items():
         assert question_id.isdigit()
-        assert list(record) == [
-            "semantic",
-            "entailed",
-            "equivalent",
-            "question",
-            "imageId",
-            "isBalanced",
-            "groups",
-            "answer",
-            "semanticStr",
-            "annotations",
-            "types",
-            "fullAnswer",
-        ]
-        assert all(isinstance(record[k], str) for k in ("question", "imageId", "answer", "semanticStr", "fullAnswer"))
-        assert record["isBalanced"] is True
+        assert {key: type(value) for key, value in record.items()} == KEYS
         assert set(record["groups"]) == {"global", "local"}
-        assert record["groups"]["global"] is None or isinstance(record["groups"]["global"], str)
-        assert set(record["types"]) == {"structural", "semantic", "detailed"}
-        assert record["types"]["structural"] in {"verify", "query", "choose", "logical", "compare"}
-        assert record["types"]["semantic"] in {"attr", "obj", "rel", "global", "cat"}
         assert set(record["annotations"]) == {"question", "answer", "fullAnswer"}
         assert re.fullmatch(r"[a-z]+", record["answer"])
-        assert "{" not in record["question"] + record["fullAnswer"]
-        for number, step in enumerate(record["semantic"]):
-            assert list(step) == ["operation", "dependencies", "argument"]
-            assert all(isinstance(d, int) and 0 <= d < number for d in step["dependencies"])
         for other in record["entailed"] + record["equivalent"]:
             assert data.questions[other]["imageId"] == record["imageId"]
-    assert {r["types"]["structural"] for r in data.questions.values()} == {k.types[0] for k in KINDS.values()}
-    assert {r["types"]["semantic"] for r in data.questions.values()} == {k.types[1] for k in KINDS.values()}
-
-
-def test_scene_graphs_have_gqas_keys_and_fit_their_pictures(data: Written) -> None:
+        for other in record["equivalent"]:
+            assert data.questions[other]["answer"] == record["answer"]
+    for number, name in enumerate(("structural", "semantic", "detailed")):
+        assert {r["types"][name] for r in data.questions.values()} == {k.types[number] for k in KINDS.values()}
     for image_id, graph in data.graphs.items():
         with Image.open(data.folder / "images" / f"{image_id}.jpg") as image:
             assert image.size == (graph["width"], graph["height"])
-        assert isinstance(graph["location"], str)
         for thing in graph["objects"].values():
             assert set(thing) == {"name", "x", "y", "w", "h", "attributes", "relations"}
-            assert all(isinstance(thing[k], int) for k in ("x", "y", "w", "h"))
-            assert thing["x"] >= 0
-            assert thing["x"] + thing["w"] <= graph["width"]
+            assert 0 <= thing["x"] <= thing["x"] + thing["w"] <= graph["width"]
             assert all(r["object"] in graph["objects"] for r in thing["relations"])
-    assert {r["imageId"] for r in data.questions.values()} == set(data.graphs)
 
 
 # A second way to the answers: run the record's program on the scene graph. Shares no code with the generator.
@@ -230,117 +208,29 @@ def test_answers_follow_from_the_scene_graph(data: Written) -> None:
     assert min(seen[o] for o in ("query", "exist", "verify rel", "choose rel", "and", "or", "same color")) >= 10
 
 
-def test_the_executor_notices_a_wrong_answer(data: Written) -> None:
-    record = next(r for r in data.questions.values() if r["types"]["detailed"] == "relVerify")
-    graph = json.loads(json.dumps(data.graphs[record["imageId"]]))
-    flipped = {"to the left of": "to the right of", "above": "below"}
-    flipped |= {v: k for k, v in flipped.items()}
-    for thing in graph["objects"].values():
-        for relation in thing["relations"]:
-            relation["name"] = flipped[relation["name"]]
-    assert execute(record, graph) != record["answer"]
-
-
-def test_equivalent_questions_share_program_and_answer(data: Written) -> None:
-    lengths: Counter[int] = Counter()
-    for question_id, record in data.questions.items():
-        assert question_id in record["equivalent"]
-        lengths[len(record["equivalent"])] += 1
-        for other in record["equivalent"]:
-            assert data.questions[other]["answer"] == record["answer"]
-            assert data.questions[other]["semanticStr"] == record["semanticStr"]
-            assert question_id in data.questions[other]["equivalent"]
-    assert lengths[2] > 50
-
-
-def test_annotations_point_at_the_words_that_name_the_object(data: Written) -> None:
-    checked = 0
-    for question_id, record in data.questions.items():
-        objects = data.graphs[record["imageId"]]["objects"]
-        texts = {"fullAnswer": record["fullAnswer"], "answer": record["answer"]}
-        if data.variant(question_id) not in ("case", "whitespace"):
-            texts["question"] = record["question"]
-        for field, text in texts.items():
-            for span, object_id in record["annotations"][field].items():
-                start, _, end = span.partition(":")
-                words = re.sub(r"[?.,]", "", text).split(" ")[int(start) : int(end or int(start) + 1)]
-                assert words[-1].rstrip("s") in (objects[object_id]["name"].rstrip("s"), "object", "crosse")
-                assert set(words[:-1]) <= set(objects[object_id]["attributes"])
-                checked += 1
-    assert checked > 1000
-
-
 def fold(text: str) -> str:
     return re.sub(r"[\s?]+", " ", text).strip().casefold()
 
 
 def test_variants_are_what_provenance_says(data: Written) -> None:
+    same = {"repeat": (True, True), "paraphrase": (False, False)}
     differing = negatives = 0
     for question_id, record in data.questions.items():
         variant = data.variant(question_id)
         if variant == "original":
             continue
         source = data.source(question_id)
+        texts = record["question"], source["question"]
         assert source["imageId"] == record["imageId"]
         if variant == "negative":
             negatives += 1
             differing += source["answer"] != record["answer"]
-            assert record["types"] == source["types"]
-            assert fold(record["question"]) != fold(source["question"])
+            assert fold(texts[0]) != fold(texts[1])
             continue
-        assert record["answer"] == source["answer"]
-        assert record["semanticStr"] == source["semanticStr"]
-        same_bytes, same_words = (
-            record["question"] == source["question"],
-            fold(record["question"]) == fold(source["question"]),
-        )
-        assert (same_bytes, same_words) == {
-            "repeat": (True, True),
-            "case": (False, True),
-            "whitespace": (False, True),
-            "paraphrase": (False, False),
-        }[variant]
-        if variant == "case":
-            assert record["question"].casefold() == source["question"].casefold()
-        if variant == "whitespace":
-            assert re.sub(r"\s", "", record["question"]) == re.sub(r"\s", "", source["question"])
+        assert (record["answer"], record["semanticStr"]) == (source["answer"], source["semanticStr"])
+        assert (texts[0] == texts[1], fold(texts[0]) == fold(texts[1])) == same.get(variant, (False, True))
     assert negatives > 100
     assert differing / negatives > 0.7
-
-
-def test_rates_are_near_the_knobs(data: Written) -> None:
-    knobs = Knobs(images=60)
-    base = {i for i, image in data.provenance["images"].items() if image["variant"] == "original"}
-    assert len(base) == 60
-    on_base = [q for q, r in data.questions.items() if r["imageId"] in base]
-    assert abs(len(on_base) / 60 - knobs.questions_per_image) < 3
-    shares = Counter(data.variant(q) for q in on_base)
-    for name in ("repeat", "case", "whitespace", "paraphrase", "negative"):
-        assert shares[name] / len(on_base) == pytest.approx(getattr(knobs, name), abs=0.025)
-    derived = Counter(image["variant"] for image in data.provenance["images"].values())
-    for name in ("reencoded", "resized", "brightness", "shifted", "lookalike"):
-        assert derived[name] == round(60 * getattr(knobs, name))
-
-
-def test_yes_and_no_are_balanced(data: Written) -> None:
-    answers = Counter(r["answer"] for r in data.questions.values())
-    binary = answers["yes"] + answers["no"]
-    assert binary > 500
-    assert answers["yes"] / binary == pytest.approx(0.5, abs=0.05)
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_every_kind_is_asked_with_balanced_answers(kind: str) -> None:
-    rng = Random(kind)
-    answers: Counter[str] = Counter()
-    for _ in range(3000):
-        program = ask(make_scene(rng), rng, kind)
-        if program is not None:
-            assert program.kind == kind
-            assert len(set(wordings(program))) == len(KINDS[kind].wordings)
-            answers[program.answer] += 1
-    assert sum(answers.values()) > 600
-    assert max(answers.values()) < 1.35 * sum(answers.values()) / len(answers)
 
 
 def test_lookalikes_change_one_objects_colour_and_nothing_else(data: Written) -> None:
@@ -362,44 +252,12 @@ def test_lookalikes_change_one_objects_colour_and_nothing_else(data: Written) ->
     assert answers[False] > 15
 
 
-def test_a_recoloured_picture_differs_only_where_the_object_stands() -> None:
-    rng = Random(2)
-    for _ in range(10):
-        scene = make_scene(rng)
-        other = recolor(scene, rng)
-        changed = next(t for t, u in zip(scene.things, other.things, strict=True) if t != u)
-        box = ImageChops.difference(draw(scene), draw(other)).getbbox()
-        assert box is not None
-        reach = changed.radius * 1.15 + 2
-        assert box[0] >= changed.x - reach
-        assert box[1] >= changed.y - reach
-        assert box[2] <= changed.x + reach
-        assert box[3] <= changed.y + reach
-
-
-def test_near_duplicates_show_the_same_scene_in_other_bytes(data: Written) -> None:
-    for image_id, image in data.provenance["images"].items():
-        if image["variant"] in ("original", "lookalike"):
-            continue
-        mine, base = (data.folder / "images" / f"{i}.jpg" for i in (image_id, image["derivedFrom"]))
-        assert mine.read_bytes() != base.read_bytes()
-        with Image.open(mine) as a, Image.open(base) as b:
-            difference = ImageChops.difference(a.resize(b.size), b).convert("L").resize((1, 1), Image.Resampling.BOX)
-            assert 0 <= difference.getpixel((0, 0)) < 20
-        for question_id, record in data.questions.items():
-            if record["imageId"] == image_id:
-                assert record["answer"] == data.source(question_id)["answer"]
-
-
-def test_what_returns_comes_after_what_it_was_made_from(tmp_path: Path) -> None:
-    for order in Order:
-        written = Written(generate(tmp_path / order, Knobs(images=8, order=order), seed=1))
-        place = {q: i for i, q in enumerate(written.questions)}
-        for question_id, made in written.provenance["questions"].items():
-            assert made["of"] is None or place[made["of"]] < place[question_id]
-        images = [r["imageId"] for r in written.questions.values()]
-        changes = sum(a != b for a, b in pairwise(images))
-        assert (changes == len(written.graphs) - 1) == (order is Order.GROUPED)
+def test_pictures_come_one_after_the_other_and_what_returns_after_its_source(data: Written) -> None:
+    place = {q: i for i, q in enumerate(data.questions)}
+    for question_id, made in data.provenance["questions"].items():
+        assert made["of"] is None or place[made["of"]] < place[question_id]
+    images = [r["imageId"] for r in data.questions.values()]
+    assert sum(a != b for a, b in pairwise(images)) == len(data.graphs) - 1
 
 
 def test_knobs_out_of_range_are_refused(tmp_path: Path) -> None:
@@ -408,26 +266,6 @@ def test_knobs_out_of_range_are_refused(tmp_path: Path) -> None:
             Knobs(**bad)
     with pytest.raises(ConfigError, match="split"):
         generate(tmp_path, Knobs(images=1), split="test")
-
-
-def test_gqas_own_rates_have_few_repeats(tmp_path: Path) -> None:
-    written = Written(generate(tmp_path, Knobs.gqa(images=30)))
-    pairs = Counter((r["imageId"], r["question"]) for r in written.questions.values())
-    assert len(written.graphs) == 30
-    assert sum(n - 1 for n in pairs.values()) / len(written.questions) < 0.005
-
-
-def test_phrases_name_one_object_and_relations_are_clear() -> None:
-    rng = Random(7)
-    for _ in range(300):
-        scene = make_scene(rng)
-        assert len({(t.shape, t.color) for t in scene.things}) == len(scene.things)
-        for i, thing in enumerate(scene.things):
-            assert all(sum(ref.fits(t) for t in scene.things) == 1 for ref in references(scene, i))
-            assert thing.radius <= thing.x <= WIDTH - thing.radius
-            for j in range(i):
-                clear = abs(thing.x - scene.things[j].x) >= MARGIN
-                assert (relation_holds(scene, i, "to the left of", j) is not None) == clear
 
 
 def test_restating_a_question_in_its_own_scene_changes_nothing() -> None:

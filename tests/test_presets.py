@@ -10,7 +10,7 @@ import pytest
 from semkv.errors import ConfigError
 from semkv.presets import PRESETS, get_preset
 from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, Scope
-from semkv_lab.requests import ChunkSource
+from semkv_lab.samples import ChunkSource
 from semkv_lab.settings import resolve
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-from quality_streams import draw_stream, halves, minigqa_stream, pairs_of
+from quality_streams import draw_stream, minigqa_stream, pairs_of
 
 from cache_helpers import WrittenEncoder
 from semkv.cli import run
@@ -91,14 +91,6 @@ def test_same_pairs_chain_into_clusters_within_their_group() -> None:
     assert len({of["other", "a"], of["other", "b"], of["", "a"]}) == 3
 
 
-def test_halves_share_no_cluster() -> None:
-    pairs = written_pairs(60)
-    first, second = halves(pairs, 0)
-    assert first
-    assert second
-    assert not {t for p in first for t in (p.a, p.b)} & {t for p in second for t in (p.a, p.b)}
-
-
 def test_a_replay_counts_what_the_cache_would_do() -> None:
     stream = [
         Asked(text, answer) for text, answer in [("x", "1"), ("x", "1"), ("x~0.95", "1"), ("x~0.96", "2"), ("y", "3")]
@@ -162,24 +154,15 @@ def test_a_fit_finds_the_curve_that_made_the_pairs() -> None:
 
 
 def test_a_fit_overrules_a_guard_only_where_it_errs() -> None:
-    pairs = [Pair(f"{p.a}", f"{p.b}", p.same) for p in written_pairs(900)]
+    pairs = written_pairs(900)
 
     def guard(a: str, b: str) -> str | None:
         number = int(a.split("~")[0].split()[-1])
-        same = truth[number]
-        return (
-            "useless"
-            if number % 3 == 0
-            else "sharp"
-            if not same and number % 3 == 1
-            else "rare"
-            if number == 2
-            else None
-        )
+        if number % 3 == 0:
+            return "useless"
+        return "sharp" if number % 3 == 1 and not pairs[number].same else "rare" if number == 2 else None
 
-    truth = {number: pair.same for number, pair in enumerate(pairs)}
-    fitted = fit(pairs, build_corpus(list(clusters(pairs)), ENCODER, guard), "written")
-    vetoes = fitted.calibration.vetoes
+    vetoes = fit(pairs, build_corpus(list(clusters(pairs)), ENCODER, guard), "written").calibration.vetoes
     assert 1.0 <= vetoes["useless"] < 2.5
     assert vetoes["sharp"] > 20
     assert "rare" not in vetoes
@@ -200,16 +183,11 @@ def test_a_fit_weighs_the_wording_and_never_trusts_a_lower_cosine_more() -> None
 
 
 def test_a_fit_needs_pairs_of_both_kinds() -> None:
-    few = written_pairs(5)
+    few, many = written_pairs(5), written_pairs(30)
     with pytest.raises(DatasetError, match="at least 20 pairs"):
         fit(few, build_corpus(list(clusters(few)), ENCODER, no_veto), "written")
     with pytest.raises(ConfigError, match="--precision"):
-        fit(
-            written_pairs(30),
-            build_corpus(list(clusters(written_pairs(30))), ENCODER, no_veto),
-            "written",
-            precision=1.0,
-        )
+        fit(many, build_corpus(list(clusters(many)), ENCODER, no_veto), "written", precision=1.0)
 
 
 def test_pairs_through_a_policy_by_hand() -> None:

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter, validators
 
@@ -215,14 +215,7 @@ def _eval_pairs(
         out: Write the JSON here instead of printing it.
         plot: Draw a figure (.png, .svg, .pdf).
     """
-    from semkv_lab import evaluate
-
-    flags = flags or QualityFlags()
-    _check_outputs(out, plot, {"PAIRS": pairs, "--calibration": flags.calibration})
-    judged, summary = evaluate.eval_pairs(pairs, flags)
-    if plot is not None:
-        evaluate.plot_pairs(judged, plot)
-    _write(summary, out)
+    _evaluate("PAIRS", pairs, flags, out, plot)
 
 
 eval_stream = command_line(
@@ -251,14 +244,27 @@ def _eval_stream(
         out: Write the JSON here instead of printing it.
         plot: Draw a figure (.png, .svg, .pdf).
     """
+    _evaluate("REQUESTS", requests, flags, out, plot)
+
+
+def _evaluate(what: str, path: Path, flags: QualityFlags | None, out: Path | None, plot: Path | None) -> None:
+    flags = flags or QualityFlags()
+    _check_outputs(out, plot, {what: path, "--calibration": flags.calibration})
     from semkv_lab import evaluate
 
-    flags = flags or QualityFlags()
-    _check_outputs(out, plot, {"REQUESTS": requests, "--calibration": flags.calibration})
-    outcome, summary = evaluate.eval_stream(requests, flags)
-    if plot is not None:
-        evaluate.plot_stream(outcome, flags.max_error_rate if flags.policy == "bounded" else None, plot)
-    _write(summary, out)
+    if what == "PAIRS":
+        judged, summary = evaluate.eval_pairs(path, flags)
+        if plot is not None:
+            evaluate.plot_pairs(judged, plot)
+    else:
+        outcome, summary = evaluate.eval_stream(path, flags)
+        if plot is not None:
+            evaluate.plot_stream(outcome, flags.max_error_rate if flags.policy == "bounded" else None, plot)
+    text = json.dumps(summary, indent=1)
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text + "\n", encoding="utf-8")
 
 
 def _check_outputs(out: Path | None, plot: Path | None, inputs: dict[str, Path | None]) -> None:
@@ -270,11 +276,3 @@ def _check_outputs(out: Path | None, plot: Path | None, inputs: dict[str, Path |
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise ConfigError("--out", str(out), "a file in a folder that exists")
     keep_apart({"--out": out, "--plot": plot}, inputs)
-
-
-def _write(summary: dict[str, Any], out: Path | None) -> None:
-    text = json.dumps(summary, indent=1)
-    if out is None:
-        print(text)
-    else:
-        out.write_text(text + "\n", encoding="utf-8")

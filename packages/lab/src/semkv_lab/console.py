@@ -26,8 +26,7 @@ from rich.table import Table
 
 from semkv import __version__
 from semkv.errors import ConfigError
-from semkv_lab.intervals import Estimate, Times
-from semkv_lab.metrics import Saved, Summary, TierRow
+from semkv_lab.metrics import Estimate, Summary, TierRow, Times, Tokens
 from semkv_lab.records import Cold, SampleRecord
 
 if TYPE_CHECKING:
@@ -57,35 +56,26 @@ def make_console() -> Console:
 class SamplesFile:
     """``--samples-out FILE``: one JSON object a line; the settings go beside it, to ``FILE.settings.json``.
 
-    What an earlier run left there stays until there is a record to put in its place. Every method raises `ConfigError`
-    where the file cannot be written.
+    What an earlier run left there stays until there is a record to put in its place, or the run has come to its end.
+    Every method raises `ConfigError` where the file cannot be written.
     """
 
     def __init__(self, path: Path, settings: RunSettings) -> None:
         self._path, self._settings = path, settings
         self._file: BinaryIO | None = None
 
-    def write(self, record: SampleRecord) -> None:
+    def write(self, *records: SampleRecord) -> None:
         with writing(SAMPLES_OUT, self._path):
-            file = self._begun()
-            file.write(to_json(record.to_json()))
-            file.flush()
-
-    def finish(self) -> None:
-        """The run has come to its end, maybe without a record."""
-        with writing(SAMPLES_OUT, self._path):
-            self._begun()
+            if self._file is None:
+                write_json(self._path.with_name(self._path.name + SETTINGS), run_header(self._settings))
+                self._file = self._path.open("wb")
+            self._file.writelines(to_json(record.to_json()) for record in records)
+            self._file.flush()
 
     def close(self) -> None:
         with writing(SAMPLES_OUT, self._path):
             if self._file is not None:
                 self._file.close()
-
-    def _begun(self) -> BinaryIO:
-        if self._file is None:
-            write_json(self._path.with_name(self._path.name + SETTINGS), run_header(self._settings))
-            self._file = self._path.open("wb")
-        return self._file
 
 
 class Listener:
@@ -129,23 +119,19 @@ class ConsoleListener(Listener):
     def record(self, record: SampleRecord) -> None:
         if self._samples is not None:
             self._samples.write(record)
-        if not self._quiet:
-            self._print(sample_line(record))
-        self._advance()
+        self._advance("" if self._quiet else sample_line(record))
 
     def failed(self, sample: Sample, error: Exception) -> None:
-        self._print(f"[{sample.sample_id}] failed | {error}")
-        self._advance()
+        self._advance(f"[{sample.sample_id}] failed | {error}")
 
     def finish(self) -> None:
-        """The run has come to its end."""
+        """The run has come to its end, maybe without a record."""
         if self._samples is not None:
-            self._samples.finish()
+            self._samples.write()
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _advance(self) -> None:
+    def _advance(self, line: str = "") -> None:
+        if line:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self._task is not None:
             self._progress.advance(self._task)
 
@@ -222,7 +208,7 @@ def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
         ("similar, but refused", str(summary.refused)),
         ("lookup p50 / p95", times(summary.lookup)),
         ("after the answer p50 / p95", times(summary.after)),
-        *_token_rows(summary),
+        *_token_rows(summary.tokens),
         ("accuracy", percent(summary.accuracy)),
         ("accuracy on hits", percent(summary.accuracy_on_hits)),
         ("accuracy on misses", percent(summary.accuracy_on_misses)),
@@ -230,21 +216,15 @@ def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
         *_optional("consistency (entailed)", summary.consistency),
         *_optional("P-CHR AUC", summary.chr_area.area, f" up to a hit rate of {summary.chr_area.reached:.1%}"),
         *_cold_rows(summary),
+        *_optional("answer equals the donor's", summary.donor_agreement, " of full hits"),
     ]
-    if summary.donor_agreement.n:
-        rows.append(("answer equals the donor's", f"{percent(summary.donor_agreement)} of full hits"))
-    rows += [
-        (tier, ", ".join(f"{n} {status}" for status, n in summary.statuses[tier].items()))
-        for tier in ("kv_cache", "fusion")
-        if tier in summary.statuses
-    ]
+    counts = {tier: summary.statuses[tier].items() for tier in ("kv_cache", "fusion") if tier in summary.statuses}
+    rows += [(tier, ", ".join(f"{n} {status}" for status, n in found)) for tier, found in counts.items()]
     rows.append(("on disk", f"{size(summary.bytes_on_disk)} in {settings.cache.cache_dir}"))
-    rows += [(name, str(count)) for name, count in summary.faults.items()]
-    return rows
+    return rows + [(name, str(count)) for name, count in summary.faults.items()]
 
 
-def _token_rows(summary: Summary) -> list[tuple[str, str]]:
-    t = summary.tokens
+def _token_rows(t: Tokens) -> list[tuple[str, str]]:
     rows = [
         ("prompt tokens", f"{t.prompt:,}"),
         ("not computed", f"{t.not_computed:,} ({_part(t.not_computed, t.prompt)})"),
@@ -252,16 +232,9 @@ def _token_rows(summary: Summary) -> list[tuple[str, str]]:
         ("  vLLM's own prefix cache", f"{t.from_prefix_cache:,}"),
     ]
     if t.beyond is not None and t.baseline_prompt is not None and t.baseline_not_computed is not None:
-        rows += [
-            (
-                "vLLM's prefix cache alone",
-                f"{t.baseline_not_computed:,} ({_part(t.baseline_not_computed, t.baseline_prompt)}) not computed",
-            ),
-            (
-                "saved beyond it",
-                f"{t.beyond:,} tokens ({_part(t.beyond, t.baseline_computed or 0)} of what it left to compute)",
-            ),
-        ]
+        alone, left = _part(t.baseline_not_computed, t.baseline_prompt), _part(t.beyond, t.baseline_computed or 0)
+        rows.append(("vLLM's prefix cache alone", f"{t.baseline_not_computed:,} ({alone}) not computed"))
+        rows.append(("saved beyond it", f"{t.beyond:,} tokens ({left} of what it left to compute)"))
     return rows
 
 
@@ -270,8 +243,7 @@ def _cold_rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.baseline_accuracy is not None and summary.baseline_latency is not None:
         rows.append(("cold: accuracy", percent(summary.baseline_accuracy)))
         rows.append(("cold: latency p50 / p95", times(summary.baseline_latency)))
-    cold = summary.against_cold
-    if cold is not None:
+    if cold := summary.against_cold:
         if cold.n:
             rows += [
                 ("hits run cold: accuracy", percent(cold.cold_accuracy_on_hits)),
@@ -281,26 +253,18 @@ def _cold_rows(summary: Summary) -> list[tuple[str, str]]:
             ]
         rows.append(("all: same answer as cold", percent(cold.agreement_all)))
         rows += _optional("cold: consistency (entailed)", cold.consistency)
-        if cold.identical_tokens.n:
-            rows.append(
-                ("exact prompts: tokens equal cold", f"{percent(cold.identical_tokens)} of {cold.identical_tokens.n}")
-            )
-    if summary.saved is not None:
-        rows += _saved_rows(summary.saved)
-    noise = summary.noise_floor
-    if noise is not None:
+        rows += _optional("exact prompts: tokens equal cold", cold.identical_tokens, f" of {cold.identical_tokens.n}")
+    if saved := summary.saved:
+        rows += [
+            ("saved a request: tokens", interval(saved.tokens)),
+            ("  latency, mean", milliseconds(saved.latency_s)),
+            ("  latency, median", milliseconds(saved.latency_p50_s)),
+            ("  TTFT, mean", milliseconds(saved.ttft_s)),
+        ]
+    if noise := summary.noise_floor:
         rows.append(("noise floor: answers differ", f"{percent(noise.answers)} of {noise.answers.n} asked twice"))
         rows.append(("noise floor: tokens differ", percent(noise.tokens)))
     return rows
-
-
-def _saved_rows(saved: Saved) -> list[tuple[str, str]]:
-    return [
-        ("saved a request: tokens", interval(saved.tokens)),
-        ("  latency, mean", milliseconds(saved.latency_s)),
-        ("  latency, median", milliseconds(saved.latency_p50_s)),
-        ("  TTFT, mean", milliseconds(saved.ttft_s)),
-    ]
 
 
 def _optional(name: str, value: Estimate, more: str = "") -> list[tuple[str, str]]:
@@ -334,12 +298,8 @@ def times(value: Times) -> str:
 
 def size(count: int) -> str:
     """Bytes in binary units: ``1.5 MiB``."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+    power = min(4, max(0, count.bit_length() - 1) // 10)
+    return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{count} B"
 
 
 def _seconds(value: float | None) -> str:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from semkv import keys
 from semkv.config import IMAGE_ROOT_VARIABLES
@@ -63,10 +64,14 @@ def locate_images(name: str, options: DatasetOptions, wanted: Collection[str]) -
         except (ConfigError, DatasetError):
             return {}
         return {i.name: i.path for s in samples for i in s.images if i.path is not None and i.name in wanted}
+    config, split = resolve_config(options)
     if name == "gqa":
-        folders = gqa_image_folders(options)
+        root, unpacked = _gqa_root(options), options.data_dir / "gqa" / (config.removesuffix(_KIND) + "_images")
+        folders = [*(_below(root) if root else []), *_image_roots(), unpacked]
+    elif name == "minigqa":
+        folders = [(options.root or _minigqa_folder(options, split)) / "images"]
     else:
-        folders = [minigqa_image_folder(options) if name == "minigqa" else options.data_dir / "gqa-text"]
+        folders = [options.data_dir / "gqa-text"]
     found = {image: find_image(image, folders) for image in wanted}
     return {image: path for image, path in found.items() if path is not None}
 
@@ -102,9 +107,8 @@ def load_gqa(options: DatasetOptions) -> list[Sample]:
     if not root.is_dir():
         raise DatasetError(f"{root}: no such folder")
     if any((root / config).glob(f"{split}-*.parquet")):
-        return _load_tables(
-            options, config, str(root / config), lambda name, ids: _read_parquet(root / name, split, ids)
-        )
+        read = partial(_read_parquet, root, split)
+        return _load_tables(options, config, str(root / config), read)
     return load_official(root, options, config)
 
 
@@ -134,19 +138,11 @@ def load_official(root: Path, options: DatasetOptions, config: str) -> list[Samp
     ]
 
 
-def to_sample(key: str, row: Any, where: str, find: Any) -> Sample:
-    """One GQA row, official or Hugging Face, as a `Sample`.
-
-    Args:
-        key: the question's id.
-        row: its fields.
-        where: for messages: file and question.
-        find: image name to file, or None where there is none.
-    """
+def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None]) -> Sample:
+    """One GQA row, official or Hugging Face, as a `Sample`; ``where`` is for messages."""
     if not isinstance(row, Mapping):
         raise DatasetError(f"{where}: expected an object, found {type(row).__name__}")
-    image = text_field(row, "imageId", where)
-    groups = row.get("groups") or {}
+    image, groups = text_field(row, "imageId", where), row.get("groups") or {}
     if not isinstance(groups, Mapping):
         raise DatasetError(f"{where}: 'groups' must be an object")
     return Sample(
@@ -164,27 +160,13 @@ def to_sample(key: str, row: Any, where: str, find: Any) -> Sample:
 
 def find_image(name: str, roots: Iterable[Path]) -> Path | None:
     """``<name>.jpg`` or ``.png`` below the first root that has it; names that are no plain file names find nothing."""
-    if not is_safe_name(name):
-        return None
-    for root in roots:
-        for suffix in _SUFFIXES:
-            file = root / f"{name}{suffix}"
-            if file.is_file():
-                return file
-    return None
+    files = (root / f"{name}{suffix}" for root in roots for suffix in _SUFFIXES) if is_safe_name(name) else ()
+    return next((file for file in files if file.is_file()), None)
 
 
 def is_safe_name(name: str) -> bool:
     """Whether an image's name is a plain file name: no separators, no leading dot."""
     return _SAFE_NAME.fullmatch(name) is not None and not name.startswith(".")
-
-
-def gqa_image_folders(options: DatasetOptions) -> list[Path]:
-    """Folders where `load` would find or unpack the images of these options; they need not exist."""
-    config, _ = resolve_config(options)
-    root = _gqa_root(options)
-    unpacked = options.data_dir / "gqa" / (config.removesuffix(_KIND) + "_images")
-    return [*(_below(root) if root else []), *_image_roots(), unpacked]
 
 
 def _gqa_root(options: DatasetOptions) -> Path | None:
@@ -210,12 +192,8 @@ def _ids(row: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
 def _load_tables(
     options: DatasetOptions, config: str, where: str, read: Callable[[str, set[str] | None], _Rows]
 ) -> list[Sample]:
-    """GQA in the Hugging Face layout.
-
-    Args:
-        where: for messages.
-        read: the rows of a configuration; those of some ids where ids are given.
-    """
+    """GQA in the Hugging Face layout; ``read`` gives the rows of a configuration, those of some ids where ids are
+    given."""
     chosen = select(list(read(config, None)), options)
     wanted = {str(r.get("imageId")) for r in chosen}
     images = config.removesuffix(_KIND) + "_images"
@@ -227,11 +205,11 @@ def _load_tables(
     return samples
 
 
-def _read_parquet(folder: Path, split: str, wanted: set[str] | None) -> _Rows:
+def _read_parquet(root: Path, split: str, config: str, wanted: set[str] | None) -> _Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    for file in sorted(folder.glob(f"{split}-*.parquet")):
+    for file in sorted((root / config).glob(f"{split}-*.parquet")):
         try:
             with pq.ParquetFile(file) as table:
                 for batch in table.iter_batches(batch_size=256):
@@ -267,23 +245,27 @@ def _unpack_images(rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: 
     found: dict[str, Path] = {}
     for row in rows:
         name, image = str(row.get("id")), row.get("image")
-        if name not in wanted or not is_safe_name(name):
-            continue
         data = image.get("bytes") if isinstance(image, Mapping) else None
-        if not data:
+        if not data or name not in wanted or not is_safe_name(name):
             continue
-        file = folder / (name + (".png" if data.startswith(b"\x89PNG") else ".jpg"))
+        found[name] = file = folder / (name + (".png" if data.startswith(b"\x89PNG") else ".jpg"))
         if not file.is_file() or file.stat().st_size != len(data):
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with replacing(file) as part:
-                    part.write(data)
-            except OSError as e:
-                raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e
-        found[name] = file
+            with _writing(file) as part:
+                part.write(data)
         if len(found) == len(wanted):
             break
     return found
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[BinaryIO]:
+    """A file that is put in its place when it is whole."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as part:
+            yield part
+    except OSError as e:
+        raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e
 
 
 # -- GQA's text, with a model's answers ------------------------------------------------------------
@@ -329,18 +311,13 @@ def _text_row(row: Mapping[str, Any], where: str) -> tuple[str, str, str, str]:
 def _card(folder: Path, name: str) -> Path:
     """A card with the name on it; the same name gives the same bytes."""
     file = folder / f"{name}.png"
-    if file.is_file():
-        return file
-    from PIL import Image, ImageDraw
+    if not file.is_file():
+        from PIL import Image, ImageDraw
 
-    card = Image.new("RGB", _CARD, (226, 226, 222))
-    ImageDraw.Draw(card).text((_CARD[0] / 2, _CARD[1] / 2), name, fill=(70, 70, 70), anchor="mm")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as part:
+        card = Image.new("RGB", _CARD, (226, 226, 222))
+        ImageDraw.Draw(card).text((_CARD[0] / 2, _CARD[1] / 2), name, fill=(70, 70, 70), anchor="mm")
+        with _writing(file) as part:
             card.save(part, "PNG")
-    except OSError as e:
-        raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e
     return file
 
 
@@ -352,46 +329,37 @@ _QUESTIONS_PER_IMAGE = 30  # at least, derived pictures included
 
 def load_minigqa(options: DatasetOptions) -> list[Sample]:
     """MiniGQA, our own visual question set in GQA's schema, from ``options.root``; without one it is drawn first, under
-    ``options.data_dir``.
-
-    The default size is `Knobs`' own; asking for more samples than that draws more pictures.
+    ``options.data_dir``, with more pictures where more samples are asked for than the default has.
 
     Raises:
         ConfigError: ``config`` is no name of GQA's form, or names a split that MiniGQA does not have.
         DatasetError: a file cannot be read, or the folder cannot be written.
     """
     config, split = resolve_config(options)
-    root = options.root or _ensure(options.data_dir, split, _knobs(options))
+    root = options.root or _minigqa_folder(options, split)
+    if options.root is None and not root.is_dir():
+        _draw(root, _knobs(options), split)
     return _with_variants(load_official(root, options, config), root / "provenance.json", split)
 
 
-def minigqa_image_folder(options: DatasetOptions) -> Path:
-    """The folder where `load` would find or draw the images of these options; it need not exist."""
-    _, split = resolve_config(options)
-    return (options.root or _folder(options.data_dir, split, _knobs(options))) / "images"
+def _knobs(options: DatasetOptions) -> Knobs:
+    return Knobs(images=max(Knobs().images, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE)))
 
 
-def _folder(data_dir: Path, split: str, knobs: Knobs) -> Path:
-    return data_dir / f"minigqa-{split}-{keys.digest(repr(knobs), str(_SEED), _generator())[:12]}"
+def _minigqa_folder(options: DatasetOptions, split: str) -> Path:
+    return options.data_dir / f"minigqa-{split}-{keys.digest(repr(_knobs(options)), str(_SEED), _generator())[:12]}"
 
 
-def _ensure(data_dir: Path, split: str, knobs: Knobs) -> Path:
-    """The folder of a split drawn with ``knobs``; drawn into a temporary folder and renamed when complete."""
-    folder = _folder(data_dir, split, knobs)
-    if folder.is_dir():
-        return folder
+def _draw(folder: Path, knobs: Knobs, split: str) -> None:
+    """Drawn into a temporary folder and renamed when complete."""
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".minigqa-", dir=data_dir))
-        try:
-            drawn = generate(part / "data", knobs, seed=_SEED, split=split)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".minigqa-", dir=folder.parent) as part:
+            drawn = generate(Path(part) / "data", knobs, seed=_SEED, split=split)
             if not folder.is_dir():
                 drawn.replace(folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
     except OSError as e:
-        raise DatasetError(f"{data_dir}: MiniGQA cannot be written there ({e.strerror or e})") from e
-    return folder
+        raise DatasetError(f"{folder.parent}: MiniGQA cannot be written there ({e.strerror or e})") from e
 
 
 def _generator() -> str:
@@ -399,10 +367,6 @@ def _generator() -> str:
     folder = Path(minigqa.__file__).parent
     files = sorted([*folder.glob("*.py"), *folder.glob("*.toml")])
     return keys.digest(*(file.read_bytes() for file in files))
-
-
-def _knobs(options: DatasetOptions) -> Knobs:
-    return Knobs(images=max(Knobs().images, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE)))
 
 
 def _with_variants(samples: list[Sample], path: Path, split: str) -> list[Sample]:

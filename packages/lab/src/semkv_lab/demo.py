@@ -13,11 +13,15 @@ from rich.table import Table
 
 from semkv.errors import SemkvError
 from semkv_lab.console import make_console, table
+from semkv_lab.records import at
 
-_PASSES = ("cold", "warm")
+_PASSES: Mapping[str, tuple[str, list[str]]] = {
+    "cold": ("an empty cache, after a run without semkv", ["--purge", "--baseline"]),
+    "warm": ("a new process: all comes from disk", []),
+}
 
 
-def run_demo(directory: Path, *, samples: int, verbose: bool = False, engine: str = "vllm") -> None:
+def run_demo(directory: Path, *, samples: int, verbose: bool = False) -> None:
     """Run both passes and print the comparison.
 
     Args:
@@ -25,37 +29,24 @@ def run_demo(directory: Path, *, samples: int, verbose: bool = False, engine: st
             emptied first.
         samples: how many questions.
         verbose: vLLM's own log, too.
-        engine: ``vllm`` or ``scripted``.
 
     Raises:
         SemkvError: a pass failed; it has said why.
     """
     console = make_console()
-    for name in _PASSES:
-        cold = name == "cold"
-        title = "an empty cache, after a run without semkv" if cold else "a new process: all comes from disk"
+    for name, (title, extra) in _PASSES.items():
         console.rule(f"{name}: {title}")
-        _run_pass(directory, name, samples, ["--purge", "--baseline"] if cold else [], verbose=verbose, engine=engine)
-    results = {name: _read(directory / f"{name}.json") for name in _PASSES}
-    console.print(comparison(results, same_answers(directory)))
+        command = [sys.executable, "-m", "semkv", "run", "--preset", "minigqa", "--max-samples", str(samples)]
+        command += ["--cache-dir", str(directory / "cache"), "--data-dir", str(directory / "data")]
+        command += ["--samples-out", str(directory / f"{name}.jsonl"), "--summary-out", str(directory / f"{name}.json")]
+        done = subprocess.run([*command, *extra, *(["--verbose"] if verbose else [])], check=False)
+        if done.returncode:
+            raise SemkvError(f"the {name} pass of the demo ended with exit code {done.returncode}")
+    cold, warm = (json.loads((directory / f"{n}.json").read_text(encoding="utf-8"))["summary"] for n in _PASSES)
+    console.print(comparison(cold, warm, same_answers(directory)))
     console.print(f"settings and figures: {directory}/cold.json, {directory}/warm.json", highlight=False)
     console.print(f"every sample:         {directory}/cold.jsonl, {directory}/warm.jsonl", highlight=False)
     console.print(f"the cache:            {directory}/cache", highlight=False)
-
-
-def _run_pass(directory: Path, name: str, samples: int, extra: list[str], *, verbose: bool, engine: str) -> None:
-    command = [sys.executable, "-m", "semkv", "run", "--preset", "minigqa", "--engine", engine]
-    command += ["--max-samples", str(samples), "--cache-dir", str(directory / "cache")]
-    command += ["--data-dir", str(directory / "data"), "--samples-out", str(directory / f"{name}.jsonl")]
-    command += ["--summary-out", str(directory / f"{name}.json"), *extra, *(["--verbose"] if verbose else [])]
-    done = subprocess.run(command, check=False)
-    if done.returncode:
-        raise SemkvError(f"the {name} pass of the demo ended with exit code {done.returncode}")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["summary"]
-    return summary
 
 
 def same_answers(directory: Path) -> tuple[int, int]:
@@ -63,52 +54,43 @@ def same_answers(directory: Path) -> tuple[int, int]:
     tokens: list[dict[str, list[int]]] = []
     for name in _PASSES:
         lines = (directory / f"{name}.jsonl").read_bytes().splitlines()  # of bytes: U+2028 ends no line
-        rows = [json.loads(line) for line in lines]
-        tokens.append({row["sample_id"]: row["token_ids"] for row in rows})
+        tokens.append({row["sample_id"]: row["token_ids"] for row in map(json.loads, lines)})
     cold, warm = tokens
     return sum(cold.get(key) == value for key, value in warm.items()), len(warm)
 
 
-def comparison(results: Mapping[str, Mapping[str, Any]], same: tuple[int, int]) -> Table:
-    """Three columns: vLLM alone, semkv with an empty cache, semkv after a restart."""
-    cold, warm = results["cold"], results["warm"]
+def comparison(cold: Mapping[str, Any], warm: Mapping[str, Any], same: tuple[int, int]) -> Table:
+    """Three columns: vLLM alone, semkv with an empty cache, semkv after a restart; of two summaries as JSON."""
     rows: list[tuple[str, ...]] = []
 
     def add(name: str, of: Callable[[Mapping[str, Any]], str], alone: str = "") -> None:
         rows.append((name, alone, of(cold), of(warm)))
 
-    def add_times(name: str, kind: str, at: str) -> None:
-        add(name, lambda r: _ms(_tier(r, "all")[kind][at]), _ms(cold[f"baseline_{kind}"][at]))
+    def tier(summary: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        return next((row for row in summary["tiers"] if row["tier"] == name), {"n": 0})
 
-    add("questions", lambda r: str(r["samples"]), str(cold["samples"]))
-    add("hits", lambda r: f"{r['hits']} ({r['hit_rate']:.0%})")
-    for name in sorted({row["tier"] for r in (cold, warm) for row in r["tiers"]} - {"all", "miss"}):
-        add(f"  {name}", lambda r, name=name: str(_tier(r, name)["n"]))  # type: ignore[misc]
-    alone = cold["tokens"]
-    add(
-        "prompt tokens not computed",
-        lambda r: _part(r["tokens"]["not_computed"], r["tokens"]["prompt"]),
-        _part(alone["baseline_not_computed"], alone["baseline_prompt"]),
-    )
-    add("  loaded from disk", lambda r: f"{r['tokens']['from_store']:,}")
-    add("requests that loaded KV", lambda r: _hits(r, "kv_cache"))
-    add("requests that loaded an encoder output", lambda r: _hits(r, "fusion"))
+    def hits(summary: Mapping[str, Any], tier: str) -> str:
+        return str(at(summary, "statuses", tier, "hit") or 0)
+
+    def add_times(name: str, kind: str, quantile: str) -> None:
+        add(name, lambda s: _ms(tier(s, "all")[kind][quantile]), _ms(cold[f"baseline_{kind}"][quantile]))
+
+    add("questions", lambda s: str(s["samples"]), str(cold["samples"]))
+    add("hits", lambda s: f"{s['hits']} ({s['hit_rate']:.0%})")
+    for name in sorted({row["tier"] for s in (cold, warm) for row in s["tiers"]} - {"all", "miss"}):
+        add(f"  {name}", lambda s, name=name: str(tier(s, name)["n"]))  # type: ignore[misc]
+    alone = _part(cold["tokens"]["baseline_not_computed"], cold["tokens"]["baseline_prompt"])
+    add("prompt tokens not computed", lambda s: _part(s["tokens"]["not_computed"], s["tokens"]["prompt"]), alone)
+    add("  loaded from disk", lambda s: f"{s['tokens']['from_store']:,}")
+    add("requests that loaded KV", lambda s: hits(s, "kv_cache"))
+    add("requests that loaded an encoder output", lambda s: hits(s, "fusion"))
     add_times("latency p50", "latency", "p50_s")
     add_times("latency p95", "latency", "p95_s")
-    add("  of it lookup, p50", lambda r: _ms(r["lookup"]["p50_s"]))
+    add("  of it lookup, p50", lambda s: _ms(s["lookup"]["p50_s"]))
     add_times("TTFT p50", "ttft", "p50_s")
-    add("accuracy", lambda r: _percent(r["accuracy"]), _percent(cold["baseline_accuracy"]))
+    add("accuracy", lambda s: _percent(s["accuracy"]), _percent(cold["baseline_accuracy"]))
     rows.append(("answers with the same tokens as before", "", "", f"{same[0]} of {same[1]}"))
-    names = ("", "vLLM alone", "semkv, empty cache", "semkv, new process")
-    return table("the same questions three times", names, rows)
-
-
-def _tier(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    return next((row for row in result["tiers"] if row["tier"] == name), {"n": 0})
-
-
-def _hits(result: Mapping[str, Any], tier: str) -> str:
-    return str(result["statuses"].get(tier, {}).get("hit", 0))
+    return table("the same questions three times", ("", "vLLM alone", "semkv, empty cache", "semkv, new process"), rows)
 
 
 def _part(count: int, total: int) -> str:

@@ -92,15 +92,11 @@ def lookups(
     found: dict[tuple[int, int], Lookup] = {}
     for share in _STORED:
         stored = random.random(len(of)) < share
-        for number in range(len(of)):
-            if stored[number]:
-                continue
-            near = next(((m, s) for m, s in corpus.neighbours[number] if stored[m]), None)
+        for n in np.flatnonzero(~stored).tolist():
+            near = next(((m, s) for m, s in corpus.neighbours[n] if stored[m]), None)
             if near is not None:
                 m, score = near
-                found[number, m] = Lookup(
-                    score, corpus.veto(number, m), of[number] != of[m], of[number], corpus.wording(number, m)
-                )
+                found[n, m] = Lookup(score, corpus.veto(n, m), of[n] != of[m], of[n], corpus.wording(n, m))
         tick(1)
     return list(found.values())
 
@@ -255,53 +251,32 @@ def _prepare(flags: QualityFlags, items: list[Item], start: Callable[[str, int],
     config = flags.config()
     encoder = SentenceEncoder(config.index_encoder)
     policy = build_policy(config, encoder.fingerprint if config.calibration else "")
-    distinct = list(dict.fromkeys(items))
     guard = veto if config.guards else no_veto
-    return build_corpus(distinct, encoder, guard, start("encoding", len(distinct))), policy
+    return build_corpus(items, encoder, guard, start("encoding", len(set(items)))), policy
 
 
 def eval_pairs(path: Path, flags: QualityFlags) -> tuple[Judgement, dict[str, Any]]:
     """Send labelled pairs through a policy. Raises `ConfigError` and `DatasetError`."""
-    config = flags.config()
-    pairs = read_pairs(path)
+    pairs, rate = read_pairs(path), flags.checked_share
     items = [(pair.group, text) for pair in pairs for text in (pair.a, pair.b)]
     with progress() as start:
         corpus, policy = _prepare(flags, items, start)
-        judged = judge(
-            pairs,
-            corpus,
-            policy,
-            verify_rate=config.checked_share,
-            seed=flags.seed,
-            tick=start("judging", len(pairs)),
-        )
-    return judged, {
-        **flags.header(),
-        "pairs": judged.pairs,
-        "same": judged.same,
-        "accepted": judged.accepted,
-        "right": judged.right,
-        "vetoed": judged.vetoed,
-        "precision": _short(judged.precision),
-        "recall": _short(judged.recall),
-        "false_positive_rate": _short(judged.false_positive_rate),
-        "p_chr_auc": _short(judged.area),
-    }
+        judged = judge(pairs, corpus, policy, verify_rate=rate, seed=flags.seed, tick=start("judging", len(pairs)))
+    counts = {name: getattr(judged, name) for name in ("pairs", "same", "accepted", "right", "vetoed")}
+    shares = {name: _short(getattr(judged, name)) for name in ("precision", "recall", "false_positive_rate")}
+    return judged, {**flags.header(), **counts, **shares, "p_chr_auc": _short(judged.area)}
 
 
 def eval_stream(path: Path, flags: QualityFlags) -> tuple[Outcome, dict[str, Any]]:
     """Play a stream through a policy. Raises `ConfigError` and `DatasetError`."""
-    config = flags.config()
-    stream = read_stream(path)
+    stream, rate = read_stream(path), flags.checked_share
     with progress() as start:
         corpus, policy = _prepare(flags, [(asked.group, asked.text) for asked in stream], start)
-        outcome = Replay(stream, corpus).play(
-            policy, verify_rate=config.checked_share, seed=flags.seed, tick=start("replaying", len(stream))
-        )
-    low, high = wilson(outcome.wrong, outcome.requests)
+        tick = start("replaying", len(stream))
+        outcome = Replay(stream, corpus).play(policy, verify_rate=rate, seed=flags.seed, tick=tick)
     return outcome, {
         **flags.header(),
-        "verify_rate": config.checked_share,
+        "verify_rate": rate,
         "requests": outcome.requests,
         "hits": outcome.hits,
         "exact_hits": outcome.exact,
@@ -312,7 +287,7 @@ def eval_stream(path: Path, flags: QualityFlags) -> tuple[Outcome, dict[str, Any
         "wrong_exact_hits": outcome.wrong_exact,
         "hit_rate": _short(outcome.hit_rate),
         "wrong_per_request": _short(outcome.wrong_rate),
-        "wrong_per_request_95": [_short(low), _short(high)],
+        "wrong_per_request_95": [_short(end) for end in wilson(outcome.wrong, outcome.requests)],
         "wrong_per_approximate_hit": _short(outcome.wrong_per_approximate),
         "wrong_per_request_at_worst": _short(outcome.worst),
         "along_the_stream": [{"requests": n, "hits": h, "wrong": w} for n, h, w in outcome.curve],
@@ -344,28 +319,24 @@ def figure(path: Path, x: str, y: str) -> Iterator[Any]:
 
 
 def plot_fit(fitted: Fit, path: Path) -> None:
-    """The share of wrong answers among lookups against the estimated chance."""
+    """The share of wrong answers among lookups against the estimated chance, in bands that have five lookups."""
     curve = fitted.calibration
     with figure(path, "estimated chance of a wrong answer", "share of wrong answers") as axes:
         axes.plot([0, 1], [0, 1], color="gray", linewidth=1)
-        for veto, color, label in ((False, "black", "no veto"), (True, "tab:red", "a guard objects")):
-            rows = [(curve.risk(r.score, r.veto, r.wording), r.wrong) for r in fitted.lookups if bool(r.veto) is veto]
-            points = [_shares([row for row in rows if low <= row[0] < low + _BAND]) for low in _LOWS]
-            shown = [point for point in points if point is not None]
-            axes.plot(*zip(*shown, strict=True), "o", color=color, label=label) if shown else None
+        for vetoed, color, label in ((False, "black", "no veto"), (True, "tab:red", "a guard objects")):
+            rows = [r for r in fitted.lookups if bool(r.veto) is vetoed]
+            risks = np.array([curve.risk(r.score, r.veto, r.wording) for r in rows])
+            wrong = np.array([r.wrong for r in rows])
+            bands = [band for low in _LOWS if (band := (low <= risks) & (risks < low + _BAND)).sum() >= 5]
+            if bands:
+                points = [risks[b].mean() for b in bands], [wrong[b].mean() for b in bands]
+                axes.plot(*points, "o", color=color, label=label)
         axes.axvline(curve.limit, color="gray", linestyle="--", label=f"limit {curve.limit:.2f}")
         axes.legend(frameon=False)
 
 
 _BAND = 0.1
 _LOWS = [_BAND * n for n in range(10)]
-
-
-def _shares(rows: Sequence[tuple[float, bool]]) -> tuple[float, float] | None:
-    """Mean estimate and share of wrong answers of a band that has some lookups."""
-    if len(rows) < 5:
-        return None
-    return sum(risk for risk, _ in rows) / len(rows), sum(wrong for _, wrong in rows) / len(rows)
 
 
 def plot_pairs(judged: Judgement, path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, Literal
 
 import matplotlib as mpl
@@ -15,7 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from semkv_lab.intervals import Estimate, resamples, split
+from semkv_lab.console import interval
+from semkv_lab.metrics import Estimate, resamples, split
 from semkv_lab.results import Experiment, Grid, Point, TierPoint, grids, group_names, points, tier_points
 
 INK, MUTED, GRID, SURFACE = "#1b2026", "#5a6470", "#d8dde2", "#fefefe"
@@ -33,6 +35,11 @@ MARKERS = "osD^vPX*"
 _PNG_DPI = 150
 _WIDTH = 10.6  # inches
 _STYLE: Any = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9.0),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "svg.hashsalt": "semkv",
     "svg.fonttype": "path",
     "font.family": "DejaVu Sans",
@@ -40,25 +47,9 @@ _STYLE: Any = {
     "axes.titlesize": 10.0,
     "axes.titlelocation": "left",
     "axes.labelsize": 9.5,
-    "xtick.labelsize": 9.0,
-    "ytick.labelsize": 9.0,
-    "legend.fontsize": 9.0,
-    "legend.frameon": False,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.edgecolor": MUTED,
     "axes.facecolor": "none",
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
     "grid.color": GRID,
     "grid.linewidth": 0.7,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
 }
 
 
@@ -134,17 +125,14 @@ def draw_all(experiments: Sequence[Experiment]) -> list[Drawing]:
 
 
 def _colors(groups: Iterable[str]) -> dict[str, str]:
-    return {group: SERIES[i % len(SERIES)] for i, group in enumerate(dict.fromkeys(groups))}
+    return dict(zip(dict.fromkeys(groups), cycle(SERIES), strict=False))
 
 
-def _bars(values: Sequence[Estimate], factor: float) -> Any:
-    """Distances from value to interval, [2, n]; none where there is no interval."""
-    return np.array(
-        [
-            [factor * max(0.0, (v.value or 0) - (v.low if v.low is not None else v.value or 0)) for v in values],
-            [factor * max(0.0, (v.high if v.high is not None else v.value or 0) - (v.value or 0)) for v in values],
-        ]
-    )
+def _bars(value: Estimate, factor: float) -> Any:
+    """Distances from value to interval, [2, 1]; none where there is no interval."""
+    middle = value.value or 0.0
+    low, high = (middle if end is None else end for end in (value.low, value.high))
+    return np.array([[factor * max(0.0, middle - low)], [factor * max(0.0, high - middle)]])
 
 
 # -- accuracy against hit rate ----------------------------------------------------------------------------------
@@ -158,9 +146,8 @@ def _tradeoff(plane: Sequence[Point], colors: dict[str, str]) -> Drawing:
         for p in plane:
             x, y = 100 * (p.rate.value or 0), 100 * (p.accuracy.value or 0)
             color = colors[p.group]
-            ax.errorbar(
-                x, y, xerr=_bars([p.rate], 100), yerr=_bars([p.accuracy], 100), color=color, linewidth=0.8, alpha=0.35
-            )
+            bars = {"xerr": _bars(p.rate, 100), "yerr": _bars(p.accuracy, 100)}
+            ax.errorbar(x, y, **bars, color=color, linewidth=0.8, alpha=0.35)
             marker = MARKERS[families.index(p.family) % len(MARKERS)]
             ax.plot(x, y, marker, color=color, markersize=6.5, markeredgecolor=SURFACE, markeredgewidth=0.7)
         _front(ax, plane)
@@ -199,13 +186,12 @@ def _front(ax: Axes, plane: Sequence[Point]) -> None:
 def _legend(figure: Figure, colors: dict[str, str], groups: set[str], families: Sequence[str]) -> None:
     """Groups below the panels, tiers above them."""
     named = [g for g in colors if g in groups]
-    handles = [Line2D([], [], marker="o", linestyle="", color=colors[g], label=_wrap(g)) for g in named]
     longest = max(map(len, named))
-    columns = 4 if longest < 28 else 3 if longest < 38 else 2
-    figure.legend(handles=handles, loc="outside lower left", ncols=columns)
+    handles = [Line2D([], [], marker="o", linestyle="", color=colors[g], label=_wrap(g)) for g in named]
+    figure.legend(handles=handles, loc="outside lower left", ncols=4 if longest < 28 else 3 if longest < 38 else 2)
     marks = [
-        Line2D([], [], marker=MARKERS[i % len(MARKERS)], linestyle="", color=MUTED, label=name)
-        for i, name in enumerate(families)
+        Line2D([], [], marker=marker, linestyle="", color=MUTED, label=name)
+        for name, marker in zip(families, cycle(MARKERS), strict=False)
     ]
     if marks:
         figure.legend(handles=marks, loc="outside upper left", ncols=4)
@@ -265,7 +251,7 @@ def _strip(
         for number, p in enumerate(members):
             value: Estimate = getattr(p, what)
             ax.errorbar(
-                factor * (value.value or 0), top + (rows - len(members) + 1) / 2 + number, xerr=_bars([value], factor),
+                factor * (value.value or 0), top + (rows - len(members) + 1) / 2 + number, xerr=_bars(value, factor),
                 fmt="o", markersize=3.4, color=colors[p.group], elinewidth=0.9, alpha=0.9,
             )  # fmt: skip
         top += rows
@@ -284,9 +270,12 @@ def _rows(found: Sequence[TierPoint], name: str) -> int:
 # -- latency ----------------------------------------------------------------------------------------------------
 
 
-def _latencies(experiments: Sequence[Experiment]) -> dict[str, dict[str, list[tuple[str, float]]]]:
+_Kinds = dict[str, dict[str, list[tuple[str, float]]]]
+
+
+def _latencies(experiments: Sequence[Experiment]) -> _Kinds:
     """(image, seconds) by group and kind: hits, misses, and the same requests without semkv, each once."""
-    found: dict[str, dict[str, list[tuple[str, float]]]] = {}
+    found: _Kinds = {}
     cold: dict[str, dict[str, tuple[str, float]]] = {}
     for experiment, group in zip(experiments, group_names(experiments), strict=True):
         for record in experiment.records:
@@ -294,12 +283,10 @@ def _latencies(experiments: Sequence[Experiment]) -> dict[str, dict[str, list[tu
             kinds["hits" if record.hit else "misses"].append((record.image, record.latency_s))
             if record.cold is not None:
                 cold.setdefault(group, {})[record.sample_id] = (record.image, record.cold.latency_s)
-    for group, kinds in found.items():
-        kinds["without semkv"] = list(cold.get(group, {}).values())
-    return found
+    return {group: {**kinds, "without semkv": list(cold.get(group, {}).values())} for group, kinds in found.items()}
 
 
-def _latency(found: dict[str, dict[str, list[tuple[str, float]]]]) -> Drawing:
+def _latency(found: _Kinds) -> Drawing:
     kinds: dict[str, tuple[str, Literal["-", "--"]]] = {
         "hits": (SERIES[2], "-"), "misses": (SERIES[1], "-"), "without semkv": (MUTED, "--")
     }  # fmt: skip
@@ -312,7 +299,8 @@ def _latency(found: dict[str, dict[str, list[tuple[str, float]]]]) -> Drawing:
                     ax.plot(x, y, color=color, linewidth=1.6, linestyle=style)
                     ax.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
             ax.set_xscale("log")
-            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+            left, right = ax.get_xlim()
+            ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if right < 500 * left else (1,), numticks=8))
             ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
             ax.xaxis.set_minor_formatter(NullFormatter())
             ax.set_xlabel("latency, lookup included (ms, log)")
@@ -348,9 +336,9 @@ def _ecdf(values: Sequence[tuple[str, float]]) -> tuple[Any, Any, Any, Any]:
 # -- threshold grids --------------------------------------------------------------------------------------------
 
 _PANELS = (
-    ("hit rate (% of requests)", ("hit_share",), 100.0, "viridis"),
-    ("accuracy on hits (%)", ("accuracy_on_hits",), 100.0, "viridis"),
-    ("time saved a request, mean (ms)", ("saved", "latency_s"), 1000.0, "viridis"),
+    ("hit rate (% of requests)", ("hit_share",), 100.0),
+    ("accuracy on hits (%)", ("accuracy_on_hits",), 100.0),
+    ("time saved a request, mean (ms)", ("saved", "latency_s"), 1000.0),
 )
 
 
@@ -369,40 +357,24 @@ def _grid(number: int, grid: Grid) -> Drawing:
     )
 
 
-def _heat(ax: Axes, grid: Grid, title: str, path: tuple[str, ...], factor: float, cmap: str) -> None:
+def _heat(ax: Axes, grid: Grid, title: str, path: tuple[str, ...], factor: float) -> None:
     found = {key: e.estimate(*path) for key, e in grid.cells.items()}
-    values = np.array(
-        [[_scaled(found.get((p, v)), factor) for v in grid.vision] for p in grid.prompt], dtype=np.float64
-    )
-    there = values[np.isfinite(values)]
-    low, high = (float(there.min()), float(there.max())) if len(there) else (0.0, 1.0)
-    span = max(high - low, 1.0 if factor == 100.0 else 1e-9)
+    none = Estimate(0, None)
+    cells = [[found.get((p, v), none) for v in grid.vision] for p in grid.prompt]
+    values = np.array([[np.nan if e.value is None else factor * e.value for e in row] for row in cells])
+    high = float(np.nanmax(values))
+    span = max(high - float(np.nanmin(values)), 1.0 if factor == 100.0 else 1e-9)
     columns, rows = np.arange(len(grid.vision) + 1), np.arange(len(grid.prompt) + 1)
-    ax.pcolormesh(columns, rows, values, cmap=cmap, vmin=high - span, vmax=high, edgecolors="none")
-    for row, p in enumerate(grid.prompt):
-        for column, v in enumerate(grid.vision):
-            value = found.get((p, v))
-            bright = np.isfinite(values[row, column]) and (values[row, column] - high + span) / span > 0.55
-            color = INK if value is None or value.value is None else ON_LIGHT if bright else ON_DARK
-            ax.text(column + 0.5, row + 0.5, _cell(value, factor), ha="center", va="center", color=color, fontsize=8.5)
-    ax.set_xticks(np.arange(len(grid.vision)) + 0.5, [f"{v:g}" for v in grid.vision])
-    ax.set_yticks(np.arange(len(grid.prompt)) + 0.5, [f"{p:g}" for p in grid.prompt])
+    ax.pcolormesh(columns, rows, values, cmap="viridis", vmin=high - span, vmax=high, edgecolors="none")
+    for row, column in np.ndindex(values.shape):
+        value = cells[row][column]
+        bright = (values[row, column] - high + span) / span > 0.55
+        color = INK if value.value is None else ON_LIGHT if bright else ON_DARK
+        text = interval(value, factor=factor).replace(" [", "\n[")
+        ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=color, fontsize=8.5)
+    ax.set_xticks(columns[:-1] + 0.5, [f"{v:g}" for v in grid.vision])
+    ax.set_yticks(rows[:-1] + 0.5, [f"{p:g}" for p in grid.prompt])
     ax.tick_params(length=0)
     ax.grid(visible=False)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-    ax.set_xlabel("vision threshold (cosine)")
-    ax.set_ylabel("prompt threshold (cosine)")
-    ax.set_title(title)
-
-
-def _scaled(value: Estimate | None, factor: float) -> float:
-    return float("nan") if value is None or value.value is None else factor * value.value
-
-
-def _cell(value: Estimate | None, factor: float) -> str:
-    if value is None or value.value is None:
-        return "-"
-    if value.low is None or value.high is None:
-        return f"{factor * value.value:.1f}"
-    return f"{factor * value.value:.1f}\n[{factor * value.low:.1f}, {factor * value.high:.1f}]"
+    ax.spines[:].set_visible(False)
+    ax.set(title=title, xlabel="vision threshold (cosine)", ylabel="prompt threshold (cosine)")

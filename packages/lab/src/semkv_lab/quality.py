@@ -7,10 +7,10 @@ is not, unless it was checked. An answer is wrong when the stored text that gave
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -70,8 +70,7 @@ def read_pairs(path: Path) -> list[Pair]:
         DatasetError: names file and line.
     """
     pairs = []
-    for number, row in _rows(path):
-        where = f"{path}, line {number}"
+    for where, row in _rows(path):
         same = row.get("same")
         if same not in (0, 1):
             raise DatasetError(f"{where}: 'same' must be 0 or 1, not {same!r}")
@@ -86,8 +85,7 @@ def read_stream(path: Path) -> list[Asked]:
         DatasetError: names file and line.
     """
     asked = []
-    for number, row in _rows(path):
-        where = f"{path}, line {number}"
+    for where, row in _rows(path):
         name = "cluster" if "cluster" in row else "answer"
         if name not in row:
             raise DatasetError(f"{where}: 'cluster' is missing: what names the answer that is right")
@@ -95,27 +93,24 @@ def read_stream(path: Path) -> list[Asked]:
     return asked
 
 
-def clusters(pairs: Sequence[Pair]) -> dict[tuple[str, str], int]:
-    """(group, text) to the number of its cluster: texts that a chain of same pairs connects."""
-    parent: dict[tuple[str, str], tuple[str, str]] = {}
+def clusters(pairs: Sequence[Pair]) -> dict[Item, int]:
+    """The number of the cluster of every text: texts that a chain of same pairs connects."""
+    from scipy.sparse import coo_array  # type: ignore[import-untyped]
+    from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]
 
-    def root(item: tuple[str, str]) -> tuple[str, str]:
-        parent.setdefault(item, item)
-        while parent[item] != item:
-            parent[item] = parent[parent[item]]
-            item = parent[item]
-        return item
-
+    number: dict[Item, int] = {}
     for pair in pairs:
-        a, b = root((pair.group, pair.a)), root((pair.group, pair.b))
-        if pair.same:
-            parent[a] = b
-    numbers: dict[tuple[str, str], int] = {}
-    return {item: numbers.setdefault(root(item), len(numbers)) for item in parent}
+        for text in (pair.a, pair.b):
+            number.setdefault((pair.group, text), len(number))
+    same = [(number[pair.group, pair.a], number[pair.group, pair.b]) for pair in pairs if pair.same]
+    a, b = np.array(same, dtype=np.int64).reshape(-1, 2).T
+    graph = coo_array((np.ones(len(same)), (a, b)), shape=(len(number), len(number)))
+    return dict(zip(number, connected_components(graph, directed=False)[1].tolist(), strict=True))
 
 
-def _rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
-    rows = list(read_jsonl(path))
+def _rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """Every row with where it stands; at least one."""
+    rows = [(f"{path}, line {number}", row) for number, row in read_jsonl(path)]
     if not rows:
         raise DatasetError(f"{path}: no rows")
     return rows
@@ -169,8 +164,8 @@ class Corpus:
             order = np.argsort(-scores, axis=1, kind="stable")[:, : _MOST + 1]
             for row, places in enumerate(order):
                 n = int(members[start + row])
-                near = [(int(members[p]), float(scores[row, p])) for p in places if scores[row, p] >= FLOOR]
-                self.neighbours[n] = [(m, min(1.0, s)) for m, s in near if m != n][:_MOST]
+                near = [(int(members[p]), min(1.0, float(scores[row, p]))) for p in places if scores[row, p] >= FLOOR]
+                self.neighbours[n] = [(m, score) for m, score in near if m != n][:_MOST]
 
     def with_guard(self, guard: Guard) -> Corpus:
         """The same texts and neighbours under another guard."""
@@ -297,19 +292,14 @@ def judge(
 
 def _pair_curve(ranked: list[tuple[float, bool]]) -> tuple[tuple[tuple[float, float], ...], float]:
     """Precision by hit ratio, and its mean; pairs of equal confidence count alike."""
-    ranked = sorted(ranked, key=lambda pair: pair[0])
-    right, area, points = 0.0, 0.0, []
-    start = 0
-    while start < len(ranked):
-        end = start
-        while end < len(ranked) and ranked[end][0] == ranked[start][0]:
-            end += 1
-        share = sum(same for _, same in ranked[start:end]) / (end - start)
+    right, area, points, end = 0.0, 0.0, [], 0
+    for _, tied in groupby(sorted(ranked, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
+        same = [same for _, same in tied]
+        start, end = end, end + len(same)
         for count in range(start + 1, end + 1):
-            right += share
+            right += sum(same) / len(same)
             area += right / count
         points.append((end / len(ranked), right / end))
-        start = end
     return tuple(points), area / len(ranked)
 
 
@@ -329,13 +319,13 @@ class Outcome:
     """
 
     requests: int
-    exact: int
-    approximate: int
-    wrong: int
-    wrong_exact: int
-    checks: int
-    overruled: int
-    worst: float | None
+    exact: int = 0
+    approximate: int = 0
+    wrong: int = 0
+    wrong_exact: int = 0
+    checks: int = 0
+    overruled: int = 0
+    worst: float | None = None
     curve: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
 
     @property
@@ -358,17 +348,10 @@ class Outcome:
 
 
 class Replay:
-    """A stream against a corpus, ready to be played many times.
-
-    Args:
-        stream: the requests.
-        corpus: holds every (group, text) of the stream.
-    """
+    """A stream against a corpus that holds every (group, text) of it, ready to be played many times."""
 
     def __init__(self, stream: Sequence[Asked], corpus: Corpus) -> None:
-        items: list[Item] = [(asked.group, asked.text) for asked in stream]
-        self._numbers = [corpus.number[item] for item in items]
-        self._answers = [asked.answer for asked in stream]
+        self._asked = [(corpus.number[asked.group, asked.text], asked.answer) for asked in stream]
         self._corpus = corpus
 
     def play(
@@ -384,52 +367,42 @@ class Replay:
         """
         random = Random(seed)  # noqa: S311
         stored: dict[int, str] = {}
-        exact = approximate = wrong = wrong_exact = checks = overruled = 0
+        counts: Counter[str] = Counter()
         worst: float | None = None
         curve: list[tuple[int, int, int]] = []
-        every = max(1, len(self._numbers) // _POINTS)
-        for count, (number, answer) in enumerate(zip(self._numbers, self._answers, strict=True), 1):
+        every = max(1, len(self._asked) // _POINTS)
+        for count, (number, answer) in enumerate(self._asked, 1):
             policy.arrived()
             if number in stored:
-                exact += 1
-                wrong += stored[number] != answer
-                wrong_exact += stored[number] != answer
+                counts["exact"] += 1
+                counts["wrong"] += stored[number] != answer
+                counts["wrong_exact"] += stored[number] != answer
             else:
-                judged = self._judge(policy, number, stored)
-                if judged.accepted is None:
-                    if judged.near is not None:
-                        policy.observe(judged.near, correct=stored[judged.nearest] == answer, served=False)
+                match, nearest, check = self._judge(policy, number, stored)
+                correct = match is not None and stored[nearest] == answer
+                if match is None or check is None:
+                    if match is not None:
+                        policy.observe(match, correct=correct, served=False)
                     stored[number] = answer
                 else:
-                    correct = stored[judged.nearest] == answer
-                    approximate += 1
-                    wrong += not correct
-                    overruled += bool(judged.accepted.veto)
+                    counts["approximate"] += 1
+                    counts["wrong"] += not correct
+                    counts["overruled"] += bool(match.veto)
                     lot = random.random()
-                    if verify_rate > 0.0 and lot < max(verify_rate, judged.check):
-                        checks += 1
-                        policy.observe(judged.accepted, correct=correct, served=True)
+                    if verify_rate > 0.0 and lot < max(verify_rate, check):
+                        counts["checks"] += 1
+                        policy.observe(match, correct=correct, served=True)
                         stored[number] = answer
             if count >= _SETTLED:
-                worst = max(worst or 0.0, wrong / count)
+                worst = max(worst or 0.0, counts["wrong"] / count)
             if count % every == 0:
-                curve.append((count, exact + approximate, wrong))
+                curve.append((count, counts["exact"] + counts["approximate"], counts["wrong"]))
             tick(1)
-        return Outcome(
-            requests=len(self._numbers),
-            exact=exact,
-            approximate=approximate,
-            wrong=wrong,
-            wrong_exact=wrong_exact,
-            checks=checks,
-            overruled=overruled,
-            worst=worst,
-            curve=tuple(curve),
-        )
+        return Outcome(len(self._asked), **counts, worst=worst, curve=tuple(curve))
 
-    def _judge(self, policy: Decider, number: int, stored: Mapping[int, str]) -> _Judged:
-        near: Match | None = None
-        nearest = -1
+    def _judge(self, policy: Decider, number: int, stored: Mapping[int, str]) -> tuple[Match | None, int, float | None]:
+        """The accepted match, its text and the share of its kind to check; else the nearest match, and no share."""
+        refused: tuple[Match | None, int, None] = (None, -1, None)
         there = ((other, score) for other, score in self._corpus.neighbours[number] if other in stored)
         for other, score in islice(there, _NEIGHBOURS):
             match = self._corpus.match(number, other, score, policy)
@@ -437,15 +410,7 @@ class Replay:
                 continue
             decision = policy.accept(self._corpus.request(number), _DONOR, match)
             if decision.accept:
-                return _Judged(match, None, other, decision.check)
-            if near is None:
-                near, nearest = match, other
-        return _Judged(None, near, nearest, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    accepted: Match | None
-    near: Match | None
-    nearest: int
-    check: float
+                return match, other, decision.check
+            if refused[0] is None:
+                refused = match, other, None
+        return refused

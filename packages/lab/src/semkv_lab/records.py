@@ -17,6 +17,13 @@ _PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}](?!\d)")
 _T = TypeVar("_T")
 
 
+def at(value: Any, *path: str) -> Any:
+    """What lies at this path of keys in nested objects, or None."""
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 def normalise_answer(text: str) -> str:
     """Lowercase, punctuation removed, outer white space stripped: lmms-eval's exact match for GQA.
 
@@ -67,18 +74,13 @@ class SampleRecord:
     """All that is known about one sample of a run; a line of ``--samples-out``.
 
     Attributes:
-        provenance: `ReuseReport.provenance`: which tier hit, empty on a miss.
-        exactness: of the substitution, empty on a miss.
+        text, answer, match: what was answered, what was expected (or None), and whether they are equal.
+        provenance: `ReuseReport.provenance`: which tier hit; with ``exactness`` empty on a miss.
         applied: whether the donor's segments were sent (False on a miss and in dry-run mode).
         donor_answer: what the donor answered, where all of its prompt stands in (or would, in dry-run mode).
-        donor_question, donor_image: the donor's question and the name of its first image, each empty where that part
-            of the donor does not stand in.
-        answer: what was expected, or None.
-        match: whether the text equals ``answer`` (`answers_match`), None without an answer.
-        latency_s: lookup and generation together.
-        lookup_s: the lookup alone, encoders included.
-        after_s: what the cache did once the answer was there, and no latency holds: recording it, and the check of an
-            approximate hit.
+        donor_question, donor_image: each empty where that part of the donor does not stand in.
+        latency_s: lookup and generation together; ``lookup_s`` the lookup alone, encoders included.
+        after_s: recording, and the check of an approximate hit: after the answer, and in no latency.
         cached_tokens: prompt tokens not computed; ``loaded_tokens`` of them from our KV store (None: no connector),
             ``prefix_tokens`` from vLLM's own prefix cache.
         entailed: ids of samples whose answer follows from this one's.
@@ -135,28 +137,23 @@ class SampleRecord:
         statuses, cold = row.get("statuses"), row.get("cold")
         if not isinstance(statuses, dict):
             raise ValueError(f"'statuses' is {statuses!r}")
-        return _make(
-            cls,
-            {
-                **row,
-                "statuses": {tier: Status(status) for tier, status in statuses.items()},
-                "cold": None if cold is None else Cold.from_json(cold),
-            },
-        )
+        statuses = {tier: Status(status) for tier, status in statuses.items()}
+        return _make(cls, {**row, "statuses": statuses, "cold": None if cold is None else Cold.from_json(cold)})
 
 
 def _make(kind: type[_T], row: Mapping[str, Any]) -> _T:
     if not isinstance(row, Mapping):
         raise ValueError(f"{kind.__name__} is {row!r}")
-    known = fields(kind)  # type: ignore[arg-type]
     values = {}
-    for f in known:
-        if f.name in row:
-            if not _is_a(row[f.name], str(f.type)):
-                raise ValueError(f"{f.name!r} is {repr(row[f.name])[:80]}; expected {f.type}")
-            values[f.name] = tuple(row[f.name]) if isinstance(row[f.name], list) else row[f.name]
-        elif f.default is MISSING:
-            raise ValueError(f"no field {f.name!r}")
+    for f in fields(kind):  # type: ignore[arg-type]
+        if f.name not in row:
+            if f.default is MISSING:
+                raise ValueError(f"no field {f.name!r}")
+            continue
+        value = row[f.name]
+        if not _is_a(value, str(f.type)):
+            raise ValueError(f"{f.name!r} is {repr(value)[:80]}; expected {f.type}")
+        values[f.name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
 
 

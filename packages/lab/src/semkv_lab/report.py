@@ -7,6 +7,7 @@ import difflib
 import io
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from semkv import __version__
 from semkv.errors import ConfigError
-from semkv_lab.console import interval, keep_apart, milliseconds, percent, writing
+from semkv_lab.console import interval, keep_apart, percent, writing
 from semkv_lab.datasets import DATASETS, locate_images
 from semkv_lab.figures import Drawing, draw_all
-from semkv_lab.intervals import Estimate
 from semkv_lab.results import (
     Experiment,
     Wrong,
@@ -94,7 +94,7 @@ def _shown(
         "title": title,
         "version": __version__,
         "logs": logs,
-        "facts": facts(experiments, percent, milliseconds),
+        "facts": facts(experiments),
         "drawings": drawings,
         "front": sorted((p for p in points(experiments) if p.front), key=lambda p: p.front),
         "columns": COLUMNS,
@@ -179,47 +179,49 @@ COLUMNS: Mapping[str, str] = {
 }
 """Title and meaning of every column."""
 
+# Those that are figures of the summary: their places in it, and the factors they are shown with.
+_FIGURES: Mapping[str, tuple[tuple[str, ...], float]] = {
+    "hit rate": (("hit_share",), 100),
+    "accuracy on hits": (("accuracy_on_hits",), 100),
+    "wrong hits": (("wrong_hit_share",), 100),
+    "same as cold": (("against_cold", "agreement"), 100),
+    "accuracy": (("accuracy",), 100),
+    "consistency": (("consistency",), 100),
+    "P-CHR AUC": (("chr_area", "area"), 100),
+    "tokens saved": (("saved", "tokens"), 1),
+    "ms saved": (("saved", "latency_s"), 1000),
+}
+
 
 def cells(experiment: Experiment, group: str) -> dict[str, Cell]:
     """One row of the table by column, in the order of `COLUMNS`."""
-    limits = thresholds(experiment)
     note = experiment.error or experiment.notes
     if experiment.missing is not None:
         note = "; ".join(x for x in (note, f"its samples are gone: {experiment.missing.name}") if x)
     found = {
         "experiment": Cell(experiment.name),
         "status": Cell(experiment.status),
-        "hit rate": _share(experiment.estimate("hit_share")),
-        "accuracy on hits": _share(experiment.estimate("accuracy_on_hits")),
-        "wrong hits": _share(experiment.estimate("wrong_hit_share")),
-        "same as cold": _share(experiment.estimate("against_cold", "agreement")),
-        "accuracy": _share(experiment.estimate("accuracy")),
-        "consistency": _share(experiment.estimate("consistency")),
-        "P-CHR AUC": _share(experiment.estimate("chr_area", "area")),
-        "tokens saved": _figure(experiment.estimate("saved", "tokens")),
-        "ms saved": _figure(experiment.estimate("saved", "latency_s"), 1000),
         "lookup": _number(number(experiment.value("lookup", "p50_s")), 1000, 1),
         "requests": _number(number(experiment.value("samples")), 1, 0),
         "tiers": Cell(family(experiment) if experiment.settings else "-"),
-        "thresholds": Cell(", ".join(f"{name} {value:g}" for name, value in limits.items()) or "-"),
+        "thresholds": Cell(_limits(experiment) or "-"),
         "group": Cell(group),
         "took": _number(experiment.seconds, 1, 0),
         "note": Cell(note or "-"),
     }
+    for name, (path, factor) in _FIGURES.items():
+        value = experiment.estimate(*path)
+        found[name] = Cell(interval(value, factor=factor), True, value.value)
     return {name: found[name] for name in COLUMNS}
+
+
+def _limits(experiment: Experiment) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in thresholds(experiment).items())
 
 
 def judged(hits: int, of_them: int) -> str:
     """``12 hits``, or how many of them there is anything to judge by."""
     return f"{hits:,} hits" if of_them == hits else f"{of_them:,} of {hits:,} hits that anything judges"
-
-
-def _share(value: Estimate) -> Cell:
-    return _figure(value, 100)
-
-
-def _figure(value: Estimate, factor: float = 1.0) -> Cell:
-    return Cell(interval(value, factor=factor), True, value.value)
 
 
 def _number(value: float | None, factor: float, digits: int) -> Cell:
@@ -238,12 +240,8 @@ def environments(experiments: Sequence[Experiment]) -> list[tuple[dict[str, str]
 
 def traces(experiments: Sequence[Experiment]) -> list[tuple[str, int]]:
     """Every workload trace that occurs, as text, with the number of its experiments."""
-    found: dict[str, int] = {}
-    for experiment in experiments:
-        if experiment.trace:
-            text = ", ".join(f"{k} {_value(v)}" for k, v in experiment.trace.items())
-            found[text] = found.get(text, 0) + 1
-    return list(found.items())
+    texts = [", ".join(f"{k} {_value(v)}" for k, v in e.trace.items()) for e in experiments if e.trace]
+    return list(Counter(texts).items())
 
 
 def _value(value: object) -> str:
@@ -296,24 +294,21 @@ def _card(wrong: Wrong) -> WrongCard:
         donor_question=donor if record.donor_question else (),
         picture=_picture(record.image, files),
         donor_picture=_picture(record.donor_image, files) if other else None,
-        thresholds=", ".join(f"{k} {v:g}" for k, v in thresholds(wrong.experiments[0]).items()),
+        thresholds=_limits(wrong.experiments[0]),
     )
 
 
 def differing(a: str, b: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple[str, bool], ...]]:
     """Two texts in pieces, each with whether the other one lacks it; white space and case aside."""
-    words = _WORD.findall(a), _WORD.findall(b)
-    one, other = ([word.casefold() for word, _ in text] for text in words)
-    pieces: tuple[list[tuple[str, bool]], list[tuple[str, bool]]] = ([], [])
+    texts = _WORD.findall(a), _WORD.findall(b)
+    one, other = ([word.casefold() for word, _ in text] for text in texts)
+    pieces: tuple[list[tuple[str, bool]], ...] = ([], [])
     for kind, i1, i2, j1, j2 in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
-        for found, out in zip((words[0][i1:i2], words[1][j1:j2]), pieces, strict=True):
+        for found, out in zip((texts[0][i1:i2], texts[1][j1:j2]), pieces, strict=True):
             piece = "".join(word + space for word, space in found)
-            out += (
-                [(piece.rstrip(), kind != "equal"), (" ", False)]
-                if piece != piece.rstrip()
-                else [(piece, kind != "equal")]
-            )
-    return tuple(p for p in pieces[0] if p[0]), tuple(p for p in pieces[1] if p[0])
+            out += [(piece.rstrip(), kind != "equal"), (" " * (piece != piece.rstrip()), False)]
+    own, donor = (tuple(p for p in text if p[0]) for text in pieces)
+    return own, donor
 
 
 def image_files(settings: Mapping[str, Any], names: set[str]) -> dict[str, Path]:

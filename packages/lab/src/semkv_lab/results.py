@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from semkv.errors import DatasetError
-from semkv_lab.intervals import Estimate
-from semkv_lab.metrics import given, wrong_hit
-from semkv_lab.records import HUGE, SampleRecord
-from semkv_lab.samples import NO_JSON
+from semkv_lab.console import milliseconds, percent
+from semkv_lab.metrics import Estimate, given, wrong_hit
+from semkv_lab.records import HUGE, SampleRecord, at
+from semkv_lab.samples import read_jsonl
 
 STATUSES = ("ok", "failed", "interrupted")
-_OBJECTS = ("settings", "environment", "trace")
 
 
 @dataclass(frozen=True)
@@ -48,24 +47,16 @@ class Experiment:
     def estimate(self, *path: str) -> Estimate:
         """A figure of the summary with its interval; empty where the summary has none."""
         found = self.value(*path)
-        if not isinstance(found, Mapping):
-            return Estimate(0, None)
-        n, value, low, high = (number(found.get(key)) for key in ("n", "value", "low", "high"))
+        n, value, low, high = (number(at(found, key)) for key in ("n", "value", "low", "high"))
         return Estimate(int(n or 0), value, low, high)
 
     def value(self, *path: str) -> Any:
         """Whatever the summary holds at this path of keys, or None."""
-        found: Any = self.summary
-        for key in path:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
+        return at(self.summary, *path)
 
     def setting(self, *path: str) -> Any:
         """Whatever the settings hold at this path of keys, or None."""
-        found: Any = self.settings
-        for key in path:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
+        return at(self.settings, *path)
 
 
 def read_logs(paths: Sequence[Path]) -> list[Experiment]:
@@ -89,77 +80,43 @@ def read_logs(paths: Sequence[Path]) -> list[Experiment]:
 def _read_log(path: Path) -> list[Experiment]:
     if path.suffix not in (".csv", ".jsonl"):
         raise DatasetError(f"{path}: a log of a sweep ends in .csv or .jsonl")
+    lines = path.with_suffix(".jsonl")
     if not path.is_file():
         raise DatasetError(f"{path}: no such file")
-    lines = path.with_suffix(".jsonl")
     if not lines.is_file():
         raise DatasetError(f"{lines}: no such file; a report reads the .jsonl that the sweep writes beside {path.name}")
-    rows: dict[str, Experiment] = {}
-    for line, row in _whole_lines(lines):
-        experiment = _experiment(row, lines, line)
-        rows[experiment.name] = experiment  # a later row is a later try
-    return list(rows.values())
-
-
-def _whole_lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(line number, object) of every line of JSON lines; a last line that was cut off, as by a kill, is left out.
-
-    Raises:
-        DatasetError: the file cannot be read, or a line is no JSON object; names file and line.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as e:
-        raise DatasetError(f"{path}: {e.strerror or e}") from e
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if b"\\ud" in line.lower():  # halves of surrogate pairs, as in the name of a file, become question marks
-                row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
-        except NO_JSON as e:
-            if number == len(lines):
-                return
-            reason = e.msg if isinstance(e, json.JSONDecodeError) else str(e)
-            raise DatasetError(f"{path}, line {number}: not valid JSON ({reason})") from e
-        if not isinstance(row, dict):
-            raise DatasetError(f"{path}, line {number}: expected an object, found {type(row).__name__}")
-        yield number, row
+    experiments = [_experiment(row, lines, line) for line, row in read_jsonl(lines, cut_off=True)]
+    return list({e.name: e for e in experiments}.values())  # a later row is a later try
 
 
 def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
     where = f"{path}, line {line}"
+    # Halves of surrogate pairs, as in the name of a file, become question marks.
+    row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
     name, status = row.get("name"), row.get("status")
     if not isinstance(name, str) or not name:
         raise DatasetError(f"{where}: no 'name': not a log of a sweep")
     if status not in STATUSES:
         raise DatasetError(f"{where}: 'status' is {status!r}; expected one of {', '.join(STATUSES)}")
-    for key in (*_OBJECTS, "summary"):
-        if row.get(key) is not None and not isinstance(row[key], Mapping):
-            raise DatasetError(f"{where}: {key!r} must be an object, found {type(row[key]).__name__}")
+    objects = {key: row.get(key) or {} for key in ("settings", "environment", "trace", "summary")}
+    for key, value in objects.items():
+        if not isinstance(value, Mapping):
+            raise DatasetError(f"{where}: {key!r} must be an object, found {type(value).__name__}")
     samples = path.parent / str(row["samples"]) if row.get("samples") else None
-    there = samples is not None and _is_file(samples)
+    try:
+        there = samples is not None and samples.is_file()
+    except OSError:  # no name of a file at all
+        there = False
     return Experiment(
         name=name,
         status=status,
         error=str(row.get("error") or ""),
         notes=str(row.get("notes") or ""),
         seconds=number(row.get("seconds")),
-        settings=row.get("settings") or {},
-        environment=row.get("environment") or {},
-        trace=row.get("trace") or {},
-        summary=row.get("summary") or {},
+        **objects,
         records=read_samples(samples) if samples is not None and there else (),
-        missing=samples if samples is not None and not there else None,
+        missing=None if there else samples,
     )
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # no name of a file at all
-        return False
 
 
 def listed(value: Any) -> list[Any]:
@@ -180,7 +137,7 @@ def read_samples(path: Path) -> tuple[SampleRecord, ...]:
         DatasetError: a line is no record; names file and line.
     """
     records = []
-    for line, row in _whole_lines(path):
+    for line, row in read_jsonl(path, cut_off=True):
         try:
             records.append(SampleRecord.from_json(row))
         except (ValueError, TypeError, AttributeError, KeyError) as e:
@@ -210,15 +167,9 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def family(experiment: Experiment) -> str:
     """The tiers that are on: ``exact``, ``semantic + fusion`` ...; ``none`` where none is."""
-    if experiment.setting("cache", "mode") == "off":
-        return "none"
-    on = {
-        "exact": experiment.setting("cache", "exact"),
-        "semantic": experiment.setting("cache", "semantic"),
-        "embedding": experiment.setting("cache", "embedding_layers"),
-        "fusion": experiment.setting("cache", "fusion"),
-    }
-    return " + ".join(name for name, there in on.items() if there) or "none"
+    tiers = {"exact": "exact", "semantic": "semantic", "embedding": "embedding_layers", "fusion": "fusion"}
+    on = [name for name, setting in tiers.items() if experiment.setting("cache", setting)]
+    return "none" if not on or experiment.setting("cache", "mode") == "off" else " + ".join(on)
 
 
 def thresholds(experiment: Experiment) -> dict[str, float]:
@@ -300,20 +251,18 @@ def points(experiments: Sequence[Experiment]) -> list[Point]:
     On the front is what no other experiment beats in one of the two without losing in the other; of equal ones the
     first.
     """
-    groups = group_names(experiments)
     found = []
-    for experiment, group in zip(experiments, groups, strict=True):
+    for experiment, group in zip(experiments, group_names(experiments), strict=True):
         rate, accuracy = experiment.estimate("hit_share"), accuracy_on_hits(experiment)
         if rate.value and accuracy.value is not None:
             found.append(Point(experiment, group, family(experiment), rate, accuracy))
-    order = sorted(found, key=lambda p: (-(p.rate.value or 0), -(p.accuracy.value or 0)))
     best, front = -1.0, []
-    for point in order:
+    for point in sorted(found, key=lambda p: (-(p.rate.value or 0), -(p.accuracy.value or 0))):
         if (point.accuracy.value or 0) > best:
             best = point.accuracy.value or 0
             front.append(point)
     numbers = {id(p): n for n, p in enumerate(reversed(front), start=1)}
-    return [Point(p.experiment, p.group, p.family, p.rate, p.accuracy, numbers.get(id(p), 0)) for p in found]
+    return [replace(p, front=numbers.get(id(p), 0)) for p in found]
 
 
 @dataclass(frozen=True)
@@ -328,24 +277,22 @@ class Grid:
 
 def grids(experiments: Sequence[Experiment]) -> list[Grid]:
     """Every threshold grid of at least two experiments."""
-    names = group_names(experiments)
     found: dict[tuple[str, str, Any], dict[tuple[float, float], Experiment]] = {}
-    for experiment, name in zip(experiments, names, strict=True):
+    for experiment, name in zip(experiments, group_names(experiments), strict=True):
         limits = thresholds(experiment)
         if {"prompt", "vision"} <= limits.keys() and experiment.summary:
-            rest = tuple(sorted((k, v) for k, v in limits.items() if k not in ("prompt", "vision")))
-            cells = found.setdefault((name, family(experiment), rest), {})
-            cells[limits["prompt"], limits["vision"]] = experiment
-    several = Counter(name for (name, _, _), cells in found.items() if len(cells) > 1)
+            key = limits.pop("prompt"), limits.pop("vision")
+            found.setdefault((name, family(experiment), tuple(sorted(limits.items()))), {})[key] = experiment
+    several = {key: cells for key, cells in found.items() if len(cells) > 1}
+    uses = Counter(name for name, _, _ in several)
     return [
         Grid(
-            name=name if several[name] == 1 else ", ".join([name, tiers, *(f"{k} {v:g}" for k, v in rest)]),
+            name=name if uses[name] == 1 else ", ".join([name, tiers, *(f"{k} {v:g}" for k, v in rest)]),
             prompt=tuple(sorted({p for p, _ in cells})),
             vision=tuple(sorted({v for _, v in cells})),
             cells=cells,
         )
-        for (name, tiers, rest), cells in found.items()
-        if len(cells) > 1
+        for (name, tiers, rest), cells in several.items()
     ]
 
 
@@ -364,9 +311,9 @@ def tier_points(experiments: Sequence[Experiment]) -> list[TierPoint]:
     found = []
     for experiment, group in zip(experiments, group_names(experiments), strict=True):
         for row in listed(experiment.value("tiers")):
-            tier = row.get("tier") if isinstance(row, Mapping) else None
+            tier = at(row, "tier")
             if isinstance(tier, str) and tier != "all" and row.get("n"):
-                part = Experiment("", "ok", "", "", None, {}, {}, {}, row)
+                part = replace(experiment, summary=row)
                 found.append(TierPoint(tier, group, part.estimate("share"), part.estimate("saved", "latency_p50_s")))
     return found
 
@@ -433,9 +380,8 @@ def worst(every: Sequence[Wrong]) -> list[Wrong]:
 def _clean(experiment: Experiment) -> bool:
     """Whether it had hits, each of them was judged, and none was wrong."""
     wrong, hits = experiment.estimate("wrong_hit_share"), experiment.estimate("hit_share")
-    return (
-        bool(hits.value) and wrong.value == 0 and wrong.n == hits.n and accuracy_on_hits(experiment).value is not None
-    )
+    judged = wrong.n == hits.n and accuracy_on_hits(experiment).value is not None
+    return bool(hits.value) and wrong.value == 0 and judged
 
 
 def _dry(experiment: Experiment) -> bool:
@@ -451,36 +397,31 @@ class Fact:
     where: str
 
 
-def facts(
-    experiments: Sequence[Experiment], percent: Callable[[Estimate], str], ms: Callable[[Estimate], str]
-) -> list[Fact]:
+def facts(experiments: Sequence[Experiment]) -> list[Fact]:
     """What a reader should know first."""
+
+    def most(among: Sequence[Experiment], *path: str) -> Experiment:
+        return max(among, key=lambda e: e.estimate(*path).value or 0)
+
     done = [e for e in experiments if e.summary]
-    failed = [e for e in experiments if e.status == "failed"]
-    found = [
-        Fact(
-            str(len(experiments)),
-            "experiments",
-            f"{sum(e.status == 'ok' for e in experiments)} finished, {len(failed)} failed, "
-            f"{sum(int(number(e.value('samples')) or 0) for e in done):,} requests in all",
-        )
-    ]
+    finished, failed = (sum(e.status == status for e in experiments) for status in ("ok", "failed"))
+    requests = sum(int(number(e.value("samples")) or 0) for e in done)
+    counts = f"{finished} finished, {failed} failed, {requests:,} requests in all"
+    found = [Fact(str(len(experiments)), "experiments", counts)]
     clean = [e for e in done if _clean(e)]
     if clean:
-        best = max(clean, key=lambda e: e.estimate("hit_share").value or 0)
+        best = most(clean, "hit_share")
         found.append(Fact(percent(best.estimate("hit_share")), "most hits without a wrong one", best.name))
     hitting = [e for e in done if e.estimate("hit_share").value]
     if hitting:
-        top = max(hitting, key=lambda e: e.estimate("hit_share").value or 0)
-        wrong = percent(top.estimate("wrong_hit_share"))
-        found.append(
-            Fact(percent(top.estimate("hit_share")), f"most hits at all, wrong hits a request: {wrong}", top.name)
-        )
+        top = most(hitting, "hit_share")
+        what = f"most hits at all, wrong hits a request: {percent(top.estimate('wrong_hit_share'))}"
+        found.append(Fact(percent(top.estimate("hit_share")), what, top.name))
     # A dry run sends every request unchanged: what it saves is not its hits'.
     timed = [e for e in clean if (e.estimate("saved", "latency_s").value or 0) > 0 and not _dry(e)]
     if timed:
-        fastest = max(timed, key=lambda e: e.estimate("saved", "latency_s").value or 0)
-        saved = ms(fastest.estimate("saved", "latency_s"))
+        fastest = most(timed, "saved", "latency_s")
+        saved = milliseconds(fastest.estimate("saved", "latency_s"))
         found.append(Fact(saved, "most time saved a request without a wrong hit", fastest.name))
     cold = next((e for e in done if e.estimate("baseline_accuracy").value is not None), None)
     if cold:
@@ -488,7 +429,6 @@ def facts(
     noisy = next((e for e in done if e.estimate("noise_floor", "tokens").value is not None), None)
     if noisy:
         noise = noisy.estimate("noise_floor", "tokens")
-        found.append(
-            Fact(percent(noise), "noise floor: the same prompt twice, other tokens", f"{noise.n} prompts, {noisy.name}")
-        )
+        what = "noise floor: the same prompt twice, other tokens"
+        found.append(Fact(percent(noise), what, f"{noise.n} prompts, {noisy.name}"))
     return found

@@ -16,8 +16,9 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -42,9 +43,8 @@ from semkv_lab.console import (
 )
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Summary, summarise
-from semkv_lab.records import Cold, SampleRecord, answers_match
-from semkv_lab.requests import RequestBuilder, arrange, asked, label_answers
-from semkv_lab.samples import Sample, read_json, read_jsonl
+from semkv_lab.records import Cold, SampleRecord, answers_match, at
+from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers, read_json, read_jsonl
 from semkv_lab.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -63,45 +63,30 @@ class Progress:
     listener: Listener
     records: list[SampleRecord] = field(default_factory=list)
     cold: dict[str, Cold] = field(default_factory=dict)
-    faults: dict[str, int] = field(default_factory=dict)
+    faults: Counter[str] = field(default_factory=Counter)
     interrupted: bool = False
-
-    def count(self, fault: str) -> None:
-        self.faults[fault] = self.faults.get(fault, 0) + 1
-
-    def failed(self, error: EngineError, done: int) -> None:
-        """Count a sample the engine failed on; give up where none has succeeded yet."""
-        self.count("failed samples")
-        if not done and self.faults["failed samples"] >= _GIVE_UP_AFTER:
-            raise error
-
-
-class Stop:
-    """Whether the user asked to stop (Ctrl-C)."""
-
-    requested = False
 
 
 @contextmanager
-def stop_between_samples() -> Iterator[Stop]:
-    """The first Ctrl-C inside the block lets the sample at hand finish, so that records, file and engine agree; the
-    second one raises KeyboardInterrupt."""
-    stop = Stop()
+def stop_between_samples() -> Iterator[threading.Event]:
+    """The first Ctrl-C inside the block is an event: the sample at hand finishes, so that records, file and engine
+    agree. The second one raises KeyboardInterrupt, and so does the end of the block after a first."""
+    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if stop.requested:
+        if stop.is_set():
             raise KeyboardInterrupt
-        stop.requested = True
+        stop.set()
 
     before = signal.signal(signal.SIGINT, ask)
     try:
         yield stop
     finally:
         signal.signal(signal.SIGINT, before)
-    if stop.requested:
+    if stop.is_set():
         raise KeyboardInterrupt
 
 
@@ -110,13 +95,15 @@ def _each(stage: str, answer: Callable[[Sample], None], done: Sized, progress: P
     progress.listener.stage(stage, len(progress.samples))
     with stop_between_samples() as stop:
         for sample in progress.samples:
-            if stop.requested:
+            if stop.is_set():
                 break
             try:
                 answer(sample)
             except EngineError as e:
                 progress.listener.failed(sample, e)
-                progress.failed(e, len(done))
+                progress.faults["failed samples"] += 1
+                if not done and progress.faults["failed samples"] >= _GIVE_UP_AFTER:
+                    raise
 
 
 def run_cold(engine: Engine, builder: RequestBuilder, progress: Progress) -> None:
@@ -142,12 +129,10 @@ def run_cold(engine: Engine, builder: RequestBuilder, progress: Progress) -> Non
             match=_match(result.text, sample),
             latency_s=result.latency_s,
             ttft_s=result.ttft_s,
-            prompt_tokens=result.prompt_tokens,
-            cached_tokens=result.cached_tokens,
-            token_ids=result.token_ids,
             again_text=again.text if again else None,
             again_token_ids=again.token_ids if again else None,
             asked=asked(request),
+            **_counted(result),
         )
         progress.cold[sample.sample_id] = cold
         progress.listener.cold(sample, cold)
@@ -177,8 +162,9 @@ def _answer(
         if not report.plan.substituted:
             raise
         # The donor's image is gone: a fault inside the cache, so the request goes out as it came.
-        progress.count("donor image lost")
-        report = replace(report, plan=Plan(request.segments), statuses=_as_misses(report))
+        progress.faults["donor image lost"] += 1
+        missed = {tier: Status.MISS if s is Status.HIT else s for tier, s in report.statuses.items()}
+        report = replace(report, plan=Plan(request.segments), statuses=missed)
         result = engine.generate(_prompt(request.segments, settings))
     start = time.perf_counter()
     if cache is not None:
@@ -187,29 +173,6 @@ def _answer(
             _check(report, result.text, engine, cache, settings)
     after_s = time.perf_counter() - start
     report = report.with_status(kv_cache=result.kv, fusion=result.fusion)
-    return _record(sample, report, result, cold=progress.cold.get(sample.sample_id), after_s=after_s)
-
-
-def _check(report: ReuseReport, answer: str, engine: Engine, cache: SemanticCache, settings: RunSettings) -> None:
-    """Answer the unchanged request of an approximate hit as well, and hand in whether the two answers agree."""
-    own = report.unchanged()
-    result = engine.generate(_prompt(own.plan.segments, settings))
-    cache.checked(report.hit_id, cache.same_answer(result.text, answer))
-    cache.add_observation(own, result.text, metadata=_metadata(result, settings))
-
-
-def _metadata(result: EngineResult, settings: RunSettings) -> dict[str, str]:
-    model = Path(settings.model)
-    return {"finish_reason": result.finish_reason, "model": model.name if model.is_dir() else settings.model}
-
-
-def _as_misses(report: ReuseReport) -> dict[str, Status]:
-    return {tier: Status.MISS if status is Status.HIT else status for tier, status in report.statuses.items()}
-
-
-def _record(
-    sample: Sample, report: ReuseReport, result: EngineResult, *, cold: Cold | None, after_s: float
-) -> SampleRecord:
     match = report.plan.match
     donor_question, donor_image = _donor_inputs(report)
     return SampleRecord(
@@ -229,19 +192,34 @@ def _record(
         latency_s=report.lookup_s + result.latency_s,
         lookup_s=report.lookup_s,
         ttft_s=None if result.ttft_s is None else report.lookup_s + result.ttft_s,
-        prompt_tokens=result.prompt_tokens,
-        cached_tokens=result.cached_tokens,
         loaded_tokens=result.loaded_tokens,
         prefix_tokens=result.prefix_tokens,
         finish_reason=result.finish_reason,
-        token_ids=result.token_ids,
         variant=sample.variant,
         donor_question=donor_question,
         donor_image=donor_image,
         entailed=sample.entailed,
-        cold=cold,
+        cold=progress.cold.get(sample.sample_id),
         after_s=after_s,
+        **_counted(result),
     )
+
+
+def _counted(result: EngineResult) -> dict[str, Any]:
+    return {name: getattr(result, name) for name in ("prompt_tokens", "cached_tokens", "token_ids")}
+
+
+def _check(report: ReuseReport, answer: str, engine: Engine, cache: SemanticCache, settings: RunSettings) -> None:
+    """Answer the unchanged request of an approximate hit as well, and hand in whether the two answers agree."""
+    own = report.unchanged()
+    result = engine.generate(_prompt(own.plan.segments, settings))
+    cache.checked(report.hit_id, cache.same_answer(result.text, answer))
+    cache.add_observation(own, result.text, metadata=_metadata(result, settings))
+
+
+def _metadata(result: EngineResult, settings: RunSettings) -> dict[str, str]:
+    model = Path(settings.model)
+    return {"finish_reason": result.finish_reason, "model": model.name if model.is_dir() else settings.model}
 
 
 def _donor_inputs(report: ReuseReport) -> tuple[str, str]:
@@ -263,24 +241,18 @@ def _match(text: str, sample: Sample) -> bool | None:
     return None if sample.answer is None else answers_match(text, sample.answer)
 
 
-def check_images(samples: Sequence[Sample]) -> None:
-    """Stop before the first answer where images are missing.
+def make_builder(samples: Sequence[Sample], engine: Engine, settings: RunSettings) -> RequestBuilder:
+    """The builder of requests for this engine: its namespace, and images only where it takes them.
 
     Raises:
-        DatasetError: how many are missing, and where to put them.
+        DatasetError: how many images are missing, and where to put them.
     """
     missing = sorted({image.name for s in samples for image in s.images if image.path is None})
-    if missing:
+    if missing and engine.accepts_images:
         raise DatasetError(
             f"{len(missing)} images have no file (the first is {missing[0]!r}): put them under the data set's images/ "
             "folder, or name the folder in GQA_IMAGE_ROOT"
         )
-
-
-def make_builder(samples: Sequence[Sample], engine: Engine, settings: RunSettings) -> RequestBuilder:
-    """The builder of requests for this engine: its namespace, and images only where it takes them."""
-    if engine.accepts_images:
-        check_images(samples)
     return RequestBuilder(
         namespace=Namespace(settings.tenant, engine.fingerprint()),
         chunk_source=settings.chunk_source,
@@ -308,26 +280,23 @@ def run(
     """
     progress = Progress(settings, samples, listener)
     cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
+
+    @contextmanager
+    def started(attach: bool) -> Iterator[tuple[Engine, RequestBuilder]]:
+        listener.stage("start", 0)
+        with closing(make_engine(settings, attach)) as engine:
+            yield engine, make_builder(samples, engine, settings)
+
     try:
         if settings.baseline_from is not None:
             progress.cold.update(read_cold(settings.baseline_from, samples, settings))
         elif settings.baseline:
-            listener.stage("start", 0)
-            engine = make_engine(settings, False)
-            try:
-                builder = make_builder(samples, engine, settings)
+            with started(attach=False) as (engine, builder):
                 run_cold(engine, builder, progress)
-            finally:
-                engine.close()
-        listener.stage("start", 0)
-        engine = make_engine(settings, cache is not None)
-        try:
-            builder = make_builder(samples, engine, settings)
+        with started(attach=cache is not None) as (engine, builder):
             if settings.baseline_from is not None:
                 check_asked(settings.baseline_from, progress.cold, [builder.build(sample) for sample in samples])
             run_cached(engine, cache, builder, progress)
-        finally:
-            engine.close()
     except KeyboardInterrupt:
         progress.interrupted = True
     finally:
@@ -374,17 +343,17 @@ def read_cold(path: Path, samples: Sequence[Sample], settings: RunSettings) -> d
                 found[str(row["sample_id"])] = (str(row["question"]), row["answer"], Cold.from_json(row["cold"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise DatasetError(f"{path}, line {number}: no sample of a run ({error})") from error
-    for sample in samples:
-        if sample.sample_id not in found:
-            raise DatasetError(f"{path} has no cold answer for sample {sample.sample_id}: run it with --baseline")
-        question, answer, _ = found[sample.sample_id]
-        if question != sample.question:
-            raise DatasetError(f"{path}: sample {sample.sample_id} is another question there")
-        if answer != sample.answer:
+    for s in samples:
+        if s.sample_id not in found:
+            raise DatasetError(f"{path} has no cold answer for sample {s.sample_id}: run it with --baseline")
+        question, answer, _ = found[s.sample_id]
+        if question != s.question:
+            raise DatasetError(f"{path}: sample {s.sample_id} is another question there")
+        if answer != s.answer:
             raise DatasetError(
-                f"{path}: sample {sample.sample_id} expects {answer!r} there, and {sample.answer!r} in the data set"
+                f"{path}: sample {s.sample_id} expects {answer!r} there, and {s.answer!r} in the data set"
             )
-    return {sample.sample_id: found[sample.sample_id][2] for sample in samples}
+    return {s.sample_id: found[s.sample_id][2] for s in samples}
 
 
 def check_asked(path: Path, cold: Mapping[str, Cold], requests: Sequence[Request]) -> None:
@@ -402,21 +371,13 @@ def check_asked(path: Path, cold: Mapping[str, Cold], requests: Sequence[Request
 
 
 def _check_settings(path: Path, now: Mapping[str, Any]) -> None:
-    header = read_json(path)
-    before = header.get("settings") if isinstance(header, dict) else None
+    before = at(read_json(path), "settings")
     if not isinstance(before, dict):
         raise DatasetError(f"{path}: no settings of a run")
     for name in _SAME:
-        there, here = _at(before, name), _at(now, name)
+        there, here = (json.dumps(at(settings, *name.split("."))) for settings in (before, now))
         if there != here:
-            was, now_is = json.dumps(there), json.dumps(here)
-            raise DatasetError(f"{path}: {name} was {was} when the cold answers were given, and is {now_is} now")
-
-
-def _at(settings: Any, name: str) -> Any:
-    for key in name.split("."):
-        settings = settings.get(key) if isinstance(settings, Mapping) else None
-    return settings
+            raise DatasetError(f"{path}: {name} was {there} when the cold answers were given, and is {here} now")
 
 
 # -- what `semkv run` does ------------------------------------------------------------
@@ -452,22 +413,15 @@ def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False
     return summary
 
 
-def samples_images(samples: list[Sample]) -> int:
-    """The most images in one sample."""
-    return max((len(s.images) for s in samples), default=0)
-
-
 def engine_factory(samples: list[Sample], verbose: bool = False) -> EngineFactory:
     """Makes engines of the kind that the settings name."""
 
     def make(settings: RunSettings, attach: bool) -> Engine:
-        if settings.engine == "scripted":
+        if settings.engine in ("scripted", "labels"):
             from semkv.engines.scripted import ScriptedEngine
 
-            return ScriptedEngine(name=settings.model)
-        if settings.engine == "labels":
-            from semkv.engines.scripted import ScriptedEngine
-
+            if settings.engine == "scripted":
+                return ScriptedEngine(name=settings.model)
             answers = label_answers(samples, settings.instruction)
             return ScriptedEngine(answer=answers, name="labels", store=set() if attach else None)
         from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
@@ -479,17 +433,16 @@ def engine_factory(samples: list[Sample], verbose: bool = False) -> EngineFactor
             fusion=cache.fusion,
             max_blocks=cache.max_cached_blocks,
         )
-        return VllmEngine(
-            VllmOptions(
-                model=settings.model,
-                revision=settings.revision,
-                trust_remote_code=settings.trust_remote_code,
-                max_model_len=settings.max_model_len,
-                max_images=samples_images(samples),
-                connectors=connectors if attach else None,
-                verbose=verbose,
-            )
+        options = VllmOptions(
+            model=settings.model,
+            revision=settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+            max_model_len=settings.max_model_len,
+            max_images=max((len(s.images) for s in samples), default=0),
+            connectors=connectors if attach else None,
+            verbose=verbose,
         )
+        return VllmEngine(options)
 
     return make
 

@@ -1,4 +1,6 @@
-"""What every data set yields, and how its files are read."""
+"""What every data set yields, how its files are read, and how samples become requests: in which order and how often
+they are asked, their segments, and the text that the semantic tiers match on.
+"""
 
 # The command line reads the annotations of fields: they must be values, not texts.
 
@@ -7,17 +9,20 @@ import json
 import os
 import random
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import accumulate, count, cycle, islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
-from semkv.config import POSITIVE, check
+from semkv import keys
+from semkv.config import POSITIVE, Allowed, check
 from semkv.errors import ConfigError, DatasetError
+from semkv.types import MediaSegment, Namespace, Request, Role, Segment, TextSegment
 
-GQA_REPO = "lmms-lab/GQA"
 NO_JSON = (ValueError, RecursionError)
 """What `json.loads` raises: the second where values are nested too deep, the first for numbers of 5,000 digits, too."""
 
@@ -41,17 +46,15 @@ class Sample:
 
     Attributes:
         sample_id: unique within the data set.
-        question: the user's question.
         answer: the expected answer, or None where there is none to check.
         images: in prompt order.
-        system: system text; empty for none.
-        context: text before the question, such as a retrieved document; empty for none.
+        system, context: texts before the question, such as a retrieved document; empty for none.
         semantic_str: GQA's functional program of the question, ``select: car [..]->query: color [..]``.
         groups: GQA's group names, global and local.
         equivalent: ids of questions that ask the same.
         entailed: ids of questions whose answer follows from this one's.
-        repeats: the id of the sample that a trace asks again under this one's; empty for the first time.
         variant: how MiniGQA made this question from another (``repeat``, ``paraphrase`` ...); empty for an original.
+        repeats: the id of the sample that a trace asks again under this one's; empty for the first time.
     """
 
     sample_id: str
@@ -73,11 +76,6 @@ class Sample:
         return self.images[0].name if self.images else self.repeats or self.sample_id
 
 
-def default_data_dir() -> Path:
-    """Where drawn and unpacked data goes: beside the default cache directory."""
-    return Path("~/.cache/semkv-data").expanduser()
-
-
 DATA = Parameter(group="Data")
 
 
@@ -95,27 +93,24 @@ class DatasetOptions:
         repo: Hub id of GQA.
     """
 
-    data_dir: Annotated[Path, DATA] = field(default_factory=default_data_dir)
+    data_dir: Annotated[Path, DATA] = field(default_factory=lambda: Path("~/.cache/semkv-data").expanduser())
     root: Annotated[Path | None, Parameter(name="--dataset-root"), DATA] = None
     config: Annotated[str, Parameter(name="--dataset-config"), DATA] = ""
     split: Annotated[str, DATA] = ""
     max_samples: Annotated[int | None, POSITIVE, DATA] = None
     shuffle_seed: Annotated[int | None, DATA] = None
-    repo: Annotated[str, Parameter(name="--dataset-repo"), DATA] = GQA_REPO
+    repo: Annotated[str, Parameter(name="--dataset-repo"), DATA] = "lmms-lab/GQA"
 
     def __post_init__(self) -> None:
         check(self)
 
 
 def select(rows: list[_T], options: DatasetOptions) -> list[_T]:
-    """Shuffle by ``shuffle_seed`` and cut to ``max_samples``.
-
-    Loaders call it on raw rows, so that only what is used gets its images unpacked.
-    """
+    """Shuffle by ``shuffle_seed`` and cut to ``max_samples``: raw rows, so that only what is used is unpacked."""
     rows = list(rows)
     if options.shuffle_seed is not None:
         random.Random(options.shuffle_seed).shuffle(rows)  # noqa: S311 (an order, no secret)
-    return rows if options.max_samples is None else rows[: options.max_samples]
+    return rows[: options.max_samples]
 
 
 def read_json(path: Path) -> Any:
@@ -132,21 +127,25 @@ def read_json(path: Path) -> Any:
         raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield (line number, object) for every non-empty line; a file that ends in ``.gz`` is unpacked on the way.
+
+    With ``cut_off`` a last line that was cut short, as by a kill, is left out.
 
     Raises:
         DatasetError: the file cannot be read, or a line is not a JSON object; the message names file and line.
     """
     try:
         opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8") as file:
+        with opener(path, "rt", encoding="utf-8", errors="replace" if cut_off else "strict", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 try:
                     row = json.loads(line)
                 except NO_JSON as e:
+                    if cut_off and not line.endswith("\n"):
+                        return
                     reason = e.msg if isinstance(e, json.JSONDecodeError) else str(e)
                     raise DatasetError(f"{path}, line {number}: not valid JSON ({reason})") from e
                 if not isinstance(row, dict):
@@ -201,18 +200,15 @@ def load_jsonl(options: DatasetOptions) -> list[Sample]:
         ConfigError: ``options.root`` names no file.
         DatasetError: it cannot be read; names file and line.
     """
-    if options.root is None:
-        raise ConfigError("--dataset-root", None, "a .jsonl file when --dataset is jsonl")
     path = options.root
+    if path is None:
+        raise ConfigError("--dataset-root", None, "a .jsonl file when --dataset is jsonl")
     samples: list[Sample] = []
     seen: dict[str, int] = {}
     for number, row in read_jsonl(path):
         sample = _jsonl_sample(row, path, number)
-        if sample.sample_id in seen:
-            raise DatasetError(
-                f"{path}, line {number}: id {sample.sample_id!r} was used in line {seen[sample.sample_id]}"
-            )
-        seen[sample.sample_id] = number
+        if (before := seen.setdefault(sample.sample_id, number)) != number:
+            raise DatasetError(f"{path}, line {number}: id {sample.sample_id!r} was used in line {before}")
         samples.append(sample)
     return select(samples, options)
 
@@ -249,3 +245,229 @@ def _images(row: Mapping[str, Any], path: Path, where: str) -> tuple[ImageRef, .
             raise DatasetError(f"{where}: no image {file}")
         images.append(ImageRef(os.path.normpath(name), file))  # not its last part: s1/frame.png is not s2/frame.png
     return tuple(images)
+
+
+# -- requests ------------------------------------------------------------
+
+
+class ChunkSource(StrEnum):
+    """What the semantic tiers match on.
+
+    ``question``: the question. ``semantic``: GQA's functional program. ``group``: GQA's group names. ``combined``: the
+    three together. ``full``: all text of the prompt. Where a sample lacks the field, the question stands in.
+    """
+
+    QUESTION = "question"
+    SEMANTIC = "semantic"
+    GROUP = "group"
+    COMBINED = "combined"
+    FULL = "full"
+
+
+def chunk_text(sample: Sample, source: ChunkSource, window: int = 0) -> str:
+    """The text that the tiers match on, cut to its first ``window`` characters (0: not cut)."""
+    group = " ".join(sample.groups)
+    texts = {
+        ChunkSource.QUESTION: sample.question,
+        ChunkSource.SEMANTIC: sample.semantic_str,
+        ChunkSource.GROUP: group,
+        ChunkSource.COMBINED: " | ".join(t for t in (sample.question, sample.semantic_str, group) if t),
+        ChunkSource.FULL: "\n".join(t for t in (sample.system, sample.context, sample.question) if t),
+    }
+    text = texts[source] or sample.question
+    return text[:window] if window else text
+
+
+def label_answers(samples: Iterable[Sample], instruction: str = "") -> Callable[[tuple[Segment, ...]], str]:
+    """Answers prompts with the data set's own labels, in a model's place: for `ScriptedEngine.answer`.
+
+    A prompt is known by its exact segments; one that no sample asks, such as one picture's context with another's
+    question, gets an empty answer.
+    """
+    builder = RequestBuilder(Namespace(), instruction=instruction)
+    labels = {_prompt_key(builder.build(s).segments): s.answer or "" for s in samples}
+    return lambda segments: labels.get(_prompt_key(segments), "")
+
+
+def _prompt_key(segments: tuple[Segment, ...]) -> str:
+    return keys.chain_keys(segments, normalised=False)[-1]
+
+
+@dataclass
+class RequestBuilder:
+    """Turns samples into requests of one namespace.
+
+    Attributes:
+        namespace: tenant and model of every request.
+        chunk_source, chunk_window: see `chunk_text`.
+        instruction: appended to each question, on a line of its own.
+        images: False leaves images out, for a text model.
+    """
+
+    namespace: Namespace
+    chunk_source: ChunkSource = ChunkSource.QUESTION
+    chunk_window: int = 0
+    instruction: str = ""
+    images: bool = True
+    _media: dict[Path, MediaSegment] = field(default_factory=dict)
+
+    def build(self, sample: Sample) -> Request:
+        """The sample's request.
+
+        Raises:
+            DatasetError: an image of the sample has no file, or it cannot be read.
+        """
+        segments: list[Segment] = []
+        if sample.system:
+            segments.append(TextSegment(sample.system, Role.SYSTEM))
+        if self.images:
+            segments += [self._segment(image, sample) for image in sample.images]
+        if sample.context:
+            segments.append(TextSegment(sample.context, Role.CONTEXT))
+        question = f"{sample.question}\n{self.instruction}" if self.instruction else sample.question
+        segments.append(TextSegment(question, Role.QUESTION))
+        return Request(
+            request_id=sample.sample_id,
+            namespace=self.namespace,
+            segments=tuple(segments),
+            chunk_text=chunk_text(sample, self.chunk_source, self.chunk_window),
+        )
+
+    def _segment(self, image: ImageRef, sample: Sample) -> MediaSegment:
+        path = image.path
+        if path is None:
+            raise DatasetError(
+                f"sample {sample.sample_id}: no file for image {image.name!r}; put it under the data set's images/ "
+                "folder, or name the folder in GQA_IMAGE_ROOT"
+            )
+        if path not in self._media:
+            try:
+                media_id = keys.media_id(path.read_bytes())
+            except OSError as e:
+                raise DatasetError(f"sample {sample.sample_id}: {path}: {e.strerror or e}") from e
+            self._media[path] = MediaSegment(media_id, path, image.name)
+        return self._media[path]
+
+
+def asked(request: Request) -> str:
+    """Digest of all that an engine is asked: model, tenant, texts and the bytes of pictures."""
+    return keys.digest("asked", keys.namespace_key(request.namespace), _prompt_key(request.segments))
+
+
+# -- order and repeats ------------------------------------------------------------
+
+# YCSB's default for requests over keys (Cooper et al., "Benchmarking Cloud Serving Systems with YCSB", SoCC 2010).
+ZIPF_EXPONENT = 0.99
+# GQA's testdev asks 12,578 questions on 398 images: a user asks so many of one image on average.
+SESSION_QUESTIONS = 31.6
+SESSION_USERS = 8  # at the same time; a choice, no measurement
+
+
+class TraceKind(StrEnum):
+    """How requests are drawn from samples.
+
+    - ``in-order``: as the data set has them.
+    - ``shuffled``: every sample once before any comes again.
+    - ``zipf``: an image by a Zipf law over a random ranking, then one of its questions, with repeats.
+    - ``sessions``: `SESSION_USERS` users, each with one image for a geometric number of questions (`SESSION_QUESTIONS`
+      on average), interleaved at random; a session never asks the same twice before it has asked all.
+    """
+
+    IN_ORDER = "in-order"
+    SHUFFLED = "shuffled"
+    ZIPF = "zipf"
+    SESSIONS = "sessions"
+
+
+REQUESTS = Parameter(group="Order of requests")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A workload.
+
+    Attributes:
+        kind: in-order, shuffled, zipf (over images) or sessions.
+        seed: Seed of every draw.
+        requests: So many requests, samples repeating as need be; by default as many as there are samples.
+        exponent: Exponent of zipf; 0 draws images evenly.
+    """
+
+    kind: Annotated[TraceKind, Parameter(name="--trace"), REQUESTS] = TraceKind.IN_ORDER
+    seed: Annotated[int, Parameter(name="--trace-seed"), REQUESTS] = 0
+    requests: Annotated[int | None, POSITIVE, Parameter(name="--trace-requests"), REQUESTS] = None
+    exponent: Annotated[
+        float, Allowed("a number from 0 to 10", lambda n: 0 <= n <= 10), Parameter(name="--trace-exponent"), REQUESTS
+    ] = ZIPF_EXPONENT
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def arrange(samples: Sequence[Sample], trace: Trace) -> list[Sample]:
+    """The requests of a trace.
+
+    A sample that comes again gets an id of its own, ``<id>#2``, ``<id>#3`` ..., those left out that the data set uses.
+    """
+    if not samples:
+        return []
+    draw = {
+        TraceKind.IN_ORDER: lambda samples, *_: cycle(samples),
+        TraceKind.SHUFFLED: _shuffled,
+        TraceKind.ZIPF: _zipf,
+        TraceKind.SESSIONS: _sessions,
+    }[trace.kind]
+    requests = draw(samples, trace, random.Random(trace.seed))  # noqa: S311 (an order, no secret)
+    many = len(samples) if trace.requests is None else trace.requests
+    return _with_own_ids(islice(requests, many), {sample.sample_id for sample in samples})
+
+
+def _shuffled(samples: Sequence[Sample], trace: Trace, draws: random.Random) -> Iterator[Sample]:
+    while True:
+        yield from draws.sample(samples, len(samples))
+
+
+def _zipf(samples: Sequence[Sample], trace: Trace, draws: random.Random) -> Iterator[Sample]:
+    images = list(_by_image(samples).values())
+    draws.shuffle(images)
+    weights = list(accumulate(rank**-trace.exponent for rank in range(1, len(images) + 1)))
+    while True:
+        (questions,) = draws.choices(images, cum_weights=weights)
+        yield draws.choice(questions)
+
+
+def _sessions(samples: Sequence[Sample], trace: Trace, draws: random.Random) -> Iterator[Sample]:
+    images = list(_by_image(samples).values())
+    users = [_user(images, draws) for _ in range(SESSION_USERS)]
+    while True:
+        yield next(draws.choice(users))
+
+
+def _user(images: Sequence[Sequence[Sample]], draws: random.Random) -> Iterator[Sample]:
+    while True:
+        questions = draws.choice(images)
+        asked = cycle(draws.sample(questions, len(questions)))
+        yield next(asked)
+        while draws.random() >= 1 / SESSION_QUESTIONS:
+            yield next(asked)
+
+
+def _by_image(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.image_name, []).append(sample)
+    return found
+
+
+def _with_own_ids(requests: Iterator[Sample], taken: Collection[str]) -> list[Sample]:
+    times: dict[str, Iterator[int]] = {}
+    named = []
+    for sample in requests:
+        name = sample.sample_id
+        if name in times:
+            own = next(own for n in times[name] if (own := f"{name}#{n}") not in taken)
+            named.append(replace(sample, sample_id=own, repeats=name))
+        else:
+            times[name] = count(2)
+            named.append(sample)
+    return named

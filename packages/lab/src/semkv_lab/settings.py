@@ -1,6 +1,7 @@
 """Settings of a run. What is not given comes from the preset, then from the defaults."""
 # The command line reads the annotations of fields: they must be values, not texts.
 
+import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -31,8 +32,8 @@ from semkv.presets import DEFAULT_PRESET, get_preset
 from semkv.types import PolicyName
 from semkv_lab.console import SETTINGS, keep_apart
 from semkv_lab.datasets import DATASETS
-from semkv_lab.requests import ChunkSource, Trace
-from semkv_lab.samples import DatasetOptions
+from semkv_lab.records import at
+from semkv_lab.samples import ChunkSource, DatasetOptions, Trace
 
 ENGINES = ("labels", "scripted", "vllm")
 MODEL, MATCHED = Parameter(group="Model"), Parameter(group="What the tiers match on")
@@ -109,16 +110,9 @@ class RunSettings:
 
     def to_json(self) -> dict[str, Any]:
         """The settings as plain values, for the header of a results file."""
-        plain: dict[str, Any] = _plain(asdict(self) | {"instruction": self.instruction})
+        values = asdict(self) | {"instruction": self.instruction}
+        plain: dict[str, Any] = json.loads(json.dumps(values, default=str))  # paths become texts
         return plain
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def _check_extremes(settings: Any) -> None:
@@ -132,11 +126,7 @@ def _check_extremes(settings: Any) -> None:
 
 def is_unicode(text: str) -> bool:
     """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.encode(errors="ignore").decode() == text
 
 
 def _image_roots(dataset_root: Path | None) -> tuple[Path, ...]:
@@ -152,21 +142,16 @@ def check_files(settings: RunSettings) -> None:
     Raises:
         ConfigError: names the two settings.
     """
-    dataset = Path(settings.dataset) if settings.dataset.endswith(".jsonl") else None
     samples = settings.samples_out
-    keep_apart(
-        {
-            "--samples-out": samples,
-            "--summary-out": settings.summary_out,
-            "the settings beside --samples-out": samples and samples.with_name(samples.name + SETTINGS),
-        },
-        {
-            "--dataset": dataset,
-            "--dataset-root": settings.data.root,
-            "--baseline-from": settings.baseline_from,
-            "--calibration": settings.cache.calibration,
-        },
-    )
+    outputs = {"--samples-out": samples, "--summary-out": settings.summary_out}
+    outputs["the settings beside --samples-out"] = samples and samples.with_name(samples.name + SETTINGS)
+    inputs = {
+        "--dataset": Path(settings.dataset) if settings.dataset.endswith(".jsonl") else None,
+        "--dataset-root": settings.data.root,
+        "--baseline-from": settings.baseline_from,
+        "--calibration": settings.cache.calibration,
+    }
+    keep_apart(outputs, inputs)
 
 
 def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -247,7 +232,7 @@ def run_command(settings: Mapping[str, Any]) -> str:
     plain = default.to_json()
     for argument in _arguments():
         path = argument.keys
-        value, usual = _at(settings, path), _at(plain, path)
+        value, usual = at(settings, *path), at(plain, *path)
         if value is None or value == usual or path == ("preset",) or path[-1] in _PLACES:
             continue
         if path[-1] == "embedding_layers":
@@ -258,12 +243,6 @@ def run_command(settings: Mapping[str, Any]) -> str:
         else:
             words.append(f"{argument.name}={value}")
     return shlex.join(words)
-
-
-def _at(settings: Any, path: Sequence[str]) -> Any:
-    for key in path:
-        settings = settings.get(key) if isinstance(settings, Mapping) else None
-    return settings
 
 
 @dataclass(frozen=True, kw_only=True)

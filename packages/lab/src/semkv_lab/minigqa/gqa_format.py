@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from semkv_lab.minigqa.questions import KINDS, NOUN, Program, Ref, fill, slot_ref, slot_text
+from semkv_lab.minigqa.questions import KINDS, NOUN, Program, Ref, axis_of, fill, slot_ref, slots
 from semkv_lab.minigqa.scenes import RELATIONS, WIDTH, Scene, relation_holds
 
 Step = dict[str, Any]
@@ -72,82 +72,61 @@ def semantic_str(steps: Sequence[Step]) -> str:
 
 def semantic(program: Program, object_ids: Sequence[str]) -> list[Step]:
     """The program as GQA's operations."""
-    steps = _Steps(object_ids)
+    done: list[Step] = []
     kind, a, b = program.kind, program.a, program.b
-    if kind.startswith("ground"):
-        steps.add_task(kind.removeprefix("ground_"), "location", program, steps.add("select", "scene"))
-    elif kind.startswith(("rel_query", "rel_exist")) and a is not None and b is not None:
-        steps.add_related(program, a, b)
+    task, _, name = kind.partition("_")
+    choice = f"{program.value}|{program.other}"
+
+    def add(operation: str, argument: str, *dependencies: int) -> int:
+        done.append({"operation": operation, "dependencies": list(dependencies), "argument": argument})
+        return len(done) - 1
+
+    def one(ref: Ref) -> str:
+        return f"({object_ids[ref.index] if ref.index >= 0 else '-'})"
+
+    def narrow(ref: Ref, at: int) -> int:
+        if ref.color:
+            at = add("filter color", ref.color, at)
+        return add("filter size", ref.size, at) if ref.size else at
+
+    def select(ref: Ref) -> int:
+        return narrow(ref, add("select", f"{ref.shape or NOUN} {one(ref)}"))
+
+    def value(task: str, what: str, at: int) -> int:
+        if task == "query":
+            return add("query", what, at)
+        return add(f"{task} {what}", program.value if task == "verify" else choice, at)
+
+    if task == "ground":
+        value(name, "location", add("select", "scene"))
     elif a is None:
         raise ValueError(f"a {kind} program names no object")
-    elif b is None:
-        steps.add_single(program, steps.select(a))
+    elif kind.startswith(("rel_query", "rel_exist")) and b is not None:
+        noun = (a.shape or NOUN) if name == "exist" else "_"
+        at = add("relate", f"{noun},{program.value},s {one(a)}", select(b))
+        if name == "exist":
+            add("exist", "?", narrow(a, at))
+        else:
+            add("query", _GQA_NAME[name.removeprefix("query_")], at)
+    elif task == "exist":
+        at = add("exist", "?", select(a))
+        if b is not None:
+            add(name, "", at, add("exist", "?", select(b)))
+    elif b is not None:
+        both = select(a), select(b)
+        if task == "rel":
+            relation = program.value if name == "verify" else choice
+            add(f"{name} rel", f"{b.shape or NOUN},{relation},o {one(b)}", *both)
+        else:
+            add(f"choose {program.value}" if kind == "compare_size" else kind.replace("_", " "), "", *both)
+    elif task == "position":
+        value(name, axis_of(program), select(a))
+    elif name == "both":
+        at = select(a)
+        add("and", "", add("verify color", program.value, at), add("verify size", program.other, at))
     else:
-        steps.add_pair(program, a, b)
-    return steps.done
-
-
-class _Steps:
-    """Steps as they are appended; every method that adds returns the number of its last step."""
-
-    def __init__(self, object_ids: Sequence[str]) -> None:
-        self._object_ids = object_ids
-        self.done: list[Step] = []
-
-    def add(self, operation: str, argument: str, *dependencies: int) -> int:
-        self.done.append({"operation": operation, "dependencies": list(dependencies), "argument": argument})
-        return len(self.done) - 1
-
-    def select(self, ref: Ref) -> int:
-        return self._narrow(ref, self.add("select", f"{ref.shape or NOUN} ({self._id(ref)})"))
-
-    def add_task(self, task: str, what: str, program: Program, at: int) -> int:
-        """``query``, ``verify`` or ``choose`` of one property."""
-        if task == "query":
-            return self.add("query", what, at)
-        return self.add(f"{task} {what}", program.value if task == "verify" else f"{program.value}|{program.other}", at)
-
-    def add_related(self, program: Program, a: Ref, b: Ref) -> int:
-        """What stands in a relation to ``b``: whether such an ``a`` is there, or a property of the only one."""
-        exists = program.kind == "rel_exist"
-        noun = a.shape or NOUN if exists else "_"
-        found = self.add("relate", f"{noun},{program.value},s ({self._id(a)})", self.select(b))
-        if exists:
-            return self.add("exist", "?", self._narrow(a, found))
-        return self.add("query", _GQA_NAME[program.kind.removeprefix("rel_query_")], found)
-
-    def add_single(self, program: Program, at: int) -> int:
-        task, _, name = program.kind.partition("_")
-        if task == "exist":
-            return self.add("exist", "?", at)
-        if task == "position":
-            axis = "vposition" if program.value in ("top", "bottom") else "hposition"
-            return self.add_task(name, axis, program, at)
-        if name == "both":
-            color = self.add("verify color", program.value, at)
-            return self.add("and", "", color, self.add("verify size", program.other, at))
-        return self.add_task(task, _GQA_NAME[name], program, at)
-
-    def add_pair(self, program: Program, a: Ref, b: Ref) -> int:
-        kind, first = program.kind, self.select(a)
-        if kind in ("exist_and", "exist_or"):
-            there = self.add("exist", "?", first)
-            return self.add(kind.removeprefix("exist_"), "", there, self.add("exist", "?", self.select(b)))
-        second = self.select(b)
-        if kind.startswith("rel_"):
-            task = kind.removeprefix("rel_")
-            relation = program.value if task == "verify" else f"{program.value}|{program.other}"
-            return self.add(f"{task} rel", f"{b.shape or NOUN},{relation},o ({self._id(b)})", first, second)
-        operation = f"choose {program.value}" if kind == "compare_size" else kind.replace("_", " ")
-        return self.add(operation, "", first, second)
-
-    def _id(self, ref: Ref) -> str:
-        return self._object_ids[ref.index] if ref.index >= 0 else "-"
-
-    def _narrow(self, ref: Ref, at: int) -> int:
-        if ref.color:
-            at = self.add("filter color", ref.color, at)
-        return self.add("filter size", ref.size, at) if ref.size else at
+        value(task, _GQA_NAME[name], select(a))
+    return done
 
 
 def _local_group(program: Program) -> str:
@@ -160,18 +139,15 @@ def _local_group(program: Program) -> str:
 def _annotation(template: str, program: Program, object_ids: Sequence[str]) -> dict[str, str]:
     """Word spans of the phrases: ``"3"`` or ``"3:5"`` (end excluded), counted between spaces, to the object's id."""
     spans: dict[str, str] = {}
-    at = 0
+    words, at = slots(program), 0
     for token in template.split(" "):
         slot = _SLOT.search(token)
-        if slot is None:
-            at += 1
-            continue
-        words = len(slot_text(slot.group(1), program).split(" "))
-        ref = slot_ref(slot.group(1), program)
-        if ref is not None and ref.index >= 0:
-            start = at + slot.group(1).startswith("an_")
-            spans[str(start) if at + words - start == 1 else f"{start}:{at + words}"] = object_ids[ref.index]
-        at += words
+        end = at + (len(words[slot[1]].split(" ")) if slot else 1)
+        ref = slot_ref(slot[1], program) if slot else None
+        if slot and ref is not None and ref.index >= 0:
+            start = at + slot[1].startswith("an_")
+            spans[str(start) if end - start == 1 else f"{start}:{end}"] = object_ids[ref.index]
+        at = end
     return spans
 
 
@@ -222,16 +198,16 @@ def settles(program: Program) -> frozenset[Fact]:
 def needs(program: Program) -> frozenset[Fact]:
     """The facts from which the question can be answered; empty where no single question states them."""
     kind, a, b = program.kind, program.a, program.b
-    if kind in ("rel_verify", "rel_choose") and a and b:
+    task, _, name = kind.partition("_")
+    if task == "ground":
+        return frozenset({("ground",)})
+    if a is None:
+        return frozenset()
+    if kind in ("rel_verify", "rel_choose") and b is not None:
         axis = "x" if program.value in ("to the left of", "to the right of") else "y"
         return frozenset({("rel", axis, *sorted((str(a.index), str(b.index))))})
-    if kind.startswith("ground"):
-        return frozenset({("ground",)})
-    if kind.startswith("position") and a:
-        return frozenset({("vposition" if program.value in ("top", "bottom") else "hposition", str(a.index))})
-    if kind == "verify_both" and a:
+    if task == "position":
+        return frozenset({(axis_of(program), str(a.index))})
+    if kind == "verify_both":
         return frozenset({("color", str(a.index)), ("size", str(a.index))})
-    task, _, name = kind.partition("_")
-    if task in ("query", "verify", "choose") and a:
-        return frozenset({(name, str(a.index))})
-    return frozenset()
+    return frozenset({(name, str(a.index))} if task in ("query", "verify", "choose") else ())

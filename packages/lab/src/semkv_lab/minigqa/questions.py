@@ -3,18 +3,16 @@
 A `Program` says what is asked, free of wording; ``kinds.toml`` has several wordings of each kind, so that a program has
 paraphrases. An object is only ever named by a phrase that fits one object of the scene, and nothing is asked that the
 picture leaves open: no relation along an axis where two centres lie close together, no "what is left of" with two
-candidates.
+candidates. A draw may find no such question; it gives None then.
 """
 
 from __future__ import annotations
 
-import re
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from types import MappingProxyType
 
 from semkv_lab.minigqa.scenes import (
     COLORS,
@@ -35,28 +33,24 @@ class Kind:
     """One kind of question, as ``kinds.toml`` describes it."""
 
     weight: float
-    types: tuple[str, ...]
-    full: tuple[str, ...]
-    wordings: tuple[str, ...]
+    types: Sequence[str]
+    full: Sequence[str]
+    wordings: Sequence[str]
 
 
-def _read_kinds() -> dict[str, Kind]:
-    data = tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8"))
-    return {
-        name: Kind(row["weight"], tuple(row["types"]), tuple(row["full"]), tuple(row["wordings"]))
-        for name, row in data.items()
-    }
-
-
-KINDS: Mapping[str, Kind] = MappingProxyType(_read_kinds())
-WEIGHTS: Mapping[str, float] = MappingProxyType({name: kind.weight for name, kind in KINDS.items()})
+KINDS: Mapping[str, Kind] = {
+    name: Kind(**row)
+    for name, row in tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8")).items()
+}
+WEIGHTS: Mapping[str, float] = {name: kind.weight for name, kind in KINDS.items()}
 
 NOUN = "object"
 """What an object is called when its shape is not said."""
 
 _TRIES = 12
-_SHORT = {"to the left of": "left", "to the right of": "right", "above": "above", "below": "below"}
+_ONE_WORD = {"to the left of": "left", "to the right of": "right", "above": "above", "below": "below"}
 _OTHER_SIDE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
+_DOMAIN = {"color": COLORS, "shape": SHAPES, "size": SIZES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +68,10 @@ class Ref:
 
     def fits(self, thing: Thing) -> bool:
         return self.shape in ("", thing.shape) and self.color in ("", thing.color) and self.size in ("", thing.size)
+
+    def fitting(self, scene: Scene) -> list[int]:
+        """The objects that the phrase fits."""
+        return [i for i, thing in enumerate(scene.things) if self.fits(thing)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,116 +103,170 @@ _PHRASES = (
 def references(scene: Scene, index: int, without: str = "") -> list[Ref]:
     """Every phrase that names object ``index`` and no other, not using the attribute ``without``."""
     thing = scene.things[index]
-    phrases = (
-        Ref(index, **{name: attribute(thing, name) for name in names}) for names in _PHRASES if without not in names
-    )
-    return [ref for ref in phrases if sum(ref.fits(t) for t in scene.things) == 1]
+    said = [names for names in _PHRASES if without not in names]
+    phrases = [Ref(index, **{name: getattr(thing, name) for name in names}) for names in said]
+    return [ref for ref in phrases if len(ref.fitting(scene)) == 1]
 
 
-def attribute(thing: Thing, name: str) -> str:
-    """The object's ``color``, ``shape`` or ``size``. Raises `KeyError` on another name."""
-    return {"color": thing.color, "shape": thing.shape, "size": thing.size}[name]
-
-
-def only_neighbour(scene: Scene, target: int, relation: str) -> int | None:
-    """The one object in ``relation`` to ``target``, where every other is clearly not; else None."""
-    found = None
-    for i in range(len(scene.things)):
-        if i == target:
-            continue
-        truth = relation_holds(scene, i, relation, target)
-        if truth is None or (truth and found is not None):
-            return None
-        if truth:
-            found = i
-    return found
-
-
-def short_relation(relation: str) -> str:
-    """A relation as a one-word answer: ``left``, ``right``, ``above`` or ``below``."""
-    return _SHORT[relation]
-
-
-def opposite_side(side: str) -> str:
-    """``left`` for ``right``, ``top`` for ``bottom``, and back."""
-    return _OTHER_SIDE[side]
+def axis_of(program: Program) -> str:
+    """``hposition`` or ``vposition``: the axis of a question about a place."""
+    return "vposition" if program.value in ("top", "bottom") else "hposition"
 
 
 def yes_no(truth: bool) -> str:
     return "yes" if truth else "no"
 
 
-_SLOT = re.compile(r"\{(\w+)\}")
-
-
-def plural(phrase: str) -> str:
-    return phrase + ("es" if phrase.endswith("s") else "s")
-
-
-def with_article(phrase: str) -> str:
-    return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
+# -- words ------------------------------------------------------------
 
 
 def fill(template: str, program: Program) -> str:
-    """A template with the program's words in its slots."""
-    return _SLOT.sub(lambda match: slot_text(match.group(1), program), template)
+    """A template with the program's words in its slots. Raises `KeyError` on a slot the program has nothing for."""
+    return template.format_map(slots(program))
 
 
-def slot_text(slot: str, program: Program) -> str:
-    """The words for one slot. Raises `KeyError` on a slot the program has nothing for."""
-    if slot == "value":
-        return program.value
-    if slot == "other":
-        return program.other
-    if slot == "answer":
-        return program.answer
-    if slot == "chosen":  # the relation that a one-word answer such as "left" stands for
-        return program.value if program.answer in program.value.split() else program.other
-    ref = slot_ref(slot, program)
-    if ref is None:
-        raise KeyError(slot)
-    if slot in ("as", "bs"):
-        return plural(ref.text)
-    return with_article(ref.text) if slot.startswith("an_") else ref.text
+def slots(program: Program) -> dict[str, str]:
+    """The words for every slot that a template of ``kinds.toml`` may have."""
+    # "chosen" is the relation that a one-word answer such as "left" stands for.
+    chosen = program.value if program.answer in program.value.split() else program.other
+    words = {"value": program.value, "other": program.other, "answer": program.answer, "chosen": chosen}
+    for name, ref in (("a", program.a), ("b", program.b)):
+        if ref is not None:
+            text = ref.text
+            words |= {name: text, f"{name}s": text + ("es" if text.endswith("s") else "s")}
+            words[f"an_{name}"] = f"{'an' if text[0] in 'aeiou' else 'a'} {text}"
+    return words
 
 
 def slot_ref(slot: str, program: Program) -> Ref | None:
     """The object that a slot names, or None for a slot of words."""
-    return {"a": program.a, "an_a": program.a, "as": program.a, "b": program.b, "an_b": program.b}.get(slot)
+    return program.a if slot in ("a", "an_a", "as") else program.b if slot in ("b", "an_b") else None
 
 
 def word(program: Program, rng: Random) -> str:
     """The question in one of its wordings; the plainest half of the time."""
+    return fill(draw_wording(program, rng), program)
+
+
+def draw_wording(program: Program, rng: Random) -> str:
     templates = KINDS[program.kind].wordings
-    return fill(templates[0] if rng.random() < 0.5 else rng.choice(templates), program)
-
-
-def wordings(program: Program) -> tuple[str, ...]:
-    """The question in all of its wordings, the plainest first."""
-    return tuple(fill(template, program) for template in KINDS[program.kind].wordings)
+    return templates[0] if rng.random() < 0.5 else rng.choice(templates)
 
 
 def change_case(text: str, rng: Random) -> str:
     """The same words in another case: all lower, all upper, or each word capitalised. Never the text itself."""
-    changed = [c for c in (text.lower(), text.lower(), text.upper(), text.title()) if c != text]
-    return rng.choice(changed)
+    return rng.choice([c for c in (text.lower(), text.lower(), text.upper(), text.title()) if c != text])
 
 
 def change_whitespace(text: str, rng: Random) -> str:
     """The same words with other white space: doubled spaces, a space before the mark, spaces at the ends, a tab."""
     words = text.split(" ")
     gap = rng.randrange(1, len(words))
+    before, after = " ".join(words[:gap]), " ".join(words[gap:])
     changed = (
-        " ".join(words[:gap]) + "  " + " ".join(words[gap:]),
+        f"{before}  {after}",
         "  ".join(words),
         f" {text}",
         f"{text} ",
         f"  {text}  ",
-        " ".join(words[:gap]) + "\t" + " ".join(words[gap:]),
+        f"{before}\t{after}",
         f"{text[:-1]} ?" if text.endswith("?") else f"{text}\n",
     )
     return rng.choice(changed)
 
+
+# -- what a program's words mean in a scene ------------------------------------------------------------
+
+
+def restate(scene: Scene, program: Program) -> Program | None:
+    """The program with the objects and the answer that its words have in ``scene``.
+
+    None where the words make no fair question there: a phrase fits no object or two, a choice offers no true
+    alternative, a relation is not clear.
+    """
+    if program.kind in ("exist", "exist_and", "exist_or", "rel_exist"):
+        return _existence(scene, program)
+    a, b = _the_one(scene, program.a), _the_one(scene, program.b)
+    if program.b is not None and b is None:
+        return None
+    if program.kind.startswith("rel_query") and b is not None:
+        a = _only_neighbour(scene, b.index, program.value)
+    if (program.a is not None and a is None) or (a and b and a.index == b.index):
+        return None
+    answer = _answer(scene, program, a, b)
+    return None if answer is None else replace(program, answer=answer, a=a, b=b)
+
+
+def _the_one(scene: Scene, ref: Ref | None) -> Ref | None:
+    found = ref.fitting(scene) if ref is not None else []
+    return replace(ref, index=found[0]) if ref is not None and len(found) == 1 else None
+
+
+def _only_neighbour(scene: Scene, target: int, relation: str) -> Ref | None:
+    """The one object in ``relation`` to ``target``, where every other is clearly not; else None."""
+    truths = {i: relation_holds(scene, i, relation, target) for i in range(len(scene.things)) if i != target}
+    found = [i for i, truth in truths.items() if truth]
+    return Ref(found[0]) if len(found) == 1 and None not in truths.values() else None
+
+
+def _answer(scene: Scene, program: Program, a: Ref | None, b: Ref | None) -> str | None:
+    kind, value = program.kind, program.value
+    task, _, name = kind.partition("_")
+    if a is None:
+        return _judged(name, scene.ground, program)
+    first = scene.things[a.index]
+    if kind.startswith("rel_query"):
+        return str(getattr(first, name.removeprefix("query_")))
+    if b is not None and task == "rel":
+        truth = relation_holds(scene, a.index, value, b.index)
+        if truth is None:
+            return None
+        return yes_no(truth) if name == "verify" else _ONE_WORD[value if truth else OPPOSITE[value]]
+    if b is not None:
+        second = scene.things[b.index]
+        if kind != "compare_size":
+            return yes_no((getattr(first, name) == getattr(second, name)) == (task == "same"))
+        if first.size == second.size or first.shape == second.shape:
+            return None
+        return first.shape if first.size == {"larger": "large", "smaller": "small"}[value] else second.shape
+    if kind == "verify_both":
+        return yes_no((first.color, first.size) == (value, program.other))
+    if task == "position":
+        side = side_of(scene, a.index, axis_of(program))
+        return None if side is None else _judged(name, side, program)
+    return _judged(task, getattr(first, name), program)
+
+
+def _judged(task: str, own: str, program: Program) -> str | None:
+    """The answer where the true value is ``own``; None to a choice that does not offer it."""
+    if task == "verify":
+        return yes_no(own == program.value)
+    return None if task == "choose" and own not in (program.value, program.other) else own
+
+
+def _existence(scene: Scene, program: Program) -> Program | None:
+    a, b = program.a, program.b
+    assert a is not None
+    found, others = a.fitting(scene), b.fitting(scene) if b is not None else []
+    if program.kind == "rel_exist":
+        b = _the_one(scene, b)
+        if b is None or b.index in found:
+            return None
+        sides = {i: relation_holds(scene, i, program.value, b.index) for i in found}
+        if None in sides.values():
+            return None
+        found = [i for i, holds in sides.items() if holds]
+    elif b is not None:
+        if set(found) & set(others):
+            return None
+        b = replace(b, index=others[0] if others else -1)
+    truth = bool(found and others) if program.kind == "exist_and" else bool(found)
+    if program.kind == "exist_or":
+        truth = bool(found or others)
+    return replace(program, answer=yes_no(truth), a=replace(a, index=found[0] if found else -1), b=b)
+
+
+# -- drawing a question; every draw stands in an order that earlier data depends on ------------------------------------
 
 Asker = Callable[[Scene, Random], Program | None]
 
@@ -227,8 +279,7 @@ def ask(scene: Scene, rng: Random, kind: str) -> Program | None:
 def ask_any(scene: Scene, rng: Random) -> Program:
     """One question of a kind drawn by weight."""
     while True:
-        kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        program = ask(scene, rng, kind)
+        program = ask(scene, rng, rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0])
         if program is not None:
             return program
 
@@ -238,53 +289,62 @@ def _pick(scene: Scene, rng: Random, without: str = "") -> Ref | None:
     return rng.choice(refs) if refs else None
 
 
-def _pair(scene: Scene, rng: Random, without: str = "") -> tuple[Ref, Ref] | None:
-    first, second = rng.sample(range(len(scene.things)), 2)
-    a, b = references(scene, first, without), references(scene, second, without)
+def _pair(scene: Scene, rng: Random, pair: Sequence[int], without: str = "") -> tuple[Ref, Ref] | None:
+    a, b = (references(scene, index, without) for index in pair)
     return (rng.choice(a), rng.choice(b)) if a and b else None
 
 
-_DOMAIN = {"color": COLORS, "shape": SHAPES, "size": SIZES}
+def _two(scene: Scene, rng: Random) -> list[int]:
+    return rng.sample(range(len(scene.things)), 2)
 
 
 def _wrong(scene: Scene, rng: Random, index: int, name: str) -> str:
     """A value the object does not have; half the time one that another object of the scene has."""
-    own = attribute(scene.things[index], name)
-    seen = [v for t in scene.things if (v := attribute(t, name)) != own]
+    own = getattr(scene.things[index], name)
+    seen = [v for t in scene.things if (v := getattr(t, name)) != own]
     if seen and rng.random() < 0.5:
-        return rng.choice(seen)
+        return str(rng.choice(seen))
     return rng.choice([v for v in _DOMAIN[name] if v != own])
 
 
-def _query(name: str) -> Asker:
-    def asker(scene: Scene, rng: Random) -> Program | None:
-        a = _pick(scene, rng, without=name)
-        return None if a is None else Program(f"query_{name}", attribute(scene.things[a.index], name), a)
-
-    return asker
-
-
-def _verify(name: str) -> Asker:
-    def asker(scene: Scene, rng: Random) -> Program | None:
-        a = _pick(scene, rng, without=name)
-        if a is None:
-            return None
+def _value(rng: Random, kind: str, task: str, a: Ref | None, own: str, wrong: Callable[[], str]) -> Program:
+    """``query``, ``verify`` or ``choose`` of a value: of an object, of its place, of the ground."""
+    if task == "query":
+        return Program(kind, own, a)
+    if task == "verify":
         truth = rng.random() < 0.5
-        value = attribute(scene.things[a.index], name) if truth else _wrong(scene, rng, a.index, name)
-        return Program(f"verify_{name}", yes_no(truth), a, value=value)
+        return Program(kind, yes_no(truth), a, value=own if truth else wrong())
+    pair = [own, wrong()]
+    rng.shuffle(pair)
+    return Program(kind, own, a, value=pair[0], other=pair[1])
 
-    return asker
 
-
-def _choose(name: str) -> Asker:
+def _attribute(task: str, name: str) -> Asker:
     def asker(scene: Scene, rng: Random) -> Program | None:
         a = _pick(scene, rng, without=name)
         if a is None:
             return None
-        own = attribute(scene.things[a.index], name)
-        pair = [own, _wrong(scene, rng, a.index, name)]
-        rng.shuffle(pair)
-        return Program(f"choose_{name}", own, a, value=pair[0], other=pair[1])
+        own = getattr(scene.things[a.index], name)
+        return _value(rng, f"{task}_{name}", task, a, own, lambda: _wrong(scene, rng, a.index, name))
+
+    return asker
+
+
+def _position(task: str) -> Asker:
+    axes = ("hposition",) if task == "query" else ("hposition", "vposition")
+
+    def asker(scene: Scene, rng: Random) -> Program | None:
+        a = _pick(scene, rng)
+        side = side_of(scene, a.index, rng.choice(axes)) if a else None
+        return None if side is None else _value(rng, f"position_{task}", task, a, side, lambda: _OTHER_SIDE[side])
+
+    return asker
+
+
+def _ground(task: str) -> Asker:
+    def asker(scene: Scene, rng: Random) -> Program | None:
+        others = [g for g in GROUNDS if g != scene.ground]
+        return _value(rng, f"ground_{task}", task, None, scene.ground, lambda: rng.choice(others))
 
     return asker
 
@@ -294,8 +354,8 @@ def _verify_both(scene: Scene, rng: Random) -> Program | None:
     if a is None or a.size:
         return None
     thing = scene.things[a.index]
-    truth = rng.random() < 0.5
     color, size = thing.color, thing.size
+    truth = rng.random() < 0.5
     if not truth:
         wrong = rng.choice(("color", "size", "both"))
         color = color if wrong == "size" else _wrong(scene, rng, a.index, "color")
@@ -307,25 +367,18 @@ def _maybe_there(scene: Scene, rng: Random, truth: bool) -> Ref | None:
     """A phrase that fits some object, or one that fits none though half the time each of its words fits something."""
     use_color, use_shape = rng.choice(((True, True), (True, True), (False, True), (True, False)))
     for _ in range(_TRIES):
-        ref = _some_phrase(scene, rng, use_color, use_shape, truth)
-        if ref is not None:
-            return ref
+        if truth:
+            thing = rng.choice(scene.things)
+            shape, color = thing.shape, thing.color
+        elif rng.random() < 0.5:
+            shape, color = rng.choice(scene.things).shape, rng.choice(scene.things).color
+        else:
+            shape, color = rng.choice(SHAPES), rng.choice(COLORS)
+        ref = Ref(-1, shape if use_shape else "", color if use_color else "")
+        fitting = ref.fitting(scene)
+        if bool(fitting) == truth:
+            return replace(ref, index=fitting[0]) if fitting else ref
     return None
-
-
-def _some_phrase(scene: Scene, rng: Random, use_color: bool, use_shape: bool, truth: bool) -> Ref | None:
-    if truth:
-        thing = rng.choice(scene.things)
-        shape, color = thing.shape, thing.color
-    elif rng.random() < 0.5:
-        shape, color = rng.choice(scene.things).shape, rng.choice(scene.things).color
-    else:
-        shape, color = rng.choice(SHAPES), rng.choice(COLORS)
-    ref = Ref(-1, shape if use_shape else "", color if use_color else "")
-    fitting = [i for i, t in enumerate(scene.things) if ref.fits(t)]
-    if bool(fitting) != truth:
-        return None
-    return Ref(fitting[0], ref.shape, ref.color) if fitting else ref
 
 
 def _exist(scene: Scene, rng: Random) -> Program | None:
@@ -337,11 +390,10 @@ def _exist(scene: Scene, rng: Random) -> Program | None:
 def _exist_two(kind: str, holds: Callable[[bool, bool], bool]) -> Asker:
     def asker(scene: Scene, rng: Random) -> Program | None:
         truth = rng.random() < 0.5
-        cases = [(p, q) for p in (True, False) for q in (True, False) if holds(p, q) == truth]
-        first, second = rng.choice(cases)
+        first, second = rng.choice([(p, q) for p in (True, False) for q in (True, False) if holds(p, q) == truth])
         for _ in range(_TRIES):
             a, b = _maybe_there(scene, rng, first), _maybe_there(scene, rng, second)
-            if a is None or b is None or a.text == b.text or any(a.fits(t) and b.fits(t) for t in scene.things):
+            if a is None or b is None or a.text == b.text or set(a.fitting(scene)) & set(b.fitting(scene)):
                 continue
             return Program(kind, yes_no(truth), a, b)
         return None
@@ -349,8 +401,10 @@ def _exist_two(kind: str, holds: Callable[[bool, bool], bool]) -> Asker:
     return asker
 
 
-def _same(name: str, kind: str, *, same: bool = True) -> Asker:
+def _same(kind: str) -> Asker:
     """Asked only where the scene holds both an equal and an unequal pair, so that either answer is as likely."""
+
+    name = kind.partition("_")[2]
 
     def asker(scene: Scene, rng: Random) -> Program | None:
         truth = rng.random() < 0.5
@@ -358,45 +412,34 @@ def _same(name: str, kind: str, *, same: bool = True) -> Asker:
         for i, first in enumerate(scene.things):
             for j, second in enumerate(scene.things):
                 if i != j:
-                    pairs[attribute(first, name) == attribute(second, name)].append((i, j))
+                    pairs[getattr(first, name) == getattr(second, name)].append((i, j))
         if not pairs[True] or not pairs[False]:
             return None
-        i, j = rng.choice(pairs[truth == same])
-        a, b = references(scene, i, without=name), references(scene, j, without=name)
-        return Program(kind, yes_no(truth), rng.choice(a), rng.choice(b)) if a and b else None
+        pair = _pair(scene, rng, rng.choice(pairs[truth == kind.startswith("same")]), without=name)
+        return Program(kind, yes_no(truth), *pair) if pair else None
 
     return asker
 
 
 def _larger(scene: Scene, rng: Random) -> Program | None:
     for _ in range(_TRIES):
-        pair = _pair(scene, rng, without="size")
+        pair = _pair(scene, rng, _two(scene, rng), without="size")
         if pair is None or not (pair[0].shape and pair[1].shape):
             continue
-        a, b = pair
-        first, second = scene.things[a.index], scene.things[b.index]
+        first, second = (scene.things[ref.index] for ref in pair)
         if first.size != second.size and first.shape != second.shape:
-            break
-    else:
-        return None
-    value = rng.choice(("larger", "smaller"))
-    wanted = "large" if value == "larger" else "small"
-    return Program("compare_size", first.shape if first.size == wanted else second.shape, a, b, value=value)
+            return restate(scene, Program("compare_size", "", *pair, value=rng.choice(("larger", "smaller"))))
+    return None
 
 
 def _relation(kind: str) -> Asker:
     def asker(scene: Scene, rng: Random) -> Program | None:
-        pair = _pair(scene, rng)
+        pair = _pair(scene, rng, _two(scene, rng))
         if pair is None:
             return None
         relation = rng.choice(RELATIONS)
-        truth = relation_holds(scene, pair[0].index, relation, pair[1].index)
-        if truth is None:
-            return None
-        if kind == "rel_verify":
-            return Program(kind, yes_no(truth), *pair, value=relation)
-        opposite = OPPOSITE[relation]
-        return Program(kind, short_relation(relation if truth else opposite), *pair, value=relation, other=opposite)
+        other = OPPOSITE[relation] if kind == "rel_choose" else ""
+        return restate(scene, Program(kind, "", *pair, value=relation, other=other))
 
     return asker
 
@@ -405,17 +448,11 @@ def _relation_query(name: str) -> Asker:
     def asker(scene: Scene, rng: Random) -> Program | None:
         cases = [(i, relation) for i in range(len(scene.things)) for relation in RELATIONS]
         rng.shuffle(cases)
-        for target, relation in cases:
-            found = only_neighbour(scene, target, relation)
-            if found is not None:
-                break
-        else:
+        found = next((case for case in cases if _only_neighbour(scene, *case) is not None), None)
+        refs = references(scene, found[0]) if found else []
+        if found is None or not refs:
             return None
-        refs = references(scene, target)
-        if not refs:
-            return None
-        b = rng.choice(refs)
-        return Program(f"rel_query_{name}", attribute(scene.things[found], name), Ref(found), b, value=relation)
+        return restate(scene, Program(f"rel_query_{name}", "", Ref(-1), rng.choice(refs), value=found[1]))
 
     return asker
 
@@ -426,73 +463,26 @@ def _relation_exist(scene: Scene, rng: Random) -> Program | None:
     there = truth or rng.random() < 0.7
     for _ in range(_TRIES):
         a, b, relation = _maybe_there(scene, rng, there), _pick(scene, rng), rng.choice(RELATIONS)
-        if a is None or b is None or not a.shape or a.fits(scene.things[b.index]):
+        if a is None or b is None or not a.shape:
             continue
-        sides = {i: relation_holds(scene, i, relation, b.index) for i, t in enumerate(scene.things) if a.fits(t)}
-        if None in sides.values() or any(sides.values()) != truth:
-            continue
-        index = next((i for i, holds in sides.items() if holds), -1)
-        return Program("rel_exist", yes_no(truth), Ref(index, a.shape, a.color), b, value=relation)
+        program = restate(scene, Program("rel_exist", "", a, b, value=relation))
+        if program is not None and program.answer == yes_no(truth):
+            return program
     return None
 
 
-def _position(kind: str, axes: tuple[str, ...]) -> Asker:
-    def asker(scene: Scene, rng: Random) -> Program | None:
-        a = _pick(scene, rng)
-        side = side_of(scene, a.index, rng.choice(axes)) if a else None
-        if a is None or side is None:
-            return None
-        if kind == "position_query":
-            return Program(kind, side, a)
-        if kind == "position_verify":
-            truth = rng.random() < 0.5
-            return Program(kind, yes_no(truth), a, value=side if truth else opposite_side(side))
-        pair = [side, opposite_side(side)]
-        rng.shuffle(pair)
-        return Program(kind, side, a, value=pair[0], other=pair[1])
-
-    return asker
-
-
-def _ground_query(scene: Scene, rng: Random) -> Program:
-    return Program("ground_query", scene.ground)
-
-
-def _ground_verify(scene: Scene, rng: Random) -> Program:
-    truth = rng.random() < 0.5
-    value = scene.ground if truth else rng.choice([g for g in GROUNDS if g != scene.ground])
-    return Program("ground_verify", yes_no(truth), value=value)
-
-
-def _ground_choose(scene: Scene, rng: Random) -> Program:
-    pair = [scene.ground, rng.choice([g for g in GROUNDS if g != scene.ground])]
-    rng.shuffle(pair)
-    return Program("ground_choose", scene.ground, value=pair[0], other=pair[1])
-
-
-_BOTH_AXES = ("hposition", "vposition")
+_TASKS = ("query", "verify", "choose")
 _ASKERS: Mapping[str, Asker] = {
-    **{f"query_{name}": _query(name) for name in _DOMAIN},
-    **{f"verify_{name}": _verify(name) for name in _DOMAIN},
-    **{f"choose_{name}": _choose(name) for name in _DOMAIN},
-    "position_query": _position("position_query", ("hposition",)),
-    "position_verify": _position("position_verify", _BOTH_AXES),
-    "position_choose": _position("position_choose", _BOTH_AXES),
-    "ground_query": _ground_query,
-    "ground_verify": _ground_verify,
-    "ground_choose": _ground_choose,
+    **{f"{task}_{name}": _attribute(task, name) for task in _TASKS for name in _DOMAIN},
+    **{f"position_{task}": _position(task) for task in _TASKS},
+    **{f"ground_{task}": _ground(task) for task in _TASKS},
     "exist": _exist,
     "exist_and": _exist_two("exist_and", lambda p, q: p and q),
     "exist_or": _exist_two("exist_or", lambda p, q: p or q),
-    "rel_query_shape": _relation_query("shape"),
-    "rel_query_color": _relation_query("color"),
+    **{f"rel_query_{name}": _relation_query(name) for name in ("shape", "color")},
     "rel_exist": _relation_exist,
-    "rel_verify": _relation("rel_verify"),
-    "rel_choose": _relation("rel_choose"),
+    **{kind: _relation(kind) for kind in ("rel_verify", "rel_choose")},
     "verify_both": _verify_both,
-    "same_color": _same("color", "same_color"),
-    "different_color": _same("color", "different_color", same=False),
-    "same_size": _same("size", "same_size"),
-    "same_shape": _same("shape", "same_shape"),
+    **{kind: _same(kind) for kind in ("same_color", "different_color", "same_size", "same_shape")},
     "compare_size": _larger,
 }

@@ -31,12 +31,7 @@ MARGIN = 14.0
 """Two centres nearer than this along an axis have no relation along it: a question about it would be unfair."""
 
 RELATIONS = ("to the left of", "to the right of", "above", "below")
-OPPOSITE = {
-    "to the left of": "to the right of",
-    "to the right of": "to the left of",
-    "above": "below",
-    "below": "above",
-}
+OPPOSITE = dict(zip(RELATIONS, ("to the right of", "to the left of", "below", "above"), strict=True))
 _GAP = 2.0
 
 
@@ -137,15 +132,9 @@ RGB = tuple[int, int, int]
 
 _SCALE = 3
 _PAINTS: dict[str, RGB] = {
-    "red": (212, 34, 38),
-    "orange": (244, 134, 20),
-    "yellow": (248, 222, 40),
-    "green": (34, 148, 62),
-    "blue": (32, 84, 208),
-    "purple": (128, 44, 168),
-    "pink": (250, 142, 190),
-    "black": (28, 28, 32),
-}
+    "red": (212, 34, 38), "orange": (244, 134, 20), "yellow": (248, 222, 40), "green": (34, 148, 62),
+    "blue": (32, 84, 208), "purple": (128, 44, 168), "pink": (250, 142, 190), "black": (28, 28, 32),
+}  # fmt: skip
 _GROUNDS: dict[str, RGB] = {"sand": (226, 208, 172), "snow": (228, 234, 242), "grass": (186, 216, 178)}
 _OUTLINE = 0.62
 
@@ -184,7 +173,7 @@ def _draw_thing(pen: ImageDraw, thing: Thing) -> None:
     x, y, r = thing.x * _SCALE, thing.y * _SCALE, thing.radius * _SCALE
     fill = _shaded(_PAINTS[thing.color], 1 + 0.07 * thing.shade)
     edge = _shaded(fill, _OUTLINE)
-    light = _lightened(fill)
+    light = tuple(part + (255 - part) // 2 for part in fill)
     if thing.shape == "cube":
         lift = 0.5 * r
         left, top, right, bottom = x - r, y - r + lift, x + r - lift, y + r
@@ -237,8 +226,5 @@ def _heart(x: float, y: float, r: float) -> list[tuple[float, float]]:
 
 
 def _shaded(color: RGB, factor: float) -> RGB:
-    return (min(255, round(color[0] * factor)), min(255, round(color[1] * factor)), min(255, round(color[2] * factor)))
-
-
-def _lightened(color: RGB) -> RGB:
-    return (color[0] + (255 - color[0]) // 2, color[1] + (255 - color[1]) // 2, color[2] + (255 - color[2]) // 2)
+    red, green, blue = (min(255, round(part * factor)) for part in color)
+    return (red, green, blue)

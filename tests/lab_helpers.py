@@ -1,0 +1,18 @@
+"""What the tests of the experiments share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from semkv_lab.records import SampleRecord
+
+
+def record(**values: Any) -> SampleRecord:
+    """A right answer without a hit, but for ``values``."""
+    base: dict[str, Any] = {
+        "sample_id": "05515938", "image": "a", "question": "q", "text": "red", "answer": "red", "match": True,
+        "provenance": "", "exactness": "", "applied": False, "score": None, "donor": "", "donor_answer": None,
+        "statuses": {}, "latency_s": 0.032, "lookup_s": 0.002, "ttft_s": 0.03, "prompt_tokens": 10,
+        "cached_tokens": 0, "loaded_tokens": 0, "prefix_tokens": 0,
+    }  # fmt: skip
+    return SampleRecord(**{**base, **values})
