@@ -119,7 +119,7 @@ def test_a_fault_is_no_hit(plain: Bench) -> None:
     assert joined(plain, plain.request("color"), plain.request("color~0.95")) is None
     assert plain.cache.stats().faults == {"join": 1}
     plain.reopen()
-    plain.cache._hits.open = Broken.accept  # type: ignore[method-assign]
+    plain.cache._checking.open = Broken.accept  # type: ignore[method-assign]
     assert joined(plain, plain.request("color"), plain.request("color~0.95")) is None
     assert plain.cache.stats().faults == {"join": 1}
     assert not plain.cache.stats().hits

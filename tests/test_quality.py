@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-from quality_streams import draw_stream, minigqa_stream, pairs_of
+from streams import minigqa, pairs_of, questions
 
 from cache_helpers import WrittenEncoder
 from semkv.cli import run
@@ -199,7 +199,7 @@ def test_pairs_through_a_policy_by_hand() -> None:
 
 
 def test_the_bound_holds_on_a_drawn_stream_at_more_hits_than_exact_ones() -> None:
-    stream = draw_stream(written_pairs(500), 1, requests=4000)
+    stream = questions(written_pairs(500), 1, requests=4000)
     corpus = build_corpus([(a.group, a.text) for a in stream], ENCODER, no_veto)
     outcome = Replay(stream, corpus).play(Bounded(0.005), verify_rate=0.1)
     assert outcome.wrong_rate <= 0.005
@@ -207,7 +207,7 @@ def test_the_bound_holds_on_a_drawn_stream_at_more_hits_than_exact_ones() -> Non
 
 
 def test_minigqa_gives_a_stream_with_hard_negatives(tmp_path: Path) -> None:
-    stream = minigqa_stream(tmp_path / "m", 1, images=3)
+    stream = minigqa(1, images=3)
     assert len({asked.group for asked in stream}) == 3
     pairs = pairs_of(stream)
     assert {pair.same for pair in pairs} == {True, False}
