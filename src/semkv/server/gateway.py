@@ -27,6 +27,7 @@ from semkv.server.singleflight import InFlight, Pending, PendingRequests, Reader
 from semkv.server.sse import Assembler, NotKeepable, replay
 from semkv.server.tenancy import REFUSED, SALTED, BadTags, Client, Controls, NoPlace, Tenants, controls_of, salted
 from semkv.server.upstream import Call, Reply, Upstream, UpstreamError
+from semkv.server.vary import Vary
 from semkv.stores.responses.base import Selector
 from semkv.tiers.response import Found
 from semkv.types import ReuseReport
@@ -109,6 +110,7 @@ class Gateway:
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
+        self._vary = Vary(settings.vary_headers)
 
     # -- a request ----------------------------------------------------------------------------------------------
 
@@ -236,12 +238,13 @@ class Gateway:
             self.metrics.upstream(seconds)
             if flight.status == 200 and flight.payload is not None:
                 self.recent_hits.computed(canonical.key, seconds)
-                if request.controls.write:
+                if request.controls.write and not flight.refused:
                     flight.stored = await self.cache.store(canonical, flight.payload, since)
 
         on_status = partial(self._tenants.answered, request.client)
         assembler = Assembler(chat=ROUTES[request.call.scope["path"]].chat)
-        flight = InFlight(self.flights, self._flight_key(canonical), send, on_status, on_whole, assembler)
+        refusal = partial(self._vary.refusal, by_credentials=request.client.by_credentials)
+        flight = InFlight(self.flights, self._flight_key(canonical), send, on_status, on_whole, assembler, refusal)
         request.reader = self.flights.start(flight, shared=shared and request.shared)
 
     async def _near(self, request: GatewayRequest, near: Lookup) -> Answer | None:
@@ -330,7 +333,7 @@ class Gateway:
             UpstreamError: there is none.
         """
         answer = await self._upstream_answer(request)
-        if answer is None:  # another's key was refused, or a form that cannot be turned into this one
+        if answer is None:  # another's key was refused or its answer is its own, or a form that this one cannot have
             request.leave()
             self._start(request, lookup, shared=False)
             self._record_soon(request, Pending(self.cache, lookup.canonical), looking)
@@ -356,7 +359,7 @@ class Gateway:
         await flight.until(lambda: flight.status)
         if not flight.status and flight.error is not None:
             raise flight.error
-        if reader.joined and flight.status in REFUSED:  # it says nothing about this client's key
+        if reader.joined and (flight.status in REFUSED or flight.refused):  # it says nothing of this client's request
             return None
         if not (flight.streamed and stream):
             await flight.until(lambda: not flight.shared)
@@ -446,6 +449,7 @@ class Gateway:
                 remote_media=settings.remote_media,
                 tags=self._tenants.tags_of(call.scope),
                 salts=settings.salt,
+                headers=self._vary.read(call.scope),
             )
         except BadTags:
             return Uncacheable("tags")
@@ -484,7 +488,8 @@ class Gateway:
                 report = report.unused()  # the donor that was found had no part in what was asked
             await asyncio.wait((flight.task,))
             await asyncio.sleep(_RECORD_DELAY_S)
-            if flight.status == 200 and request.controls.write and (flight.stored or canonical.sampled):
+            kept = flight.stored or (canonical.sampled and not flight.refused)
+            if flight.status == 200 and request.controls.write and kept:
                 payload = flight.payload
             if report is not None and payload is not None:
                 await self.cache.record(report, payload, canonical.model)
@@ -522,7 +527,7 @@ class Gateway:
         flight = request.reader.flight
         try:
             await flight.until(lambda: not flight.shared)
-            return flight.payload if flight.status == 200 else None
+            return flight.payload if flight.status == 200 and not flight.refused else None
         finally:
             request.leave()
 

@@ -8,6 +8,7 @@ SEMKV_<FLAG>       any flag of ``semkv serve`` in upper case, such as SEMKV_TTL;
 # The command line reads the annotations of inherited fields: they must be values, not texts.
 
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from semkv.types import CacheMode
 
 _KEY_LENGTH = 16
 _MIB = 1 << 20
+_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 
 MANY = Parameter(negative="")
 LIFE = Parameter(group="Lifetimes and labels")
@@ -55,6 +57,7 @@ class ServerSettings(LookupConfig):
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
         tell: Put an X-Semkv header on responses.
+        vary_headers: A request header that changes the response and is part of the key; may be repeated.
         max_body_mib: Larger requests are refused.
         max_answer_mib: Larger responses are passed on, but neither shared nor kept.
         body_timeout: Seconds to wait for a request's body, in addition to one for every 16 KiB of it.
@@ -83,6 +86,7 @@ class ServerSettings(LookupConfig):
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
     tell: bool = True
+    vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY] = ()
     max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
     max_answer_mib: Annotated[int, POSITIVE, SIZES] = 8
     body_timeout: Annotated[float, POSITIVE, WAITS] = 60.0
@@ -95,6 +99,9 @@ class ServerSettings(LookupConfig):
         if not self.upstream.startswith(("http://", "https://")):
             raise ConfigError("--upstream", self.upstream, "a URL such as http://127.0.0.1:8000")
         _ = self.networks
+        for name in self.vary_headers:
+            if not _NAME.fullmatch(name):
+                raise ConfigError("--vary-header", name, "the name of a header, such as X-Region")
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
