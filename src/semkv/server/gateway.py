@@ -20,13 +20,14 @@ from typing import Any
 
 from semkv.server.asgi import EVENTS, JSON, Answer, Headers, Receive, error_answer, is_plain_json, unless_gone
 from semkv.server.cache_client import EXACT, CacheClient, Lookup
+from semkv.server.cors import Cors
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, HitView, Metrics, RecentHits
 from semkv.server.request_key import ROUTES, CanonicalRequest, Uncacheable, canonicalise, loads
 from semkv.server.settings import ServerSettings
 from semkv.server.singleflight import InFlight, Pending, PendingRequests, Reader, SingleFlight
 from semkv.server.sse import Assembler, NotKeepable, replay
 from semkv.server.tenancy import REFUSED, SALTED, BadTags, Client, Controls, NoPlace, Tenants, controls_of, salted
-from semkv.server.upstream import Call, Reply, Upstream, UpstreamError
+from semkv.server.upstream import Call, Reply, Upstream, UpstreamError, for_others
 from semkv.server.vary import Vary
 from semkv.stores.responses.base import Selector
 from semkv.tiers.response import Found
@@ -110,7 +111,7 @@ class Gateway:
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
-        self._vary = Vary(settings.vary_headers)
+        self._vary, self.cors = Vary(settings.vary_headers), Cors(settings.cors_origins)
 
     # -- a request ----------------------------------------------------------------------------------------------
 
@@ -231,7 +232,9 @@ class Gateway:
 
         async def send() -> Reply:
             body = raw or await asyncio.to_thread(_body, canonical, stream=stream)
-            return await self.upstream.send(request.call.with_body(body))
+            reply = await self.upstream.send(request.call.with_body(body))
+            self.cors.heard(request.call.scope, reply.status, reply.headers)
+            return reply
 
         async def on_whole(flight: InFlight) -> None:
             seconds = time.perf_counter() - started
@@ -276,7 +279,7 @@ class Gateway:
         self.metrics.request(JOINED, 200, seconds)
         self.metrics.joins.labels(SIMILAR).inc()
         self._spawn(self._note_near(request, near, flight, seconds))
-        headers = [*flight.headers, *self._hit_header(near, 0.0, " joined")]
+        headers = [*for_others(flight.headers), *self._hit_header(near, 0.0, " joined")]
         reader = flight.reader()  # last, so that it is not left behind by a fault before
         return Answer(200, headers, stream=reader.pieces(usage=request.canonical.include_usage), close=reader.aclose)
 
@@ -355,12 +358,13 @@ class Gateway:
         """The same; None where it is to be had only by a request of one's own."""
         reader = request.reader
         assert reader is not None
-        flight, stream = reader.flight, request.canonical.stream
+        flight, stream, ours = reader.flight, request.canonical.stream, reader.joined
         await flight.until(lambda: flight.status)
         if not flight.status and flight.error is not None:
             raise flight.error
         if reader.joined and (flight.status in REFUSED or flight.refused):  # it says nothing of this client's request
             return None
+        headers = for_others(flight.headers) if ours else list(flight.headers)
         if not (flight.streamed and stream):
             await flight.until(lambda: not flight.shared)
             if flight.done or flight.streamed:
@@ -372,12 +376,16 @@ class Gateway:
                 elif flight.payload is not None and stream and flight.status == 200:
                     answer = self._as_stream(request, flight.payload)
                 elif flight.payload is not None:
-                    answer = Answer(flight.status, list(flight.headers), flight.payload)
-                if answer is not None or reader.joined:
+                    answer = Answer(flight.status, headers, flight.payload)
+                if answer is not None and not ours:
+                    answer.ours = False
+                    if answer.headers is not headers:  # in another form
+                        answer.headers.extend(pair for pair in headers if pair[0].startswith(b"access-control-"))
+                if answer is not None or ours:
                     return answer
         # As it comes: a stream, or too large to hold, or asked in this form and answered in another.
         usage = not (flight.streamed and stream) or request.canonical.include_usage
-        return Answer(flight.status, list(flight.headers), stream=reader.pieces(usage=usage), close=reader.aclose)
+        return Answer(flight.status, headers, stream=reader.pieces(usage=usage), close=reader.aclose, ours=ours)
 
     def _cache_header(self, text: str) -> Headers:
         """The header that says where an answer came from."""
@@ -417,9 +425,12 @@ class Gateway:
             return error_answer(400, str(error), "invalid_request_error", header)
         except UpstreamError as error:
             return self._unreachable(error, PASSED, start)
-        self._tenants.answered(client, reply.status)
+        if call.scope["method"] != "OPTIONS":  # which anybody may ask
+            self._tenants.answered(client, reply.status)
+        self.cors.heard(call.scope, reply.status, reply.headers)
         self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
-        return Answer(reply.status, [*reply.headers, *header], stream=reply.pieces(), close=reply.aclose)
+        headers = [*reply.headers, *header]
+        return Answer(reply.status, headers, stream=reply.pieces(), close=reply.aclose, ours=False)
 
     async def _send_on(self, call: Call, tenant: str) -> Reply:
         scope = call.scope
