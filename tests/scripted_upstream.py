@@ -18,7 +18,8 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 _DIRECTIVE = re.compile(r"\[(\w+)(?:=([\d.]+))?\]")
@@ -31,11 +32,13 @@ class Scripted:
     """The ASGI application. ``calls`` holds every body it was sent, ``running`` and ``aborted`` count.
 
     ``script`` adds directives to a text that does not hold them itself. While ``gate`` is closed (cleared), no answer
-    begins; with ``hold_at`` streams begin and wait before the event with that number.
+    begins; with ``hold_at`` streams begin and wait before the event with that number. ``says`` gives an answer further
+    headers, by the scope of its request.
     """
 
     def __init__(self, keep: int = 10_000) -> None:
         self.script: dict[str, dict[str, str]] = {}
+        self.says: Callable[[Any], list[tuple[bytes, bytes]]] = lambda _: []
         self.gate, self.hold_at = threading.Event(), 0
         self.gate.set()
         self._together = asyncio.Event()
@@ -49,6 +52,7 @@ class Scripted:
                 await send({"type": "lifespan.startup.complete"})
             await send({"type": "lifespan.shutdown.complete"})
             return
+        send = partial(self._send, scope, send)
         body = b""
         while True:
             message = await receive()
@@ -68,6 +72,11 @@ class Scripted:
             await self._respond(scope, json.loads(body), send)
         else:
             await self._answer(scope, body, receive, send)
+
+    async def _send(self, scope: Any, send: Any, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *self.says(scope)]}
+        await send(message)
 
     def _note(self, scope: Any, body: dict[str, Any]) -> None:
         if len(self.calls) < self.keep:

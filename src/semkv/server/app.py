@@ -92,8 +92,9 @@ class App:
         path = route_path(scope) if scope["type"] == "http" else ""
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
-        elif path and scope["method"] == "POST" and (path in ROUTES or path in SALTED):
-            await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=path in ROUTES)
+        elif path and scope["method"] in ("POST", "OPTIONS") and (path in ROUTES or path in SALTED):
+            cached = path in ROUTES and scope["method"] == "POST"
+            await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=cached)
         elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
             await self._operations(scope, receive, send)
         else:
@@ -117,13 +118,17 @@ class App:
         try:
             if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
                 raise Refused(error_answer(400, "no such path", "invalid_request_error"))
-            call = Call(scope, await read_body(scope, receive, self._limit, self._limit_s))
-            answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, ""))
+            answer = self.gateway.cors.preflight(scope)
+            if answer is None:
+                call = Call(scope, await read_body(scope, receive, self._limit, self._limit_s))
+                answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, ""))
+            self.gateway.cors.dress(scope, answer)
             if answer.stream is None:
                 await reply(answer, send)
             else:
                 await unless_gone(reply(answer, send), receive)
         except Refused as refused:
+            self.gateway.cors.dress(scope, refused.answer)
             await reply(refused.answer, send)
         except (Vanished, UpstreamError):  # the latter breaks off in the middle of an answer: so does the connection
             pass

@@ -31,7 +31,7 @@ class Vanished(Exception):  # noqa: N818
 class Answer:
     """What goes back to the client: whole in ``body``, or piece by piece from ``stream``.
 
-    ``close`` is called when all was sent, or the client hung up.
+    ``close`` is called when all was sent, or the client hung up. Not ``ours``: what the upstream said to this request.
     """
 
     status: int
@@ -39,6 +39,7 @@ class Answer:
     body: bytes = b""
     stream: AsyncIterator[bytes] | None = None
     close: Callable[[], Awaitable[None]] | None = None
+    ours: bool = True
 
 
 def error_answer(status: int, message: str, kind: str, headers: Headers | None = None) -> Answer:

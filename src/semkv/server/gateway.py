@@ -20,13 +20,15 @@ from typing import Any
 
 from semkv.server.asgi import EVENTS, JSON, Answer, Headers, Receive, error_answer, is_plain_json, unless_gone
 from semkv.server.cache_client import EXACT, CacheClient, Lookup
+from semkv.server.cors import Cors
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, HitView, Metrics, RecentHits
 from semkv.server.request_key import ROUTES, CanonicalRequest, Uncacheable, canonicalise, loads
 from semkv.server.settings import ServerSettings
 from semkv.server.singleflight import InFlight, Pending, PendingRequests, Reader, SingleFlight
 from semkv.server.sse import Assembler, NotKeepable, replay
 from semkv.server.tenancy import REFUSED, SALTED, BadTags, Client, Controls, NoPlace, Tenants, controls_of, salted
-from semkv.server.upstream import Call, Reply, Upstream, UpstreamError
+from semkv.server.upstream import Call, Reply, Upstream, UpstreamError, for_others
+from semkv.server.vary import Vary
 from semkv.stores.responses.base import Selector
 from semkv.tiers.response import Found
 from semkv.types import ReuseReport
@@ -109,6 +111,7 @@ class Gateway:
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
+        self._vary, self.cors = Vary(settings.vary_headers), Cors(settings.cors_origins)
 
     # -- a request ----------------------------------------------------------------------------------------------
 
@@ -229,19 +232,22 @@ class Gateway:
 
         async def send() -> Reply:
             body = raw or await asyncio.to_thread(_body, canonical, stream=stream)
-            return await self.upstream.send(request.call.with_body(body))
+            reply = await self.upstream.send(request.call.with_body(body))
+            self.cors.heard(request.call.scope, reply.status, reply.headers)
+            return reply
 
         async def on_whole(flight: InFlight) -> None:
             seconds = time.perf_counter() - started
             self.metrics.upstream(seconds)
             if flight.status == 200 and flight.payload is not None:
                 self.recent_hits.computed(canonical.key, seconds)
-                if request.controls.write:
+                if request.controls.write and not flight.refused:
                     flight.stored = await self.cache.store(canonical, flight.payload, since)
 
         on_status = partial(self._tenants.answered, request.client)
         assembler = Assembler(chat=ROUTES[request.call.scope["path"]].chat)
-        flight = InFlight(self.flights, self._flight_key(canonical), send, on_status, on_whole, assembler)
+        refusal = partial(self._vary.refusal, by_credentials=request.client.by_credentials)
+        flight = InFlight(self.flights, self._flight_key(canonical), send, on_status, on_whole, assembler, refusal)
         request.reader = self.flights.start(flight, shared=shared and request.shared)
 
     async def _near(self, request: GatewayRequest, near: Lookup) -> Answer | None:
@@ -273,7 +279,7 @@ class Gateway:
         self.metrics.request(JOINED, 200, seconds)
         self.metrics.joins.labels(SIMILAR).inc()
         self._spawn(self._note_near(request, near, flight, seconds))
-        headers = [*flight.headers, *self._hit_header(near, 0.0, " joined")]
+        headers = [*for_others(flight.headers), *self._hit_header(near, 0.0, " joined")]
         reader = flight.reader()  # last, so that it is not left behind by a fault before
         return Answer(200, headers, stream=reader.pieces(usage=request.canonical.include_usage), close=reader.aclose)
 
@@ -330,7 +336,7 @@ class Gateway:
             UpstreamError: there is none.
         """
         answer = await self._upstream_answer(request)
-        if answer is None:  # another's key was refused, or a form that cannot be turned into this one
+        if answer is None:  # another's key was refused or its answer is its own, or a form that this one cannot have
             request.leave()
             self._start(request, lookup, shared=False)
             self._record_soon(request, Pending(self.cache, lookup.canonical), looking)
@@ -352,12 +358,13 @@ class Gateway:
         """The same; None where it is to be had only by a request of one's own."""
         reader = request.reader
         assert reader is not None
-        flight, stream = reader.flight, request.canonical.stream
+        flight, stream, ours = reader.flight, request.canonical.stream, reader.joined
         await flight.until(lambda: flight.status)
         if not flight.status and flight.error is not None:
             raise flight.error
-        if reader.joined and flight.status in REFUSED:  # it says nothing about this client's key
+        if reader.joined and (flight.status in REFUSED or flight.refused):  # it says nothing of this client's request
             return None
+        headers = for_others(flight.headers) if ours else list(flight.headers)
         if not (flight.streamed and stream):
             await flight.until(lambda: not flight.shared)
             if flight.done or flight.streamed:
@@ -369,12 +376,16 @@ class Gateway:
                 elif flight.payload is not None and stream and flight.status == 200:
                     answer = self._as_stream(request, flight.payload)
                 elif flight.payload is not None:
-                    answer = Answer(flight.status, list(flight.headers), flight.payload)
-                if answer is not None or reader.joined:
+                    answer = Answer(flight.status, headers, flight.payload)
+                if answer is not None and not ours:
+                    answer.ours = False
+                    if answer.headers is not headers:  # in another form
+                        answer.headers.extend(pair for pair in headers if pair[0].startswith(b"access-control-"))
+                if answer is not None or ours:
                     return answer
         # As it comes: a stream, or too large to hold, or asked in this form and answered in another.
         usage = not (flight.streamed and stream) or request.canonical.include_usage
-        return Answer(flight.status, list(flight.headers), stream=reader.pieces(usage=usage), close=reader.aclose)
+        return Answer(flight.status, headers, stream=reader.pieces(usage=usage), close=reader.aclose, ours=ours)
 
     def _cache_header(self, text: str) -> Headers:
         """The header that says where an answer came from."""
@@ -414,9 +425,12 @@ class Gateway:
             return error_answer(400, str(error), "invalid_request_error", header)
         except UpstreamError as error:
             return self._unreachable(error, PASSED, start)
-        self._tenants.answered(client, reply.status)
+        if call.scope["method"] != "OPTIONS":  # which anybody may ask
+            self._tenants.answered(client, reply.status)
+        self.cors.heard(call.scope, reply.status, reply.headers)
         self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
-        return Answer(reply.status, [*reply.headers, *header], stream=reply.pieces(), close=reply.aclose)
+        headers = [*reply.headers, *header]
+        return Answer(reply.status, headers, stream=reply.pieces(), close=reply.aclose, ours=False)
 
     async def _send_on(self, call: Call, tenant: str) -> Reply:
         scope = call.scope
@@ -446,6 +460,7 @@ class Gateway:
                 remote_media=settings.remote_media,
                 tags=self._tenants.tags_of(call.scope),
                 salts=settings.salt,
+                headers=self._vary.read(call.scope),
             )
         except BadTags:
             return Uncacheable("tags")
@@ -484,7 +499,8 @@ class Gateway:
                 report = report.unused()  # the donor that was found had no part in what was asked
             await asyncio.wait((flight.task,))
             await asyncio.sleep(_RECORD_DELAY_S)
-            if flight.status == 200 and request.controls.write and (flight.stored or canonical.sampled):
+            kept = flight.stored or (canonical.sampled and not flight.refused)
+            if flight.status == 200 and request.controls.write and kept:
                 payload = flight.payload
             if report is not None and payload is not None:
                 await self.cache.record(report, payload, canonical.model)
@@ -522,7 +538,7 @@ class Gateway:
         flight = request.reader.flight
         try:
             await flight.until(lambda: not flight.shared)
-            return flight.payload if flight.status == 200 else None
+            return flight.payload if flight.status == 200 and not flight.refused else None
         finally:
             request.leave()
 

@@ -86,9 +86,10 @@ class _Deployment:
     version: str
     tags: tuple[str, ...]
     salts: bool
+    headers: tuple[tuple[str, str], ...] = ()
 
     def key(self, body: str) -> str:
-        head = _encode(["semkv", 1, self.endpoint, self.tenant, self.version, *self.tags])
+        head = _encode(["semkv", 2, self.endpoint, self.tenant, self.version, self.headers, *self.tags])
         return hmac.digest(self.secret, f"{head}\n{body}".encode(), "sha256").hex()
 
     def salt(self, own: object) -> str:
@@ -143,7 +144,8 @@ class CanonicalRequest:
         rest = {k: v for k, v in self._body.items() if k not in _SAMPLING and k not in _NOT_IN_KEY}
         rest[self._content.name] = self._content.template()
         deployment = self._deployment
-        model = digest("gateway", deployment.endpoint, deployment.version, _encode(rest))
+        headers = (_encode(deployment.headers),) if deployment.headers else ()
+        model = digest("gateway", deployment.endpoint, deployment.version, _encode(rest), *headers)
         namespace = Namespace(deployment.tenant, model)
         return Request(self.key, namespace, self._content.segments)
 
@@ -203,6 +205,7 @@ def canonicalise(
     remote_media: bool = False,
     tags: tuple[str, ...] = (),
     salts: bool = True,
+    headers: tuple[tuple[str, str], ...] = (),
 ) -> CanonicalRequest | Uncacheable:
     """The canonical form of a request.
 
@@ -215,8 +218,9 @@ def canonicalise(
         remote_media: key http(s) media by their address instead of refusing them.
         tags: labels that came with it; answers are not shared with requests that have others.
         salts: `CanonicalRequest.body` has vLLM's ``cache_salt`` and uuids.
+        headers: those of the request that the answer may depend on, by `semkv.server.vary.Vary`.
     """
-    deployment = _Deployment(endpoint, tenant, secret, version, tags, salts)
+    deployment = _Deployment(endpoint, tenant, secret, version, tags, salts, headers)
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
             return Uncacheable("state of another server")

@@ -8,6 +8,7 @@ SEMKV_<FLAG>       any flag of ``semkv serve`` in upper case, such as SEMKV_TTL;
 # The command line reads the annotations of inherited fields: they must be values, not texts.
 
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from semkv.types import CacheMode
 
 _KEY_LENGTH = 16
 _MIB = 1 << 20
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", re.ASCII)
+_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 
 MANY = Parameter(negative="")
 LIFE = Parameter(group="Lifetimes and labels")
@@ -55,6 +58,8 @@ class ServerSettings(LookupConfig):
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
         tell: Put an X-Semkv header on responses.
+        cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
+        vary_headers: A request header that changes the response and is part of the key; may be repeated.
         max_body_mib: Larger requests are refused.
         max_answer_mib: Larger responses are passed on, but neither shared nor kept.
         body_timeout: Seconds to wait for a request's body, in addition to one for every 16 KiB of it.
@@ -83,6 +88,8 @@ class ServerSettings(LookupConfig):
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
     tell: bool = True
+    cors_origins: Annotated[tuple[str, ...], Parameter(name=("--cors-origin", "--cors-origins")), MANY] = ()
+    vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY] = ()
     max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
     max_answer_mib: Annotated[int, POSITIVE, SIZES] = 8
     body_timeout: Annotated[float, POSITIVE, WAITS] = 60.0
@@ -95,6 +102,12 @@ class ServerSettings(LookupConfig):
         if not self.upstream.startswith(("http://", "https://")):
             raise ConfigError("--upstream", self.upstream, "a URL such as http://127.0.0.1:8000")
         _ = self.networks
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError("--cors-origin", origin, "an origin such as https://app.example.org, or *")
+        for name in self.vary_headers:
+            if not _NAME.fullmatch(name):
+                raise ConfigError("--vary-header", name, "the name of a header, such as X-Region")
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:

@@ -94,6 +94,7 @@ class InFlight:
         key: others join by it.
         send: sends the request.
         on_status: called with the answer's status before its readers see it. It must not raise.
+        refusal: why an answer with these headers may go to nobody but who asked for it; empty where it may.
         on_whole: awaited once the answer is whole, before its readers get the end of it.
         assembler: puts a streamed answer together.
 
@@ -105,6 +106,7 @@ class InFlight:
         done: it has ended, in whatever way.
         payload: JSON of the whole answer; None where there is none (yet).
         stored: the cache has it and may serve it to others. Set by ``on_whole``.
+        refused: why it may go to nobody but who asked for it; empty where it may.
         error: why it broke off.
         readers: its readers.
         task: brings it; over once everything is settled.
@@ -118,8 +120,9 @@ class InFlight:
         on_status: Callable[[int], None],
         on_whole: Callable[[InFlight], Awaitable[None]],
         assembler: Assembler,
+        refusal: Callable[[Headers], str] = lambda _: "",
     ) -> None:
-        self.key, self.status = key, 0
+        self.key, self.status, self.refused = key, 0, ""
         self.headers: Headers = []
         self.streamed = self.done = self.stored = False
         self.shared = True
@@ -128,6 +131,7 @@ class InFlight:
         self.readers: set[Reader] = set()
         self._flights, self._send, self._on_status, self._on_whole = flights, send, on_status, on_whole
         self._assembler: Assembler | None = assembler
+        self._refusal = refusal
         self._chunks: list[Chunk] = []
         self._first = 0  # number of the first chunk that is still held
         self._held_bytes = 0
@@ -145,7 +149,7 @@ class InFlight:
     @property
     def storable(self) -> bool:
         """Nothing has come in so far that forbids to store the answer."""
-        return self.shared and self.status in (0, 200) and self._assembler is not None
+        return self.shared and not self.refused and self.status in (0, 200) and self._assembler is not None
 
     @property
     def whole(self) -> bool:
@@ -188,6 +192,9 @@ class InFlight:
         try:
             reply = await self._send()
             self.headers = [(k, v) for k, v in reply.headers if k != b"set-cookie"]
+            self.refused = self._refusal(reply.headers)
+            if self.refused:
+                self._flights.unshare(self)
             self.status = reply.status
             self._on_status(self.status)
             named = dict(reply.headers)

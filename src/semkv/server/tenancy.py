@@ -30,7 +30,7 @@ from semkv.tiers.freshness import Pattern, Subject
 
 Network = IPv4Network | IPv6Network
 
-_CREDENTIALS = frozenset(
+CREDENTIALS = frozenset(
     (b"authorization", b"proxy-authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie")
 )
 REFUSED = (401, 403)  # statuses of an upstream that does not know the credentials
@@ -80,7 +80,7 @@ def controls_of(scope: Scope) -> Controls:
 
 def credentials(scope: Scope) -> str:
     """Every header that says who asks, as one string."""
-    found = [key + b":" + value for key, value in scope["headers"] if key in _CREDENTIALS]
+    found = [key + b":" + value for key, value in scope["headers"] if key in CREDENTIALS]
     return b"\n".join(found).decode("latin-1")
 
 
@@ -92,11 +92,13 @@ class Client:
         tenant: its digest; empty in a single-tenant deployment.
         believed: the tenant is not merely claimed.
         name: digest of the credentials.
+        by_credentials: the tenant is whoever holds these.
     """
 
     tenant: str
     believed: bool
     name: bytes
+    by_credentials: bool = False
 
 
 class Tenants:
@@ -122,7 +124,7 @@ class Tenants:
         held, named = credentials(scope), header(scope, b"x-semkv-tenant")
         name = _digest(self._secret, "key:", held)
         if not named:
-            return Client("" if self._single else _tenant(name), True, name)
+            return Client("" if self._single else _tenant(name), True, name, not self._single)
         if self._from_proxy(scope):
             return Client(named_tenant(self._secret, named), True, name)
         return Client(_tenant(_digest(self._secret, "claimed:", named + "\n" + held)), False, name)

@@ -25,6 +25,7 @@ _HOP_BY_HOP = frozenset(
 # `expect` was between the client and the gateway, which has the whole body already.
 _OURS = frozenset((b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass"))
 _NOT_KEPT = frozenset((b"content-length", b"x-semkv"))
+_NAMES_REQUEST = (b"request-id", b"correlation-id")
 _IDLE_S = 3.0  # uvicorn closes idle connections after 5
 _RETRY_S = 0.5
 _QUEUED = 16  # pieces between the wrapped application and its reader
@@ -100,6 +101,13 @@ def kept_headers(headers: Headers) -> Headers:
     """An answer's headers without hop-by-hop fields, the length, which the server in front sets, and what another semkv
     says of its cache."""
     return [(k, v) for k, v in headers if (low := k.lower()) not in _HOP_BY_HOP and low not in _NOT_KEPT]
+
+
+def for_others(headers: Headers) -> Headers:
+    """An answer's headers without those that are meant for who asked for it."""
+    return [
+        (k, v) for k, v in headers if not (k.startswith((b"access-control-", b"trace")) or k.endswith(_NAMES_REQUEST))
+    ]
 
 
 def _text(value: bytes) -> str:
