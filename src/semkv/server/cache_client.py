@@ -52,6 +52,7 @@ _SIZES = {
     "memory_bytes": "memory_bytes",
     "response_entries": "store_entries",
     "response_bytes": "store_bytes",
+    "store_up": "store_up",
 }
 
 
@@ -289,7 +290,7 @@ class CacheClient:
     def sizes(self) -> dict[str, dict[str, float]]:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
         counts = dict(self.responses.counts())
-        gauges = {ours: float(counts.pop(theirs, 0)) for ours, theirs in _SIZES.items()}
+        gauges = {ours: float(counts.pop(theirs)) for ours, theirs in _SIZES.items() if theirs in counts}
         events = {f"response {name}": float(n) for name, n in counts.items()}
         if self.semantic is not None:
             more, counted = _semantic_figures(self.semantic.stats())
