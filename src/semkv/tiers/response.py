@@ -273,6 +273,26 @@ class ResponseCache:
         in_memory = self._memory.put(response, own)
         return "" if in_memory or self._store is not None else "invalidated or too large"
 
+    # -- credentials --------------------------------------------------------------------------------------------
+
+    def refused(self, name: str) -> bool | None:
+        """Whether credentials were refused, by their digest; None where the store does not say. Blocks."""
+        if self._store is None:
+            return self._memory.refused(name)
+        return self._ask("get", lambda store: store.refused(name), None)
+
+    def refuse(self, name: str, *, refused: bool) -> bool:
+        """Note that credentials were refused, or are accepted again; whether the store has it. Blocks."""
+        if self._store is None:
+            self._memory.refuse(name, refused=refused)
+            return True
+
+        def note(store: ResponseStore) -> bool:
+            store.refuse(name, refused=refused)
+            return True
+
+        return self._ask("put", note, False)
+
     # -- invalidation -------------------------------------------------------------------------------------------
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
