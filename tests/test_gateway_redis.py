@@ -313,3 +313,47 @@ def events(pair: Pair, name: str) -> float:
     lines = httpx.get(f"{pair.url}/metrics").text.splitlines()
     wanted = f'semkv_cache_events_total{{event="{name}'
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(wanted))
+
+
+class TestAway:
+    @pytest.mark.parametrize("how", ["kill", "freeze"])
+    def test_memory_serves_on_and_all_say_that_the_store_is_away(self, tmp_path: Path, how: str) -> None:
+        server = RedisServer(tmp_path, durable=True)
+        try:
+            with Two(tmp_path, server, store_timeout=0.5) as two:
+                pair = two.one
+                two.in_memory("kept")
+                kept = pair.post("kept").content
+                assert says_of_the_store(pair) == ("up", 1.0, 1.0)
+                getattr(server, how)()
+                wait_until(lambda: says_of_the_store(pair) == ("away", 0.0, 0.0))
+                pair.app.gateway.cache.responses._heard -= 60.0
+                assert pair.post("kept").content == kept
+                assert pair.post("new").headers["x-semkv"] == "miss"
+                pair.app.gateway.cache.responses._heard -= 600.0
+                assert pair.post("kept").headers["x-semkv"] == "miss", "the bound on invalidations"
+                (server.start if how == "kill" else server.thaw)()
+                wait_until(lambda: says_of_the_store(pair) == ("up", 1.0, 1.0))
+                wait_until(lambda: recovered(two, f"after {how}"))
+        finally:
+            server.kill()
+
+    def test_a_gateway_that_starts_without_its_store_serves_what_it_was_told_since(self, tmp_path: Path) -> None:
+        server = RedisServer(tmp_path)
+        server.kill()
+        try:
+            with Pair(tmp_path, store=server.url) as pair:
+                assert says_of_the_store(pair)[0] == "away"
+                assert pair.post("said").headers["x-semkv"] == "miss"
+                assert pair.post("said").headers["x-semkv"].startswith("hit")
+                server.start()
+                wait_until(lambda: says_of_the_store(pair)[0] == "up")
+        finally:
+            server.kill()
+
+
+def says_of_the_store(pair: Pair) -> tuple[str, float, float]:
+    """What ``/readyz``, ``/metrics`` and the dashboard's figures say."""
+    ready = httpx.get(f"{pair.url}/readyz", timeout=60)
+    assert ready.status_code == 200
+    return ready.json()["store"], pair.metric("semkv_store_up"), pair.admin("stats").json()["gauges"]["store_up"]

@@ -109,6 +109,29 @@ def test_a_life_can_be_lengthened_but_not_another_answers(make: Make) -> None:
     assert store.get("nobody") is None
 
 
+def test_refused_credentials_are_held_within_bounds_until_they_are_accepted(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    store = make(clock=lambda: now)
+    assert not store.refused("a")
+    store.refuse("b", refused=False)
+    for name in "abca":
+        store.refuse(name, refused=True)
+    assert [make(clock=lambda: now).refused(name) for name in "abcd"] == [True, True, True, False]
+    store.refuse("b", refused=False)
+    assert [store.refused(name) for name in "abc"] == [True, False, True]
+    assert store.usage()[0] == 0
+    monkeypatch.setattr(f"{type(store).__module__}.REFUSALS", 2)
+    now += 1
+    store.refuse("d", refused=True)
+    now += 1
+    store.refuse("e", refused=True)
+    assert [store.refused(name) for name in "acde"] == [False, False, True, True]
+    now += 90 * 86_400 - 0.5
+    assert [store.refused(name) for name in "de"] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("selector", "names"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_helpers import Pair, beside, chat, later, wait_until
+from gateway_helpers import PATIENT, Pair, beside, chat, later, wait_until
 from semkv.errors import ConfigError
 from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
@@ -308,6 +308,65 @@ def test_a_key_that_is_refused_behind_a_stale_answer_reads_no_more(tmp_path: Pat
         assert pair.post("news").headers["x-semkv"].endswith("stale")
         wait_until(lambda: pair.post("news").status_code == 401)
         assert pair.post("common").headers["x-semkv"] == "miss"
+
+
+KEY = {"Authorization": "Bearer revoked"}
+
+
+def revoke(pair: Pair) -> None:
+    assert pair.post("before", headers=KEY).headers["x-semkv"] == "miss"
+    assert pair.post("before", headers=KEY).headers["x-semkv"].startswith("hit")
+    assert pair.post("after [status=401]", headers=KEY).status_code == 401
+    pair.settle()
+
+
+def test_a_refused_key_reads_nothing_after_a_restart_until_it_is_accepted(tmp_path: Path) -> None:
+    with Pair(tmp_path, **PATIENT) as pair:
+        revoke(pair)
+    with Pair(tmp_path, **PATIENT) as pair:
+        pair.upstream.script = {"before": {"status": "401"}}
+        assert [pair.post("before", headers=KEY).status_code for _ in range(2)] == [401, 401]
+        pair.upstream.script = {}
+        assert pair.post("before", headers=KEY).headers["x-semkv"] == "miss"
+        pair.settle()
+    with Pair(tmp_path, **PATIENT) as pair:
+        assert pair.post("before", headers=KEY).headers["x-semkv"].startswith("hit"), "accepted again, and noted"
+    assert b"revoked" not in b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("store", ["", "memory"])
+def test_a_refused_key_is_not_forgotten_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str) -> None:
+    monkeypatch.setattr("semkv.server.tenancy._REMEMBERED", 3)
+    with Pair(tmp_path, store=store, **PATIENT) as pair:
+        revoke(pair)
+        for other in range(5):
+            pair.post("x [status=403]", headers={"Authorization": f"Bearer other {other}"})
+        assert pair.post("before", headers=KEY).headers["x-semkv"] == "miss"
+
+
+def test_a_key_that_another_gateway_saw_refused_reads_no_more_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("semkv.server.tenancy._GOOD_S", 0.2)
+    file = str(tmp_path / "shared.sqlite")
+    with Pair(tmp_path, store=file, **PATIENT) as one, Pair(tmp_path, store=file, **PATIENT) as other:
+        revoke(one)
+        wait_until(lambda: other.post("before", headers=KEY).headers["x-semkv"] == "miss")
+        assert one.post("before", headers=KEY).headers["x-semkv"] == "miss"
+        for pair in (one, other):
+            pair.settle()
+            wait_until(lambda pair=pair: pair.post("before", headers=KEY).headers["x-semkv"].startswith("hit"))
+
+
+def test_the_store_is_asked_for_a_key_every_ten_seconds_at_most(tmp_path: Path) -> None:
+    with Pair(tmp_path, **PATIENT) as pair:
+        pair.post("often", headers=KEY)
+        cache = pair.app.gateway.cache.responses
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cache, "refused", None)
+            assert all(pair.post("often", headers=KEY).headers["x-semkv"].startswith("hit") for _ in range(3))
+            assert pair.post("often", headers={"Authorization": "Bearer new"}).headers["x-semkv"] == "miss"
+        assert pair.metric("semkv_faults_total") == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -215,6 +215,7 @@ def _responses(settings: ServerSettings) -> ResponseCache:
         max_bytes=settings.memory_mib << 20,
         freshness=Freshness(lifetime, [parse_rule(rule) for rule in settings.ttl_rules]),
         sampled=settings.sampled,
+        unheard_s=settings.store_away,
         ahead=folder_of(settings.cache_dir, settings.store),
     )
 
@@ -301,8 +302,9 @@ class Operations:
 
     async def ready(self, _: Request) -> Response:
         """200 where the upstream answers, else 503; cached answers are served either way."""
-        up = await self._gateway.upstream.ready()
-        return JSONResponse({"status": "ready" if up else "upstream down"}, 200 if up else 503)
+        up, store_up = await self._gateway.upstream.ready(), self._gateway.cache.responses.store_up
+        said = {"status": "ready" if up else "upstream down", "store": "up" if store_up else "away"}
+        return JSONResponse(said, 200 if up else 503)
 
     async def metrics(self, _: Request) -> Response:
         text = await self._gateway.cache.figures(self._gateway.metrics.text)

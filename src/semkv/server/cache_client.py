@@ -52,6 +52,7 @@ _SIZES = {
     "memory_bytes": "memory_bytes",
     "response_entries": "store_entries",
     "response_bytes": "store_bytes",
+    "store_up": "store_up",
 }
 
 
@@ -257,6 +258,17 @@ class CacheClient:
             observe = partial(self.semantic.add_observation, metadata={"model": model[:_NAME]})
             await self._guarded("semantic", self._records.run(None, lambda: observe(report, text_of(payload))))
 
+    # -- credentials --------------------------------------------------------------------------------------------
+
+    async def refused(self, name: bytes) -> bool | None:
+        """Whether the upstream has refused these credentials, at whichever gateway; None where that cannot be said."""
+        return await self._guarded("store", self._store.run(self._store_s, self.responses.refused, name.hex()))
+
+    async def refuse(self, name: bytes, *, refused: bool) -> bool:
+        """Note that the upstream refused credentials, or accepts them again; whether the store has it."""
+        note = self._store.complete(self._store_s, self.responses.refuse, name.hex(), refused=refused)
+        return await self._guarded("store", note) is True
+
     # -- checking and removing ----------------------------------------------------------------------------------
 
     def should_check(self, report: ReuseReport) -> bool:
@@ -289,7 +301,7 @@ class CacheClient:
     def sizes(self) -> dict[str, dict[str, float]]:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
         counts = dict(self.responses.counts())
-        gauges = {ours: float(counts.pop(theirs, 0)) for ours, theirs in _SIZES.items()}
+        gauges = {ours: float(counts.pop(theirs)) for ours, theirs in _SIZES.items() if theirs in counts}
         events = {f"response {name}": float(n) for name, n in counts.items()}
         if self.semantic is not None:
             more, counted = _semantic_figures(self.semantic.stats())

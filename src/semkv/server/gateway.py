@@ -110,6 +110,7 @@ class Gateway:
         self.pending = PendingRequests(cache)
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
+        self._asking: dict[bytes, asyncio.Task[bool | None]] = {}
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._vary, self.cors = Vary(settings.vary_headers), Cors(settings.cors_origins)
 
@@ -134,7 +135,7 @@ class Gateway:
         if isinstance(canonical, Uncacheable):
             self.metrics.uncacheable(canonical.reason)
             return await self.forward(call, receive, canonical.reason)
-        may_read = self._tenants.may_read(client) and (self.settings.sampled or not canonical.sampled)
+        may_read = (self.settings.sampled or not canonical.sampled) and await self._may_read(client)
         request = GatewayRequest(call, canonical, controls, client, may_read, start)
         if (answer := self._from_memory(request, Lookup(canonical))) is not None:
             return answer
@@ -206,6 +207,29 @@ class Gateway:
             self.metrics.cut.inc()
         request.leave()
 
+    # -- credentials --------------------------------------------------------------------------------------------
+
+    async def _may_read(self, client: Client) -> bool:
+        """Whether stored answers may be given. The store is asked once for all who hold the same credentials."""
+        known = self._tenants.may_read(client)
+        if known is not None:
+            return known
+        asking = self._asking.get(client.name)
+        if asking is None:
+            asking = self._asking[client.name] = asyncio.ensure_future(self.cache.refused(client.name))
+            asking.add_done_callback(lambda _: self._asking.pop(client.name, None))
+        return self._tenants.told(client, await asyncio.shield(asking))
+
+    def _answered(self, client: Client, status: int) -> None:
+        """The upstream has answered; where it refused credentials, or takes them again, the store is told."""
+        refused = self._tenants.answered(client, status)
+        if refused is not None:
+            self._spawn(self._tell_store(client, refused=refused))
+
+    async def _tell_store(self, client: Client, *, refused: bool) -> None:
+        if await self.cache.refuse(client.name, refused=refused) and refused:
+            self._tenants.noted(client)
+
     # -- single flight ------------------------------------------------------------------------------------------
 
     def _flight_key(self, canonical: CanonicalRequest) -> str:
@@ -244,7 +268,7 @@ class Gateway:
                 if request.controls.write and not flight.refused:
                     flight.stored = await self.cache.store(canonical, flight.payload, since)
 
-        on_status = partial(self._tenants.answered, request.client)
+        on_status = partial(self._answered, request.client)
         assembler = Assembler(chat=ROUTES[request.call.scope["path"]].chat)
         refusal = partial(self._vary.refusal, by_credentials=request.client.by_credentials)
         flight = InFlight(self.flights, self._flight_key(canonical), send, on_status, on_whole, assembler, refusal)
@@ -426,7 +450,7 @@ class Gateway:
         except UpstreamError as error:
             return self._unreachable(error, PASSED, start)
         if call.scope["method"] != "OPTIONS":  # which anybody may ask
-            self._tenants.answered(client, reply.status)
+            self._answered(client, reply.status)
         self.cors.heard(call.scope, reply.status, reply.headers)
         self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
         headers = [*reply.headers, *header]

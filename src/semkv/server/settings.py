@@ -66,6 +66,7 @@ class ServerSettings(LookupConfig):
         connect_timeout: Seconds to wait for a connection to the upstream.
         upstream_timeout: Seconds to wait for the upstream's next byte.
         store_timeout: Seconds a request waits for the store.
+        store_away: Seconds for which responses in memory are served while the store cannot be reached.
     """
 
     upstream: str = "http://127.0.0.1:8000"
@@ -96,6 +97,7 @@ class ServerSettings(LookupConfig):
     connect_timeout: Annotated[float, POSITIVE, WAITS] = 2.0
     upstream_timeout: Annotated[float, POSITIVE, WAITS] = 600.0
     store_timeout: Annotated[float, POSITIVE, WAITS] = 0.25
+    store_away: Annotated[float, NOT_NEGATIVE, WAITS] = 600.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,6 +35,7 @@ CREDENTIALS = frozenset(
 )
 REFUSED = (401, 403)  # statuses of an upstream that does not know the credentials
 _ACCEPTED_S = 300.0
+_GOOD_S = 10.0  # after that long another gateway is asked, through the store, whether it was refused there
 _REMEMBERED = 10_000  # credentials, by their digests
 
 _Value = TypeVar("_Value")
@@ -117,7 +118,7 @@ class Tenants:
     def __init__(self, secret: bytes, *, trusted: tuple[Network, ...] = (), single: bool = False) -> None:
         self._secret, self._trusted, self._single = secret, trusted, single
         self._accepted: OrderedDict[bytes, float] = OrderedDict()
-        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        self._refused: OrderedDict[bytes, bool] = OrderedDict()  # and whether the store knows
 
     def client(self, scope: Scope) -> Client:
         """Who sent a request. A tenant's name that is not believed makes a tenant of its own of these credentials."""
@@ -151,30 +152,53 @@ class Tenants:
         plain = getattr(address, "ipv4_mapped", None) or address
         return any(plain in network for network in self._trusted)
 
-    def may_read(self, client: Client) -> bool:
+    def may_read(self, client: Client) -> bool | None:
         """Whether cached answers may be given before the upstream has seen these credentials.
 
         Where tenants are told apart by their credentials, whoever finds an answer has been let in before, and may read
-        until the upstream refuses a request of theirs. Where all are one tenant, credentials count once the upstream
-        has accepted them, and for five minutes.
+        until the upstream refuses a request of theirs: None where another gateway may know of that, or this one before
+        it was started. Where all are one tenant, credentials count once the upstream has accepted them, and for five
+        minutes.
         """
-        if not self._single:
-            return client.name not in self._refused
+        if not self._single and client.name in self._refused:
+            return False
         until = self._accepted.get(client.name)
-        return until is not None and until > time.monotonic()
+        good = until is not None and until > time.monotonic()
+        return good if self._single or good else None
 
-    def answered(self, client: Client, status: int) -> None:
+    def told(self, client: Client, refused: bool | None) -> bool:
+        """Whether they may be given, by what the store says. Where it says nothing, what was so before holds."""
+        if refused:
+            self._accepted.pop(client.name, None)
+            _remember(self._refused, client.name, True)
+        if client.name in self._refused or (refused is None and client.name not in self._accepted):
+            return False
+        _remember(self._accepted, client.name, time.monotonic() + _GOOD_S)
+        return True
+
+    def answered(self, client: Client, status: int) -> bool | None:
         """The upstream has answered a request with these credentials.
 
         A success lets them in, 401 and 403 shut them out; anything else may have been said before they were looked at.
+
+        Returns:
+            What the store is to be told: that they are refused (True), or are not any more; None for nothing.
         """
         if status in REFUSED:
             self._accepted.pop(client.name, None)
-            _remember(self._refused, client.name, None)
-        elif 200 <= status < 300:
-            self._refused.pop(client.name, None)
-            if self._single:
-                _remember(self._accepted, client.name, time.monotonic() + _ACCEPTED_S)
+            known = self._refused.get(client.name, False)
+            _remember(self._refused, client.name, known)
+            return None if known or self._single else True
+        if 200 <= status < 300:
+            was_refused = self._refused.pop(client.name, None) is not None
+            _remember(self._accepted, client.name, time.monotonic() + (_ACCEPTED_S if self._single else _GOOD_S))
+            return False if was_refused and not self._single else None
+        return None
+
+    def noted(self, client: Client) -> None:
+        """The store knows that they are refused."""
+        if client.name in self._refused:
+            self._refused[client.name] = True
 
 
 def named_tenant(secret: bytes, name: str) -> str:

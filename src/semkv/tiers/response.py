@@ -17,6 +17,7 @@ from semkv.tiers.base import Tally
 from semkv.tiers.freshness import Answerable, Freshness, Lifetime, Subject, refusal
 
 _T = TypeVar("_T")
+_AWAY = 5  # looks for invalidations that fail until a store is called away
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class ResponseCache:
 
     No method but `invalidate` raises because of the store: a fault is counted and becomes a miss. A thread
     follows the invalidations that others log in the store: memory heeds one after ``poll_s`` seconds, and is not served
-    at all once the store has not been heard of for ``unheard_s``.
+    at all once the store has not been heard of for ``unheard_s``: another replica may reach it, and invalidate there.
 
     Args:
         store: behind the memory; None for memory alone.
@@ -97,7 +98,7 @@ class ResponseCache:
         self._breakers = {writes: _Breaker(pause_s) for writes in (False, True)}  # a full store can still be read
         self._hits = 0
         self._poll_s, self._unheard_s = poll_s, unheard_s
-        self._cursor, self._heard = "", float("-inf")
+        self._cursor, self._heard = "", time.monotonic()  # so far memory holds nothing that could be invalidated
         self._following = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -124,6 +125,11 @@ class ResponseCache:
 
     def _unheard(self) -> bool:
         return self._store is not None and time.monotonic() - self._heard > self._unheard_s
+
+    @property
+    def store_up(self) -> bool:
+        """Whether the store was heard of in the last few seconds; True without one. Never blocks."""
+        return self._store is None or (bool(self._cursor) and time.monotonic() - self._heard <= _AWAY * self._poll_s)
 
     def lookup(self, key: str) -> Found | None:
         """From memory, else from the store. Blocks."""
@@ -267,6 +273,26 @@ class ResponseCache:
         in_memory = self._memory.put(response, own)
         return "" if in_memory or self._store is not None else "invalidated or too large"
 
+    # -- credentials --------------------------------------------------------------------------------------------
+
+    def refused(self, name: str) -> bool | None:
+        """Whether credentials were refused, by their digest; None where the store does not say. Blocks."""
+        if self._store is None:
+            return self._memory.refused(name)
+        return self._ask("get", lambda store: store.refused(name), None)
+
+    def refuse(self, name: str, *, refused: bool) -> bool:
+        """Note that credentials were refused, or are accepted again; whether the store has it. Blocks."""
+        if self._store is None:
+            self._memory.refuse(name, refused=refused)
+            return True
+
+        def note(store: ResponseStore) -> bool:
+            store.refuse(name, refused=refused)
+            return True
+
+        return self._ask("put", note, False)
+
     # -- invalidation -------------------------------------------------------------------------------------------
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
@@ -326,14 +352,15 @@ class ResponseCache:
 
     def counts(self) -> Mapping[str, int]:
         """Counters: ``hit:memory``, ``hit:store``, ``miss``, ``kept``, ``refused:<reason>``, ``evicted``,
-        ``fault:<kind>``; and the gauges ``memory_entries``, ``memory_bytes``, ``store_entries``, ``store_bytes``.
+        ``fault:<kind>``; and the gauges ``memory_entries``, ``memory_bytes``, ``store_up`` and, where the store says
+        so, ``store_entries`` and ``store_bytes``.
 
         Blocks: the store says how large it is.
         """
         counts = self._tally.counts()
         counts["hit:memory"] = counts.get("hit:memory", 0) + self._hits
         counts["memory_entries"], counts["memory_bytes"] = self._memory.usage()
-        counts["evicted"] = self._memory.evicted
+        counts["evicted"], counts["store_up"] = self._memory.evicted, int(self.store_up)
         usage = self._ask("usage", lambda store: store.usage(), None)
         if usage is not None:
             counts["store_entries"], counts["store_bytes"] = usage

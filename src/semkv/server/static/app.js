@@ -265,7 +265,10 @@ async function refresh() {
     $("door").hidden = true;
     $("board").hidden = false;
     $("leave").hidden = false;
-    $("state").textContent = `version ${stats.version}, refreshed ${new Date().toLocaleTimeString()}`;
+    const away = stats.gauges.store_up === 0;
+    $("state").textContent = `version ${stats.version}, refreshed ${new Date().toLocaleTimeString()}`
+      + (away ? ", the store is away: answers come from memory alone" : "");
+    $("state").className = away ? "bad" : "";
     showStats(stats);
     showHits();
     return true;

@@ -16,6 +16,7 @@ import xxhash
 from semkv.errors import CorruptValue
 
 FORMAT = 1
+REFUSALS, REFUSED_S = 100_000, 90 * 86_400.0  # credentials, and for how long
 CHECKSUM = 32  # bytes of the head before its JSON
 _TIMES = ("created", "expires", "stale_until", "slide_s")
 
@@ -233,6 +234,15 @@ class ResponseStore(Protocol):
 
     def news(self, cursor: str) -> News:
         """The invalidations since ``cursor``; an empty cursor asks for the present place alone."""
+        ...
+
+    def refuse(self, name: str, *, refused: bool) -> None:
+        """Note that the upstream refused somebody's credentials, by their digest, or that it accepts them again. The
+        latest `REFUSALS` are held, for `REFUSED_S` seconds."""
+        ...
+
+    def refused(self, name: str) -> bool:
+        """Whether credentials were refused, and not accepted since."""
         ...
 
     def usage(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from semkv.stores.responses.base import News, ResponseStore, Selector, StoredResponse
+from semkv.stores.responses.base import REFUSALS, REFUSED_S, News, ResponseStore, Selector, StoredResponse
 
 _OVERHEAD = 640  # bytes of an entry beside its strings: objects, dictionary slot, allocator (measured: 500 to 620)
 _LOG = 1000
@@ -37,6 +37,7 @@ class MemoryStore(ResponseStore):
         self._lock = threading.Lock()
         self._log: deque[tuple[int, Selector]] = deque(maxlen=_LOG)
         self._number = 0
+        self._refused: OrderedDict[str, float] = OrderedDict()
 
     @property
     def cursor(self) -> str:
@@ -102,6 +103,17 @@ class MemoryStore(ResponseStore):
         if self._number - since > len(self._log):
             return News(self.cursor, None)
         return News(self.cursor, tuple(selector for number, selector in self._log if number > since))
+
+    def refuse(self, name: str, *, refused: bool) -> None:
+        with self._lock:
+            self._refused.pop(name, None)
+            if refused:
+                self._refused[name] = self._clock()
+            if len(self._refused) > REFUSALS:
+                self._refused.popitem(last=False)
+
+    def refused(self, name: str) -> bool:
+        return self._clock() - self._refused.get(name, float("-inf")) < REFUSED_S
 
     def usage(self) -> tuple[int, int]:
         with self._lock:

@@ -4,6 +4,7 @@
     {semkv:<name>}:used      sorted set: keys by when they were last used
     {semkv:<name>}:sizes     hash: bytes by key;  {semkv:<name>}:bytes: their sum
     {semkv:<name>}:log       stream: the latest invalidations
+    {semkv:<name>}:refused   sorted set: digests of refused credentials by when they were refused
 
 What changes several of these is one script, so that no client that dies half-way leaves them at odds. All names hold
 one hash tag, so a cluster keeps them together. Give Redis ``appendonly yes`` where answers are to outlive it, and
@@ -25,6 +26,8 @@ from typing import Any, cast
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores.responses.base import (
     FORMAT,
+    REFUSALS,
+    REFUSED_S,
     News,
     ResponseStore,
     Selector,
@@ -138,7 +141,7 @@ class RedisStore(ResponseStore):
         except ValueError:
             raise ConfigError("--store", _without_password(url), "a URL such as redis://host:6379/0") from None
         root = f"{{semkv:{name}:{FORMAT}}}"
-        self._answer, self._log = f"{root}:a:", f"{root}:log"
+        self._answer, self._log, self._refusals = f"{root}:a:", f"{root}:log", f"{root}:refused"
         self._keys = [f"{root}:{part}" for part in ("used", "sizes", "bytes")] + [self._log]
         scripts = (self._db.register_script(text) for text in (_PUT, _DELETE, _SLIDE, _NOTE))
         self._put, self._delete, self._slide, self._note = scripts
@@ -263,6 +266,19 @@ class RedisStore(ResponseStore):
         if not rows or rows[0][0].decode() != cursor:
             return News(self._begin_log(), None)
         return News(rows[-1][0].decode(), read_selectors(row[1].get(b"selector", b"") for row in rows[1:]))
+
+    def refuse(self, name: str, *, refused: bool) -> None:
+        with self._asking():
+            if refused:
+                self._db.zadd(self._refusals, {name: self._clock()})
+                self._db.zremrangebyrank(self._refusals, 0, -REFUSALS - 1)
+            else:
+                self._db.zrem(self._refusals, name)
+
+    def refused(self, name: str) -> bool:
+        with self._asking():
+            at = self._db.zscore(self._refusals, name)
+        return at is not None and self._clock() - at < REFUSED_S
 
     def usage(self) -> tuple[int, int]:
         with self._asking():

@@ -15,6 +15,8 @@ from semkv.errors import CorruptValue, StoreError
 from semkv.stores.database import Database
 from semkv.stores.responses.base import (
     CHECKSUM,
+    REFUSALS,
+    REFUSED_S,
     News,
     ResponseStore,
     Selector,
@@ -204,6 +206,23 @@ class SqliteStore(ResponseStore):
             return News(str(last), None)
         rows = db.execute("SELECT selector FROM invalidations WHERE number>? ORDER BY number", (since,)).fetchall()
         return News(str(last), read_selectors(row[0] for row in rows))
+
+    # -- credentials --------------------------------------------------------------------------------------------
+
+    def refuse(self, name: str, *, refused: bool) -> None:
+        with self.database.write() as db:  # files of earlier gateways are without the table
+            db.execute("CREATE TABLE IF NOT EXISTS refusals (name TEXT NOT NULL UNIQUE, at REAL NOT NULL)")
+            db.execute("DELETE FROM refusals WHERE name=?", (name,))
+            if refused:
+                db.execute("INSERT INTO refusals VALUES (?, ?)", (name, self._clock()))
+                db.execute("DELETE FROM refusals WHERE rowid<=(SELECT MAX(rowid) FROM refusals)-?", (REFUSALS,))
+
+    def refused(self, name: str) -> bool:
+        with self.database as db:
+            if db.execute("SELECT 1 FROM sqlite_master WHERE name='refusals'").fetchone() is None:
+                return False
+            row = db.execute("SELECT at FROM refusals WHERE name=?", (name,)).fetchone()
+        return row is not None and self._clock() - row[0] < REFUSED_S
 
     # -- operators ----------------------------------------------------------------------------------------------
 
