@@ -190,6 +190,7 @@ WORDS_AND_IDENTIFIERS = [
     ("Polish furniture tips", "polish furniture tips", "case"),
     ("Turkey recipes", "turkey recipes", "case"),
     ("May flowers", "may flowers", "case"),
+    ("Will was late again", "will was late again", "case"),
     ("Apple pie ideas", "apple pie ideas", "case"),
 ]
 

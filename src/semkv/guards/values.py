@@ -40,7 +40,7 @@ def _respelled(p: Pair) -> bool:
     if not found:
         return False
     exact = named and p.a.cased is not None and p.b.cased is not None
-    bare: tuple[dict[str, str], ...] = tuple({_bare(word): word.casefold() for word in t.spelled} for t in (p.b, p.a))
+    bare = [{_bare(word): word.casefold() for word in text.spelled} for text in (p.b, p.a)]
     theirs = ((word, bare[word in p.b.spelled].get(_bare(word))) for word in found)
     return any(other is not None and (exact or other != word.casefold()) for word, other in theirs)
 
@@ -101,13 +101,13 @@ def case(p: Pair) -> str | None:
 
 def _another_start(p: Pair) -> bool:
     """Whether a capital at the start is all that tells a name from a word: "Polish tips", "polish tips"."""
-    if [t.word for t in p.a.tokens] != [t.word for t in p.b.tokens]:
+    apart, function = p.a.starts ^ p.b.starts, p.language.function
+    apart &= p.language.twofold | p.language.homographs
+    if not apart or [t.word for t in p.a.tokens] != [t.word for t in p.b.tokens]:
         return False
-    function, twofold = p.language.function, p.language.twofold | p.language.homographs
-    apart = twofold & (p.a.starts ^ p.b.starts)
-    return any(
-        x.word in apart and not (x.word in function and y.word in function) for x, y in itertools.pairwise(p.a.tokens)
-    )
+    said = function - p.language.tenses.keys()  # "will it", "will was"
+    names = (y.word not in said or x.word not in function for x, y in itertools.pairwise(p.a.tokens) if x.word in apart)
+    return any(names)
 
 
 def _named(text: Text, p: Pair) -> set[str]:
