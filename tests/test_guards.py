@@ -318,7 +318,8 @@ MARKS = st.sampled_from(
     "not no 5 km miles two hundred and from to by was left right Monday May 3 pm % $ ' \" ` ( ) foo() a_b --x C++ 's ? "
     ", who what how many did dog cat Paris bites less than as 1,000 15:00 2024-05-01 ½ ² İ ß ﷺ . - / 's' US "
     "will must may I you they than Polish polish HELLO hello letters third 5+3 unless every other hotter "
-    "hottest up to at least within before after look turn in over for required recommended".split()
+    "hottest up to at least within before after look turn in over for required recommended only even could can had "
+    "spell translate Co CO LN-5A LN-5 web01 web-01 branch Prod prod H. W. many r as more him he if".split()
 )
 TEXTS = st.one_of(st.text(max_size=40), st.lists(MARKS, max_size=12).map(" ".join))
 
@@ -372,7 +373,8 @@ def test_a_text_typed_in_capitals_or_small_throughout_is_never_vetoed_for_it(tex
 HOSTILE = [
     "a", "a ", "1", "1 ", '"', '"a" ', "“", "' ", "(", "a.", "/a", "a@", "<", ",", "1,", "not ", "it's ", "twenty ",
     "was by ", "one hundred ", "united states ", "Foo Bar ", "how many ", "` ", "x" * 198 + " ", "/" * 198 + " ",
-    "a<" * 99 + " ", "un", "aa_", "3 pm ", "«", "-- ", "a" * 39 + "ing ",
+    "a<" * 99 + " ", "un", "aa_", "3 pm ", "«", "-- ", "a" * 39 + "ing ", "only I ", "spell as ", "a-01b ",
+    "branch b2/ ",
 ]  # fmt: skip
 
 

@@ -9,8 +9,10 @@ import hashlib
 import json
 import os
 import re
+import tomllib
 import unicodedata
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from semkv.types import MediaSegment, Namespace, Segment
@@ -58,10 +60,11 @@ def normalise(text: str) -> str:
     """Fold what does not change a question's meaning: double blanks, the case of typing, Unicode form, width.
 
     Case is folded at the start of a sentence, and throughout where a text of several words is in one style: all
-    small, ALL CAPITALS, Each Word Capitalised. Within a sentence it stays: ``Polish`` is not ``polish``, ``HELLO`` has
-    other letters than ``hello``. Of signs and lone letters the width stays, and lines stay lines, with their indents
-    and tabs; CRLF is a line end like another. From its first sentence with code, a path, an address, a quotation or a
-    table on a text stays as written, and up to there all but the case of typing. Linear in the text, and idempotent.
+    small, ALL CAPITALS, Each Word Capitalised. Within a sentence it stays, since ``HELLO`` has other letters than
+    ``hello``, and so does that of a word that is a name with a capital and another word without (``Polish``). Of
+    signs and lone letters the width stays, and lines stay lines, with their indents and tabs; CRLF is a line end
+    like another. From its first sentence with code, a path, an address, a quotation or a table on a text stays as
+    written, and up to there all but the case of typing. Linear in the text, and idempotent.
     """
     text = text.strip()
     if "\r\n" in text:
@@ -72,7 +75,7 @@ def normalise(text: str) -> str:
     if not text.isascii():
         text = _nfc(_one_width(_nfc(text)))
     text = _GAP.sub(_folded_gap, text)
-    if not one_style(text):
+    if not one_style(text) or (not text.islower() and not _twofold().isdisjoint(text.lower().split())):
         return _STARTS.sub(_small, text)
     return text.lower() if text.isascii() else _nfc(text.lower())
 
@@ -82,7 +85,16 @@ def _nfc(text: str) -> str:
 
 
 def _small(start: re.Match[str]) -> str:
-    return start[0].lower()
+    word = _WORD.match(start.string, start.start())
+    return start[0] if word and word[0].lower() in _twofold() else start[0].lower()
+
+
+@cache
+def _twofold() -> frozenset[str]:
+    """Words that are a name with a capital and another word without, of the languages that the guards know."""
+    files = (Path(__file__).parent / "guards" / "words").glob("*.toml")
+    tables = [tomllib.loads(file.read_text(encoding="utf-8")).get("content", {}) for file in files]
+    return frozenset(" ".join(table.get(name, "") for table in tables for name in ("twofold", "homographs")).split())
 
 
 def _folded_gap(gap: re.Match[str]) -> str:

@@ -65,8 +65,14 @@ class Tables:
     contraries: Pairs
     particles: Pairs
     twofold: Words
+    homographs: Words
     capitals: Senses
     spelling: Words
+    mentions: Words
+    sayings: Words
+    tongues: Words
+    counting: Words
+    naming: Words
 
     opposites: Mapping[str, Pairs]
     groups: Mapping[str, Senses]
@@ -82,6 +88,7 @@ class Tables:
     articles: Words
     joints: Words
     relatives: Words
+    clauses: Words
     shifts: Words
     open: Words
     leads: Words
@@ -89,6 +96,7 @@ class Tables:
     spots: Words
     hearer: Words
     third: Words
+    thirds: Words
     owners: Words
     questions: Senses
     how: str
@@ -98,9 +106,12 @@ class Tables:
     spoken: Words
     owns: str
     modals: Senses
+    moods: Words
+    advice: Words
     tenses: Senses
     ways: Senses
     pivots: Words
+    focusing: Words
     lessening: Words
     by: str
     passive: Words
@@ -221,9 +232,18 @@ class Language(Tables):
         self.senses |= {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}
         self.grouped = {word for table in self.groups.values() for word in table}
         self.around = self.groups.get("direction", {}).keys() | self.pivots
-        self.speaking = {word for word in self.speaker | self.function if word.partition("'")[0] in self.speaker}
-        self.selves = self.speaking | self.spoken
+        self.alone = self.articles | self.persons.keys()
+        self.parting = self.ways.keys() | self.questions.keys() | self.relatives | self.clauses
+        self.between = self.function - self.relations - self.symmetric - self.choices - self.clauses - self.focusing
+        sides = ((self.speaker, self.spoken), (self.third, self.thirds))
+        self.selves = [
+            dict.fromkeys(objects, False)
+            | {word: True for word in subjects | self.function if word.partition("'")[0] in subjects}
+            for subjects, objects in sides
+        ]
+        """For the speaker and for third persons, whether a word is a subject."""
         self.quiet = self.stems(self.fillers | self.function)
+        self.aside = self.stems((*self.mentions, *self.sayings))
         self.ties, self.joined, self.joining, self.denying_verbs = map(
             self.stems, (self.relations, self.symmetric, self.joints, self.denials)
         )

@@ -114,8 +114,12 @@ def _measuring(p: Pair) -> frozenset[str]:
 
 
 def _lessened(mine: Tokens, other: Tokens, text: Text, language: Language) -> bool:
-    """Whether "less dense" or "as dense as" stands against "denser"."""
-    if not any(t.word in language.lessening for t in mine):
+    """Whether "less dense" or "as dense as" stands against "denser", or "as rare as" against "more rare than"."""
+    words = [t.word for t in mine if t.word in language.lessening]
+    even = len(set(words)) < len(words) and any(t.word in language.pivots for t in other)
+    if even and all(q.loose for q in text.quantities.found) and language.negations.isdisjoint(text.words):
+        return True
+    if not words:
         return False
     bases = [t.word.removesuffix(ending) for t in other for ending in language.degrees if t.word.endswith(ending)]
     return any(base in text.stems or language.stem(base) in text.stems for base in bases)
@@ -145,6 +149,40 @@ def _contrary(x: str, y: str, language: Language) -> bool:
         for one, other in language.contraries
         for a, b in ((x, y), (y, x))
     )
+
+
+def form(p: Pair) -> str | None:
+    """Another form or mood of a word that is itself asked about: its spelling, letters, sound, grammar, translation."""
+    if not _mentions(p.a, p.language) and not _mentions(p.b, p.language):
+        return None
+    mine, other = ([t for t in x.tokens if t.word not in y.words] for x, y in ((p.a, p.b), (p.b, p.a)))
+    if min(len(mine), len(other)) > MOST:
+        return None
+    tenses, function, aside = p.language.tenses, p.language.function, p.language.aside
+    for x, y in itertools.product(mine[:MOST], other[:MOST]):
+        if x.stem == y.stem and len({"", tenses.get(x.word, ""), tenses.get(y.word, "")}) > 2:
+            return "tense"
+        quiet = aside if x.stem == y.stem else aside | p.language.quiet
+        if x.word not in function and y.word not in function and quiet.isdisjoint((x.stem, y.stem)) and p.akin(x, y):
+            return "substitution"
+    first, second = _moods(p.a, p.language), _moods(p.b, p.language)
+    return "modality" if first and second and first != second else None
+
+
+def _mentions(text: Text, language: Language) -> bool:
+    """Whether a text speaks of words rather than things."""
+    asks, says, counts = (
+        not table.isdisjoint(text.words) for table in (language.mentions, language.sayings, language.counting)
+    )
+    if asks or (says and not language.tongues.isdisjoint(text.words)):
+        return True
+    return counts and any(len(t.word) == 1 and t.word.isalpha() and t.word not in language.alone for t in text.tokens)
+
+
+def _moods(text: Text, language: Language) -> set[str]:
+    """The auxiliaries of what is mentioned, not of the question itself ("can you translate", "how can I say")."""
+    following = itertools.pairwise((*text.tokens[2:], END))
+    return {x.word for x, y in following if x.word in language.moods and y.word not in language.hearer}
 
 
 def question(p: Pair) -> str | None:
@@ -206,20 +244,30 @@ def _named(text: Text, language: Language) -> Token | None:
 
 
 def modality(p: Pair) -> str | None:
-    """What may, should or must be, where no question word asks for more than yes or no."""
+    """What may, should or must be; between neighbours only where no question word asks for more than yes or no."""
     if p.language.modals.keys().isdisjoint(p.words):
         return None
     first, second = _modal(p.a, p.language), _modal(p.b, p.language)
-    return "modality" if first and second and first != second else None
+    if not first or not second or first == second:
+        return None
+    if p.language.modals[first] == p.language.modals[second]:  # "can birds swim", "could birds swim"
+        nouns = all(_closed(t, p.language) and t.words.isdisjoint(p.language.persons) for t in (p.a, p.b))
+        return "modality" if nouns and p.language.stem(first) == p.language.stem(second) else None
+    asked = _asked(p.a, p.language) | _asked(p.b, p.language)
+    near = {first, second} <= p.language.advice and not p.language.questions.keys().isdisjoint(p.words)
+    strength = list(dict.fromkeys(p.language.modals.values()))
+    x, y = (strength.index(p.language.modals[word]) for word in (first, second))
+    sharp = ("person",) if abs(x - y) == 1 else ("person", "time")  # "when can I" may be "when should I"
+    return None if near and asked.isdisjoint(sharp) else "modality"
 
 
 def _modal(text: Text, language: Language) -> str:
     """The first auxiliary, but for a polite "can you"."""
-    if language.modals.keys().isdisjoint(text.words) or not text.words.isdisjoint(language.questions):
+    if language.modals.keys().isdisjoint(text.words):
         return ""
     i = next((i for i, t in enumerate(text.tokens) if t.word in language.modals and not t.name), -1)
     polite = i == 0 and len(text.tokens) > 1 and text.tokens[1].word in language.hearer
-    return "" if i < 0 or polite else language.modals[text.tokens[i].word]
+    return "" if i < 0 or polite else text.tokens[i].word
 
 
 def tense(p: Pair) -> str | None:
@@ -231,6 +279,10 @@ def tense(p: Pair) -> str | None:
     for mine, other in ((first, second), (second, first)):
         if "future" in mine - other and other & {"past", "perfect"} and not mine & {"past", "perfect"}:
             return "tense"
+    apart = p.a.words ^ p.b.words
+    past, perfect = ({p.language.stem(w) for w in apart if tenses.get(w) == time} for time in ("past", "perfect"))
+    if past & perfect and p.language.passive.isdisjoint(apart):
+        return "tense"
     if not (_closed(p.a, p.language) and _closed(p.b, p.language)):
         return None
     times = {tenses.get(text.tokens[0].word, "") for text in (p.a, p.b)}

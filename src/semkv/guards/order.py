@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from semkv.guards.language import Language, Token
@@ -39,6 +39,30 @@ def _around(tokens: Iterable[Token], shared: Collection[str], around: Collection
     """The shared words in order; sides that follow one another, as in a choice of two, are one."""
     found = ["" if t.word in around else t.stem for t in tokens if t.word in around or t.stem in shared]
     return [stem for stem, before in zip(found, ["-", *found], strict=False) if stem or before]
+
+
+def focus(p: Pair) -> str | None:
+    """An "only" or "even" that has moved to another word: "only I saw her", "I saw only her"."""
+    words = p.language.focusing
+    if words.isdisjoint(p.a.words) or words.isdisjoint(p.b.words):
+        return None
+    first, second = _focused(p.a, p.language), _focused(p.b, p.language)
+    both = p.a.stems.keys() & p.b.stems.keys()
+    moved = (x.isdisjoint(y) and x | y <= both for x, y in zip(first, second, strict=False))
+    return "word order" if len(first) == len(second) and any(moved) else None
+
+
+def _focused(text: Text, language: Language) -> list[set[str]]:
+    """To what each "only" belongs: to the next word, with what follows its preposition ("only open in summer"), or at
+    the end of a clause to the last one."""
+    found = []
+    for i in [i for i, t in enumerate(text.spine) if t.word in language.focusing]:
+        after = itertools.takewhile(lambda t: t.word not in STOPS, text.spine[i + 1 : i + 1 + _REACH])
+        said = [t.stem for t in after if t.word not in language.tenses and t.word not in language.modals][:3]
+        own = [stem for stem in said if stem not in language.ties]
+        both = len(own) == 2 and said[0] == own[0] and said[1] != own[1]
+        found.append(set(own[: 1 + both]) or {t.stem for t in text.spine[max(0, i - 1) : i]})
+    return found
 
 
 class _Spines:
@@ -296,18 +320,18 @@ def _fronted(text: Text, language: Language) -> bool:
 
 
 def role(p: Pair) -> str | None:
-    """The speaker, or an owner, in the place of another.
+    """The speaker, a third person or an owner in the place of another.
 
-    The speaker does in one text what is done to him in the other, or what somebody does there whom he does it to; or an
-    owner has another of two things: "my neighbour's tree fell on my fence".
+    One does in one text what is done to him in the other, or what somebody does there whom he does it to; or an owner
+    has another of two things: "my neighbour's tree fell on my fence".
     """
     if _owns_another(p):
         return "person"
-    if p.language.selves.isdisjoint(p.words):
-        return None
-    first, second = _acts(p.a, p.language), _acts(p.b, p.language)
-    if _turned(p.a, first, p.b, second, p.language) or _turned(p.b, second, p.a, first, p.language):
-        return "person"
+    for one in p.language.selves:
+        if not one.keys().isdisjoint(p.words):
+            first, second = _acts(p.a, one, p.language), _acts(p.b, one, p.language)
+            if _turned(p.a, first, p.b, second, p.language) or _turned(p.b, second, p.a, first, p.language):
+                return "person"
     return None
 
 
@@ -329,24 +353,27 @@ def _turned(mine: Text, acted: _Acts, other: Text, others: _Acts, language: Lang
     )
 
 
-def _acts(text: Text, language: Language) -> _Acts:
-    """Verbs of which the speaker is the subject, each with the word after it, and verbs of which he is the object."""
+def _acts(text: Text, one: Mapping[str, bool], language: Language) -> _Acts:
+    """Verbs of which ``one`` is the subject, each with the word after it, and verbs of which he is the object."""
     acts: dict[str, str] = {}
     suffers: set[str] = set()
     spine = text.spine
     for i, token in enumerate(spine):
-        if token.word in language.speaking:
+        acting = one.get(token.word)
+        if acting:
             start = i + 1
             while start < len(spine) and spine[start].stem in language.joining:  # "I in Canada send"
                 start += 2
             k = next((k for k in range(start, min(start + _VERB, len(spine))) if _verb(spine[k], language)), None)
-            if k is None or any(t.word in STOPS or t.word in language.ways for t in spine[start:k]):
+            if k is None or any(t.word in STOPS or t.word in language.parting for t in spine[start:k]):
                 continue
             if spine[k - 1].word in language.passive and participle(spine[k], language):
                 suffers.add(spine[k].stem)
             else:
                 acts.setdefault(spine[k].stem, spine[k + 1].stem if k + 1 < len(spine) else "")
-        elif i and token.word in language.spoken and _verb(spine[i - 1], language):
+                if k + 2 < len(spine) and spine[k + 1].word.endswith(language.gerund):  # "I stop hitting"
+                    acts.setdefault(spine[k + 1].stem, "")
+        elif i and acting is not None and _verb(spine[i - 1], language):
             suffers.add(spine[i - 1].stem)
     return acts, suffers
 
@@ -357,7 +384,7 @@ def _verb(token: Token, language: Language) -> bool:
 
 def _subject(tokens: Tokens, language: Language) -> str:
     """The word before a verb and its auxiliaries; "" where something else stands between them."""
-    helpers = (language.tenses, language.modals, language.negations)
+    helpers = (language.tenses, language.modals, language.negations, language.between)
     found = next((t for t in reversed(tokens) if not any(t.word in table for table in helpers)), None)
     return found.stem if found is not None and _verb(found, language) else ""
 

@@ -108,7 +108,7 @@ class Pair:
             for t in only
             if (t.stem not in quiet or t.name)
             and t.word not in measured
-            and not (t.name and t.word in units)
+            and not (t.name and len(t.word) > 1 and t.word in units)
             and t.word[0].isalpha()
         ]
 

@@ -17,7 +17,7 @@ _LONGEST = 200  # characters of a chunk that is still looked into
 _FLAG = 5  # characters of a flag with one hyphen; a longer one is a word with a stray hyphen
 _EDGE = ".,;:!?\"“”„«»…‘'`*"
 _BRACKETS = "()[]{}<>"
-_SIGNS = "%°$€£¥₹"
+_SIGNS = frozenset("%°$€£¥₹")
 STOPS = frozenset(",;?")
 """Signs that are tokens, since a question may start after one."""
 END = Token("?", "?", False)
@@ -158,7 +158,7 @@ class Chunk:
         """The chunk, unless it is a plain word: all that has signs or several capitals."""
         word = chunk[:-1] if chunk[-1] in ",.?!" else chunk
         if word.isalpha() and (len(word) == 1 or word[1:].islower()):
-            self._plain(word)
+            self._plain(word, initial=chunk[1:] == "." and word.isupper() and not typed)
             if chunk[-1] in STOPS:
                 self._add(chunk[-1])
             self.ends = chunk[-1] in ".?!"
@@ -174,13 +174,13 @@ class Chunk:
             self.capitals.append(len(self.tokens))
         self.tokens.append(found)
 
-    def _plain(self, chunk: str) -> None:
+    def _plain(self, chunk: str, *, initial: bool) -> None:
         word = chunk.casefold()
         if word != chunk and self._start:
             self.starts = frozenset((word,))
         elif word != chunk:
             self.cased = frozenset((chunk,))
-        self._add(word, bool(self.cased) and not self._titled)
+        self._add(word, initial or (bool(self.cased) and not self._titled))
 
     def _mixed(self, chunk: str) -> None:
         core = chunk.strip(_EDGE)
@@ -221,7 +221,23 @@ class Chunk:
             if part in STOPS:
                 self._add(part)
             elif part[0].isalnum() or part in _SIGNS:
-                self._part(part, parts[i + 1] if i + 1 < len(parts) else "", first=self._start and i == 0)
+                after = parts[i + 1] if i + 1 < len(parts) else ""
+                if len(part) == 1 and self._is_affix(part.casefold(), parts[:i], after):
+                    self._add(f"{part.casefold()}_", True)
+                else:
+                    self._part(part, after, first=self._start and i == 0)
+
+    def _is_affix(self, letter: str, before: Sequence[str], after: str) -> bool:
+        """Whether a letter that is a word or a unit elsewhere belongs to an identifier: "LN-5567A", "gate 12A"."""
+        quiet = letter in self._language.function
+        if not before:
+            return quiet and after.isdigit()
+        whole = [part for part in before if part not in "-(["]
+        if not letter.isalpha() or after.isalnum() or not whole or not whole[-1].isdigit():
+            return False
+        if whole[0].isalpha() and whole[-1] == before[-1] and _SIGNS.isdisjoint(whole):
+            return letter != "s"
+        return quiet and letter not in self._language.all_units
 
     def _part(self, part: str, after: str, *, first: bool) -> None:
         bare = part.removesuffix("'s")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 
 from semkv.guards.language import Token
@@ -10,6 +12,10 @@ from semkv.guards.quantities import Quantity, differ
 from semkv.guards.text import STOPS, Text
 
 _WILD = frozenset("%*_^~|\\")  # signs of patterns
+_SIGNS = re.compile(r"[\W_]+")
+_ZERO = re.compile(r"[A-Za-z]+-?0\d")
+_NUMBERED = re.compile(r"[A-Za-z][\w.-]*\d|[a-z][\w.-]*/")
+_SYMBOL = 2  # letters of a chemical symbol
 _PROSE = frozenset(("-", "--", "---", "/", "&", "%", "~"))  # operators that may be marks of prose
 
 
@@ -18,11 +24,29 @@ def code(p: Pair) -> str | None:
     for mine, other in ((p.a, p.b), (p.b, p.a)):
         if any(found not in other.spelled and found not in other.words for found in mine.code):
             return "code"
+    if p.a.spelled != p.b.spelled and _respelled(p):
+        return "code"
     a, b = p.a.operators, p.b.operators
     if not a or not b or a == b:
         return None
     first, second = ([sign for sign in own if sign not in _PROSE] for own in (a, b))
     return "code" if first != second or (len(first) < len(a) and len(second) < len(b)) else None
+
+
+def _respelled(p: Pair) -> bool:
+    """Whether an identifier has other signs or letters of another case: "web01", "web-01"; "feature/login"."""
+    named = not p.language.naming.isdisjoint(p.words)
+    found = list(filter((_NUMBERED if named else _ZERO).match, p.a.spelled ^ p.b.spelled))
+    if not found:
+        return False
+    exact = named and p.a.cased is not None and p.b.cased is not None
+    bare = [{_bare(word): word.casefold() for word in text.spelled} for text in (p.b, p.a)]
+    theirs = ((word, bare[word in p.b.spelled].get(_bare(word))) for word in found)
+    return any(other is not None and (exact or other != word.casefold()) for word, other in theirs)
+
+
+def _bare(word: str) -> str:
+    return _SIGNS.sub("", word).casefold()
 
 
 def quote(p: Pair) -> str | None:
@@ -52,10 +76,13 @@ def case(p: Pair) -> str | None:
     is when small; any capital where letters are asked about.
     """
     first, second = p.a.cased, p.b.cased
+    if p.a.starts != p.b.starts and _another_start(p):
+        return "case"
     if first == second or first is None or second is None:
         return None
     spelling = p.language.spelling
     asked = not (spelling.isdisjoint(p.a.words) or spelling.isdisjoint(p.b.words))
+    named = _named(p.a, p) & _named(p.b, p)
     small = _small_acronyms(p.a, p.b, p), _small_acronyms(p.b, p.a, p)
     for written in first ^ second:
         mine, other = (p.a, p.b) if written in first else (p.b, p.a)
@@ -66,9 +93,27 @@ def case(p: Pair) -> str | None:
             theirs = {w for w in other.cased or () if w.casefold() == word}
             if not theirs and any(t.word == word and not t.name for t in other.tokens):
                 theirs = {word}
-            if any(asked or _apart(written, their, other, p) for their in theirs):
+            exact = asked or (word in named and (other.cased or other.starts))
+            if any(exact or _apart(written, their, other, p) for their in theirs):
                 return "case"
     return None
+
+
+def _another_start(p: Pair) -> bool:
+    """Whether a capital at the start is all that tells a name from a word: "Polish tips", "polish tips"."""
+    apart, function = p.a.starts ^ p.b.starts, p.language.function
+    apart &= p.language.twofold | p.language.homographs
+    if not apart or [t.word for t in p.a.tokens] != [t.word for t in p.b.tokens]:
+        return False
+    said = function - p.language.tenses.keys()  # "will it", "will was"
+    names = (y.word not in said or x.word not in function for x, y in itertools.pairwise(p.a.tokens) if x.word in apart)
+    return any(names)
+
+
+def _named(text: Text, p: Pair) -> set[str]:
+    """The words that are identifiers by the word before them: "the branch Prod"."""
+    naming = p.language.naming
+    return {y.word for x, y in itertools.pairwise(text.tokens) if x.word in naming} if naming & text.words else set()
 
 
 def _small_acronyms(mine: Text, other: Text, p: Pair) -> bool:
@@ -87,7 +132,8 @@ def _is_word(small: str, text: Text, p: Pair) -> bool:
 def _apart(written: str, their: str, other: Text, p: Pair) -> bool:
     """Whether a word with capitals is another one than the same word as the other text writes it."""
     if not their.islower():
-        return their.casefold() in p.language.twofold
+        word = p.language.stem(their.casefold())
+        return their.casefold() in p.language.twofold or (len(their) == _SYMBOL and word not in p.language.classes)
     if their in other.quantities.words:
         return False
     if written.isupper() and len(written) > 1:
