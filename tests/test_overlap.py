@@ -206,7 +206,9 @@ def test_paraphrases_wait_for_nothing_that_does_not_come(tmp_path: Path) -> None
 def test_an_answer_that_is_too_old_for_the_client_costs_one_request(pair: Pair, answered: dict[str, str]) -> None:
     time.sleep(1.1)
     cut = pair.metric("semkv_overlap_cut_total")
-    assert pair.post(ONE, headers={**answered, "Cache-Control": "max-age=1"}).headers["x-semkv"] == "miss"
+    assert (
+        pair.post(ONE, headers={**answered, "Cache-Control": "max-age=1"}).headers["x-semkv"] == "miss reason=too-old"
+    )
     assert pair.asked == [ONE]
     assert pair.metric("semkv_overlap_cut_total") == cut
 

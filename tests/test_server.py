@@ -221,16 +221,16 @@ class TestTenants:
         assert pair.post("before", headers=revoked).headers["x-semkv"] == "miss"
         assert pair.post("before", headers=revoked).headers["x-semkv"].startswith("hit")
         assert pair.post("after [status=401]", headers=revoked).status_code == 401
-        assert pair.post("before", headers=revoked).headers["x-semkv"] == "miss"
+        assert pair.post("before", headers=revoked).headers["x-semkv"] == "miss reason=key"
         assert pair.post("before", headers=revoked).headers["x-semkv"].startswith("hit"), "accepted again"
 
     @pytest.mark.parametrize("status", [429, 400, 503])
     def test_only_a_success_lets_a_key_in(self, tmp_path: Path, status: int) -> None:
         with Pair(tmp_path, single_tenant=True) as pair:
-            assert pair.post("common", headers={"Authorization": "Bearer a"}).headers["x-semkv"] == "miss"
+            assert pair.post("common", headers={"Authorization": "Bearer a"}).headers["x-semkv"] == "miss reason=key"
             stranger = {"Authorization": "Bearer stranger"}
             assert pair.post(f"x [status={status}]", headers=stranger).status_code == status
-            assert pair.post("common", headers=stranger).headers["x-semkv"] == "miss"
+            assert pair.post("common", headers=stranger).headers["x-semkv"] == "miss reason=key"
 
     def test_one_tenant_for_all_keys_still_lets_the_upstream_refuse(self, tmp_path: Path) -> None:
         with Pair(tmp_path, single_tenant=True) as pair:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from gateway_helpers import ONE, OTHER, Pair, a_tenant, beside, near_pair, wait_until
 from semkv.errors import ConfigError
+from semkv.server import gateway
 from semkv.server.settings import ServerSettings
 
 
@@ -153,3 +155,69 @@ class TestWhatTheUpstreamSays:
         with Pair(tmp_path, single_tenant=True) as pair:
             pair.upstream.says = lambda _: [(b"vary", b"Authorization")]
             assert [kind(pair.post("common")) for _ in range(2)] == ["miss"] * 2
+
+
+def counted(pair: Pair, reason: str) -> float:
+    lines = httpx.get(f"{pair.url}/metrics", timeout=60).text.splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith(f'semkv_uncacheable_total{{reason="{reason}"}}')
+    )
+
+
+class TestReason:
+    @pytest.mark.parametrize(
+        ("more", "headers", "expected"),
+        [
+            ({"temperature": 0.7}, {}, "miss reason=sampled"),
+            ({"temperature": None}, {}, "miss reason=sampled"),
+            ({}, {"Cache-Control": "no-cache"}, "miss reason=no-cache"),
+            ({}, {"Cache-Control": "max-age=0"}, "miss reason=no-cache"),
+            ({}, {"X-Semkv-Bypass": "1"}, "pass reason=bypass"),
+            ({}, {"X-Semkv-Tenant": "a"}, "pass reason=tenant"),
+            ({"stream": 1}, {}, "pass reason=stream_is_no_boolean"),
+        ],
+    )
+    def test_every_miss_and_pass_says_why(self, pair: Pair, more: dict, headers: dict, expected: str) -> None:
+        text, reason = f"why {more} {headers}", expected.partition("=")[2]
+        assert pair.post(text).headers["x-semkv"] == "miss"
+        before = counted(pair, reason.replace("_", " "))
+        assert pair.post(text, headers=headers, **more).headers["x-semkv"] == expected
+        assert counted(pair, reason.replace("_", " ")) == before + 1
+        assert pair.post(text).headers["x-semkv"].startswith("hit")
+
+    @pytest.mark.parametrize("header", NOT_KEPT, ids=str)
+    def test_also_what_the_upstream_said(self, pair: Pair, says: list, header: tuple[bytes, bytes, str]) -> None:
+        says.append(header[:2])
+        assert pair.post(f"said {header}").headers["x-semkv"] == f"miss reason={header[2]}"
+
+    def test_an_answer_that_is_too_old(self, pair: Pair) -> None:
+        pair.post("old")
+        time.sleep(1.1)
+        assert pair.post("old", headers={"Cache-Control": "max-age=1"}).headers["x-semkv"] == "miss reason=too-old"
+        assert pair.post("young", headers={"Cache-Control": "max-age=1"}).headers["x-semkv"] == "miss"
+
+    def test_other_routes(self, pair: Pair) -> None:
+        assert httpx.get(f"{pair.url}/v1/models", timeout=60).headers["x-semkv"] == "pass reason=route"
+
+    def test_no_temperature_is_explained_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        with Pair(tmp_path) as pair:
+            for temperature in (0, 0.7, None, None):
+                pair.post("explain", temperature=temperature)
+                said = [record.message for record in caplog.records if "--sampled" in record.message]
+                assert len(said) == (temperature is None)
+        with Pair(tmp_path, sampled=True) as pair:
+            pair.post("explain", temperature=None)
+            assert len([record for record in caplog.records if "--sampled" in record.message]) == 1
+
+    def test_a_key_that_is_not_accepted(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, sampled=True, single_tenant=True) as pair:
+            for expected in ("miss reason=key", "hit"):
+                assert pair.post("key", temperature=None).headers["x-semkv"].startswith(expected)
+
+    def test_the_page_names_every_reason(self) -> None:
+        page = (Path(__file__).parents[1] / "docs/serving.md").read_text("utf-8")
+        sources = [*Path(gateway.__file__).parent.glob("*.py")]
+        text = "".join(source.read_text("utf-8") for source in sources)
+        reasons = re.findall(r'(?:Unkeyable|Uncacheable)\("([^"]+)"\)', text)
+        assert len(set(reasons)) > 15
+        assert [reason for reason in reasons if f"`{reason.replace(' ', '_')}`" not in page] == []

@@ -250,4 +250,4 @@ def test_what_a_semkv_behind_says_of_its_cache_goes_no_further(odd: Odd) -> None
     odd.says(json.dumps(body).encode(), kind=b"application/json", x_semkv=b"hit tier=exact age=1")
     said = [[value.split(" age=")[0] for value in reply.headers.get_list("x-semkv")] for reply in odd.ask(False, False)]
     assert said == [["miss"], ["hit tier=exact"]]
-    assert httpx.get(f"{odd.url}/v1/models", timeout=120).headers.get_list("x-semkv") == ["pass"]
+    assert httpx.get(f"{odd.url}/v1/models", timeout=120).headers.get_list("x-semkv") == ["pass reason=route"]

@@ -121,7 +121,7 @@ class App:
             answer = self.gateway.cors.preflight(scope)
             if answer is None:
                 call = Call(scope, await read_body(scope, receive, self._limit, self._limit_s))
-                answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, ""))
+                answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, "route"))
             self.gateway.cors.dress(scope, answer)
             if answer.stream is None:
                 await reply(answer, send)

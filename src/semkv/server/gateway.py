@@ -54,6 +54,7 @@ class GatewayRequest:
         may_read: the upstream has let this client in before, and the answer is not to be drawn at random.
         start: when it was there, by `time.perf_counter`.
         reader: of the upstream answer that it waits for, if any.
+        too_old: a stored answer was there, and is older than the client wants.
     """
 
     call: Call
@@ -63,6 +64,7 @@ class GatewayRequest:
     may_read: bool
     start: float
     reader: Reader | None = None
+    too_old: bool = False
 
     @property
     def reads(self) -> bool:
@@ -82,6 +84,15 @@ class GatewayRequest:
         """Whether a stored answer is fresh enough for the client."""
         oldest = self.controls.max_age_s
         return self.reads and (oldest is None or (found.age_s <= oldest and not found.stale))
+
+    def why(self, *, sampled: bool) -> str:
+        """Why it is a miss in spite of what may be stored; empty where nothing was found. ``sampled``: what is drawn at
+        random is stored as well."""
+        if not self.controls.read:
+            return "no-cache"
+        if not self.may_read:
+            return "sampled" if self.canonical.sampled and not sampled else "key"
+        return "too-old" if self.too_old else "" if self.reader is None else self.reader.flight.refused
 
     def leave(self) -> None:
         """Wait for no upstream answer."""
@@ -109,7 +120,7 @@ class Gateway:
         self.flights = SingleFlight(metrics.fault, max_answer_bytes=settings.bounds[1])
         self.pending = PendingRequests(cache)
         self.background: set[asyncio.Task[object]] = set()
-        self._secret, self._checks = secret, 0
+        self._secret, self._checks, self._explained = secret, 0, False
         self._asking: dict[bytes, asyncio.Task[bool | None]] = {}
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._vary, self.cors = Vary(settings.vary_headers), Cors(settings.cors_origins)
@@ -133,7 +144,6 @@ class Gateway:
         elif client.believed:
             canonical = self._canonicalise(call, client.tenant)
         if isinstance(canonical, Uncacheable):
-            self.metrics.uncacheable(canonical.reason)
             return await self.forward(call, receive, canonical.reason)
         may_read = (self.settings.sampled or not canonical.sampled) and await self._may_read(client)
         request = GatewayRequest(call, canonical, controls, client, may_read, start)
@@ -179,7 +189,7 @@ class Gateway:
             return await self._serve(request, found, looking)
         except UpstreamError as error:
             request.leave()
-            return self._unreachable(error, MISS, request.start)
+            return self._unreachable(error, MISS, request.start, self._cache_header(MISS))
         except BaseException:
             request.leave()
             raise
@@ -327,6 +337,7 @@ class Gateway:
         for it to be computed for another request."""
         found = lookup.found
         if found is None or not request.accepts(found):
+            request.too_old = found is not None and request.reads
             return None
         payload = found.response.payload
         answer = self._as_stream(request, payload) if request.canonical.stream else Answer(200, [JSON], payload)
@@ -373,10 +384,23 @@ class Gateway:
         seconds = time.perf_counter() - request.start
         self.metrics.request(tier, request.reader.flight.status, seconds)
         reuse = "" if lookup.score is None else f" reuse={lookup.tier} score={lookup.score:.3f}"
-        answer.headers.extend(self._cache_header(f"{tier}{reuse}"))
+        why = request.why(sampled=self.settings.sampled) if tier == MISS else ""
+        if why:
+            self.metrics.uncacheable(why)
+            self._explain(request, why)
+        answer.headers.extend(self._cache_header(f"{tier}{reuse}{why and f' reason={why}'}"))
         if answer.stream is None:
             request.leave()
         return answer
+
+    def _explain(self, request: GatewayRequest, why: str) -> None:
+        """Say once what is to be done about clients that send no temperature."""
+        if why == "sampled" and not self._explained and request.canonical.temperature is None:
+            self._explained = True
+            log.warning(
+                "a request without a temperature is not answered from the cache, as its answer is drawn at random:"
+                " let clients send temperature 0 or a seed, or start with --sampled"
+            )
 
     async def _upstream_answer(self, request: GatewayRequest) -> Answer | None:
         """The same; None where it is to be had only by a request of one's own."""
@@ -431,24 +455,25 @@ class Gateway:
             report=lookup.report,
         )
 
-    def _unreachable(self, error: UpstreamError, tier: str, start: float) -> Answer:
+    def _unreachable(self, error: UpstreamError, tier: str, start: float, header: Headers) -> Answer:
         """There is no answer to a request that came at ``start``, by `time.perf_counter`."""
         self.metrics.request(tier, error.status, time.perf_counter() - start)
-        return error_answer(error.status, str(error), "upstream_error", self._cache_header(tier))
+        return error_answer(error.status, str(error), "upstream_error", header)
 
     # -- passing on ---------------------------------------------------------------------------------------------
 
     async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
         """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
         start, client = time.perf_counter(), self._tenants.client(call.scope)
-        header = self._cache_header(f"pass reason={reason.replace(' ', '_')}" if reason else "pass")
+        header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
+        self.metrics.uncacheable(reason)
         try:
             reply = await unless_gone(self._send_on(call, client.tenant), receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start)
             return error_answer(400, str(error), "invalid_request_error", header)
         except UpstreamError as error:
-            return self._unreachable(error, PASSED, start)
+            return self._unreachable(error, PASSED, start, header)
         if call.scope["method"] != "OPTIONS":  # which anybody may ask
             self._answered(client, reply.status)
         self.cors.heard(call.scope, reply.status, reply.headers)

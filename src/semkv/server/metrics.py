@@ -123,7 +123,10 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._uncacheable = Counter(
-            "semkv_uncacheable", "Requests passed on, by reason.", ["reason"], registry=self.registry
+            "semkv_uncacheable",
+            "Requests that the cache could not answer, by reason.",
+            ["reason"],
+            registry=self.registry,
         )
         self._faults = Counter("semkv_faults", "Faults that became a miss.", ["part"], registry=self.registry)
         self.joins = Counter(

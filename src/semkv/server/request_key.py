@@ -128,6 +128,11 @@ class CanonicalRequest:
         """Labels that came with the request; part of the key."""
         return self._deployment.tags
 
+    @property
+    def temperature(self) -> object:
+        """As the client sent it."""
+        return self._body.get("temperature")
+
     @cached_property
     def request(self) -> Request | None:
         """For `SemanticCache.try_reuse`; None where the request is exact-only. Images have no file: `with_media`.
