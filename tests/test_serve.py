@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -132,6 +134,49 @@ def answers(url: str) -> bool:
         return httpx.get(f"{url}/healthz").status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "semkv", "serve", "--port=0", f"--cache-dir={tmp_path / 'cache'}", "--no-semantic"],
+            stderr=out,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (300, 400)),
+        )
+    lines: list[socket.socket] = []
+
+    def ask(path: str, data: bytes = b"{}") -> int:
+        with httpx.Client(timeout=60) as client:
+            return (
+                client.post(url + path, content=data).status_code
+                if path != "/healthz"
+                else client.get(url + path).status_code
+            )
+
+    try:
+        wait_until(lambda: "startup complete" in log.read_text() or running.poll() is not None, 300)
+        (url,) = re.findall(r"http://127.0.0.1:\d+(?=: upstream)", log.read_text())
+        wait_until(lambda: answers(url))
+        assert resource.prlimit(running.pid, resource.RLIMIT_NOFILE) == (400, 400)
+        address = ("127.0.0.1", httpx.URL(url).port or 0)
+        most = (400 - 256) // 2 - 32
+        lines += [socket.create_connection(address, timeout=60) for _ in range(most)]
+        wait_until(lambda: ask("/v1/chat/completions") == 503)
+        assert ask("/healthz") == 200
+        text = httpx.get(f"{url}/metrics").text
+        assert 'semkv_turned_away_total{what="connections"} 1.0' in text
+        lines += [socket.create_connection(address, timeout=60) for _ in range(32)]
+        with socket.create_connection(address, timeout=60) as turned:
+            assert turned.recv(4096)[9:12] == b"503"
+        for line in lines:
+            line.close()
+        wait_until(lambda: answers(url) and ask("/v1/chat/completions") != 503)
+    finally:
+        for line in lines:
+            line.close()
+        running.kill()
+        running.wait()
 
 
 def test_what_it_cannot_start_with_is_one_line(tmp_path: Path) -> None:

@@ -181,6 +181,20 @@ class TestBodies:
             assert hasty.upstream.total == 0
             assert hasty.post("others").status_code == 200
 
+    def test_unfinished_bodies_have_so_much_room_together(self, tmp_path: Path) -> None:
+        begun = request(b"{" + b" " * 400_000).removesuffix(b" " * 200_000)
+        with Pair(tmp_path) as pair, Line(pair) as first, Line(pair) as second:
+            pair.app._room.most = 300_000
+            first.send(begun)
+            wait_until(lambda: pair.app._room.used > 190_000)
+            second.send(begun)
+            assert second.until(b"\r\n\r\n")[9:12] == b"503"
+            assert pair.metric("semkv_turned_away_total") == 1
+            assert pair.post("others").status_code == 200
+            first.send(b" " * 200_000)
+            assert first.until(b"\r\n\r\n")[9:12] == b"400"
+            assert pair.app._room.used == 0
+
     def test_a_long_body_has_time_for_its_length(self, tmp_path: Path) -> None:
         whole = request(json.dumps(chat("x" * 60_000)).encode())
         with Pair(tmp_path, body_timeout=0.3) as hasty, Line(hasty) as line:
@@ -225,6 +239,16 @@ class TestHeads:
             with Line(pair) as line:
                 line.send(start)
                 assert line.flood(b"a" * 65536, 130 << 20) < 130 << 20
+
+    @pytest.mark.parametrize("begun", [b"", b"GET /healthz HTTP/1.1\r\nHost:", b"\r\n"])
+    def test_a_connection_without_a_head_ends(self, pair: Pair, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+        monkeypatch.setattr("semkv.server.serve._HEAD_S", 0.3)
+        with Line(pair) as line:
+            assert line.send(begun).rest() == b""
+        with Line(pair) as line:
+            line.send(request(chat("slow [delay=1]"))).until(b"}]")
+            line.send(begun).rest()
+        assert pair.upstream.calls[-1]["messages"][0]["content"] == "slow [delay=1]"
 
     def test_heads_of_one_connection_are_counted_apart_from_bodies(self, pair: Pair) -> None:
         with Line(pair) as line:

@@ -34,9 +34,11 @@ from semkv.server.asgi import (
     Message,
     Receive,
     Refused,
+    Room,
     Scope,
     Send,
     Vanished,
+    busy_answer,
     error_answer,
     read_body,
     reply,
@@ -61,6 +63,8 @@ log = logging.getLogger(__name__)
 
 _HOME = "/semkv"
 _STATIC = {"": ("index.html", "text/html"), "app.js": ("app.js", "text/javascript"), "app.css": ("app.css", "text/css")}
+FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
+_BODIES = 8  # of the largest size may come in at once
 _CRITERIA = ("key", "tag", "model", "partition", "prefix")
 _LARGEST = 64 * 1024  # bytes of an admin request
 _SECURITY = {
@@ -87,16 +91,22 @@ class App:
     def __init__(self, gateway: Gateway, key: str) -> None:
         self.gateway, self._operations = gateway, Operations(gateway, key).application()
         self._limit, self._limit_s = gateway.settings.bounds[0], gateway.settings.body_timeout
+        self._room = Room(_BODIES * self._limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope) if scope["type"] == "http" else ""
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
+        elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
+            await self._operations(scope, receive, send)
+        elif path and FULL in scope.get("extensions", ()):
+            self.gateway.metrics.turned_away("connections")
+            answer = busy_answer("connections")
+            self.gateway.cors.dress(scope, answer)
+            await reply(answer, send)
         elif path and scope["method"] in ("POST", "OPTIONS") and (path in ROUTES or path in SALTED):
             cached = path in ROUTES and scope["method"] == "POST"
             await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=cached)
-        elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
-            await self._operations(scope, receive, send)
         else:
             await self._otherwise(scope, receive, send)
 
@@ -120,7 +130,7 @@ class App:
                 raise Refused(error_answer(400, "no such path", "invalid_request_error"))
             answer = self.gateway.cors.preflight(scope)
             if answer is None:
-                call = Call(scope, await read_body(scope, receive, self._limit, self._limit_s))
+                call = Call(scope, await read_body(scope, receive, self._limit, self._limit_s, self._room))
                 answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, "route"))
             self.gateway.cors.dress(scope, answer)
             if answer.stream is None:
@@ -129,6 +139,8 @@ class App:
                 await unless_gone(reply(answer, send), receive)
         except Refused as refused:
             self.gateway.cors.dress(scope, refused.answer)
+            if refused.answer.status == 503:
+                self.gateway.metrics.turned_away("bodies")
             await reply(refused.answer, send)
         except (Vanished, UpstreamError):  # the latter breaks off in the middle of an answer: so does the connection
             pass

@@ -74,18 +74,32 @@ def is_plain_json(scope: Scope) -> bool:
     return kind == "application/json" and header(scope, b"content-encoding").strip().lower() in ("", "identity")
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float) -> bytes:
+@dataclass(slots=True)
+class Room:
+    """Bytes of the bodies that are coming in: at most so many, and how many there are."""
+
+    most: int
+    used: int = 0
+
+
+def busy_answer(what: str) -> Answer:
+    """There is no room for a request."""
+    more: Headers = [(b"retry-after", b"1"), (b"connection", b"close")]
+    return error_answer(503, f"too many {what} at once", "server_error", more)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float, room: Room) -> bytes:
     """The whole body.
 
     Raises:
         Refused: it is longer than ``limit`` bytes, or says so; or it was not there after ``limit_s`` seconds and what
-            its bytes take at `_LEAST_RATE`.
+            its bytes take at `_LEAST_RATE`; or there is no room for more of it.
         Vanished: the client hung up first.
     """
     declared = header(scope, b"content-length")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
-    pieces, size, more = [], 0, True
+    pieces, size, held, more = [], 0, 0, True
     try:
         async with asyncio.timeout(limit_s) as timer:
             while more:
@@ -97,11 +111,17 @@ async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float) 
                 size += len(piece)
                 if size > limit:
                     raise _too_large(limit)
-                if more:
+                if more:  # one that is there in one piece needs no room
+                    held += len(piece)
+                    room.used += len(piece)
+                    if room.used > room.most:
+                        raise Refused(busy_answer("bytes of unfinished bodies"))
                     timer.reschedule((timer.when() or 0.0) + len(piece) / _LEAST_RATE)
     except TimeoutError:
         slow = f"the request came too slowly: it has {limit_s:g} seconds and its length (--body-timeout)"
         raise Refused(error_answer(408, slow, "invalid_request_error", [(b"connection", b"close")])) from None
+    finally:
+        room.used -= held
     return b"".join(pieces)
 
 

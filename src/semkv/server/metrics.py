@@ -128,6 +128,12 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self._turned_away = Counter(
+            "semkv_turned_away", "Requests answered with 503 for want of room, by what there is too much of.", ["what"],
+            registry=self.registry,
+        )  # fmt: skip
+        for what in ("connections", "bodies"):
+            self._turned_away.labels(what)
         self._faults = Counter("semkv_faults", "Faults that became a miss.", ["part"], registry=self.registry)
         self.joins = Counter(
             "semkv_single_flight_joins", "Requests that joined another's, by how much alike they are.", ["kind"],
@@ -172,6 +178,9 @@ class Metrics:
 
     def fault(self, part: str) -> None:
         self._faults.labels(part).inc()
+
+    def turned_away(self, what: str) -> None:
+        self._turned_away.labels(what).inc()
 
     def upstream(self, seconds: float) -> None:
         self._upstream.observe(seconds)

@@ -8,10 +8,13 @@ import gc
 import json
 import logging
 import re
+import resource
 import socket
 import sys
-from collections.abc import Mapping
+from asyncio import TimerHandle, Transport
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +23,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from semkv import __version__
 from semkv.errors import ConfigError, SemkvError
-from semkv.server.app import app_of
+from semkv.server.app import FULL, app_of
+from semkv.server.asgi import busy_answer
 from semkv.server.settings import ServerSettings, admin_key
 from semkv.types import CacheMode, PolicyName
 
@@ -28,16 +32,68 @@ log = logging.getLogger(__name__)
 
 _DRAIN_S = 20  # how long open requests may go on after a signal to stop
 _HEAD_BYTES = 64 * 1024  # of a request's line and headers, in addition to the first piece that comes in
+_HEAD_S = 60.0  # for a head to come, also the first of a connection
+_FILES = 256  # open beside those of connections
+_SPARE = 32  # connections beyond the bound, for operators' routes alone
+_MOST = 20_000  # connections, however many files may be open
+
+_BUSY = busy_answer("connections").body
+_TURNED_AWAY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
+)
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on the bytes of a request's head: httptools would wait for one without end."""
+    """uvicorn's protocol with bounds: on the bytes of a request's head and the time it takes, for which httptools would
+    wait without end, and on connections.
 
+    Attributes:
+        most: connections; beyond them only operators' routes are answered, and after `_SPARE` more nothing is.
+        turned_away: called for a connection that is not answered at all.
+    """
+
+    most = sys.maxsize
+    turned_away: Callable[[], None] = staticmethod(lambda: None)
+    _beyond = False
+    _waiting: TimerHandle | None = None
     _message, _in_head, _head_bytes = 0, False, 0  # number of the message that is read, and whether it is its head
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._beyond = len(self.connections) > self.most
+        if len(self.connections) > self.most + _SPARE:
+            self.turned_away()
+            transport.write(_TURNED_AWAY)
+            transport.close()
+        else:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        """For a head; an answer that is on its way is not cut off."""
+        self._waiting = self.loop.call_later(_HEAD_S, self._waited)
+
+    def _waited(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self._wait()
+
+    def _wait_no_more(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
 
     def data_received(self, data: bytes) -> None:
         before = self._message
         super().data_received(data)
+        idle = self.cycle is not None and self.cycle.response_complete  # some bytes have ended uvicorn's own wait
+        if self._waiting is None and (self._in_head or idle) and self.parser is not None:
+            self._wait()
         if self._in_head and before == self._message and self.parser is not None:
             self._head_bytes += len(data)
             if self._head_bytes > _HEAD_BYTES:
@@ -49,7 +105,20 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._wait_no_more()
+        if self._beyond and len(self.connections) > self.most:
+            self.scope["extensions"] = {FULL: {}}
         super().on_headers_complete()
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as it may; how many connections that is enough for, two files each."""
+    files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # such as on macOS, where there is a limit beside these
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        files = hard
+    most = _MOST if files == resource.RLIM_INFINITY else (files - _FILES) // 2 - _SPARE
+    return min(_MOST, max(_SPARE, most))
 
 
 class JsonLines(logging.Formatter):
@@ -167,11 +236,14 @@ def run_server(
         SemkvError: the address cannot be listened on.
     """
     set_up_logs(log_level)
+    connections = raise_file_limit()
     sockets = listening(host, port)  # before the encoder is loaded, which takes seconds
     # transformers imports torch's compiler, which imports triton, which lists what it leaks when the process ends.
     # Nothing is compiled here.
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     app = app_of(settings, environment)
+    turned_away = partial(app.gateway.metrics.turned_away, "connections")
+    bounded = type("Bounded", (Protocol,), {"most": connections, "turned_away": staticmethod(turned_away)})
     gc.collect()
     gc.freeze()  # what was loaded stays: with torch half a million objects, at which a collection looks half a second
     name, bound = sockets[0].getsockname()[:2]
@@ -182,7 +254,7 @@ def run_server(
             host=host,
             port=port,
             loop="uvloop",
-            http=Protocol,
+            http=bounded,
             access_log=False,
             log_config=None,
             proxy_headers=False,  # the client's address decides whose tenant header is believed

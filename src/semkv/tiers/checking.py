@@ -261,7 +261,7 @@ class Checking:
         if policy is not None or barred:
             body = {"format": FORMAT, "fingerprint": self._fingerprint, "policy": policy, "hits": {"barred": barred}}
             with self._tally.boundary("policy"):
-                replace_text(self._file, json.dumps(body))
+                replace_text(self._file, json.dumps(body), private=True)
 
     def _restore(self) -> None:
         """Take up what was kept for this encoder. Raises `ValueError` for what is damaged."""
