@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -370,3 +371,11 @@ def test_what_was_left_behind_and_invalidated_since_is_not_kept(tmp_path: Path) 
     assert cache.lookup("a") is None
     assert cache.lookup("b") is not None
     cache.close()
+
+
+def test_an_answer_whose_head_lacks_the_payload_sum_is_damaged_and_stops_no_start() -> None:
+    for version in range(10):
+        text = b'{"format": %d, "key": "k"}' % version
+        body = b"\n".join((b"1", xxhash.xxh3_128_hexdigest(text).encode() + text, b"{}"))
+        data = ahead._FRAME.pack(xxhash.xxh3_64_intdigest(body), len(body)) + body
+        assert list(records(data)) == []

@@ -151,7 +151,7 @@ def decode(key: str | None, head: bytes, payload: bytes) -> StoredResponse:
         CorruptValue: a checksum, the format or the key is not what it should be.
     """
     values = _read(key, head)
-    if values["sum"] != xxhash.xxh3_128_hexdigest(payload):
+    if values.get("sum") != xxhash.xxh3_128_hexdigest(payload):
         raise CorruptValue(f"answer {key}: the payload fails its checksum")
     return _response(values, payload)
 
