@@ -30,7 +30,7 @@ from semkv.connectors.settings import ECSettings, KVSettings, read_settings
 from semkv.connectors.shared import BreakEven
 from semkv.errors import ConfigError
 from semkv.keys import digest
-from semkv.stores.block_file import owner_of
+from semkv.stores.block_file import tenant_tag
 from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.maintenance import purge_salts
@@ -106,7 +106,7 @@ class TestEngine:
 
     def test_what_a_client_says_of_itself_is_not_believed(self, engine: CachedEngine) -> None:
         prompt = engine.prompt("claims", picture=4, salt="mine")
-        engine.one(prompt, extra=kv_params(semkv={"owner": owner_of("yours"), "adapter": "x"}))
+        engine.one(prompt, extra=kv_params(semkv={"owner": tenant_tag("yours"), "adapter": "x"}))
         engine.settle()
         assert engine.cache_dir is not None
         assert purge_salts(engine.cache_dir, None, ["yours"], dry_run=True).files == 0

@@ -171,7 +171,7 @@ def test_what_a_purge_took_out_of_a_graph_costs_no_build_at_the_next_start(
     disk.filled(vectors)
     index = disk.opened(vectors)
     index.remove(["5"])
-    index.heed("")
+    index.apply_purges("")
     assert index.settle()
     assert kept_files(disk.folder), "before anybody closes"
     monkeypatch.setattr(VectorIndex, "_build", lambda *_: pytest.fail("a graph was built"))

@@ -13,7 +13,7 @@ import pytest
 from maintenance_helpers import files_of, make_used, store_kv
 from semkv.cli import EXIT_ERROR, main
 from semkv.cli.store import EXIT_DAMAGED
-from semkv.stores.block_file import owner_of
+from semkv.stores.block_file import tenant_tag
 from semkv.stores.database import CATALOG
 from semkv.stores.maintenance import inspect
 from semkv.stores.responses.base import StoredResponse
@@ -61,7 +61,7 @@ def test_a_database_that_cannot_be_read_is_named_and_not_touched(
     harm: Callable[[Path], None],
     command: str,
 ) -> None:
-    store_kv(used, 9, owner_of("alice"))
+    store_kv(used, 9, tenant_tag("alice"))
     with closing(SqliteStore(used / CATALOG)) as store:
         for i in range(50):
             store.put(StoredResponse(str(i), "alice", "model", b"x" * 1000, time.time()))

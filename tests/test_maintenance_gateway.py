@@ -16,7 +16,7 @@ from command_line import invoke
 from gateway_helpers import SECRET, Pair, wait_until
 from maintenance_helpers import left, refused
 from semkv.config import CacheConfig
-from semkv.stores.block_file import owner_of
+from semkv.stores.block_file import tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import prepare
 from semkv.stores.catalog import Catalog
@@ -195,7 +195,7 @@ def test_a_damaged_catalog_stops_no_purge(tmp_path: Path, harm: Callable[[Path],
     prepare(CacheConfig(tmp_path))
     fill(tmp_path, 3)
     with closing(BlockStore(tmp_path / "kv", "kv")) as kv:
-        kv.write("ns", {}, [b"k" * 32], [np.zeros(256, np.uint8)], owner=owner_of("alice"))
+        kv.write("ns", {}, [b"k" * 32], [np.zeros(256, np.uint8)], owner=tenant_tag("alice"))
     harm(tmp_path / CATALOG)
     purge = ("purge", "--cache-dir", str(tmp_path))
     result = invoke([*purge, "--tenant", "alice"])

@@ -18,7 +18,7 @@ from maintenance_helpers import SECRET, block_files, call, files_of, make_used, 
 from semkv.engines.base import EnginePrompt
 from semkv.keys import namespace_key
 from semkv.server.tenancy import tenant_salt
-from semkv.stores.block_file import owner_of
+from semkv.stores.block_file import tenant_tag
 from semkv.stores.database import CATALOG
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.kept_graphs import KeptGraphs
@@ -43,8 +43,8 @@ def store_for_tenants(root: Path) -> None:
         for salt in (tenant, EnginePrompt((), tenant).cache_salt, tenant_salt(SECRET, tenant, None))
     ]
     for i, salt in enumerate(salts):
-        store_kv(root, i + 9, owner_of(salt))
-        fusion.save(FusionState.from_array(str(salt), np.zeros((2, 3), np.float32)), owner=owner_of(salt))
+        store_kv(root, i + 9, tenant_tag(salt))
+        fusion.save(FusionState.from_array(str(salt), np.zeros((2, 3), np.float32)), owner=tenant_tag(salt))
     fusion.close()
 
 
@@ -172,7 +172,7 @@ def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monk
 
 def test_purge_of_the_one_tenant_of_a_single_tenant_gateway(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name is empty; what came without any salt is nobody's, and stays."""
-    store_kv(used, 99, owner_of(tenant_salt(b"secret", "", None)))
+    store_kv(used, 99, tenant_tag(tenant_salt(b"secret", "", None)))
     monkeypatch.setenv("SEMKV_SECRET", "secret")
     result = invoke(["purge", "--cache-dir", str(used), "--tenant", ""])
     assert "0 entries, 0 answers and 1 files deleted" in result.stdout

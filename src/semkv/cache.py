@@ -256,7 +256,7 @@ class SemanticCache:
             if match is not None:
                 exact = match.exactness is Exactness.EXACT and report.plan.full
                 there = self._catalog.tag(match.entry_id, all_tags if exact else ())
-                if report.plan.full and not (exact and there and self._matching.lacks(report, match.entry_id)):
+                if report.plan.full and not (exact and there and self._matching.lacks_vectors(report, match.entry_id)):
                     self._tally.add("repeats")
                     return match.entry_id if there else None
             record = self._matching.record(report, response, all_tags, dict(metadata or {}), now)

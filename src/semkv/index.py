@@ -308,7 +308,7 @@ class VectorIndex:
             self._kept.drop(home.namespace, home.name)
             home.kept = 0
 
-    def heed(self, purge: str) -> None:
+    def apply_purges(self, purge: str) -> None:
         """Say that everything a purge deleted was removed here: its vectors leave memory and the kept graphs.
 
         Args:
@@ -322,7 +322,7 @@ class VectorIndex:
                         self._drop_file(home)
                 self._look_after(home)
             if self._kept is not None:
-                self._kept.heed(purge)
+                self._kept.apply_purges(purge)
 
     def _is_kept(self, home: Partition) -> bool:
         return self._kept is not None and self._kept.has(home.namespace, home.name)

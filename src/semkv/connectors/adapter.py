@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from semkv.connectors.kv import SemKVConnector
 from semkv.errors import EngineError
-from semkv.stores.block_file import owner_of
+from semkv.stores.block_file import tenant_tag
 
 log = logging.getLogger("semkv.connectors")
 
@@ -176,7 +176,7 @@ class KVAdapter:
         shared, request = self._connector.shared, self._live(request_id)
         assert shared.store is not None
         assert request is not None
-        owner = owner_of(request.cache_salt)
+        owner = tenant_tag(request.cache_salt)
         shared.store.write(chunk.namespace, shared.layout, chunk.block_hashes, list(chunk.rows), owner=owner)
         return True
 

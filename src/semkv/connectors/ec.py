@@ -36,7 +36,7 @@ from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.settings import ECSettings, read_settings
 from semkv.errors import StoreError
 from semkv.keys import digest
-from semkv.stores.block_file import owner_of
+from semkv.stores.block_file import tenant_tag
 from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
 
@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 @dataclass
 class SemECMetadata(ECConnectorMetadata):
     """One step's work, by identifier: states to put in, the keys under which to save what gets encoded, and whose it is
-    (`block_file.owner_of`). ``since``: the last purge when the step was planned."""
+    (`block_file.tenant_tag`). ``since``: the last purge when the step was planned."""
 
     namespace: str = ""
     since: int = 0
@@ -162,7 +162,7 @@ class ECScheduler:
         if identifier in live.rows and (key := self._key(identifier)) is not None:
             self._step.since = self._step.since or self.store.last_purge()
             self._step.saves[identifier] = key
-            self._step.owners[identifier] = owner_of(request.cache_salt)
+            self._step.owners[identifier] = tenant_tag(request.cache_salt)
 
     def build_step(self) -> SemECMetadata:
         step, self._step = self._step, SemECMetadata(self.namespace)

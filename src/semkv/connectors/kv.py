@@ -28,7 +28,7 @@ from semkv.connectors.shared import BreakEven, KVShared, RequestFacts, may_have_
 from semkv.connectors.spec import SHM, SemKVManager, agreed_host_bytes
 from semkv.errors import StoreError
 from semkv.keys import digest
-from semkv.stores.block_file import owner_of
+from semkv.stores.block_file import tenant_tag
 from semkv.stores.blocks import BlockStore
 
 log = logging.getLogger("semkv.connectors")
@@ -243,7 +243,7 @@ def describe(request: Any, adapters: Adapters) -> RequestFacts | None:
     adapter = adapters.identity(request.lora_request)
     if adapter is None or wants_skip(request.kv_transfer_params):
         return None
-    return RequestFacts(owner_of(request.cache_salt), adapter)
+    return RequestFacts(tenant_tag(request.cache_salt), adapter)
 
 
 def default_host_bytes() -> int:

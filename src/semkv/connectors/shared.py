@@ -33,7 +33,7 @@ class RequestFacts:
     """What the tier must know of a request, beyond its keys.
 
     Attributes:
-        owner: the tag of its tenant (`semkv.stores.block_file.owner_of`).
+        owner: the tag of its tenant (`semkv.stores.block_file.tenant_tag`).
         adapter: digest of its LoRA adapter's weights; empty without one.
     """
 

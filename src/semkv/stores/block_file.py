@@ -74,7 +74,7 @@ class BlockHeader:
         layout: of `layout_text`.
         keys: hex of the key of each row, separated by spaces.
         checksums: hex of xxh3_128 over each row, separated by spaces.
-        owner: `owner_of` the tenant.
+        owner: `tenant_tag` the tenant.
         writer: the engine that computed it.
     """
 
@@ -89,7 +89,7 @@ class BlockHeader:
     writer: str = ""
 
 
-def owner_of(salt: str | None) -> str:
+def tenant_tag(salt: str | None) -> str:
     """The tag of a tenant's blocks, by which they are found: of the ``cache_salt`` of its requests. It says nothing to
     somebody who does not know the salt."""
     return digest("owner", salt)[:32] if salt else ""

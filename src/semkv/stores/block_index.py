@@ -68,7 +68,7 @@ class BlockRef:
         file: id of the block file.
         row: of the file.
         created: when it was written, in seconds since the epoch.
-        owner: `block_file.owner_of` its tenant.
+        owner: `block_file.tenant_tag` its tenant.
     """
 
     file: str
@@ -96,7 +96,7 @@ class Selection:
     """Files that meet all that is given; all files where nothing is.
 
     Attributes:
-        owner: `block_file.owner_of` the tenant.
+        owner: `block_file.tenant_tag` the tenant.
         writer: see `blocks.BlockStore.writer`.
         namespace: of the blocks.
         before: written before this moment, in seconds since the epoch.

@@ -335,7 +335,7 @@ class BlockStore:
         Args:
             layout: a JSON value that says what a row means.
             rows: uint8 ``[row_bytes]`` each, one for each key; they must not change meanwhile.
-            owner: `block_file.owner_of` the tenant.
+            owner: `block_file.tenant_tag` the tenant.
             since: `last_purge` when the blocks were computed; None for now. What was purged after that is not stored.
 
         Raises:

@@ -103,7 +103,7 @@ class KeptGraphs:
             _delete(file)
             _delete_empty(file.parent, self._folder)
 
-    def heed(self, purge: str) -> None:
+    def apply_purges(self, purge: str) -> None:
         """Say that the index holds nothing any more of what this purge, and those before, deleted."""
         self._heeded = purge
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
-from semkv.stores.block_file import MARKER, owner_of
+from semkv.stores.block_file import MARKER, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory
 from semkv.stores.catalog import Catalog
@@ -228,7 +228,7 @@ def _blocks(
 
 def _owners(salts: Iterable[str | None]) -> list[str]:
     """The tags of blocks that were stored for requests with these values of ``cache_salt``."""
-    return sorted({owner_of(salt) for salt in salts if salt})
+    return sorted({tenant_tag(salt) for salt in salts if salt})
 
 
 def _images(cache_dir: Path) -> list[Path]:

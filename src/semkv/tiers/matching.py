@@ -110,7 +110,7 @@ class Matching:
         self._closing.set()
         self._follower.join()
         with self._tally.boundary("purge"):  # graphs are not written then
-            self.heed()
+            self.apply_purges()
         for index in self._similar.indexes():
             index.close()
 
@@ -244,7 +244,7 @@ class Matching:
             try:
                 self._read()
             except BaseException:
-                self._behind = True  # the catalog says only once that others wrote: `heed` tries again
+                self._behind = True  # the catalog says only once that others wrote: `apply_purges` tries again
                 raise
             self._behind = False
 
@@ -261,7 +261,7 @@ class Matching:
         for index in self._similar.indexes():
             index.loaded()
 
-    def heed(self) -> None:
+    def apply_purges(self) -> None:
         """Forget what was purged since the last time, by this process or another: vectors, graphs, words of texts."""
         if self._catalog.changed() or self._behind:
             self.refresh()
@@ -272,7 +272,7 @@ class Matching:
             known = list(self._similar.entries())
         self.remove(known)
         for index in self._similar.indexes():
-            index.heed(purge)
+            index.apply_purges(purge)
         forget()
         if self._encoder is not None:
             self._encoder.forget()
@@ -297,7 +297,7 @@ class Matching:
         vectors = self._vectors_to_keep(report)
         return make_record(report, response, vectors, self._similar.keys, tags, metadata, now)
 
-    def lacks(self, report: ReuseReport, entry_id: str) -> bool:
+    def lacks_vectors(self, report: ReuseReport, entry_id: str) -> bool:
         """Whether there is a vector to add for a request that is byte-equal to an entry, as for all after a change of
         encoder. A prompt may have none: its text is beyond the encoder's window, or it has no question."""
         if entry_id in self._similar:
@@ -374,5 +374,5 @@ def _follow(matching: weakref.ref[Matching], closing: threading.Event) -> None:
         if tiers is None:
             return
         with tiers._tally.boundary("purge"):  # user code may be in it
-            tiers.heed()
+            tiers.apply_purges()
         del tiers
