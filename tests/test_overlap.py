@@ -316,7 +316,7 @@ def test_a_key_that_was_not_let_in_yet_waits_for_the_lookup(tmp_path: Path) -> N
             first = pair.soon(ONE, headers=a_tenant())
             wait_until(held.waiting.is_set)
             assert pair.asked == []
-        assert first.result().headers["x-semkv"] == "miss"
+        assert first.result().headers["x-semkv"] == "miss reason=key"
 
 
 def test_the_same_prompt_is_no_reuse(pair: Pair, answered: dict[str, str]) -> None:

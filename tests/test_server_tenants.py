@@ -296,7 +296,7 @@ def test_only_whose_key_the_upstream_saw_is_let_in_for_longer(
         assert second.headers["x-semkv"] == "joined"
         clock.now += 20
         assert pair.post("common", headers=asks).headers["x-semkv"].startswith("hit")
-        assert pair.post("common", headers=joins).headers["x-semkv"] == "miss"
+        assert pair.post("common", headers=joins).headers["x-semkv"] == "miss reason=key"
 
 
 def test_a_key_that_is_refused_behind_a_stale_answer_reads_no_more(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_key_that_is_refused_behind_a_stale_answer_reads_no_more(tmp_path: Pat
         time.sleep(1.2)
         assert pair.post("news").headers["x-semkv"].endswith("stale")
         wait_until(lambda: pair.post("news").status_code == 401)
-        assert pair.post("common").headers["x-semkv"] == "miss"
+        assert pair.post("common").headers["x-semkv"] == "miss reason=key"
 
 
 KEY = {"Authorization": "Bearer revoked"}
@@ -383,4 +383,4 @@ def test_whose_key_was_refused_refuses_nobody_else(tmp_path: Path, stream: bool)
         assert first.result(120).status_code == 401
         assert (second.status_code, second.headers["x-semkv"]) == (200, "miss")
         assert pair.post("both", headers=good).headers["x-semkv"].startswith("hit")
-        assert pair.post("both", headers=revoked).headers["x-semkv"] == "miss", "it has to ask again"
+        assert pair.post("both", headers=revoked).headers["x-semkv"] == "miss reason=key", "it has to ask again"
