@@ -200,6 +200,7 @@ def test_the_bounded_policy_learns_from_misses_at_no_cost(tmp_path: Path) -> Non
     assert stats.refused > 5
     bench.cache.close()
     kept = json.loads((tmp_path / "cache" / "policy.json").read_text())
+    assert (tmp_path / "cache" / "policy.json").stat().st_mode & 0o777 == 0o600
     assert kept["fingerprint"] == "written"
     assert sum(kept["policy"]["arms"][0]["seen"]) > 5
     bench.open()

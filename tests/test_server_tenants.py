@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_helpers import PATIENT, Pair, beside, chat, later, wait_until
+from gateway_helpers import NEAR, ONE, OTHER, PATIENT, Pair, beside, chat, later, picture, wait_until
 from semkv.errors import ConfigError
 from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
@@ -384,3 +385,20 @@ def test_whose_key_was_refused_refuses_nobody_else(tmp_path: Path, stream: bool)
         assert (second.status_code, second.headers["x-semkv"]) == (200, "miss")
         assert pair.post("both", headers=good).headers["x-semkv"].startswith("hit")
         assert pair.post("both", headers=revoked).headers["x-semkv"] == "miss reason=key", "it has to ask again"
+
+
+def test_nobody_else_can_read_what_is_kept(tmp_path: Path) -> None:
+    folder, before = tmp_path / "cache", os.umask(0o022)
+    try:
+        with Pair(folder, **NEAR, verify_rate=1.0) as pair:
+            pair.post(ONE)
+            pair.post([picture("red"), {"type": "text", "text": "What is it?"}])
+            wait_until(lambda: pair.entries)
+            assert "hit" in pair.post(OTHER).headers["x-semkv"]
+            wait_until(lambda: pair.metric("semkv_hits_checked"))
+            found = {path: path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
+        found |= {path: path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
+    finally:
+        os.umask(before)
+    assert {path.name for path in found} >= {"catalog.sqlite", "catalog.sqlite-wal", "media", "ahead"}
+    assert {path: mode for path, mode in found.items() if mode not in (0o600, 0o700)} == {}

@@ -264,10 +264,10 @@ class CacheClient:
         """Whether the upstream has refused these credentials, at whichever gateway; None where that cannot be said."""
         return await self._guarded("store", self._store.run(self._store_s, self.responses.refused, name.hex()))
 
-    async def refuse(self, name: bytes, *, refused: bool) -> bool:
-        """Note that the upstream refused credentials, or accepts them again; whether the store has it."""
+    async def refuse(self, name: bytes, *, refused: bool) -> None:
+        """Note that the upstream refused credentials, or accepts them again."""
         note = self._store.complete(self._store_s, self.responses.refuse, name.hex(), refused=refused)
-        return await self._guarded("store", note) is True
+        await self._guarded("store", note)
 
     # -- checking and removing ----------------------------------------------------------------------------------
 

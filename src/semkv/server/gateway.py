@@ -234,11 +234,7 @@ class Gateway:
         """The upstream has answered; where it refused credentials, or takes them again, the store is told."""
         refused = self._tenants.answered(client, status)
         if refused is not None:
-            self._spawn(self._tell_store(client, refused=refused))
-
-    async def _tell_store(self, client: Client, *, refused: bool) -> None:
-        if await self.cache.refuse(client.name, refused=refused) and refused:
-            self._tenants.noted(client)
+            self._spawn(self.cache.refuse(client.name, refused=refused))
 
     # -- single flight ------------------------------------------------------------------------------------------
 

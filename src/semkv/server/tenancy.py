@@ -118,7 +118,7 @@ class Tenants:
     def __init__(self, secret: bytes, *, trusted: tuple[Network, ...] = (), single: bool = False) -> None:
         self._secret, self._trusted, self._single = secret, trusted, single
         self._accepted: OrderedDict[bytes, float] = OrderedDict()
-        self._refused: OrderedDict[bytes, bool] = OrderedDict()  # and whether the store knows
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
 
     def client(self, scope: Scope) -> Client:
         """Who sent a request. A tenant's name that is not believed makes a tenant of its own of these credentials."""
@@ -170,7 +170,7 @@ class Tenants:
         """Whether they may be given, by what the store says. Where it says nothing, what was so before holds."""
         if refused:
             self._accepted.pop(client.name, None)
-            _remember(self._refused, client.name, True)
+            _remember(self._refused, client.name, None)
         if client.name in self._refused or (refused is None and client.name not in self._accepted):
             return False
         _remember(self._accepted, client.name, time.monotonic() + _GOOD_S)
@@ -186,19 +186,14 @@ class Tenants:
         """
         if status in REFUSED:
             self._accepted.pop(client.name, None)
-            known = self._refused.get(client.name, False)
-            _remember(self._refused, client.name, known)
-            return None if known or self._single else True
+            _remember(self._refused, client.name, None)
+            return None if self._single else True
         if 200 <= status < 300:
-            was_refused = self._refused.pop(client.name, None) is not None
+            was_refused = client.name in self._refused
+            self._refused.pop(client.name, None)
             _remember(self._accepted, client.name, time.monotonic() + (_ACCEPTED_S if self._single else _GOOD_S))
             return False if was_refused and not self._single else None
         return None
-
-    def noted(self, client: Client) -> None:
-        """The store knows that they are refused."""
-        if client.name in self._refused:
-            self._refused[client.name] = True
 
 
 def named_tenant(secret: bytes, name: str) -> str:

@@ -281,17 +281,11 @@ class ResponseCache:
             return self._memory.refused(name)
         return self._ask("get", lambda store: store.refused(name), None)
 
-    def refuse(self, name: str, *, refused: bool) -> bool:
-        """Note that credentials were refused, or are accepted again; whether the store has it. Blocks."""
+    def refuse(self, name: str, *, refused: bool) -> None:
+        """Note that credentials were refused, or are accepted again, where the store can be reached. Blocks."""
         if self._store is None:
             self._memory.refuse(name, refused=refused)
-            return True
-
-        def note(store: ResponseStore) -> bool:
-            store.refuse(name, refused=refused)
-            return True
-
-        return self._ask("put", note, False)
+        self._ask("put", lambda store: store.refuse(name, refused=refused), None)
 
     # -- invalidation -------------------------------------------------------------------------------------------
 
