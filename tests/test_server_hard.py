@@ -182,7 +182,7 @@ def test_a_key_that_is_refused_in_a_check_reads_no_more(tmp_path: Path) -> None:
         wait_until(lambda: pair.metric("semkv_semantic_entries") == 1)
         pair.upstream.script = {OTHER: {"status": "403"}}
         assert pair.post(OTHER).headers["x-semkv"].startswith("hit tier=text:semantic")
-        wait_until(lambda: pair.post(ONE).headers["x-semkv"] == "miss")
+        wait_until(lambda: pair.post(ONE).headers["x-semkv"].startswith("miss"))
 
 
 def test_a_stale_answer_is_served_while_a_fresh_one_is_fetched(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ KEY = {"Authorization": "Bearer revoked"}
 
 
 def revoke(pair: Pair) -> None:
-    assert pair.post("before", headers=KEY).headers["x-semkv"] == "miss"
+    assert pair.post("before", headers=KEY).headers["x-semkv"].startswith("miss")
     assert pair.post("before", headers=KEY).headers["x-semkv"].startswith("hit")
     assert pair.post("after [status=401]", headers=KEY).status_code == 401
     pair.settle()
@@ -328,7 +328,7 @@ def test_a_refused_key_reads_nothing_after_a_restart_until_it_is_accepted(tmp_pa
         pair.upstream.script = {"before": {"status": "401"}}
         assert [pair.post("before", headers=KEY).status_code for _ in range(2)] == [401, 401]
         pair.upstream.script = {}
-        assert pair.post("before", headers=KEY).headers["x-semkv"] == "miss"
+        assert pair.post("before", headers=KEY).headers["x-semkv"].startswith("miss")
         pair.settle()
     with Pair(tmp_path, **PATIENT) as pair:
         assert pair.post("before", headers=KEY).headers["x-semkv"].startswith("hit"), "accepted again, and noted"
@@ -342,7 +342,7 @@ def test_a_refused_key_is_not_forgotten_for_others(tmp_path: Path, monkeypatch: 
         revoke(pair)
         for other in range(5):
             pair.post("x [status=403]", headers={"Authorization": f"Bearer other {other}"})
-        assert pair.post("before", headers=KEY).headers["x-semkv"] == "miss"
+        assert pair.post("before", headers=KEY).headers["x-semkv"].startswith("miss")
 
 
 def test_a_key_that_another_gateway_saw_refused_reads_no_more_here(
@@ -352,8 +352,8 @@ def test_a_key_that_another_gateway_saw_refused_reads_no_more_here(
     file = str(tmp_path / "shared.sqlite")
     with Pair(tmp_path, store=file, **PATIENT) as one, Pair(tmp_path, store=file, **PATIENT) as other:
         revoke(one)
-        wait_until(lambda: other.post("before", headers=KEY).headers["x-semkv"] == "miss")
-        assert one.post("before", headers=KEY).headers["x-semkv"] == "miss"
+        wait_until(lambda: other.post("before", headers=KEY).headers["x-semkv"].startswith("miss"))
+        assert one.post("before", headers=KEY).headers["x-semkv"].startswith("miss")
         for pair in (one, other):
             pair.settle()
             wait_until(lambda pair=pair: pair.post("before", headers=KEY).headers["x-semkv"].startswith("hit"))
@@ -366,7 +366,7 @@ def test_the_store_is_asked_for_a_key_every_ten_seconds_at_most(tmp_path: Path) 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cache, "refused", None)
             assert all(pair.post("often", headers=KEY).headers["x-semkv"].startswith("hit") for _ in range(3))
-            assert pair.post("often", headers={"Authorization": "Bearer new"}).headers["x-semkv"] == "miss"
+            assert pair.post("often", headers={"Authorization": "Bearer new"}).headers["x-semkv"].startswith("miss")
         assert pair.metric("semkv_faults_total") == 1
 
 
