@@ -610,7 +610,7 @@ def test_the_bound_on_entries_holds_in_every_tier(make: Make) -> None:
 
 def test_a_text_beyond_the_window_never_matches_semantically(make: Make) -> None:
     bench = make(embedding_layers=())
-    long = "word " * 21
+    long = "thing " * 21
     bench.ask(long + "first", "car")
     report = bench.look(long + "second", "car")
     assert not report.hit
