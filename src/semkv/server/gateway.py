@@ -20,7 +20,7 @@ from typing import Any
 
 from semkv.server.asgi import EVENTS, JSON, Answer, Headers, Receive, error_answer, is_plain_json, unless_gone
 from semkv.server.cache_client import EXACT, CacheClient, Lookup
-from semkv.server.cors import Cors
+from semkv.server.headers import Cors, Vary
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, HitView, Metrics, RecentHits
 from semkv.server.request_key import ROUTES, CanonicalRequest, Uncacheable, canonicalise, loads
 from semkv.server.settings import ServerSettings
@@ -28,7 +28,6 @@ from semkv.server.singleflight import InFlight, Pending, PendingRequests, Reader
 from semkv.server.sse import Assembler, NotKeepable, replay
 from semkv.server.tenancy import REFUSED, SALTED, BadTags, Client, Controls, NoPlace, Tenants, controls_of, salted
 from semkv.server.upstream import Call, Reply, Upstream, UpstreamError, for_others
-from semkv.server.vary import Vary
 from semkv.stores.responses.base import Selector
 from semkv.tiers.response import Found
 from semkv.types import ReuseReport
@@ -121,7 +120,7 @@ class Gateway:
         self.pending = PendingRequests(cache)
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks, self._explained = secret, 0, False
-        self._asking: dict[bytes, asyncio.Task[bool | None]] = {}
+        self._asking: dict[bytes, asyncio.Task[bool]] = {}
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._vary, self.cors = Vary(settings.vary_headers), Cors(settings.cors_origins)
 
@@ -220,18 +219,22 @@ class Gateway:
     # -- credentials --------------------------------------------------------------------------------------------
 
     async def _may_read(self, client: Client) -> bool:
-        """Whether stored answers may be given. The store is asked once for all who hold the same credentials."""
+        """Whether stored answers may be given. The store is asked once for all who hold the same credentials; while it
+        is asked again, what it said lately holds, so that no hit waits for it."""
         known = self._tenants.may_read(client)
         if known is not None:
             return known
         asking = self._asking.get(client.name)
         if asking is None:
-            asking = self._asking[client.name] = asyncio.ensure_future(self.cache.refused(client.name))
+            asking = self._asking[client.name] = asyncio.ensure_future(self._ask_store(client))
             asking.add_done_callback(lambda _: self._asking.pop(client.name, None))
-        return self._tenants.told(client, await asyncio.shield(asking))
+        return self._tenants.accepted_lately(client) or await asyncio.shield(asking)
+
+    async def _ask_store(self, client: Client) -> bool:
+        return self._tenants.told(client, await self.cache.refused(client.name))
 
     def _answered(self, client: Client, status: int) -> None:
-        """The upstream has answered; where it refused credentials, or takes them again, the store is told."""
+        """Note whether the upstream accepts these credentials, and tell the store where that changed."""
         refused = self._tenants.answered(client, status)
         if refused is not None:
             self._spawn(self.cache.refuse(client.name, refused=refused))

@@ -92,7 +92,7 @@ _HELP = {
     "response_bytes": "Bytes of stored answers.",
     "response_entries": "Stored answers.",
     "memory_bytes": "Bytes of answers held in memory.",
-    "store_up": "1 where the store answers; 0 where it is away and memory alone is served.",
+    "store_up": "1 while the store answers; 0 while it is away and only memory is served.",
     "flights": "Upstream requests on their way.",
     "flight_bytes": "Bytes of answers on their way.",
     "semantic_entries": "Entries of the semantic cache.",

@@ -223,7 +223,7 @@ def canonicalise(
         remote_media: key http(s) media by their address instead of refusing them.
         tags: labels that came with it; answers are not shared with requests that have others.
         salts: `CanonicalRequest.body` has vLLM's ``cache_salt`` and uuids.
-        headers: those of the request that the answer may depend on, by `semkv.server.vary.Vary`.
+        headers: those of the request that the answer may depend on, by `semkv.server.headers.Vary`.
     """
     deployment = _Deployment(endpoint, tenant, secret, version, tags, salts, headers)
     try:

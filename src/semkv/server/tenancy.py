@@ -93,7 +93,7 @@ class Client:
         tenant: its digest; empty in a single-tenant deployment.
         believed: the tenant is not merely claimed.
         name: digest of the credentials.
-        by_credentials: the tenant is whoever holds these.
+        by_credentials: the credentials name the tenant, not a proxy.
     """
 
     tenant: str
@@ -165,6 +165,11 @@ class Tenants:
         until = self._accepted.get(client.name)
         good = until is not None and until > time.monotonic()
         return good if self._single or good else None
+
+    def accepted_lately(self, client: Client) -> bool:
+        """Whether these credentials were good until less than `_GOOD_S` ago."""
+        until = self._accepted.get(client.name)
+        return not self._single and until is not None and until > time.monotonic() - _GOOD_S
 
     def told(self, client: Client, refused: bool | None) -> bool:
         """Whether they may be given, by what the store says. Where it says nothing, what was so before holds."""

@@ -278,7 +278,7 @@ class Database:
     # -- the file -----------------------------------------------------------------------------------------------
 
     def is_current(self) -> bool:
-        """Whether the file that is open still has its name. What is written to another is lost."""
+        """Whether the open file is still the one at its path. Writes to a file that was replaced are lost."""
         try:
             status = os.stat(self._name)  # noqa: PTH116 (half the time of a path's)
         except FileNotFoundError:
@@ -479,7 +479,7 @@ def opening(path: Path, wait_s: float = _LOCK_S) -> Iterator[None]:
 
 
 def delete_files(path: Path) -> None:
-    """Delete a database and what SQLite keeps beside it, in `opening`."""
+    """Delete a database with its write-ahead log and shared memory. Call it inside `opening`."""
     path.unlink(missing_ok=True)
     for suffix in _BESIDE:  # lest they be read into the next
         path.with_name(path.name + suffix).unlink(missing_ok=True)

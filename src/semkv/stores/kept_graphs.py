@@ -1,8 +1,8 @@
 """Graphs of the vector index on disk, which spare a start the minutes in which they are built.
 
 They are never the only copy of anything and never believed: an index takes a row from here only where it equals the
-catalog's vector. So an old or foreign file costs time and no answer. Nothing is written unless the index has heeded the
-catalog's last purge: what a purge deleted is not written back.
+catalog's vector. So an old or foreign file costs time and no answer. An index writes nothing before it has
+applied the catalog's last purge, so what a purge deleted does not come back.
 
     graphs/<namespace>/<layer>-<partition>.graph      all digests
 
@@ -57,7 +57,7 @@ class KeptGraphs:
         self, folder: Path, layer: str, purge: Callable[[], str | None], fault: Callable[[Exception], None]
     ) -> None:
         self._folder, self._layer, self._fault = folder, layer, fault
-        self._purge_now, self._heeded = purge, purge()
+        self._purge_now, self._applied = purge, purge()
         self._prefix = digest("layer", layer)[:16]
         # Those of the start, by partition.
         self._found = {file.stem.partition("-")[2]: file for file in matching(folder, f"*/{self._prefix}-*.graph")}
@@ -82,8 +82,8 @@ class KeptGraphs:
         Args:
             write: calls its argument with the graph's bytes.
         """
-        heeded = self._heeded
-        if heeded is None or self._purge_now() != heeded:
+        applied = self._applied
+        if applied is None or self._purge_now() != applied:
             return
         file, checksum = self._file(namespace, partition), xxhash.xxh3_128()
         try:
@@ -99,13 +99,13 @@ class KeptGraphs:
                 out.write(checksum.digest())
         except (OSError, RuntimeError) as error:  # the second from FAISS, when a write fails
             self._fault(error)
-        if self._purge_now() != heeded:  # a purge marks the catalog before it deletes graphs: it may have missed this
+        if self._purge_now() != applied:  # a purge marks the catalog before it deletes graphs: it may have missed this
             _delete(file)
             _delete_empty(file.parent, self._folder)
 
     def apply_purges(self, purge: str) -> None:
         """Say that the index holds nothing any more of what this purge, and those before, deleted."""
-        self._heeded = purge
+        self._applied = purge
 
     def has(self, namespace: str, partition: str) -> bool:
         """Whether a partition's graph is there."""

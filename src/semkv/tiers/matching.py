@@ -1,6 +1,6 @@
 """The matching tiers over one catalog, asked in their order: L0.5 exact text, L2 embedding, L1 semantic text.
 
-The first candidate that the planner lets through ends a lookup. A thread heeds what others purge from the catalog, so
+The first candidate that the planner lets through ends a lookup. A thread applies what others purge from the catalog, so
 that an idle process forgets it, too.
 """
 

@@ -63,8 +63,8 @@ class ResponseCache:
     """Answers in memory, bounded in bytes, in front of a store. Any thread may call any method.
 
     No method but `invalidate` raises because of the store: a fault is counted and becomes a miss. A thread
-    follows the invalidations that others log in the store: memory heeds one after ``poll_s`` seconds, and is not served
-    at all once the store has not been heard of for ``unheard_s``: another replica may reach it, and invalidate there.
+    follows the invalidations that others log in the store: memory applies one after ``poll_s`` seconds, and is not
+    served once the store has not been heard of for ``unheard_s``: another replica may reach it, and invalidate there.
 
     Args:
         store: behind the memory; None for memory alone.
