@@ -66,9 +66,7 @@ PRIVATE = {
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler._jobs": (
         "which stores are under way when another connector's load fails"
     ),
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:get_sliding_window_size_in_chunks": (
-        "whether vLLM can offload a KV cache group"
-    ),
+    f"{KV_MODULE}:get_sliding_window_size_in_chunks": "whether vLLM can offload a KV cache group; it moved in 0.33",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config:build_offloading_config": (
         "whether vLLM can offload this engine's cache"
     ),

@@ -16,7 +16,6 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
@@ -30,6 +29,11 @@ from semkv.errors import StoreError
 from semkv.keys import digest
 from semkv.stores.block_file import tenant_tag
 from semkv.stores.blocks import BlockStore
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_sliding_window_size_in_chunks
+except ImportError:  # vLLM 0.32
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
 
 log = logging.getLogger("semkv.connectors")
 

@@ -66,13 +66,19 @@ def agreed_host_bytes(engine: str, wanted: int, shm: Path = SHM) -> int:
 class SemKVManager(TieringOffloadingManager):
     """vLLM's manager, which forgets what was purged or is too old and keeps what another's failed load spoiled out."""
 
-    def __init__(self, manager: TieringOffloadingManager, shared: KVShared) -> None:
-        """Take over the tiers of ``manager``, which nobody has used yet."""
-        super().__init__(manager.primary_tier, manager.secondary_tiers)
-        self._shared = shared
-        self._doomed: set[bytes] = set()  # to be taken out of host memory as soon as no transfer uses them
-        self._spoiled: set[bytes] = set()  # under way, and to be thrown away when they arrive
-        self._heard = 0 if shared.store is None else shared.store.last_purge()
+    _shared: KVShared
+    _doomed: set[bytes]  # to be taken out of host memory as soon as no transfer uses them
+    _spoiled: set[bytes]  # under way, and to be thrown away when they arrive
+    _heard: int  # the last purge
+
+    @classmethod
+    def of(cls, manager: TieringOffloadingManager, shared: KVShared) -> SemKVManager:
+        """``manager``, which vLLM has just made, as one of these: a second one would serve its tiers beside it."""
+        manager._doomed, manager._spoiled, manager._shared = set(), set(), shared
+        manager._heard = 0 if shared.store is None else shared.store.last_purge()
+        manager.__class__ = cls
+        assert isinstance(manager, cls)
+        return manager
 
     def lookup(self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
         if key in self._doomed or self._too_old(key):
@@ -115,6 +121,10 @@ class SemKVManager(TieringOffloadingManager):
         # vLLM takes a limit of 0 for none where it stores the tail of a block.
         if not self._shared.storing or (req_context.kv_transfer_params or {}).get("max_offload_tokens") == 0:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        try:
+            self._forget_doomed()  # vLLM takes what is there for stored
+        except Exception:
+            self._shared.fault("forgetting")
         return super().prepare_store(keys, req_context)
 
     def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
@@ -133,8 +143,7 @@ class SemKVManager(TieringOffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         try:
-            if self._doomed:
-                self._forget_doomed()
+            self._forget_doomed()
             if len(self._shared.records) > 2 * self.primary_tier._num_chunks + 64:
                 held, policy = self._shared.records, self.primary_tier._policy
                 self._shared.records = {key: held[key] for key in held if policy.get(key) is not None}
@@ -175,7 +184,7 @@ class SemKVSpec(TieringOffloadingSpec):
 
     def get_manager(self) -> SemKVManager:
         if not isinstance(self._manager, SemKVManager):
-            self._manager = SemKVManager(super().get_manager(), self.extra_config["semkv"])
+            self._manager = SemKVManager.of(super().get_manager(), self.extra_config["semkv"])
             self._unlink()
         return self._manager
 
@@ -251,7 +260,7 @@ class CPUWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec.block_ids, store=True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
         return self._copy(job_id, dst_spec, src_spec.block_ids, store=False)
 
     def get_finished(self) -> list[TransferResult]:
