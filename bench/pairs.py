@@ -1,6 +1,7 @@
 """How often the parts of an approximate hit are right, on labelled pairs; prints JSON.
 
     python bench/pairs.py guards        traps that pass, paraphrases that stay, what a pair costs (results/traps.json)
+    python bench/pairs.py policies      the same of every policy, held-out writers only (results/cpu/policies.json)
     python bench/pairs.py comparator    how often the comparator behind checks errs (results/comparator.json)
     python bench/pairs.py separation    cosines of what may stand in and of what may not (results/separation.json)
 
@@ -13,25 +14,33 @@ became of them at first sight. No row of the data sets in ``shared/data`` is wri
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import ROOT, SHARED, commands, machine, quantiles, write_json
+from streams import halves, questions
 
 from semkv import guards
 from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
 from semkv.encoders.vision import TowerEncoder
 from semkv.guards import veto
 from semkv.keys import normalise
+from semkv.tiers.bounded import Bounded
 from semkv.tiers.checking import SameMeaning, same_text, wilson
+from semkv.tiers.policies import Calibrated, Calibration, Decider, FixedThreshold
+from semkv.types import Entry, Namespace
+from semkv_lab.evaluate import fit
 from semkv_lab.minigqa.generate import Knobs, generate
-from semkv_lab.quality import encode
+from semkv_lab.quality import TIER, Corpus, Replay, build_corpus, clusters, encode, read_pairs
 from semkv_lab.samples import read_jsonl
 
 DATA = ROOT / "bench" / "data"
@@ -113,6 +122,75 @@ def measure_guards(*, index_encoder: str = DEFAULT_MODEL, rounds: int = 15, out:
         ),
         "latency": latency(paraphrases, rounds),
     }
+    write_json(out, result)
+
+
+# -- policies ------------------------------------------------------------
+
+DONOR = Entry("", Namespace(), (), "", "")
+STAY = 0.8  # of the paraphrases, where a policy has a threshold
+RATES = (0.01, 0.05)  # of the bounded policy
+
+
+def tempt(rows: Sequence[Row], corpus: Corpus, make: Callable[[], Decider]) -> list[float]:
+    """The policy's confidence in each pair that it accepts, each asked of a policy of its own."""
+    found = []
+    for row in rows:
+        a, b = corpus.number["", row["a"]], corpus.number["", row["b"]]
+        policy = make()
+        policy.arrived()
+        match = corpus.match(a, b, dict(corpus.neighbours[a]).get(b, 0.0), policy)
+        decision = match and policy.accept(corpus.request(a), DONOR, match)
+        if match is not None and decision is not None and decision.accept:
+            found.append(match.score if decision.risk is None else -decision.risk)
+    return found
+
+
+def taken_up(state: Any, rate: float, calibration: Calibration | None, tiers: frozenset[str]) -> Bounded:
+    policy = Bounded(rate, calibration, tiers)
+    policy.restore(state)
+    return policy
+
+
+@app.command
+def policies(*, pairs: Path = PAIRS, index_encoder: str = DEFAULT_MODEL, out: Path | None = None) -> None:
+    """What every policy makes of held-out writers' traps, where it lets 80% of their paraphrases stand.
+
+    One half of the pairs fits the calibration. The bounded policy has served 10,000 requests from the other half, and
+    each trap finds it in the state after them, with all that is left of its budget.
+
+    Args:
+        pairs: labelled pairs: JSONL of a, b, same; .gz too.
+    """
+    unseen = [
+        [row for row in load(DATA / name) if row["held_out"] and first in row]
+        for name, first in (("traps.jsonl", "passed_first"), ("paraphrases.jsonl", "kept_first"))
+    ]
+    encoder = SentenceEncoder(index_encoder, remembered=1 << 20)
+    fitting, asking = halves(read_pairs(pairs), 0)
+    texts = build_corpus(list(clusters(fitting)), encoder, veto)
+    estimate = replace(fit(fitting, texts, encoder.fingerprint).calibration, limit=0.999)
+    corpus = build_corpus([("", row[side]) for rows in unseen for row in rows for side in "ab"], encoder, veto)
+    replay = Replay(questions(asking, 0), build_corpus(list(clusters(asking)), encoder, veto))
+    tiers, fixed = frozenset([TIER]), FixedThreshold({TIER: 0.0})
+    result: Row = {
+        "machine": machine("semkv", "sentence-transformers", "numpy"),
+        "traps": len(unseen[0]),
+        "paraphrases": len(unseen[1]),
+    }
+    for name, policy in (("fixed", fixed), ("calibrated", Calibrated(estimate, tiers, fixed))):
+        traps, kept = (sorted(tempt(rows, corpus, lambda policy=policy: policy), reverse=True) for rows in unseen)
+        least = kept[min(len(kept), math.ceil(STAY * len(unseen[1]))) - 1]
+        found = [sum(value >= least for value in values) for values in (traps, kept)]
+        result[name] = {"threshold": round(abs(least), 4), "traps": found[0], "paraphrases": found[1]}
+    for rate, calibration in product(RATES, (estimate, None)):
+        learned = Bounded(rate, calibration, tiers)
+        replay.play(learned, verify_rate=0.1)
+        state = learned.state()
+        make = partial(taken_up, state, rate, calibration, tiers)
+        found = [len(tempt(rows, corpus, make)) for rows in unseen]
+        name = f"bounded {rate}{'' if calibration else ', no calibration'}"
+        result[name] = {"traps": found[0], "paraphrases": found[1]}
     write_json(out, result)
 
 

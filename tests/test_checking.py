@@ -16,7 +16,7 @@ from cache_helpers import Bench, WrittenEncoder
 from semkv.cache import SemanticCache
 from semkv.tiers.base import Tally
 from semkv.tiers.checking import Checking, SameMeaning, same_text, wilson
-from semkv.tiers.policies import FixedThreshold
+from semkv.tiers.policies import FEATURES, Calibration, FixedThreshold
 from semkv.types import (
     CacheMode,
     Exactness,
@@ -209,6 +209,22 @@ def test_the_bounded_policy_learns_from_misses_at_no_cost(tmp_path: Path) -> Non
         bench.ask(f"fresh {number}", response="yes")
         bench.ask(f"fresh {number}~0.97", response="yes")
     assert bench.cache.stats().hits.get("semantic_text", 0) > 5, "what was learned outlives the process"
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+def test_a_veto_is_final_whatever_was_learned(tmp_path: Path, policy: PolicyName) -> None:
+    rosy = tmp_path / "rosy.json"
+    Calibration("written", -9.0, dict.fromkeys(FEATURES, 0.0), 0.5).save(rosy)
+    learned = {} if policy is PolicyName.FIXED else {"policy": policy, "calibration": rosy, "max_error_rate": 0.5}
+    bench = plain(tmp_path, guards=True, **learned)
+    for number in range(150):
+        bench.ask(f"is lamp {number} on the left", chunk=f"lamp {number}", response="yes")
+        report = bench.look(f"is lamp {number} on the right", chunk=f"lamp {number}")
+        assert not report.hit
+        bench.cache.add_observation(report, "yes")
+    bench.ask("is the lamp on the left", chunk="lamp", response="yes")
+    assert bench.look("is the lamp at left", chunk="lamp").hit, "what no guard objects to"
+    assert bench.cache.stats().vetoes["direction"] >= 150
 
 
 def test_a_policy_that_weighs_the_wording_gets_it(tmp_path: Path) -> None:

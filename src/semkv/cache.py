@@ -62,7 +62,6 @@ class CacheStats:
         recorded, repeats: new entries, and observations that counted as a hit on an entry.
         refused: approximate matches that the decider turned down.
         vetoes: approximate matches that a guard turned down, by reason.
-        overruled: approximate hits to which a guard objected and which the policy allowed, by reason.
         barred: approximate matches turned down because the donor was found wrong for the same text before.
         checked, checked_wrong: approximate hits of the random sample that were checked, and that were wrong.
         checked_beside: checks that the policy asked for beside the sample.
@@ -82,7 +81,6 @@ class CacheStats:
     faults: Mapping[str, int] = field(default_factory=dict)
     entries: int = 0
     media_bytes: int = 0
-    overruled: Mapping[str, int] = field(default_factory=dict)
     barred: int = 0
     checked: int = 0
     checked_wrong: int = 0
@@ -375,7 +373,6 @@ class SemanticCache:
             faults=named("fault:") | {name: counts[name] for name in _PLAIN_FAULTS if name in counts},
             entries=entries,
             media_bytes=self.media.nbytes,
-            overruled=named("overruled:"),
             barred=counts.get("barred", 0),
             checked=counts.get("checked", 0),
             checked_wrong=counts.get("checked wrong", 0),

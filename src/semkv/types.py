@@ -195,7 +195,6 @@ class Match:
         entry_id: the donor.
         score: cosine in [-1, 1] of what decided; 1.0 for an exact or normalised match.
         exactness: of the weakest substituted segment.
-        veto: what a guard objected and the policy overruled; empty where none did.
         whole: whether the donor's whole prompt matched, so that its own answer would do.
         wording: how the words differ (`semkv.guards.Wording`); None where nobody asked.
         others: what the other layers scored that this match rests on.
@@ -205,7 +204,6 @@ class Match:
     entry_id: str
     score: float
     exactness: Exactness
-    veto: str = ""
     whole: bool = True
     wording: tuple[float, float, float] | None = None
     others: tuple[Score, ...] = ()

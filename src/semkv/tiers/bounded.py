@@ -1,20 +1,19 @@
 """Keeps the share of requests that approximate hits answer wrongly under a bound, on traffic it was not fitted on.
 
-Every approximate match falls into a cell: the tiers it rests on, the guard that objected to it if any, whether it
-brings the whole prompt, and a band of the chance that it is wrong, by any of its scores, which the calibration or a
-cautious formula estimates from each. A cell knows
-how often its matches turned out wrong. Two sources tell: checked hits, and refused matches, whose own answer comes from
-the engine anyway and is compared with the donor's at no cost. The estimate itself is a prior that is worth a few
-observations. So evidence is shared between entries, and the first hit needs no history of its entry.
+Every approximate match that no guard objects to falls into a cell: the tiers it rests on, whether it brings the whole
+prompt, and a band of the chance that it is wrong, by any of its scores, which the calibration or a cautious formula
+estimates from each. A cell knows how often its matches turned out wrong. Two sources tell: checked hits, and refused
+matches, whose own answer comes from the engine anyway and is compared with the donor's at no cost. The estimate itself
+is a prior that is worth a few observations. So evidence is shared between entries, and the first hit needs no history
+of its entry.
 
-The bound is a budget: N requests at rate e allow e N wrong answers. What was spent is what checks found wrong, plus
-the expected number among hits that were not checked, plus some standard deviations of that number: each cell's is
-beta-binomial, so they cover chance as well as what is not known well. The risk of a cell is that of all its
-observations or that of the recent ones, whichever is greater: traffic may shift, and an estimate that happens to be low
-is the one that would be used. So a cell that turns out worse than it looked is charged for its past as well, and more
-checks buy more hits. Cells are opened in the order of their risk until the spending they would bring meets what is
-left, sooner where a calibration estimates, since the formula may be too hopeful; and no hit is served that the budget
-does not cover.
+The bound is a budget: N requests at rate e allow e N wrong answers. What was spent is what checks found wrong, plus the
+expected number among hits that were not checked, plus some standard deviations of that number: each cell's is beta-
+binomial, so they cover chance as well as what is not known well. The risk of a cell is that of all its observations or
+that of the recent ones, whichever is greater: traffic may shift, and an estimate that happens to be low is the one that
+would be used. So a cell that turns out worse than it looked is charged for its past as well, and more checks buy more
+hits. Cells are opened in the order of their risk until the spending they would bring meets what is left, sooner where a
+calibration estimates, since the formula may be too hopeful; and no hit is served that the budget does not cover.
 
 Hits are checked more often where a cell is new, and where the budget is a few wrong answers, which a thin sample would
 not see: wrong answers come in bursts, and then no estimate from other traffic covers them. A text that is served a
@@ -40,8 +39,6 @@ _WORST, _BEST = 1.0, -7.0  # log odds of the first band and of the last
 
 # Chosen on the streams of bench/quality.py, the ones that docs/quality.md gives figures of.
 _PRIOR = 8.0  # observations that the prior is worth
-_VETO_PRIOR = 30.0  # the same where a guard objects and no calibration says how often it errs
-_VETO_RISK = 0.9
 _SPREAD = 2.5  # standard deviations of the number of wrong answers that are kept free
 _SPREAD_FITTED = 3.0  # the same where a calibration estimates, which keeps them of less
 _EARLY = 20.0  # about so many hits of a cell are checked early on
@@ -53,10 +50,9 @@ _WINDOW = 20_000.0  # requests after which the past counts half
 _MEMORY = 4000.0  # observations of a band after which its past counts half
 _RECENT = 100.0  # the same for its recent past
 _RECENT_PRIOR = 25.0  # observations that the long past is worth beside the recent one
-_ARMS = 256
 _REVIEW = 50  # requests between two reviews of what is open
 
-ArmKey = tuple[str, str, bool]
+ArmKey = tuple[str, bool]
 
 
 def _zeros() -> list[float]:
@@ -65,7 +61,7 @@ def _zeros() -> list[float]:
 
 @dataclass(slots=True)
 class Arm:
-    """Counts by band of estimated risk, of the matches of one tier under one veto.
+    """Counts by band of estimated risk, of the matches of one tier.
 
     Attributes:
         asked: requests whose first match fell here.
@@ -115,6 +111,10 @@ def falling(values: list[float], weights: list[float]) -> list[float]:
     return [total / size for total, size, count in blocks for _ in range(count)]
 
 
+# The chance of a wrong answer in each band before any observation.
+_PRIORS = [max(_LEAST_RISK, chance(_WORST + (place + 0.5) * (_BEST - _WORST) / BANDS)) for place in range(BANDS)]
+
+
 class Bounded:
     """Accepts what the budget covers. Any thread may call any method.
 
@@ -124,7 +124,6 @@ class Bounded:
         tiers: status keys whose scores are cosines of the calibrated encoder.
     """
 
-    weighs_vetoes = True
     learns = True
     floor: float | None = FLOOR
 
@@ -192,12 +191,8 @@ class Bounded:
     # -- what the counts say ------------------------------------------------------------------------------------
 
     def _cell(self, match: Match) -> tuple[ArmKey, int]:
-        """Arm and band of a match; the arm is made where it is new. Reasons are few; a guard that makes them up shares
-        one arm."""
-        tiers = "+".join(sorted(score.tier for score in match.scores))
-        key = (tiers, match.veto, match.whole)
-        if key not in self._arms and len(self._arms) >= _ARMS:
-            key = (tiers, "other", match.whole)
+        """Arm and band of a match; the arm is made where it is new."""
+        key = ("+".join(sorted(score.tier for score in match.scores)), match.whole)
         if key not in self._arms:
             self._arms[key] = Arm()
             self._review()
@@ -206,23 +201,13 @@ class Bounded:
 
     def _estimate(self, score: Score, match: Match) -> float:
         """The chance of a wrong answer by one of a match's scores."""
-        calibration = self._fitted((score.tier, match.veto, match.whole))
-        if calibration is None:
-            return cautious(score.cosine)
-        veto = match.veto if match.veto in calibration.vetoes else ""
-        return calibration.risk(score.cosine, veto, match.wording)
+        calibration = self._fitted((score.tier, match.whole))
+        return cautious(score.cosine) if calibration is None else calibration.risk(score.cosine, match.wording)
 
     def _fitted(self, key: ArmKey) -> Calibration | None:
         """The calibration that estimates an arm's risks; None where `cautious` does, for a part of a match too."""
-        tier, _, whole = key
+        tier, whole = key
         return self._calibration if tier in self._tiers and whole else None
-
-    def _prior(self, key: ArmKey, place: int) -> tuple[float, float]:
-        """The chance of a wrong answer before any observation, and how many observations that is worth."""
-        fitted, veto = self._fitted(key), key[1]
-        if veto and (fitted is None or veto not in fitted.vetoes):
-            return _VETO_RISK, _VETO_PRIOR
-        return max(_LEAST_RISK, chance(_WORST + (place + 0.5) * (_BEST - _WORST) / BANDS)), _PRIOR
 
     def _spent(self, key: ArmKey, more: float, allowed: float) -> float:
         """The wrong answers so far and ``more`` expected ones, with room for chance and for what is not known well.
@@ -238,9 +223,8 @@ class Bounded:
         self._until_review = _REVIEW
         self._guessed = self._variance = 0.0
         for key, arm in self._arms.items():
-            prior = [self._prior(key, place) for place in range(BANDS)]
-            weights = [worth + seen for (_, worth), seen in zip(prior, arm.seen, strict=True)]
-            values = [(r * w + bad) / n for (r, w), bad, n in zip(prior, arm.wrong, weights, strict=True)]
+            weights = [_PRIOR + seen for seen in arm.seen]
+            values = [(r * _PRIOR + bad) / n for r, bad, n in zip(_PRIORS, arm.wrong, weights, strict=True)]
             long = falling(values, weights)
             weights_lately = [_RECENT_PRIOR + seen for seen in arm.lately]
             lately = [
@@ -299,8 +283,8 @@ class Bounded:
 
 
 def _read_key(value: list[Any]) -> ArmKey:
-    tier, veto, whole = value
-    return str(tier), str(veto), bool(whole)
+    tier, whole = value
+    return str(tier), bool(whole)
 
 
 def _count_in(seen: list[float], wrong: list[float], place: int, correct: bool, memory: float) -> None:

@@ -62,10 +62,11 @@ class Planner:
         match = Match(candidate.tier, donor.entry_id, candidate.score, exactness, whole=whole, others=candidate.others)
         check = 0.0
         if exactness is Exactness.APPROXIMATE:
-            reason = self._veto(request, donor) if whole else None
-            weighed = whole and self._decider.weighs_vetoes
-            measured = wording(request.chunk_text, donor.chunk_text) if weighed else None
-            match = replace(match, veto=reason or "", wording=measured)
+            if whole:
+                if reason := self._veto(request, donor):
+                    self._tally.add(f"veto:{reason}")
+                    return Verdict()
+                match = replace(match, wording=wording(request.chunk_text, donor.chunk_text))
             decision = self._judge(request, donor, match)
             if not decision.accept:
                 return Verdict(near=Near(match, donor.response) if whole else None)
@@ -88,10 +89,7 @@ class Planner:
         return reason
 
     def _judge(self, request: Request, donor: Entry, match: Match) -> Decision:
-        """The guard's veto, unless the policy weighs vetoes; then what checks found, and the policy."""
-        if match.veto and not self._decider.weighs_vetoes:
-            self._tally.add(f"veto:{match.veto}")
-            return Decision(False, f"veto: {match.veto}")
+        """What checks found, then the policy."""
         if self._checking.blocked(request, donor.entry_id):
             self._tally.add("barred")
             return Decision(False, "found wrong before")
@@ -99,9 +97,7 @@ class Planner:
             decision = self._decider.accept(request, donor, match)
         except Exception as error:  # a decider may be the user's own
             raise PartError(f"decider: {error!r}") from error
-        if match.veto:
-            self._tally.add(f"overruled:{match.veto}" if decision.accept else f"veto:{match.veto}")
-        elif not decision.accept:
+        if not decision.accept:
             self._tally.add("refused")
         return decision
 

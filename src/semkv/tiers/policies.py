@@ -1,9 +1,12 @@
 """Whether an approximate match may be used: the last word before a donor is substituted.
 
-fixed       the threshold of the flags; a guard's veto is final
-calibrated  the chance of a wrong answer at this score, wording and veto, fitted from labelled pairs
+fixed       the threshold of the flags
+calibrated  the chance of a wrong answer at this score and wording, fitted from labelled pairs
 bounded     keeps the share of requests answered wrongly under what the user set; learns from checked answers
             (`semkv.tiers.bounded`)
+
+A guard's veto comes before all of them, and is final: what a guard sees, such as another dose, is too rare in labelled
+pairs and in traffic for its cost to be learned there.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +26,7 @@ from semkv.guards import MOST_UNMATCHED, Wording
 from semkv.keys import digest
 from semkv.types import Entry, Match, PolicyName, Request
 
-FORMAT = 2  # of calibrations
+FORMAT = 3  # of calibrations
 FLOOR = 0.5  # cosines below match nothing
 FEATURES = ("cosine", "closeness", *Wording._fields)
 _GAP = 0.005  # keeps the closeness of a cosine of 1 finite
@@ -53,14 +56,9 @@ class Decider(Protocol):
     """Judges approximate matches; exact and normalised ones are not asked about. Called from any thread.
 
     Attributes:
-        weighs_vetoes: whether matches that a guard objects to (``match.veto``) are asked about; otherwise a veto is
-            final.
         learns: whether `observe` has any effect, so that comparisons are worth making.
         floor: least score worth asking about; None leaves it to the tiers' thresholds.
     """
-
-    @property
-    def weighs_vetoes(self) -> bool: ...
 
     @property
     def learns(self) -> bool: ...
@@ -113,7 +111,6 @@ class ServedTexts:
 class Stateless:
     """The part of a `Decider` that learns nothing."""
 
-    weighs_vetoes = False
     learns = False
     floor: float | None = None
 
@@ -159,7 +156,7 @@ def chance(log_odds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The chance that two texts do not have the same answer: a logistic function of `FEATURES` and the veto.
+    """The chance that two texts do not have the same answer, where no guard objects: a logistic function of `FEATURES`.
 
     Attributes:
         fingerprint: of the encoder whose cosines these are.
@@ -167,23 +164,19 @@ class Calibration:
         weights: log odds by unit of each feature; those of the cosine and the closeness are not positive, so a higher
             cosine never means a higher chance.
         limit: greatest chance of a wrong answer with which a donor may be used.
-        vetoes: by a guard's reason, how many times the odds of a wrong answer are those without a veto, at least 1. A
-            reason that is not named is final: the pairs did not show often enough that it errs.
     """
 
     fingerprint: str
     bias: float
     weights: Mapping[str, float]
     limit: float
-    vetoes: Mapping[str, float] = field(default_factory=dict)
 
-    def risk(self, score: float, veto: str = "", wording: tuple[float, float, float] | None = None) -> float:
+    def risk(self, score: float, wording: tuple[float, float, float] | None = None) -> float:
         """The chance of a wrong answer; 1.0 where nothing may match."""
-        if score < FLOOR or (veto and veto not in self.vetoes):
+        if score < FLOOR:
             return 1.0
         values = zip(FEATURES, features(score, wording), strict=True)
-        odds = self.bias + sum(self.weights[name] * value for name, value in values)
-        return chance(odds + (math.log(self.vetoes[veto]) if veto else 0.0))
+        return chance(self.bias + sum(self.weights[name] * value for name, value in values))
 
     @property
     def least(self) -> float:
@@ -191,11 +184,11 @@ class Calibration:
         most = Wording(MOST_UNMATCHED, 1.0, 1.0)
         best = Wording(*(m if self.weights[name] < 0.0 else 0.0 for name, m in most._asdict().items()))
         low, high = FLOOR, 1.0
-        if self.risk(low, wording=best) <= self.limit:
+        if self.risk(low, best) <= self.limit:
             return low
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            low, high = (low, middle) if self.risk(middle, wording=best) <= self.limit else (middle, high)
+            low, high = (low, middle) if self.risk(middle, best) <= self.limit else (middle, high)
         return high
 
     def save(self, path: Path) -> None:
@@ -206,7 +199,6 @@ class Calibration:
             "limit": self.limit,
             "bias": self.bias,
             "weights": dict(self.weights),
-            "vetoes": dict(self.vetoes),
         }
         path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
@@ -230,16 +222,15 @@ class Calibration:
             raise ValueError(f"format {body['format']}, this version reads {FORMAT}: calibrate again")
         bias, limit = float(body["bias"]), float(body["limit"])
         weights = {str(name): float(value) for name, value in body["weights"].items()}
-        vetoes = {str(name): float(ratio) for name, ratio in body["vetoes"].items()}
         if set(weights) != set(FEATURES):
             raise ValueError(f"weights of {', '.join(FEATURES)}")
         if not all(math.isfinite(value) for value in (bias, *weights.values())):
             raise ValueError("weights that are finite")
         if weights["cosine"] > 0.0 or weights["closeness"] > 0.0:
             raise ValueError("a risk that does not rise with the cosine")
-        if not all(1.0 <= ratio < math.inf for ratio in vetoes.values()) or not 0.0 < limit < 1.0:
-            raise ValueError("odds of at least 1 and a limit between 0 and 1")
-        return cls(str(body["fingerprint"]), bias, weights, limit, vetoes)
+        if not 0.0 < limit < 1.0:
+            raise ValueError("a limit between 0 and 1")
+        return cls(str(body["fingerprint"]), bias, weights, limit)
 
 
 class Calibrated(Stateless):
@@ -253,8 +244,6 @@ class Calibrated(Stateless):
         otherwise: judges the other tiers, and matches of a leading part.
     """
 
-    weighs_vetoes = True
-
     def __init__(self, calibration: Calibration, tiers: frozenset[str], otherwise: Decider) -> None:
         self._calibration, self._tiers, self._otherwise = calibration, tiers, otherwise
         self.floor: float | None = calibration.least
@@ -262,15 +251,13 @@ class Calibrated(Stateless):
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
         own = [score.cosine for score in match.scores if match.whole and score.tier in self._tiers]
-        if match.veto and not own:
-            return Decision(False, f"veto: {match.veto}")
         if others := [score for score in match.scores if not match.whole or score.tier not in self._tiers]:
             first, *more = others
             theirs = replace(match, tier=first.tier, score=first.cosine, others=tuple(more))
             decision = self._otherwise.accept(request, donor, theirs)
             if not own or not decision.accept:
                 return decision
-        risk = self._calibration.risk(min(own), match.veto, match.wording)
+        risk = self._calibration.risk(min(own), match.wording)
         reason = f"risk {risk:.4f} against {self._calibration.limit:.4f}"
         if risk > self._calibration.limit:
             return Decision(False, reason, risk)

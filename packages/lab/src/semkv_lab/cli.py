@@ -170,7 +170,7 @@ def _calibrate(
     index_encoder: str = PolicyConfig.index_encoder,
     plot: Path | None = None,
 ) -> None:
-    """Fit the chance of a wrong answer from labelled pairs, by cosine, wording and veto.
+    """Fit the chance of a wrong answer from labelled pairs, by cosine and wording, where no guard objects.
 
     Args:
         pairs: JSONL of a, b, same (0 or 1), and group where there is one; .gz too.

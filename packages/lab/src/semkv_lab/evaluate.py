@@ -9,10 +9,10 @@ that the same pairs make. A file too small for that is fitted pair by pair.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from semkv.tiers.checking import wilson
 from semkv.tiers.policies import FEATURES, Calibration, Decider, build_policy, features
 from semkv_lab.quality import (
     FLOOR,
+    NEIGHBOURS,
     Corpus,
     Item,
     Judgement,
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 _STORED = (0.15, 0.32, 0.5, 0.68, 0.85)  # shares of the texts that are stored, one round each
 _ENOUGH = 300  # lookups with a neighbour, to fit from them
 _LEAST_PAIRS = 20
-_VETO_ENOUGH = 10  # vetoed lookups, to believe that a guard errs
-_VETO_PRIOR = 2.0  # log odds that a guard is believed to add, worth a few lookups
 _RIDGE = 10.0
 _LEAST_RISK = 1e-4
 _FOLDS = 5
@@ -56,10 +55,9 @@ _FOLDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A text found its nearest neighbour."""
+    """A text found its nearest neighbour, and no guard objects."""
 
     score: float
-    veto: str
     wrong: bool
     cluster: int
     wording: Wording
@@ -71,7 +69,7 @@ class Fit:
 
     Attributes:
         calibration: the estimate.
-        losses: log loss on clusters left out, of the cosine with the vetoes and of all features.
+        losses: log loss on clusters left out, of the cosine alone and of all features.
         lookups: what it was fitted from.
         simulated: whether the pairs' texts served as traffic.
     """
@@ -85,7 +83,7 @@ class Fit:
 def lookups(
     pairs: Sequence[Pair], corpus: Corpus, *, seed: int = 0, tick: Callable[[int], None] = lambda _: None
 ) -> list[Lookup]:
-    """Every text's nearest neighbour, in rounds in which a growing part of the texts is stored."""
+    """What every text finds that no guard objects to, in rounds in which a growing part of the texts is stored."""
     cluster = clusters(pairs)
     of = [cluster[item] for item in corpus.items]
     random = np.random.default_rng(seed)
@@ -93,22 +91,23 @@ def lookups(
     for share in _STORED:
         stored = random.random(len(of)) < share
         for n in np.flatnonzero(~stored).tolist():
-            near = next(((m, s) for m, s in corpus.neighbours[n] if stored[m]), None)
+            there = islice(((m, s) for m, s in corpus.neighbours[n] if stored[m]), NEIGHBOURS)
+            near = next(((m, s) for m, s in there if not corpus.veto(n, m)), None)
             if near is not None:
                 m, score = near
-                found[n, m] = Lookup(score, corpus.veto(n, m), of[n] != of[m], of[n], corpus.wording(n, m))
+                found[n, m] = Lookup(score, of[n] != of[m], of[n], corpus.wording(n, m))
         tick(1)
     return list(found.values())
 
 
 def labelled(pairs: Sequence[Pair], corpus: Corpus) -> list[Lookup]:
-    """The pairs as they are."""
+    """The pairs as they are, without those that a guard objects to."""
     rows = []
     for pair in pairs:
         a, b = corpus.number[pair.group, pair.a], corpus.number[pair.group, pair.b]
         score = dict(corpus.neighbours[a]).get(b)
-        if score is not None:
-            rows.append(Lookup(score, corpus.veto(a, b), not pair.same, a, corpus.wording(a, b)))
+        if score is not None and not corpus.veto(a, b):
+            rows.append(Lookup(score, not pair.same, a, corpus.wording(a, b)))
     return rows
 
 
@@ -147,36 +146,29 @@ def fit(
 
 
 def _calibration(rows: Sequence[Lookup], fingerprint: str, limit: float, named: int = len(FEATURES)) -> Calibration:
-    """Logistic regression by penalised likelihood, of the first ``named`` features and of every reason seen enough.
+    """Logistic regression by penalised likelihood, of the first ``named`` features.
 
-    A higher cosine may not raise the chance, nor may a veto lower it. A feature's weight, by its standard deviation, is
-    drawn to 0; a veto's log odds to `_VETO_PRIOR`.
+    A higher cosine may not raise the chance. A feature's weight, by its standard deviation, is drawn to 0.
     """
     from scipy.optimize import minimize  # type: ignore[import-untyped]
 
-    seen = Counter(row.veto for row in rows if row.veto)
-    reasons = sorted(reason for reason, count in seen.items() if count >= _VETO_ENOUGH)
-    used = [row for row in rows if not row.veto or row.veto in reasons]
-    raw = np.array([features(row.score, row.wording)[:named] for row in used])
-    wrong = np.array([row.wrong for row in used], dtype=float)
+    raw = np.array([features(row.score, row.wording)[:named] for row in rows])
+    wrong = np.array([row.wrong for row in rows], dtype=float)
     middle, spread = raw.mean(axis=0), np.maximum(raw.std(axis=0), 1e-6)
-    vetoed = np.array([[row.veto == reason for reason in reasons] for row in used], dtype=float)
-    table = np.hstack([np.ones((len(used), 1)), (raw - middle) / spread, vetoed.reshape(len(used), -1)])
-    penalty = np.array([1e-3, *[_RIDGE] * named, *[1.0] * len(reasons)])
-    target = np.array([0.0] * (1 + named) + [_VETO_PRIOR] * len(reasons))
+    table = np.hstack([np.ones((len(rows), 1)), (raw - middle) / spread])
+    penalty = np.array([1e-3, *[_RIDGE] * named])
 
     def cost(weights: Floats) -> tuple[float, Floats]:
-        odds, off = table @ weights, weights - target
-        value = float(np.sum(np.logaddexp(0.0, odds) - wrong * odds)) + 0.5 * float(penalty @ off**2)
-        return value, table.T @ (1.0 / (1.0 + np.exp(-odds)) - wrong) + penalty * off
+        odds = table @ weights
+        value = float(np.sum(np.logaddexp(0.0, odds) - wrong * odds)) + 0.5 * float(penalty @ weights**2)
+        return value, table.T @ (1.0 / (1.0 + np.exp(-odds)) - wrong) + penalty * weights
 
-    bounds = [(None, None), (None, 0.0), (None, 0.0), *[(None, None)] * (named - 2), *[(0.0, None)] * len(reasons)]
+    bounds = [(None, None), (None, 0.0), (None, 0.0), *[(None, None)] * (named - 2)]
     found = minimize(cost, np.zeros(table.shape[1]), jac=True, method="L-BFGS-B", bounds=bounds).x
-    weights = found[1 : 1 + named] / spread
+    weights = found[1:] / spread
     bias = float(found[0] - weights @ middle)
     named_weights = dict(zip(FEATURES, [*(round(float(w), 5) for w in weights), *[0.0] * len(FEATURES)], strict=False))
-    vetoes = {r: round(math.exp(min(20.0, w)), 4) for r, w in zip(reasons, found[1 + named :], strict=True)}
-    return Calibration(fingerprint, round(bias, 5), named_weights, round(limit, 6), vetoes)
+    return Calibration(fingerprint, round(bias, 5), named_weights, round(limit, 6))
 
 
 def _loss(rows: Sequence[Lookup], named: int) -> float:
@@ -189,7 +181,7 @@ def _loss(rows: Sequence[Lookup], named: int) -> float:
             continue
         fitted = _calibration(kept, "", 0.05, named)
         for row in out:
-            risk = min(1 - _LEAST_RISK, max(_LEAST_RISK, fitted.risk(row.score, row.veto, row.wording)))
+            risk = min(1 - _LEAST_RISK, max(_LEAST_RISK, fitted.risk(row.score, row.wording)))
             total -= math.log(risk if row.wrong else 1.0 - risk)
         count += len(out)
     return total / count if count else math.inf
@@ -242,7 +234,6 @@ def calibrate_file(path: Path, encoder_name: str, precision: float) -> tuple[Fit
         "limit": curve.limit,
         "least_cosine": round(curve.least, 4),
         "weights": {"bias": curve.bias, **curve.weights},
-        "vetoes_that_may_be_overruled": dict(curve.vetoes),
     }
     return fitted, summary
 
@@ -281,7 +272,6 @@ def eval_stream(path: Path, flags: QualityFlags) -> tuple[Outcome, dict[str, Any
         "hits": outcome.hits,
         "exact_hits": outcome.exact,
         "approximate_hits": outcome.approximate,
-        "overruled_vetoes": outcome.overruled,
         "checks": outcome.checks,
         "wrong": outcome.wrong,
         "wrong_exact_hits": outcome.wrong_exact,
@@ -323,14 +313,10 @@ def plot_fit(fitted: Fit, path: Path) -> None:
     curve = fitted.calibration
     with figure(path, "estimated chance of a wrong answer", "share of wrong answers") as axes:
         axes.plot([0, 1], [0, 1], color="gray", linewidth=1)
-        for vetoed, color, label in ((False, "black", "no veto"), (True, "tab:red", "a guard objects")):
-            rows = [r for r in fitted.lookups if bool(r.veto) is vetoed]
-            risks = np.array([curve.risk(r.score, r.veto, r.wording) for r in rows])
-            wrong = np.array([r.wrong for r in rows])
-            bands = [band for low in _LOWS if (band := (low <= risks) & (risks < low + _BAND)).sum() >= 5]
-            if bands:
-                points = [risks[b].mean() for b in bands], [wrong[b].mean() for b in bands]
-                axes.plot(*points, "o", color=color, label=label)
+        risks = np.array([curve.risk(r.score, r.wording) for r in fitted.lookups])
+        wrong = np.array([r.wrong for r in fitted.lookups])
+        bands = [band for low in _LOWS if (band := (low <= risks) & (risks < low + _BAND)).sum() >= 5]
+        axes.plot([risks[b].mean() for b in bands], [wrong[b].mean() for b in bands], "o", color="black")
         axes.axvline(curve.limit, color="gray", linestyle="--", label=f"limit {curve.limit:.2f}")
         axes.legend(frameon=False)
 

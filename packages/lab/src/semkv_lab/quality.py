@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from semkv.encoders.text import Matrix
 
 TIER = "semantic_text"
-_NEIGHBOURS = 4  # the tier asks about so many
+NEIGHBOURS = 4  # the tier asks about so many
 _POINTS = 100
 _SETTLED = 500  # requests before which a rate says little
 FLOOR = 0.5  # cosines below are no neighbours
@@ -192,11 +192,9 @@ class Corpus:
 
     def match(self, a: int, b: int, score: float, policy: Decider) -> Match | None:
         """The match of a with b that a tier would hand to the policy; None where it would hand in none."""
-        veto = self.veto(a, b)
-        if not score or (veto and not policy.weighs_vetoes) or (policy.floor is not None and score < policy.floor):
+        if not score or (policy.floor is not None and score < policy.floor) or self.veto(a, b):
             return None
-        words = self.wording(a, b) if policy.weighs_vetoes else None
-        return Match(TIER, str(b), score, Exactness.APPROXIMATE, veto, wording=words)
+        return Match(TIER, str(b), score, Exactness.APPROXIMATE, wording=self.wording(a, b))
 
 
 def encode(texts: Sequence[str], encoder: TextEncoder, tick: Callable[[int], None]) -> tuple[Matrix, list[bool]]:
@@ -229,7 +227,7 @@ class Judgement:
         pairs, same: counts.
         accepted, right: pairs it accepted, and how many of those are same.
         vetoed: pairs a guard objected to.
-        curve: (hit ratio, precision) of the most confident pairs first; a final veto is the least confidence.
+        curve: (hit ratio, precision) of the most confident pairs first; a veto is the least confidence.
         area: under the curve (P-CHR AUC).
     """
 
@@ -281,8 +279,7 @@ def judge(
             yes, risk = decision.accept, decision.risk
             if not yes or (verify_rate > 0.0 and random.random() < max(verify_rate, decision.check)):
                 policy.observe(match, correct=pair.same, served=yes)
-        final = veto and not policy.weighs_vetoes
-        ranked.append((2.0 if final else 1.0 - score if risk is None else risk, pair.same))
+        ranked.append((2.0 if veto else 1.0 - score if risk is None else risk, pair.same))
         accepted += yes
         right += yes and pair.same
         tick(1)
@@ -313,7 +310,6 @@ class Outcome:
     Attributes:
         requests, exact, approximate, wrong, checks: counts; ``wrong`` are hits of both kinds.
         wrong_exact: of them the exact ones: the same text, with another answer in this place of the stream.
-        overruled: approximate hits to which a guard objected.
         worst: highest share of wrong answers at any time after the first 500 requests; None for a shorter stream.
         curve: (requests, hits, wrong) along the stream.
     """
@@ -324,7 +320,6 @@ class Outcome:
     wrong: int = 0
     wrong_exact: int = 0
     checks: int = 0
-    overruled: int = 0
     worst: float | None = None
     curve: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
 
@@ -387,7 +382,6 @@ class Replay:
                 else:
                     counts["approximate"] += 1
                     counts["wrong"] += not correct
-                    counts["overruled"] += bool(match.veto)
                     lot = random.random()
                     if verify_rate > 0.0 and lot < max(verify_rate, check):
                         counts["checks"] += 1
@@ -404,7 +398,7 @@ class Replay:
         """The accepted match, its text and the share of its kind to check; else the nearest match, and no share."""
         refused: tuple[Match | None, int, None] = (None, -1, None)
         there = ((other, score) for other, score in self._corpus.neighbours[number] if other in stored)
-        for other, score in islice(there, _NEIGHBOURS):
+        for other, score in islice(there, NEIGHBOURS):
             match = self._corpus.match(number, other, score, policy)
             if match is None:
                 continue
