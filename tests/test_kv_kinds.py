@@ -109,22 +109,6 @@ def test_every_kind_of_request_is_answered_as_without_the_connector(model: Path,
     assert found["left"] == NOTHING
 
 
-def skips(model: str, cache: str) -> list[Any]:
-    """What a request that skips leaves behind, and what it takes."""
-    engine, asked = Engine(model, connector(cache)), some(200)
-    loaded = []
-    for extra in (SKIP, None, SKIP, None):
-        loaded.append(engine.ask(asked, extra_args=extra)[0]["loaded"] or 0)
-        engine.forget()
-    engine.close()
-    return loaded
-
-
-@pytest.mark.engine
-def test_a_request_that_skips_neither_loads_nor_stores(model: Path, tmp_path: Path) -> None:
-    assert in_child(skips, model, tmp_path) == [0, 0, 0, usable(200)]
-
-
 # ---------------------------------------------------------------------- kinds of engines
 
 
