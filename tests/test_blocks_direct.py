@@ -35,8 +35,8 @@ def read(store: BlockStore, memory: np.ndarray) -> list[bool]:
 
 def drop(file: Path) -> None:
     """From the page cache."""
-    os.sync()
     fd = os.open(file, os.O_RDONLY)
+    os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
 

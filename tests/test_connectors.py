@@ -38,8 +38,6 @@ from semkv.stores.maintenance import purge_salts
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
 
-ADAPTER = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="/nowhere")  # weights that are not known
-
 
 def kv_params(**params: Any) -> dict[str, Any]:
     return {"kv_transfer_params": params}
