@@ -7,8 +7,8 @@ import logging
 import os
 import sqlite3
 import struct
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -517,11 +517,7 @@ def test_all_blocks_are_found_and_their_bytes_count(tmp_path: Path, four_files: 
 
 
 def test_who_opens_at_once_builds_one_index(tmp_path: Path, four_files: None) -> None:
-    stores = []
-    threads = [threading.Thread(target=lambda: stores.append(open_store(tmp_path))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        stores = list(pool.map(open_store, [tmp_path] * 4))
     assert [right(store, 0, 8) for store in stores] == [8] * 4
     assert {store.last_purge() for store in stores} == {stores[0].last_purge()}

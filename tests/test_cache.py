@@ -6,10 +6,10 @@ import doctest
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -679,17 +679,11 @@ def test_a_hook_that_declares_nothing_is_held_to_the_dimension_at_first_use(tmp_
 
 
 def test_many_threads_may_ask(bench: Bench) -> None:
-    def work(n: int) -> None:
-        for i in range(8):
-            report = bench.cache.try_reuse(bench_requests[n * 8 + i])
-            bench.cache.add_observation(report, "")
+    def work(request: Request) -> None:
+        bench.cache.add_observation(bench.cache.try_reuse(request), "")
 
-    bench_requests = [bench.request(f"q{i % 5}", f"image{i % 3}") for i in range(32)]
-    threads = [Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, [bench.request(f"q{i % 5}", f"image{i % 3}") for i in range(32)]))
     stats = bench.cache.stats()
     assert not stats.faults
     assert stats.entries == len({(i % 5, i % 3) for i in range(32)})

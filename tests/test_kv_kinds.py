@@ -196,16 +196,16 @@ def test_latent_attention(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_an_engine_that_cannot_be_served_starts_and_answers(model: Path, tmp_path: Path) -> None:
     """Its host memory holds fewer blocks than a load needs: the connector says so once and stands aside."""
-    found = in_child(unserved, model, tmp_path, {"host_bytes": 1 << 12}, {})
+    found = in_child(unserved, model, tmp_path)
     assert len(found["answers"]) == 2
     assert not any(answer["loaded"] for answer in found["answers"])
     assert len(found["said"]) == 1, found["said"]
     assert found["said"][0].startswith("semkv:")
 
 
-def unserved(model: str, cache: str, extra: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+def unserved(model: str, cache: str) -> dict[str, Any]:
     """The answers of an engine that cannot be served, and what the connector says of it."""
-    heard, engine = Heard(), Engine(model, connector(cache, **extra), **args)
+    heard, engine = Heard(), Engine(model, connector(cache, host_bytes=1 << 12))
     outputs = [engine.outputs(some(200))[0] for _ in range(2) if engine.llm.reset_prefix_cache()]
     engine.close()
     return {"answers": [answered(output) for output in outputs], "said": heard.ours()}

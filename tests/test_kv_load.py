@@ -68,31 +68,6 @@ def alone(model: str, prompts: list[dict[str, Any]], tokens: int = 16) -> list[A
     return answers
 
 
-# ---------------------------------------------------------------------- preemption
-
-
-def preempted(model: str, cache: str) -> dict[str, Any]:
-    rng = random.Random(5)
-    prompts = [prompt(token_ids(rng, 100)) for _ in range(8)]
-    references = alone(model, prompts, tokens=120)
-    engine = Engine(model, connector(cache), num_gpu_blocks_override=34, max_model_len=512)
-    names, found = engine.count_preemptions(), []
-    for _ in range(3):
-        found += right([answered(o) for o in engine.outputs(prompts, 120)], references)
-        engine.forget()
-    seen = {"right": found, "preempted": len(names), "left": engine.left()}
-    engine.close()
-    return seen
-
-
-@pytest.mark.engine
-def test_a_preempted_request_resumes(model: Path, tmp_path: Path) -> None:
-    seen = in_child(preempted, model, tmp_path)
-    assert all(seen["right"])
-    assert seen["preempted"] > 0
-    assert seen["left"] == NOTHING
-
-
 # ---------------------------------------------------------------------- a sibling whose loads fail
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -176,32 +177,25 @@ def test_a_cache_directory_that_comes_back_is_used_again(tmp_path: Path, monkeyp
 
 def test_purges_and_openers_at_once_leave_one_index(tmp_path: Path) -> None:
     """Nobody finds a directory half emptied."""
-    faults: list[BaseException] = []
     over = threading.Event()
 
-    def open_and_save(seed: int) -> None:
-        try:
-            number = seed * 10_000
-            while not over.is_set():
-                store = open_store(tmp_path / "kv")
-                assert store.on
-                number += 1
-                save(store, number)
-                served(store, [number])
-                store.close()
-        except BaseException as fault:
-            faults.append(fault)
+    def open_and_save(number: int) -> None:
+        while not over.is_set():
+            store = open_store(tmp_path / "kv")
+            assert store.on
+            number += 1
+            save(store, number)
+            served(store, [number])
+            store.close()
 
-    threads = [threading.Thread(target=open_and_save, args=(seed,)) for seed in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(40):
-        if (tmp_path / "kv" / "semkv.json").exists():
-            purge_directory(tmp_path)
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert not faults
+    with ThreadPoolExecutor(3) as pool:
+        openers = [pool.submit(open_and_save, first) for first in (10_000, 20_000, 30_000)]
+        for _ in range(40):
+            if (tmp_path / "kv" / "semkv.json").exists():
+                purge_directory(tmp_path)
+        over.set()
+        for opener in openers:
+            opener.result()
     first, second = open_store(tmp_path / "kv"), open_store(tmp_path / "kv")
     assert save(first, 1)
     assert served(second, [1]) == [1]
