@@ -19,6 +19,7 @@ Make = Callable[..., Bench]
 DOCUMENT = "The first sentence says one thing. The second says another."
 TYPED = DOCUMENT.replace(" ", "  ")
 SYSTEM = "answer only in english, and be brief"
+TYPINGS = ("What  color", " what color\n", "ｗｈａｔ color", "WHAT COLOR")
 SYSTEMS = ("answer only in  english, and be brief", SYSTEM.upper())
 
 
@@ -31,23 +32,56 @@ def make(tmp_path: Path) -> Make:
     return build
 
 
-@pytest.mark.parametrize("text", ["What  color", " what color\n", "ｗｈａｔ color", "WHAT COLOR"])
-def test_the_same_bytes_alone_and_all_again_when_it_is_back(make: Make, text: str) -> None:
-    bench = make()
-    bench.ask("what color", "car")
-    assert not bench.look(text, "car").hit
-    assert bench.look("what color", "car").provenance == "text:exact"
-    bench.reopen(normalised=True)
-    assert bench.look(text, "car").provenance == "text:normalised"
+def of(question: str, image: str = "", **rest: Any) -> dict[str, Any]:
+    return {"question": question, "image": image or (), **rest}
 
 
-def test_a_context(make: Make) -> None:
-    bench = make()
-    bench.ask("one", context=DOCUMENT)
-    assert not bench.look("two", context=TYPED).hit
-    assert bench.look("two", context=DOCUMENT).provenance == "text:exact/context"
+HOOKED = {"embedding_hook": "cache_helpers:WrittenHook"}
+IMAGES, LAYERED = {**HOOKED, "embedding_layers": LAYERS[:1]}, {**HOOKED, "embedding_layers": LAYERS}
+SEMANTIC = [{"semantic": True, "scope": scope} for scope in Scope]
+COLOR, ABOUT = of("color", "car", system=SYSTEM), of("color", system=SYSTEM)
+TABLE = [
+    *(({}, of("what color", "car"), of("what color", "car"), of(t, "car"), "text:exact") for t in TYPINGS),
+    ({}, of("one", context=DOCUMENT), of("two", context=DOCUMENT), of("two", context=TYPED), "text:exact/context"),
+    *(
+        (s, ABOUT, of("color~0.95", system=SYSTEM), of("color~0.95", system=o), "text:semantic")
+        for o in SYSTEMS
+        for s in SEMANTIC
+    ),
+    *((s, ABOUT, ABOUT, of("color", system=o), "text:exact") for o in SYSTEMS for s in SEMANTIC),
+    *(
+        (LAYERED, COLOR, of("color~0.9", i, system=SYSTEM), of("color~0.9", i, system=o), "embedding:prompt")
+        for o in SYSTEMS
+        for i in ("car", "car~0.95")
+    ),
+    *(
+        (
+            IMAGES,
+            COLOR,
+            of("size", "car~0.95", system=SYSTEM),
+            of("size", "car~0.95", system=o),
+            "embedding:vision/media",
+        )
+        for o in SYSTEMS
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "recorded", "same", "typed", "provenance"), TABLE)
+def test_the_same_bytes_alone_and_all_again_when_it_is_back(
+    make: Make,
+    settings: dict[str, Any],
+    recorded: dict[str, Any],
+    same: dict[str, Any],
+    typed: dict[str, Any],
+    provenance: str,
+) -> None:
+    bench = make(**settings)
+    bench.ask(**recorded)
+    assert not bench.look(**typed).hit
+    assert bench.look(**same).provenance == provenance
     bench.reopen(normalised=True)
-    assert bench.look("two", context=TYPED).provenance == "text:normalised/context"
+    assert bench.look(**typed).provenance == provenance.replace("exact", "normalised")
 
 
 def test_with_all_images_as_one(make: Make) -> None:
@@ -83,7 +117,7 @@ def test_the_semantic_tier_has_it_judged_as_similar(make: Make) -> None:
 
 def test_a_similar_image_brings_the_same_bytes_alone(make: Make) -> None:
     """Without a text layer there is nothing that could find the text similar."""
-    bench = make(embedding_layers=LAYERS[:1], embedding_hook="cache_helpers:WrittenHook", exact=False)
+    bench = make(**IMAGES, exact=False)
     bench.ask("color", "car")
     assert not bench.look("Color ", "car").hit
     assert bench.look("color", "car").plan.full
@@ -117,40 +151,11 @@ def test_a_sentence_typed_in_another_way_is_judged_as_a_changed_one(make: Make) 
     assert not bench.look("two", context=other, system=SYSTEM).hit
 
 
-@pytest.mark.parametrize("other", SYSTEMS)
-@pytest.mark.parametrize("scope", Scope)
-def test_what_stands_around_a_similar_question(make: Make, other: str, scope: Scope) -> None:
-    bench = make(semantic=True, scope=scope)
-    bench.ask("color", system=SYSTEM)
-    for question in ("color", "color~0.95"):
-        assert not bench.look(question, system=other).hit
-    assert bench.look("color~0.95", system=SYSTEM).provenance == "text:semantic"
-    bench.reopen(normalised=True)
-    assert bench.look("color~0.95", system=other).provenance == "text:semantic"
-
-
-@pytest.mark.parametrize("other", SYSTEMS)
-def test_what_stands_around_a_question_that_a_layer_finds_similar(make: Make, other: str) -> None:
-    bench = make(embedding_layers=LAYERS, embedding_hook="cache_helpers:WrittenHook")
-    bench.ask("color", "car", system=SYSTEM)
-    for image in ("car", "car~0.95"):
-        assert not bench.look("color~0.9", image, system=other).hit
-        assert bench.look("color~0.9", image, system=SYSTEM).plan.full
-    bench.reopen(normalised=True)
-    assert bench.look("color~0.9", "car~0.95", system=other).plan.full
-
-
-@pytest.mark.parametrize("other", SYSTEMS)
-def test_the_text_before_a_similar_image(make: Make, other: str) -> None:
-    bench = make(embedding_layers=LAYERS[:1], embedding_hook="cache_helpers:WrittenHook")
-    bench.ask("color", "car", system=SYSTEM)
-    assert not bench.look("size", "car~0.95", system=other).hit
-    assert bench.look("size", "car~0.95", system=SYSTEM).provenance == "embedding:vision/media"
-    bench.ask("color", "car", system=other)
-    report = bench.look("size", "car~0.95", system=other)
-    assert seen(report.plan.segments) == f"{other} | <car> | size", "of all that are typed like it, its own"
-    bench.reopen(normalised=True)
-    assert bench.look("size", "car~0.95", system=SYSTEMS[0].title()).provenance == "embedding:vision/media"
+def test_of_all_that_are_typed_like_it_its_own_text_stands_before_a_similar_image(make: Make) -> None:
+    bench = make(**IMAGES)
+    for system in (SYSTEM, *SYSTEMS):
+        bench.ask("color", "car", system=system)
+        assert seen(bench.look("size", "car~0.95", system=system).plan.segments) == f"{system} | <car> | size"
 
 
 class TestGateway:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import doctest
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import semkv.cache
 from cache_helpers import LAYERS, Bench, WrittenEncoder, WrittenHook, direction, line, seen
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
-from semkv.errors import ConfigError, StoreError
+from semkv.errors import ConfigError
 from semkv.keys import segment_key
 from semkv.tiers.policies import FEATURES, Calibration, Decision, Stateless
 from semkv.types import (
@@ -63,51 +63,130 @@ def test_the_example_in_the_module_runs() -> None:
     assert doctest.testmod(semkv.cache).failed == 0
 
 
+def entry_of(bench: Bench, entry_id: str | None = None) -> Entry:
+    """What the catalog has of an entry, or of the one asked last."""
+    entry = bench.cache._catalog.get(entry_id or bench.entry)
+    assert entry is not None
+    return entry
+
+
 # -- the table: what may be substituted -------------------------------------------------------------------------------
 
 
-def test_same_media_same_text_is_exact(bench: Bench) -> None:
-    bench.ask("what color", "car", system="sys")
-    report = bench.ask("what color", "car", system="sys")
-    assert report.plan.full
-    assert report.plan.segments == report.request.segments
-    assert report.provenance == "text:exact"
-    assert report.donor_response == "sys | <car> | what color"
-    assert line(report) == "exact_text=hit, embedding:vision=skip, embedding:prompt=skip, semantic_text=skip"
+def of(question: str | None, image: str | Sequence[str] = (), **rest: Any) -> dict[str, Any]:
+    return {"question": question, "image": image, **rest}
 
 
-@pytest.mark.parametrize("text", ["What  color", " what color\n", "ｗｈａｔ color"])
-def test_same_text_after_folding_is_normalised(bench: Bench, text: str) -> None:
-    bench.ask("what color", "car")
-    report = bench.ask(text, "car")
-    assert report.provenance == "text:normalised"
-    assert seen(report.plan.segments) == "<car> | what color"
-    assert report.plan.full
+LAST = DOCUMENT + " the last one."
+NEARLY = DOCUMENT + " the last one.~0.97"
+MATTERS = DOCUMENT.replace("topic", "matter")
+ANY, ALL_IMAGES, TEXTS = {"match": MatchPolicy.ANY}, {"scope": Scope.ANY}, {"embedding_layers": ()}
 
 
-def test_same_media_similar_text_substitutes_the_text(bench: Bench) -> None:
-    bench.ask("color", "car")
-    report = bench.ask("color~0.9", "car")
-    assert seen(report.plan.segments) == "<car> | color"
-    assert report.plan.full
-    match = report.plan.match
+@dataclass
+class Row:
+    """After one request was recorded, another is asked: what the engine gets for it, and why. Nothing on a miss."""
+
+    recorded: dict[str, Any]
+    asked: dict[str, Any]
+    provenance: str = ""
+    sent: str = ""
+    statuses: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+CAR = of("color", "car")
+PAIR = of("differ", ["car", "house"])
+SAID = of("color", "car", system="sys")
+READ, READ_SAID = of("one", context=LAST), of("one", context=LAST, system="sys")
+READ_BOTH = of("one", context=[LAST, MATTERS])
+TABLE = [
+    Row(SAID, SAID, "text:exact", "sys | <car> | color", "hit skip skip skip"),
+    *(
+        Row(of("what color"), of(t), "text:normalised", "what color")
+        for t in ("What  color", " what color\n", "ｗｈａｔ color")
+    ),
+    Row(CAR, of("color~0.9", "car"), "embedding:prompt", "<car> | color", "miss hit hit skip"),
+    # The weaker of the two decides.
+    Row(CAR, of("color~0.93", "car~0.95"), "embedding:prompt", "<car> | color", "miss hit hit skip"),
+    Row(CAR, of("Color", "car~0.95"), "embedding:vision", "<car> | color"),
+    Row(CAR, of("shape", "car~0.95"), "embedding:vision/media", "<car> | shape", "miss hit miss skip"),
+    *(Row(CAR, of(q, "house"), statuses="miss miss miss miss") for q in ("color", "color~0.95")),
+    Row(CAR, of("color", "missing"), statuses="miss skip miss miss"),  # a file that is not there
+    # Text alone, and the text before an image.
+    Row(
+        of("color", system="sys"),
+        of("color~0.9", system="Sys"),
+        "embedding:prompt",
+        "sys | color",
+        "miss skip hit skip",
+    ),
+    Row(of("color", system="sys"), of("color~0.9", system="other")),
+    Row(of("one", system="a long system prompt"), of("two", system="a long system prompt")),
+    Row(SAID, of("shape", "car~0.95", system="other")),
+    Row(SAID, of("shape", "car~0.95", system="Sys"), "embedding:vision/media", "sys | <car> | shape"),
+    # Several images: all similar, in their order.
+    Row(PAIR, of("differ~0.9", ["car~0.95", "house~0.96"]), "embedding:prompt", "<car> | <house> | differ"),
+    Row(PAIR, of("other", ["car", "house~0.95"]), "embedding:vision/media", "<car> | <house> | other"),
+    *(
+        Row(PAIR, of("differ", images))
+        for images in (["house", "car"], ["car", "tree"], ["car~0.99", "house~0.85"], "car")
+    ),
+    # Contexts: other white space, one reworded sentence, and what differs more.
+    Row(
+        of("one", context=DOCUMENT, system="sys"),
+        of("two", context=DOCUMENT.replace(" ", "  ").upper(), system="sys"),
+        "text:normalised/context",
+        f"sys | {DOCUMENT} | two",
+        "hit skip skip skip",
+    ),
+    Row(READ, of("two", context=DOCUMENT + " the last one.~0.90")),
+    Row(READ, of("two", context=DOCUMENT)),
+    Row(READ, of("two", context=LAST + " And another.")),
+    Row(READ, of("two", context=LAST.replace("Sentence", "Clause"))),
+    Row(READ_SAID, of("two", context=NEARLY, system="other")),
+    Row(READ_SAID, of("two", context=NEARLY, system="Sys"), "text:semantic/context", f"sys | {LAST} | two"),
+    Row(READ_BOTH, of("two", context=[NEARLY, MATTERS.upper()]), "text:semantic/context", f"{LAST} | {MATTERS} | two"),
+    Row(
+        READ_BOTH,
+        of("two", context=[NEARLY, "Something else."]),
+        "text:semantic/context",
+        f"{LAST} | Something else. | two",
+    ),
+    Row(of("one", "car", context=" "), of("two", "car", context=" ")),  # a blank one is none
+    Row(  # a sentence beyond the encoder's window is not compared
+        of("one", context=DOCUMENT + " word" * 30 + " ~0.99."), of("two", context=DOCUMENT + " word" * 30 + " ~0.98.")
+    ),
+    # Settings.
+    Row(CAR, of("color~0.95", "car"), "text:semantic", "<car> | color", "miss hit", TEXTS),
+    *(Row(CAR, asked, settings=TEXTS) for asked in (of("color~0.85", "car"), of("color~0.95", "house"))),
+    Row(CAR, of("shape", "car~0.95"), "embedding:vision", "<car> | color", settings=ANY),
+    Row(CAR, of("color~0.9", "house"), "embedding:prompt", "<car> | color", "miss miss hit skip", ANY),
+    Row(CAR, of("shape", "house"), settings=ANY),
+    Row(CAR, of("Color", "house"), "text:approximate", "<car> | color", settings={**TEXTS, **ALL_IMAGES}),
+    Row(CAR, of("color~0.95", "house"), "text:semantic", "<car> | color", settings={**TEXTS, **ALL_IMAGES}),
+]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.provenance or 'miss'}, {row.asked['question']}")
+def test_what_may_be_substituted(make: Make, row: Row) -> None:
+    bench = make(**{"similarity_threshold": 0.9, **row.settings})
+    bench.ask(**row.recorded)
+    report = bench.look(**row.asked)
+    assert report.provenance == row.provenance
+    assert row.statuses in ("", " ".join(report.statuses.values()))
+    if not row.provenance:
+        assert not report.hit
+        assert report.plan.segments == report.request.segments
+        return
+    match, full = report.plan.match, "/" not in row.provenance
+    assert (seen(report.plan.segments), report.plan.full) == (row.sent, full)
+    assert report.donor_response == (row.sent if full else None)
     assert match is not None
-    assert match.tier == "embedding:prompt"
-    assert match.exactness is Exactness.APPROXIMATE
-    assert match.score == pytest.approx(0.9, abs=1e-3)
-    assert line(report) == "exact_text=miss, embedding:vision=hit, embedding:prompt=hit, semantic_text=skip"
-
-
-def test_similar_media_and_text_substitute_both(bench: Bench) -> None:
-    bench.ask("color", "car")
-    report = bench.ask("color~0.93", "car~0.95")
-    assert seen(report.plan.segments) == "<car> | color"
-    assert report.plan.full
-    assert report.provenance == "embedding:prompt"  # the weaker of the two decides
-    assert line(report) == "exact_text=miss, embedding:vision=hit, embedding:prompt=hit, semantic_text=skip"
-    (image,) = (s for s in report.plan.segments if isinstance(s, MediaSegment))
-    assert image.source is not None
-    assert image.source.read_bytes() == b"bytes of car"
+    kinds = {"text:exact": Exactness.EXACT, "text:normalised": Exactness.NORMALISED}
+    assert match.exactness is kinds.get(row.provenance.partition("/")[0], Exactness.APPROXIMATE)
+    for image in report.plan.segments:
+        assert not isinstance(image, MediaSegment) or image.source.read_bytes() == f"bytes of {image.name}".encode()
 
 
 @pytest.mark.parametrize("policy", [PolicyName.FIXED, PolicyName.CALIBRATED])
@@ -136,43 +215,6 @@ def test_another_image_does_not_bring_a_text_that_the_same_image_does_not(bench:
     assert bench.look("color~0.9995", "car~0.92").plan.full
 
 
-def test_similar_media_and_the_same_text_substitute_both(bench: Bench) -> None:
-    bench.ask("color", "car")
-    report = bench.ask("Color", "car~0.95")
-    assert seen(report.plan.segments) == "<car> | color"
-    assert report.provenance == "embedding:vision"
-
-
-def test_similar_media_alone_substitute_the_image_and_leave_the_question(bench: Bench) -> None:
-    bench.ask("color", "car")
-    report = bench.ask("shape", "car~0.95")
-    assert seen(report.plan.segments) == "<car> | shape"
-    assert report.plan.substituted == 1
-    assert not report.plan.full
-    assert report.donor_response is None
-    assert report.provenance == "embedding:vision/media"
-    assert line(report) == "exact_text=miss, embedding:vision=hit, embedding:prompt=miss, semantic_text=skip"
-
-
-def test_similar_text_on_other_media_is_no_reuse(bench: Bench) -> None:
-    bench.ask("color", "car")
-    for question in ("color", "color~0.95"):
-        report = bench.look(question, "house")
-        assert not report.hit
-        assert report.plan.segments == report.request.segments
-        assert line(report) == "exact_text=miss, embedding:vision=miss, embedding:prompt=miss, semantic_text=miss"
-
-
-def test_a_context_with_other_white_space_is_the_donors_and_the_question_ones_own(bench: Bench) -> None:
-    bench.ask("one", context=DOCUMENT, system="sys")
-    loose = DOCUMENT.replace(" ", "  ").upper()
-    report = bench.ask("two", context=loose, system="sys")
-    assert seen(report.plan.segments) == f"sys | {DOCUMENT} | two"
-    assert report.plan.substituted == 2
-    assert report.provenance == "text:normalised/context"
-    assert line(report).startswith("exact_text=hit, embedding:vision=skip, embedding:prompt=skip")
-
-
 def test_a_context_with_one_reworded_sentence_is_the_donors(bench: Bench) -> None:
     document = DOCUMENT + " the last one."
     bench.ask("one", context=document)
@@ -186,92 +228,12 @@ def test_a_context_with_one_reworded_sentence_is_the_donors(bench: Bench) -> Non
     assert set(bench.encoder.calls[calls:]) <= {"the last one.", "the last one.~0.97", "two"}  # never the document
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda d: d + " the last one.~0.90",  # below the threshold
-        lambda d: d,  # a sentence left out
-        lambda d: d + " the last one. And another.",  # a sentence put in
-        lambda d: d.replace("Sentence", "Clause") + " the last one.",  # every sentence changed
-    ],
-)
-def test_a_context_that_differs_more_is_not(bench: Bench, change: Callable[[str], str]) -> None:
-    bench.ask("one", context=DOCUMENT + " the last one.")
-    assert not bench.look("two", context=change(DOCUMENT)).hit
-
-
-def test_a_reworded_context_after_another_prompt_is_not(bench: Bench) -> None:
-    bench.ask("one", context=DOCUMENT + " the last one.", system="sys")
-    assert not bench.look("two", context=DOCUMENT + " the last one.~0.97", system="other").hit
-    assert bench.look("two", context=DOCUMENT + " the last one.~0.97", system="Sys").hit
-
-
-def test_several_contexts_match_as_far_as_they_go(bench: Bench) -> None:
-    first, second = DOCUMENT + " the last one.", DOCUMENT.replace("topic", "matter")
-    bench.ask("one", context=[first, second])
-    report = bench.look("two", context=[DOCUMENT + " the last one.~0.97", second.upper()])
-    assert report.plan.substituted == 2
-    report = bench.look("two", context=[DOCUMENT + " the last one.~0.97", "Something else."])
-    assert report.plan.substituted == 1
-    assert seen(report.plan.segments) == f"{first} | Something else. | two"
-
-
-def test_a_shared_system_prompt_or_image_is_no_context(bench: Bench) -> None:
-    bench.ask("one", system="a long system prompt")
-    assert not bench.look("two", system="a long system prompt").hit
-
-
-def test_text_alone_uses_the_prompt_layer_within_the_same_prompt(bench: Bench) -> None:
-    bench.ask("color", system="sys")
-    report = bench.look("color~0.9", system="Sys")
-    assert report.provenance == "embedding:prompt"
-    assert seen(report.plan.segments) == "sys | color"
-    assert line(report) == "exact_text=miss, embedding:vision=skip, embedding:prompt=hit, semantic_text=skip"
-    assert not bench.look("color~0.9", system="other").hit
-
-
-def test_the_semantic_text_tier_stands_without_layers(make: Make) -> None:
-    bench = make(embedding_layers=(), similarity_threshold=0.9)
-    bench.ask("color", "car")
-    report = bench.ask("color~0.95", "car")
-    assert report.provenance == "text:semantic"
-    assert seen(report.plan.segments) == "<car> | color"
-    assert line(report) == "exact_text=miss, semantic_text=hit"
-    assert not bench.look("color~0.85", "car").hit
-    assert not bench.look("color~0.95", "house").hit
-
-
-def test_the_text_before_an_image_must_match_for_it_to_be_substituted(bench: Bench) -> None:
-    bench.ask("color", "car", system="sys")
-    assert not bench.look("shape", "car~0.95", system="other").hit
-    report = bench.look("shape", "car~0.95", system="Sys")
-    assert seen(report.plan.segments) == "sys | <car> | shape"
-    assert report.plan.substituted == 2
-
-
 def test_ones_own_image_is_its_own_donor(bench: Bench) -> None:
     bench.ask("color", "car")
     bench.ask("shape", "car~0.85")  # too far: computed by itself
     report = bench.look("size", "car~0.85")
     assert not report.hit
     assert bench.look("size", "car~0.95").provenance == "embedding:vision/media"
-
-
-def test_several_images_must_all_be_similar_in_order(bench: Bench) -> None:
-    bench.ask("differ", ["car", "house"])
-    report = bench.ask("differ~0.9", ["car~0.95", "house~0.96"])
-    assert seen(report.plan.segments) == "<car> | <house> | differ"
-    assert not bench.look("differ", ["house", "car"]).hit
-    assert not bench.look("differ", ["car", "tree"]).hit
-    assert not bench.look("differ", ["car~0.99", "house~0.85"]).hit  # the mean is similar, the second is not
-    assert not bench.look("differ", "car").hit
-    assert seen(bench.look("other", ["car", "house~0.95"]).plan.segments) == "<car> | <house> | other"
-
-
-def test_a_missing_image_file_is_a_skip(bench: Bench) -> None:
-    bench.ask("color", "car")
-    report = bench.look("color", "missing")
-    assert line(report) == "exact_text=miss, embedding:vision=skip, embedding:prompt=miss, semantic_text=miss"
 
 
 def test_every_text_layer_must_agree(make: Make) -> None:
@@ -288,31 +250,6 @@ def test_every_text_layer_must_agree(make: Make) -> None:
 # -- switches ---------------------------------------------------------------------------------------------------------
 
 
-def test_match_any_takes_the_best_layer_whatever_the_others_say(make: Make) -> None:
-    bench = make(match=MatchPolicy.ANY)
-    bench.ask("color", "car")
-    report = bench.look("shape", "car~0.95")
-    assert seen(report.plan.segments) == "<car> | color"
-    assert report.provenance == "embedding:vision"
-    report = bench.look("color~0.9", "house")
-    assert seen(report.plan.segments) == "<car> | color"
-    assert report.provenance == "embedding:prompt"
-    assert line(report) == "exact_text=miss, embedding:vision=miss, embedding:prompt=hit, semantic_text=skip"
-    assert not bench.look("shape", "house").hit
-
-
-def test_scope_any_takes_all_images_as_one(make: Make) -> None:
-    bench = make(scope=Scope.ANY, embedding_layers=(), similarity_threshold=0.9)
-    bench.ask("color", "car")
-    report = bench.look("Color", "house")
-    assert seen(report.plan.segments) == "<car> | color"
-    match = report.plan.match
-    assert match is not None
-    assert match.tier == "exact_text"
-    assert match.exactness is Exactness.APPROXIMATE  # the image is another one
-    assert seen(bench.look("color~0.95", "house").plan.segments) == "<car> | color"
-
-
 def test_dry_run_reports_and_sends_the_request_as_it_came(make: Make) -> None:
     bench = make()
     bench.ask("color", "car")
@@ -326,8 +263,7 @@ def test_dry_run_reports_and_sends_the_request_as_it_came(make: Make) -> None:
     assert report.donor_response == "<car> | color"
     assert report.provenance == "embedding:prompt"
     assert bench.look("x", "car~0.96").provenance == "embedding:vision/media"
-    entry = bench.cache._catalog.get(bench.entry or "")
-    assert entry is not None
+    entry = entry_of(bench)
     assert entry.response == "own"
     assert seen(entry.segments) == "<car~0.95> | color~0.9"
 
@@ -348,13 +284,6 @@ def test_each_tier_can_be_turned_off(make: Make) -> None:
     assert line(report) == "exact_text=skip, semantic_text=skip"
     assert bench.cache.stats().entries == 1  # byte-equal: a hit on the entry, not a second one
     assert bench.cache.stats().repeats == 1
-
-
-def test_the_hook_is_not_asked_after_an_exact_hit_nor_twice(bench: Bench) -> None:
-    bench.ask("color", "car")
-    assert bench.hook.calls == 1
-    bench.ask("color", "car")
-    assert bench.hook.calls == 1
 
 
 def test_vectors_may_be_given(bench: Bench) -> None:
@@ -413,8 +342,7 @@ def test_tenants_share_nothing(make: Make, options: dict[str, Any]) -> None:
 def test_the_canonical_prompt_is_what_is_recorded(bench: Bench) -> None:
     bench.ask("color", "car")
     bench.ask("shape", "car~0.95", response="round")
-    entry = bench.cache._catalog.get(bench.entry or "")
-    assert entry is not None
+    entry = entry_of(bench)
     assert seen(entry.segments) == "<car> | shape"
     assert entry.response == "round"
     assert bench.cache.stats().entries == 2
@@ -433,8 +361,7 @@ def test_an_approximate_hit_records_nothing_and_counts_on_the_donor(bench: Bench
         assert report.plan.match.entry_id == donor
     assert bench.cache.stats().entries == 1
     bench.ask("shape", "house")  # hits are written with what is recorded next
-    entry = bench.cache._catalog.get(donor or "")
-    assert entry is not None
+    entry = entry_of(bench, donor)
     assert entry.hits == 3
 
 
@@ -457,8 +384,7 @@ def test_a_byte_equal_repeat_keeps_the_first_answer_and_takes_the_tags(bench: Be
     bench.ask("color", "car", response="red")
     report = bench.look("color", "car")
     assert bench.cache.add_observation(report, "blue", tags=["later"]) == bench.entry
-    entry = bench.cache._catalog.get(bench.entry or "")
-    assert entry is not None
+    entry = entry_of(bench)
     assert (entry.response, entry.hits, entry.tags) == ("red", 1, ("later",))
     assert entry.last_hit >= entry.created > time.time() - 60
 
@@ -508,8 +434,11 @@ def test_a_restart_gives_the_same_hits(bench: Bench) -> None:
 def test_another_process_finds_what_this_one_recorded(bench: Bench) -> None:
     other = SemanticCache(bench.cache.config, hook=WrittenHook(), text_encoder=WrittenEncoder())
     bench.ask("color", "car")
-    assert other.try_reuse(bench.request("color~0.9", "car~0.95")).provenance == "embedding:prompt"
+    for _ in range(2):  # the second time it may be remembered
+        assert other.try_reuse(bench.request("color~0.9", "car~0.95")).provenance == "embedding:prompt"
+        assert other.try_reuse(bench.request("color", "car")).provenance == "text:exact"
     bench.cache.invalidate(entry_id=bench.entry)
+    assert not other.try_reuse(bench.request("color", "car")).hit
     assert not other.try_reuse(bench.request("color~0.9", "car~0.95")).hit
     assert not other.try_reuse(bench.request("color~0.9", "car")).hit
 
@@ -539,15 +468,13 @@ def test_a_chunk_text_with_a_context_that_was_substituted_is_not_the_entrys(benc
     bench.ask("one", context=document, chunk=f"one {document}")
     report = bench.ask("two", context=other, chunk=f"two {other}")
     assert seen(report.plan.segments) == f"{document} | two"
-    entry = bench.cache._catalog.get(bench.entry)
-    assert entry is not None
+    entry = entry_of(bench)
     assert entry.chunk_text == "two"
     assert not any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
     report = bench.ask("two", context=document, chunk=f"two {document}")  # whose chunk text is that of the prompt
     assert report.provenance == "text:exact"
     assert bench.entry != entry.entry_id
-    entry = bench.cache._catalog.get(bench.entry)
-    assert entry is not None
+    entry = entry_of(bench)
     assert entry.chunk_text == f"two {document}"
     assert any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
     assert no_write(bench, "two", context=document, chunk=f"two {document}")
@@ -556,8 +483,7 @@ def test_a_chunk_text_with_a_context_that_was_substituted_is_not_the_entrys(benc
 def test_a_chunk_text_stays_where_an_image_was_substituted(bench: Bench) -> None:
     bench.ask("color", "car", system="sys", chunk="sys color")
     assert bench.ask("shape", "car~0.95", system="sys", chunk="sys shape").provenance == "embedding:vision/media"
-    entry = bench.cache._catalog.get(bench.entry)
-    assert entry is not None
+    entry = entry_of(bench)
     assert entry.chunk_text == "sys shape"
     assert any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
 
@@ -617,12 +543,6 @@ def test_a_text_beyond_the_window_never_matches_semantically(make: Make) -> None
     assert line(report) == "exact_text=miss, semantic_text=skip"
     assert not bench.encoder.calls
     assert bench.look((long + "first").upper(), "car").provenance == "text:normalised"
-
-
-def test_a_sentence_beyond_the_window_is_not_compared(bench: Bench) -> None:
-    long = " " + "word " * 30
-    bench.ask("one", context=DOCUMENT + long + "~0.99.")
-    assert not bench.look("two", context=DOCUMENT + long + "~0.98.").hit
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -758,25 +678,12 @@ def test_a_hook_that_declares_nothing_is_held_to_the_dimension_at_first_use(tmp_
         cache.try_reuse(Request("1", Namespace(), (TextSegment("x"),)))
 
 
-def test_another_format_version_is_an_error_at_open(bench: Bench) -> None:
-    bench.cache._catalog.database.connection.execute("PRAGMA user_version=99")
-    bench.cache.close()
-    with pytest.raises(StoreError, match=r"99.*--purge"):
-        bench.open()
-
-
 def test_many_threads_may_ask(bench: Bench) -> None:
-    def work(n: int) -> None:
-        for i in range(8):
-            report = bench.cache.try_reuse(bench_requests[n * 8 + i])
-            bench.cache.add_observation(report, "")
+    def work(request: Request) -> None:
+        bench.cache.add_observation(bench.cache.try_reuse(request), "")
 
-    bench_requests = [bench.request(f"q{i % 5}", f"image{i % 3}") for i in range(32)]
-    threads = [Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, [bench.request(f"q{i % 5}", f"image{i % 3}") for i in range(32)]))
     stats = bench.cache.stats()
     assert not stats.faults
     assert stats.entries == len({(i % 5, i % 3) for i in range(32)})
@@ -866,8 +773,3 @@ def test_a_guard_vetoes_a_similar_question_and_a_similar_sentence(make: Make) ->
     bench.ask("one", context=DOCUMENT + " You could take 5 grams.")
     assert not bench.look("two", context=DOCUMENT + " You could take 50 grams.").hit
     assert bench.look("two", context=DOCUMENT + " You could have 5 grams.").hit
-
-
-def test_a_blank_context_is_none(bench: Bench) -> None:
-    bench.ask("one", "car", context=" ")
-    assert not bench.look("two", "car", context=" ").hit

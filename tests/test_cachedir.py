@@ -29,7 +29,14 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
         store.close()
     ours = ["catalog.sqlite.damaged", "media/ab/" + "ab" * 32, "graphs/a/a.graph", "policy.json"]
     ours += ["kv/extents/0a/0a11.safetensors", f"weights/{'0a' * 32}.json", f"weights/{'0a' * 32}.json.0a11.tmp"]
-    theirs = ["notes.txt", "kv/notes.txt", "media/notes.txt", "thesis/catalog.sqlite.damaged", "weights/config.json"]
+    theirs = [
+        "notes.txt",
+        "secret",
+        "kv/notes.txt",
+        "media/notes.txt",
+        "thesis/catalog.sqlite.damaged",
+        "weights/config.json",
+    ]
     for name in ours + theirs:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("x")

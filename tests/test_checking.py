@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,17 +176,8 @@ def test_threads_close_a_hit_once(tmp_path: Path) -> None:
     bench = plain(tmp_path)
     bench.ask("color")
     ids = [bench.look("color~0.95").hit_id for _ in range(40)]
-    closed: list[bool] = []
-
-    def work() -> None:
-        closed.extend(bench.cache.checked(hit_id, True) for hit_id in ids)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(closed) == 40
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(lambda hit_id: bench.cache.checked(hit_id, True), ids * 4)) == 40
     assert bench.cache.stats().checked == 40
 
 

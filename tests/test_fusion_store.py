@@ -45,35 +45,21 @@ def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
     assert got.to_array().tolist() == [1.0, -2.0, np.inf]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "garbage", "gone", "swapped", "dtype", "shape"])
-def test_damage_is_a_counted_miss(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(("right", "wrong"), [(b"float32", b"float31"), (b"[6, 8]", b"[9, 8]")])
+def test_a_damaged_head_is_a_counted_miss(tmp_path: Path, right: bytes, wrong: bytes) -> None:
     store = FusionStore.open(tmp_path, "ns")
-    store.save(state("a", seed=1))
+    store.save(state())
     (file,) = files(tmp_path)
     raw = file.read_bytes()
-    if damage == "swapped":
-        store.save(state("b", seed=2))
-        other = next(f for f in files(tmp_path) if f != file)
-        file.write_bytes(other.read_bytes())
-    elif damage == "gone":
-        file.unlink()
-    else:
-        content = {
-            "dtype": raw.replace(b"float32", b"float31"),
-            "shape": raw.replace(b"[6, 8]", b"[9, 8]"),
-            "flip": raw[:-1] + bytes([raw[-1] ^ 1]),
-            "cut": raw[:-9],
-            "garbage": b"x" * 500,
-        }
-        file.write_bytes(content[damage])
-    assert store.load("a") is None
-    counters = store.blocks.counters
-    assert counters["missing" if damage == "gone" else "corrupt"] == 1
-    assert "a" not in store
-    assert store.save(state("a", seed=1))
-    got = store.load("a")
+    assert right in raw
+    file.write_bytes(raw.replace(right, wrong))
+    assert store.load("picture") is None
+    assert store.blocks.counters["corrupt"] == 1
+    assert "picture" not in store
+    assert store.save(state())
+    got = store.load("picture")
     assert got is not None
-    assert np.array_equal(got.to_array(), state("a", seed=1).to_array())
+    assert np.array_equal(got.to_array(), state().to_array())
 
 
 def test_bound_on_items(tmp_path: Path) -> None:

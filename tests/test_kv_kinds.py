@@ -109,22 +109,6 @@ def test_every_kind_of_request_is_answered_as_without_the_connector(model: Path,
     assert found["left"] == NOTHING
 
 
-def skips(model: str, cache: str) -> list[Any]:
-    """What a request that skips leaves behind, and what it takes."""
-    engine, asked = Engine(model, connector(cache)), some(200)
-    loaded = []
-    for extra in (SKIP, None, SKIP, None):
-        loaded.append(engine.ask(asked, extra_args=extra)[0]["loaded"] or 0)
-        engine.forget()
-    engine.close()
-    return loaded
-
-
-@pytest.mark.engine
-def test_a_request_that_skips_neither_loads_nor_stores(model: Path, tmp_path: Path) -> None:
-    assert in_child(skips, model, tmp_path) == [0, 0, 0, usable(200)]
-
-
 # ---------------------------------------------------------------------- kinds of engines
 
 
@@ -212,16 +196,16 @@ def test_latent_attention(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_an_engine_that_cannot_be_served_starts_and_answers(model: Path, tmp_path: Path) -> None:
     """Its host memory holds fewer blocks than a load needs: the connector says so once and stands aside."""
-    found = in_child(unserved, model, tmp_path, {"host_bytes": 1 << 12}, {})
+    found = in_child(unserved, model, tmp_path)
     assert len(found["answers"]) == 2
     assert not any(answer["loaded"] for answer in found["answers"])
     assert len(found["said"]) == 1, found["said"]
     assert found["said"][0].startswith("semkv:")
 
 
-def unserved(model: str, cache: str, extra: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+def unserved(model: str, cache: str) -> dict[str, Any]:
     """The answers of an engine that cannot be served, and what the connector says of it."""
-    heard, engine = Heard(), Engine(model, connector(cache, **extra), **args)
+    heard, engine = Heard(), Engine(model, connector(cache, host_bytes=1 << 12))
     outputs = [engine.outputs(some(200))[0] for _ in range(2) if engine.llm.reset_prefix_cache()]
     engine.close()
     return {"answers": [answered(output) for output in outputs], "said": heard.ours()}

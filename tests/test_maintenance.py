@@ -6,6 +6,7 @@ import json
 import os
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -13,10 +14,23 @@ import pytest
 
 from command_line import invoke
 from gateway_helpers import SECRET as GATEWAYS_SECRET
-from maintenance_helpers import SECRET, block_files, call, call_both, digest_of, left, make_used
+from maintenance_helpers import (
+    SECRET,
+    block_files,
+    call,
+    call_both,
+    digest_of,
+    files_of,
+    left,
+    make_used,
+    refused,
+    store_kv,
+)
 from semkv.cache import SemanticCache
 from semkv.cli import EXIT_ERROR, main
+from semkv.cli.store import EXIT_DAMAGED
 from semkv.config import CacheConfig
+from semkv.stores.block_file import tenant_tag
 from semkv.stores.blocks import BlockStore
 from semkv.stores.database import CATALOG
 from semkv.stores.maintenance import collect, inspect, verify
@@ -101,18 +115,14 @@ def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def test_stats_and_gc_go_on_past_a_damaged_catalog(
     used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = used / "catalog.sqlite"
-    data = bytearray(path.read_bytes())
-    for page in range(4096, len(data), 4096):
-        data[page : page + 64] = b"\xff" * 64
-    path.write_bytes(data)
+    break_page(used / CATALOG)
     block_files(used, "kv")[0].with_name("0" * 16 + ".safetensors").write_bytes(b"half a file")
     said = failing(monkeypatch, capsys, "gc", "--cache-dir", str(used), "--max-age-days", "1")
     assert "deleted: 1 of KV, 0 of fusion states, 0 pictures, 0 graphs, 0 entries" in said
     found = json.loads(failing(monkeypatch, capsys, "stats", "--cache-dir", str(used), "--json"))
     assert {store["store"]: store["items"] for store in found["stores"]} == {"kv": 2, "fusion": 1, "media": 2}
-    assert len(found["unread"]) == 1
-    assert "damaged" in found["unread"][0]
+    (unread,) = found["unread"]
+    assert "damaged" in unread
     found = json.loads(failing(monkeypatch, capsys, "stats", "--cache-dir", str(used), "--tenant", "alice", "--json"))
     assert found["stores"] == [], "whose the pictures are is not known"
 
@@ -178,12 +188,13 @@ def test_purge_deletes_what_is_ours_and_nothing_else(used: Path) -> None:
     assert left(used) == ["notes.txt"]
 
 
-@pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge"])
-def test_a_folder_that_is_no_cache_is_refused_and_left_alone(tmp_path: Path, command: str) -> None:
-    result = invoke([command, "--cache-dir", str(tmp_path)])
-    assert result.exit_code == EXIT_ERROR
-    assert "holds no semkv cache" in result.stderr
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("empty_file", [False, True])
+@pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge", "purge --tenant alice"])
+def test_a_folder_that_is_no_cache_is_refused_and_left_alone(tmp_path: Path, command: str, empty_file: bool) -> None:
+    if empty_file:
+        (tmp_path / CATALOG).touch()
+    assert "holds no semkv cache" in refused(*command.split(), "--cache-dir", str(tmp_path))
+    assert files_of(tmp_path) == ({CATALOG: b""} if empty_file else {})
 
 
 def test_verify_takes_an_evicted_file_for_no_damage(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,3 +207,76 @@ def test_verify_takes_an_evicted_file_for_no_damage(used: Path, monkeypatch: pyt
     monkeypatch.setattr(BlockStore, "damage", damage)
     assert verify(used).damaged == ()
     other.close()
+
+
+# -- a database that cannot be read ------------------------------------------------------------------------------------
+
+
+def break_whole(path: Path) -> None:
+    path.write_bytes(b"garbage" * 1000)
+
+
+def break_page(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for at in range(4096, len(data), 4096):
+        data[at : at + 100] = b"\xff" * 100
+    path.write_bytes(data)
+
+
+def make_foreign(path: Path) -> None:
+    path.unlink()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE mine (x)")
+
+
+def make_newer(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version=99")
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("harm", [break_whole, break_page, make_foreign, make_newer, make_folder])
+@pytest.mark.parametrize("command", ["stats", "verify", "verify --repair", "purge --tenant alice"])
+def test_a_database_that_cannot_be_read_is_named_and_not_touched(
+    used: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    harm: Callable[[Path], None],
+    command: str,
+) -> None:
+    store_kv(used, 9, tenant_tag("alice"))
+    with closing(SqliteStore(used / CATALOG)) as store:
+        for i in range(50):
+            store.put(StoredResponse(str(i), "alice", "model", b"x" * 1000, time.time()))
+    inspect(used)  # the other stores' own files are there now
+    harm(used / CATALOG)
+    before = files_of(used)
+    monkeypatch.setattr("sys.argv", ["semkv", *command.split(), "--cache-dir", str(used)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    damaged = command.startswith("verify") and harm in (break_whole, break_page)
+    lines = [
+        line for line in said.err.splitlines() if line.strip() and not line.startswith(("left: ", "not counted: "))
+    ]
+    if not damaged:
+        assert ended.value.code == EXIT_ERROR
+        assert len(lines) == 1
+        assert str(used / CATALOG) in lines[0]
+    elif harm is break_whole:
+        assert ended.value.code == EXIT_DAMAGED
+    if damaged:
+        assert "catalog: " in said.out
+        assert "1 damaged" in said.out
+    after = files_of(used)
+    assert after[CATALOG] == before[CATALOG]
+    assert [name for name in after if CATALOG in name] == [name for name in before if CATALOG in name]
+    if command.startswith("purge"):
+        assert "0 entries, 0 answers and 1 files deleted" in said.out, "the rest is done all the same"
+    if command == "stats":
+        assert sorted(after) == sorted(before)
+        assert all(word in said.out for word in ("kv", "fusion", "media"))

@@ -14,7 +14,7 @@ import pytest
 
 from command_line import invoke
 from gateway_helpers import SECRET, Pair, wait_until
-from maintenance_helpers import left, refused
+from maintenance_helpers import call, left, refused
 from semkv.config import CacheConfig
 from semkv.stores.block_file import tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
@@ -26,12 +26,6 @@ from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 
 PROXY = {"trusted_proxies": ("127.0.0.1",)}
-
-
-def call(*words: str, exit_code: int = 0) -> str:
-    result = invoke(list(words))
-    assert result.exit_code == exit_code, result.output
-    return result.stdout
 
 
 def answers(folder: Path) -> int:
@@ -260,27 +254,6 @@ def test_nothing_goes_where_the_folder_of_fusion_states_is_not_ours(tmp_path: Pa
     before = sorted(cache.iterdir())
     assert "is not a semkv cache" in refused("purge", "--cache-dir", str(cache), "--fusion-cache-dir", str(fusion))
     assert (sorted(cache.iterdir()), answers(cache)) == (before, 3)
-
-
-def test_purge_of_a_gateways_directory_takes_what_it_learned_and_loose_pictures(tmp_path: Path) -> None:
-    fill(tmp_path, 2)
-    Catalog(tmp_path / "catalog.sqlite").close()
-    picture = tmp_path / "media" / "ab" / ("ab" * 32)
-    picture.parent.mkdir(parents=True)
-    picture.write_bytes(b"of no entry")
-    (tmp_path / "policy.json").write_text("{}")
-    (tmp_path / "secret").write_bytes(b"secret")
-    purge = ("purge", "--cache-dir", str(tmp_path))
-    counted = call(*purge, "--dry-run").split()
-    assert call(*purge).split()[:6] == counted[:6] == ["0", "entries,", "2", "answers", "and", "2"]
-    assert left(tmp_path) == ["secret"]
-
-
-@pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge", "purge --tenant alice"])
-def test_an_empty_file_does_not_become_a_catalog(tmp_path: Path, command: str) -> None:
-    (tmp_path / "catalog.sqlite").touch()
-    assert "holds no semkv cache" in refused(*command.split(), "--cache-dir", str(tmp_path))
-    assert (tmp_path / "catalog.sqlite").stat().st_size == 0
 
 
 def test_a_lone_file_of_an_older_format_is_told_and_purged(tmp_path: Path) -> None:

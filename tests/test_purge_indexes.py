@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache_helpers import DIM, WrittenEncoder, WrittenHook, vector_of
 from gateway_helpers import wait_until
 from maintenance_helpers import left
 from other_process import Other, obey
@@ -23,60 +24,44 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError
 from semkv.index import VectorIndex, _empty_graph
-from semkv.keys import digest
 from semkv.stores.cachedir import prepare
 from semkv.stores.catalog import Catalog
 from semkv.stores.kept_graphs import kept_beside, kept_files, read_graph
 from semkv.stores.maintenance import inspect, purge_entries
-from semkv.types import EmbeddingLayer, Namespace, Plan, Request, ReuseReport, TextSegment
-from test_index import drawn
+from semkv.types import EmbeddingLayer, Namespace
+from test_kept_graphs import ask
+from test_kept_graphs import record as record_some
 
-COUNT, DIM = 1100, 32  # above `FLAT`, so that there are graphs
+COUNT = 1100  # above `FLAT`, so that there are graphs
 TAGGED = range(0, COUNT, 25)
 
 
-class Seeded:
-    """An encoder and a hook without a model: each text has a direction of its own."""
+class Forgetful(WrittenEncoder):
+    """It counts how often it was told to forget."""
 
-    dim, fingerprint, dims = DIM, "seeded", {"prompt": DIM}
     forgot = 0
 
-    def fits(self, text: str) -> bool:
-        return True
-
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        return np.concatenate([drawn(1, self.dim, int(digest(text)[:8], 16)) for text in texts])
-
     def forget(self) -> None:
-        Seeded.forgot += 1
-
-    def __call__(self, request: Request) -> dict[str, np.ndarray]:
-        return {"prompt": self.encode([request.question])[0]}
+        Forgetful.forgot += 1
 
 
-def question(number: int, tenant: str) -> str:
-    return f"What color is {tenant}'s car with number {number}?"
+def vectors(tenant: str, numbers: Iterable[int]) -> np.ndarray:
+    return np.stack([vector_of(ask(number, tenant).question) for number in numbers])
 
 
-def vectors(tenant: str, numbers: Sequence[int]) -> np.ndarray:
-    return Seeded().encode([question(number, tenant) for number in numbers])
-
-
-def found(rows: np.ndarray, tenant: str, numbers: Sequence[int]) -> int:
+def found(rows: np.ndarray, tenant: str, numbers: Iterable[int]) -> int:
     """How many questions' vectors are among some rows; those of others have a cosine far below."""
     return int(((vectors(tenant, numbers) @ rows.T).max(axis=1, initial=0) > 0.999).sum())
 
 
 def opened(folder: Path) -> SemanticCache:
     config = CacheConfig(folder, embedding_layers=(EmbeddingLayer("prompt", DIM, 0.9),), embedding_hook="prompt")
-    return SemanticCache(config, hook=Seeded(), text_encoder=Seeded())
+    return SemanticCache(config, hook=WrittenHook(), text_encoder=Forgetful())
 
 
 def record(cache: SemanticCache, tenant: str, count: int = COUNT) -> None:
     for number in range(count):
-        request = Request(str(number), Namespace(tenant, "m"), (TextSegment(question(number, tenant)),))
-        tags = ("secret",) if number in TAGGED else ()
-        cache.add_observation(ReuseReport(request, Plan(request.segments), {}), "red", tags=tags)
+        record_some(cache, tenant, [number], tags=("secret",) if number in TAGGED else ())
 
 
 def indexes(cache: SemanticCache) -> list[VectorIndex]:
@@ -126,7 +111,7 @@ def _serve(folder: Path, pipe: Connection) -> None:
         "in memory": lambda *which: in_memory(cache, *which),
         "veto": lambda: guards.veto("What is the number of 5 cars?", "What is the number of 6 cars?"),
         "words": words,
-        "forgot": lambda: Seeded.forgot,
+        "forgot": lambda: Forgetful.forgot,
         "ask": lambda tenant: len(cache._catalog.find(next(iter(keys(cache, tenant))))),
         "close": cache.close,
         "faults": lambda: cache.stats().faults,
@@ -285,19 +270,6 @@ def test_nothing_is_written_while_the_catalog_cannot_be_asked(tmp_path: Path) ->
     assert kept_files(tmp_path / "graphs") == []
 
 
-def test_what_makes_room_is_no_purge(tmp_path: Path) -> None:
-    config = CacheConfig(tmp_path, max_entries=50)
-    with SemanticCache(config, text_encoder=Seeded()) as cache:
-        before = cache._catalog.purge()
-        record(cache, "bob", 100)
-        assert len(cache._catalog) <= 50
-        assert cache._catalog.purge() == before
-        assert cache.invalidate(tag="none") == 0
-        assert cache._catalog.purge() == before
-        assert cache.invalidate(tag="secret") > 0
-        assert cache._catalog.purge() not in ("", before)
-
-
 def test_a_cache_that_nobody_has_any_more_is_not_followed(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     follower = cache._matching._follower
@@ -318,9 +290,10 @@ def test_what_is_recorded_again_during_a_purge_is_found(tmp_path: Path, monkeypa
         """Just after it was asked, another thread records the same."""
         gone = real(entries)
         if gone and not again:
-            again.append(threading.Thread(target=record, args=(cache, "bob", 30)))
-            again[0].start()
-            again[0].join(0.2)
+            thread = threading.Thread(target=record, args=(cache, "bob", 30))
+            thread.start()
+            thread.join(0.2)
+            again.append(thread)
         return gone
 
     monkeypatch.setattr(matching._catalog, "missing", missing)
@@ -333,12 +306,12 @@ def test_what_is_recorded_again_during_a_purge_is_found(tmp_path: Path, monkeypa
 
 
 def test_an_encoder_that_cannot_forget_is_counted_and_asked_again(tmp_path: Path) -> None:
-    class Stubborn(Seeded):
+    class Stubborn(WrittenEncoder):
         error: Exception | None = ConfigError("forget", "now", "later")
 
         def forget(self) -> None:
-            if self.error:
-                raise self.error
+            if self.refuses:
+                raise self.refuses
 
     encoder = Stubborn()
     cache = SemanticCache(CacheConfig(tmp_path), text_encoder=encoder)
@@ -346,12 +319,12 @@ def test_an_encoder_that_cannot_forget_is_counted_and_asked_again(tmp_path: Path
     record(cache, "bob", 30)
     assert cache.invalidate(tag="secret") == 2
     wait_until(lambda: cache.stats().faults.get("purge"))
-    encoder.error = RuntimeError("nor now")
+    encoder.refuses = RuntimeError("nor now")
     faults = cache.stats().faults["purge"]
     wait_until(lambda: cache.stats().faults["purge"] > faults + 1)
-    encoder.error = None
+    encoder.refuses = None
     wait_until(lambda: matching._purge == matching._catalog.purge())
-    encoder.error = RuntimeError("at the end")
+    encoder.refuses = RuntimeError("at the end")
     assert cache.invalidate(entry_id=next(iter(matching._similar.entries()))) == 1
     cache.close()
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cache_helpers import Bench
-from command_line import invoke
 from gateway_helpers import SECRET, Pair, wait_until
+from maintenance_helpers import call
 from semkv.stores.maintenance import collect, inspect, purge_entries
 
 LEDGER = " ".join(f"The {word} ledger of the eastern harbour was audited." for word in ("red", "green", "blue"))
@@ -36,12 +36,6 @@ def files_with(folder: Path, *needles: bytes) -> list[str]:
     """The files that have any of these bytes."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return sorted(f.name for f in files if any(needle in f.read_bytes() for needle in needles))
-
-
-def call(*words: str) -> str:
-    result = invoke(list(words))
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 @pytest.mark.parametrize("running", [True, False])

@@ -134,15 +134,15 @@ def test_the_log_of_a_running_process_is_left_to_it(tmp_path: Path, end: Callabl
     wait_until(lambda: busy.brought == ["a"])
 
 
-def left_behind(folder: Path, *responses: StoredResponse) -> None:
-    """What processes that were killed leave."""
+def left_behind(folder: Path, *left: tuple[StoredResponse, str]) -> None:
+    """What processes that were killed leave: answers, and the news that their stores had when they were asked for."""
     folder.mkdir(exist_ok=True)
-    for number, response in enumerate(responses):
-        (folder / f"{number:016x}.log").write_bytes(ahead._record(response, "1"))
+    for number, record in enumerate(left):
+        (folder / f"{number:016x}.log").write_bytes(ahead._record(*record))
 
 
 def test_what_was_left_behind_stays_until_the_store_has_it(tmp_path: Path) -> None:
-    left_behind(tmp_path, answer("a", 1.0), answer("b", 2.0))
+    left_behind(tmp_path, (answer("a", 1.0), "1"), (answer("b", 2.0), "1"))
     down = Gate(reached=False)
     AheadLog(tmp_path, down).close()
     assert len(logs(tmp_path)) == 2
@@ -173,8 +173,8 @@ def test_what_is_late_gives_way_to_a_newer_answer(tmp_path: Path) -> None:
     cursor, now = store.news("").cursor, time.time()
     new, old = answer("a", now, payload("stop", new=True)), answer("a", now - 60)
     store.put(new)
-    for number, response in enumerate((old, replace(answer("b", now - 60), expires=now - 1, stale_until=now - 1))):
-        (tmp_path / f"{number:016x}.log").write_bytes(ahead._record(response, cursor))
+    over = replace(answer("b", now - 60), expires=now - 1, stale_until=now - 1)
+    left_behind(tmp_path, (old, cursor), (over, cursor))
     cache = ResponseCache(store, ahead=tmp_path)
     found = cache.lookup("a")
     assert found is not None
@@ -187,8 +187,7 @@ def test_what_was_on_its_way_to_another_store_is_not_kept(tmp_path: Path) -> Non
     cache = ResponseCache(SqliteStore(tmp_path / "a"))
     cursor = cache.begin().partition(" ")[2]
     cache.close()
-    for number, since in enumerate(("1700000000000-0", cursor)):
-        (tmp_path / f"{number:016x}.log").write_bytes(ahead._record(answer(str(number), time.time()), since))
+    left_behind(tmp_path, (answer("0", time.time()), "1700000000000-0"), (answer("1", time.time()), cursor))
     cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path)
     assert cache.lookup("0") is None
     assert cache.lookup("1") is not None
@@ -363,9 +362,7 @@ def test_a_store_that_is_down_costs_the_store_and_no_answer(tmp_path: Path) -> N
 def test_what_was_left_behind_and_invalidated_since_is_not_kept(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "a")
     cursor = store.news("").cursor
-    (tmp_path / "ahead").mkdir()
-    for key in "ab":
-        (tmp_path / "ahead" / f"{key * 16}.log").write_bytes(ahead._record(answer(key), cursor))
+    left_behind(tmp_path / "ahead", (answer("a"), cursor), (answer("b"), cursor))
     store.invalidate(Selector(key="a"))
     cache = ResponseCache(store, ahead=tmp_path / "ahead")
     assert cache.lookup("a") is None

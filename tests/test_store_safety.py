@@ -116,10 +116,6 @@ FORKS_WRITERS = """
 import os, sys
 from pathlib import Path
 from semkv.stores.blocks import Bounds
-from semkv.stores.cachedir import purge_directory
-from semkv.stores.database import CATALOG
-from semkv.stores.responses.base import StoredResponse
-from semkv.stores.responses.sqlite import SqliteStore
 from test_store_safety import write_until_killed
 for line in sys.stdin:
     if pid := os.fork():

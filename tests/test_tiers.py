@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.encoders.text import SentenceEncoder
-from semkv.errors import ConfigError
 from semkv.keys import normalise
-from semkv.tiers.base import Boundary, Tally
 from semkv.tiers.contexts import SKETCH, exact_sentences, sentences, sketch
 from semkv.tiers.policies import build_policy
-from semkv.tiers.prompt_keys import Keyed, exactness_of, with_media
+from semkv.tiers.prompt_keys import Keyed
 from semkv.types import (
     EmbeddingLayer,
     Entry,
@@ -56,18 +54,6 @@ def test_no_key_is_shared_between_namespaces() -> None:
     segments = (system("s"), CAR, context("c"), TextSegment("q"))
     keys = [set(Keyed.of(Namespace(t, m), segments).entry_keys()) for t, m in (("a", "x"), ("b", "x"), ("a", "y"))]
     assert len(keys[0] | keys[1] | keys[2]) == sum(map(len, keys))
-
-
-def test_exactness_is_that_of_the_weakest_segment() -> None:
-    own = (system("sys"), CAR, TextSegment("one"))
-    assert exactness_of(own, own) is Exactness.EXACT
-    assert exactness_of(own, (system("Sys"), CAR, TextSegment("one"))) is Exactness.NORMALISED
-    assert exactness_of(own, (system("Sys"), CAR, TextSegment("one")), normalised=False) is Exactness.APPROXIMATE
-    assert exactness_of(own, own, normalised=False) is Exactness.EXACT
-    assert exactness_of(own, (system("Sys"), CAR, TextSegment("two"))) is Exactness.APPROXIMATE
-    assert exactness_of(own, (system("sys"), HOUSE, TextSegment("one"))) is Exactness.APPROXIMATE
-    assert exactness_of(own, own[:2]) is Exactness.APPROXIMATE
-    assert with_media(own, [HOUSE.media_id])[1] == HOUSE
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------
@@ -142,18 +128,6 @@ def test_the_fixed_threshold_is_that_of_the_tier() -> None:
     assert accepts("embedding:prompt", 0.7)
     assert not accepts("embedding:prompt", 0.69)
     assert accepts("exact_text", 0.0)
-
-
-def test_faults_end_at_a_boundary_and_wrong_settings_do_not() -> None:
-    tally = Tally()
-    for error in (OSError("disk"), AttributeError("a bug")):
-        with Boundary(tally, "x"):
-            raise error
-    assert tally.counts() == {"fault:x": 2}
-    for stops in (ConfigError("--key", "value", "another"), KeyboardInterrupt()):
-        with pytest.raises(type(stops)), Boundary(tally, "x"):
-            raise stops
-    assert tally.counts() == {"fault:x": 2}
 
 
 # -- with the real encoder --------------------------------------------------------------------------------------------
