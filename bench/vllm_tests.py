@@ -27,7 +27,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-VERSION = "0.32.0"
 HERE = Path(__file__).resolve().parent
 TESTS = (
     "tests/v1/kv_connector/unit/offloading_connector",
@@ -70,8 +69,6 @@ def exchange_ours() -> None:
     from semkv.connectors.shared import KVShared
     from semkv.connectors.spec import SemKVManager, SemKVSpec
 
-    real_manager = tiering_manager.TieringOffloadingManager
-
     def shared() -> KVShared:
         return KVShared(KVSettings(Path(tempfile.mkdtemp())), None, None, dict)
 
@@ -111,9 +108,10 @@ def exchange_ours() -> None:
                 offloading.build_offloading_config = build
 
     class Manager(SemKVManager):
-        def __init__(self, primary_tier: Any, secondary_tiers: Any = ()) -> None:
+        def __init__(self, *args: Any, **fields: Any) -> None:
             MADE["managers"] += 1
-            super().__init__(real_manager(primary_tier=primary_tier, secondary_tiers=secondary_tiers), shared())
+            super().__init__(*args, **fields)
+            SemKVManager.of(self, shared())
 
     class Spec(SemKVSpec):
         def __init__(self, config: Any) -> None:
@@ -142,6 +140,9 @@ if os.environ.get("SEMKV_TESTS_OURS"):
 
 def fetch(folder: Path) -> Path:
     """vLLM's tests, of its source distribution. pip would build a wheel of it, so its index is asked directly."""
+    import vllm
+
+    release = f"vllm-{vllm.__version__.partition('+')[0]}"
     asked = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
     )
@@ -152,15 +153,15 @@ def fetch(folder: Path) -> Path:
     request = urllib.request.Request(f"{index.rstrip('/')}/vllm/", headers=accept)  # noqa: S310
     with urllib.request.urlopen(request, timeout=180) as answer:  # noqa: S310
         files = json.load(answer)["files"]
-    found = next(file for file in files if file["filename"] == f"vllm-{VERSION}.tar.gz")
+    found = next(file for file in files if file["filename"] == f"{release}.tar.gz")
     archive = folder / found["filename"]
     urllib.request.urlretrieve(found["url"], archive)  # noqa: S310
     if hashlib.sha256(archive.read_bytes()).hexdigest() != found["hashes"]["sha256"]:
         raise SystemExit(f"{archive} is not what the index says")
     with tarfile.open(archive) as tar:
-        wanted = [member for member in tar if f"vllm-{VERSION}/tests/" in member.name]
+        wanted = [member for member in tar if f"{release}/tests/" in member.name]
         tar.extractall(folder, wanted, filter="data")
-    return folder / f"vllm-{VERSION}"
+    return folder / release
 
 
 def tests_alone(source: Path, folder: Path) -> Path:
@@ -179,7 +180,9 @@ def run(root: Path, model: Path, *, ours: bool, tests: list[str]) -> dict[str, t
     """Outcome and reason by test."""
     report = root / f"report-{'ours' if ours else 'theirs'}.xml"
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src"), str(root)]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE), str(HERE.parent / "src"), str(root), os.environ.get("PYTHONPATH", "")]
+        ),
         "SEMKV_TESTS_MODEL": str(model),
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

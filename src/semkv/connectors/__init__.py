@@ -1,4 +1,4 @@
-"""What vLLM loads: connectors that keep KV blocks and encoder outputs in host memory and on disk. vLLM 0.32 or newer.
+"""What vLLM loads: connectors that keep KV blocks and encoder outputs in host memory and on disk. vLLM 0.32 or 0.33.
 
 With semkv installed, this is all there is to type:
 
