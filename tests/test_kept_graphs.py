@@ -26,6 +26,7 @@ from semkv.index import IndexSizes, Row, VectorIndex
 from semkv.keys import namespace_key
 from semkv.stores.cachedir import prepare, purge_directory
 from semkv.stores.catalog import Catalog
+from semkv.stores.database import Database
 from semkv.stores.kept_graphs import (
     KeptGraphs,
     damage_of,
@@ -409,6 +410,22 @@ def test_another_catalog_gets_no_graphs_of_the_one_before(disk: Disk, tmp_path: 
             first.save("ns", "p", lambda write: write(b"purged"))
     assert bytes(disk.files().read("p") or b"") == b"new"
     assert disk.faults == []
+
+
+def test_a_graph_written_when_a_purge_has_looked_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cache"
+    prepare(CacheConfig(folder))
+    with closing(Catalog(folder / "catalog.sqlite")) as catalog:
+        files = kept_beside(catalog, "layer", lambda error: pytest.fail(str(error)))
+        real = Database.empty
+
+        def empty(database: Database) -> bool:
+            files.save("ns", "p", lambda write: write(b"x"))
+            return real(database)
+
+        monkeypatch.setattr(Database, "empty", empty)
+        purge_directory(folder)
+    assert kept_files(folder / "graphs") == []
 
 
 def test_a_purge_by_tag_takes_the_graphs_in_which_its_vectors_are(tmp_path: Path) -> None:

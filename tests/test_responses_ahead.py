@@ -19,12 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway_helpers import wait_until
+from semkv.errors import StoreError
 from semkv.stores.responses import ahead
 from semkv.stores.responses.ahead import AheadLog, records
 from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.tiers.response import ResponseCache
-from test_responses import GOOD, Asked, Broken, payload
+from test_responses import GOOD, Asked, payload
 
 
 class Gate:
@@ -258,18 +259,6 @@ def test_a_disk_that_is_full_costs_the_log_and_no_answer(
     assert [response.key for response, _ in records(content)] == ["a", "c"]
 
 
-def test_a_slow_disk_is_left_alone_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Gate, AheadLog], None]
-) -> None:
-    gate = Gate()
-    log = AheadLog(tmp_path, gate)
-    end(gate, log)
-    monkeypatch.setattr(ahead, "_PAUSE_S", 1000.0)
-    monkeypatch.setattr(ahead, "_SLOW_S", -1.0)
-    assert log.append(answer("a"), "1")
-    assert not log.append(answer("b"), "1")
-
-
 def test_a_folder_that_cannot_be_written_is_a_counted_fault(tmp_path: Path) -> None:
     (tmp_path / "ahead").write_text("a file")
     cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead")
@@ -330,32 +319,25 @@ def test_an_invalidation_counts_what_is_on_its_way_and_does_not_wait_for_it(tmp_
     assert SqliteStore(tmp_path / "a").get("a") is None
 
 
-def test_a_fault_of_the_store_class_costs_the_answer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = SqliteStore(tmp_path / "a")
-    cache = ResponseCache(store, ahead=tmp_path / "ahead")
+@pytest.mark.parametrize("fault", [StoreError("down"), KeyError("scripted")])
+def test_a_store_that_is_down_or_broken_costs_no_answer_of_the_log(tmp_path: Path, fault: Exception) -> None:
+    class Faulty(SqliteStore):
+        down = True
 
-    def broken(*_: object) -> bool:
-        raise KeyError("scripted")
+        def put(self, response: StoredResponse, since: str = "") -> bool:
+            if self.down:
+                raise fault
+            return super().put(response, since)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "put", broken)
-        assert cache.try_keep(Asked(), GOOD, since=cache.begin())
-        wait_until(lambda: cache.counts().get("fault:store put") == 1)
-    assert cache.try_keep(Asked("b"), GOOD, since=cache.begin())
-    wait_until(lambda: store.get("b") is not None)
-    cache.close()
-
-
-def test_a_store_that_is_down_costs_the_store_and_no_answer(tmp_path: Path) -> None:
-    store = Broken()
+    store = Faulty(tmp_path / "a")
     cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=60.0, pause_s=0.1)
-    since = cache.begin()
-    store.broken = True
-    assert cache.try_keep(Asked(), GOOD, since=since)
+    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
     wait_until(lambda: cache.counts().get("fault:store put", 0) >= 1)
     assert cache.peek("a") is not None
-    store.broken = False
-    wait_until(lambda: store.get("a") is not None)
+    store.down = False
+    assert cache.try_keep(Asked("b"), GOOD, since=cache.begin())
+    wait_until(lambda: store.get("b") is not None)
+    assert (store.get("a") is not None) == isinstance(fault, StoreError), "what broke the store is not tried again"
     cache.close()
 
 
