@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from semkv import plug
 from semkv.cache import CacheStats
 from semkv.engines.base import Engine, EnginePrompt, EngineResult, MediaError
 from semkv.errors import DatasetError, EngineError
@@ -414,9 +415,13 @@ def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False
 
 
 def engine_factory(samples: list[Sample], verbose: bool = False) -> EngineFactory:
-    """Makes engines of the kind that the settings name."""
+    """Makes engines of the kind that the settings name; one of the user's own as an `EngineFactory` is called."""
 
     def make(settings: RunSettings, attach: bool) -> Engine:
+        if plug.is_path(settings.engine):
+            engine = plug.load("--engine", settings.engine, settings, attach)
+            own: Engine = plug.require("--engine", engine, Engine, settings.engine)
+            return own
         if settings.engine in ("scripted", "labels"):
             from semkv.engines.scripted import ScriptedEngine
 
