@@ -53,12 +53,11 @@ def require(key: str, value: Any, kind: type, path: str = "") -> Any:
         key: the setting or argument, for messages.
         value: what was plugged in.
         kind: the protocol.
-        path: where the value is from; by default its type stands for it.
+        path: what made it; by default its type stands for it.
 
     Raises:
         ConfigError: names what is missing.
     """
     if missing := [name for name in vars(kind) if not name.startswith("_") and not hasattr(value, name)]:
-        what = f"a factory that returns a {kind.__name__}" if path else f"a {kind.__name__}"
-        raise ConfigError(key, path or type(value).__name__, f"{what}; {', '.join(missing)} is missing")
+        raise ConfigError(key, path or type(value).__name__, f"a semkv.{kind.__name__} with {', '.join(missing)}")
     return value

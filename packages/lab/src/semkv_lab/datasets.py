@@ -70,7 +70,7 @@ def _own(name: str, options: DatasetOptions) -> list[Sample]:
 
 def locate_images(name: str, options: DatasetOptions, wanted: Collection[str]) -> dict[str, Path]:
     """Files of these images as far as they are there now; nothing is drawn, unpacked or fetched."""
-    if name.endswith(".jsonl") or name == "jsonl" or plug.is_path(name):
+    if name.endswith(".jsonl") or name == "jsonl":
         try:
             samples = load_samples(name, options)
         except (ConfigError, DatasetError):
