@@ -21,6 +21,7 @@ from semkv import (
     CacheConfig,
     ConfigError,
     EnginePrompt,
+    EngineResult,
     FusionEngine,
     MediaSegment,
     Namespace,
@@ -31,12 +32,13 @@ from semkv import (
     TextSegment,
     media_id,
 )
+from semkv.engines.scripted import ScriptedEngine
 from semkv.index import Neighbour, Row
 from semkv.stores.responses import open_store
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.memory import MemoryStore
 from semkv.tiers.policies import build_policy
-from semkv_lab.settings import resolve
+from semkv_lab.settings import RunSettings, resolve
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -100,6 +102,28 @@ def test_transformers_as_an_engine(tmp_path: Path, checkpoint: tiny_models.Check
     shared = TransformersEngine(settings, True)
     prompts = [EnginePrompt((TextSegment(questions[0]),), tenant) for tenant in ("one", "two", "one")]
     assert [shared.generate(prompt).cached_tokens > 0 for prompt in prompts] == [False, False, True]
+
+
+class Moody(ScriptedEngine):
+    def __init__(self, settings: RunSettings, attach: bool) -> None:
+        super().__init__()
+
+    def generate(self, prompt: EnginePrompt) -> EngineResult:
+        if "dog" in prompt.segments[-1].text:  # type: ignore[union-attr]
+            raise ZeroDivisionError("no mood")
+        return super().generate(prompt)
+
+
+def test_an_engine_that_raises_anything_fails_that_sample(tmp_path: Path) -> None:
+    data, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
+    arguments = ["run", "--engine", f"{__name__}:Moody", "--dataset", data, "--cache-dir", tmp_path / "cache"]
+    command = [str(word) for word in (*arguments, "--disable-semantic-cache", "--samples-out", out)]
+    questions = ["Is it a cat?", "Is it a dog?", "Is it a bird?"]
+    data.write_text("".join(json.dumps({"question": q}) + "\n" for q in questions), encoding="utf-8")
+    result = invoke([*command, "--preset", "opt-125m"])
+    assert result.exit_code == 0, result.output
+    assert "no mood" in result.output
+    assert [row["question"] for row in samples(out)] == [questions[0], questions[2]]
 
 
 def seen(folder: Path, seed: int) -> MediaSegment:
