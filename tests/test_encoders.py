@@ -525,7 +525,7 @@ def test_a_dotted_path_names_a_hook_of_ones_own(tmp_path: Path, minilm: Sentence
         ("prompts", "one of none, prompt, vision, prompt_vision, or package.module:Factory"),
         ("no_such_module:Hook", "no_such_module: No module named 'no_such_module'"),
         ("json:Hook", "json: module 'json' has no attribute 'Hook'"),
-        (":Hook", "Empty module name"),
+        (":Hook", "or package.module:Factory"),
         (f"{__name__}:needs_two", "a factory that takes the CacheConfig"),
         (f"{__name__}:media_id_of", "callable hook"),
     ],

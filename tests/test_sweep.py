@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from semkv.errors import ConfigError
+import semkv_lab
+from semkv.errors import ConfigError, DatasetError
 from semkv_lab.sweep import SweepLog, open_log, read_spec
 
 REPO = Path(__file__).parents[1]
@@ -399,3 +400,23 @@ def test_ray_logs_the_same_rows(folder: Path) -> None:
     assert len((folder / "samples" / "a.jsonl").read_text(encoding="utf-8").splitlines()) == 5
     again = sweep(folder, "--executor", "ray", "--resume")
     assert [row["name"] for row in rows(folder)].count("a") == 1, again.stderr
+
+
+def test_results_load_as_tables(folder: Path) -> None:
+    spec(folder, [{"name": "exact", "max-samples": 200}, {"name": "off", "max-samples": 20, "cache-mode": "off"}])
+    assert sweep(folder).returncode == 0
+    log = semkv_lab.load(folder / "log.csv")
+    assert log.equals(semkv_lab.load(str(folder / "log.jsonl")))
+    assert log[["name", "status", "settings.cache.mode"]].values.tolist() == [
+        ["exact", "ok", "live"],
+        ["off", "ok", "off"],
+    ]
+    table = semkv_lab.load(folder / "samples" / "exact.jsonl")
+    assert len(table) == 200
+    assert table["hit"].mean() == log["summary.hit_share.value"][0]
+    assert set(table["statuses.exact_text"]) == {"hit", "miss"}
+    assert table["latency_s"].dtype == float
+    with pytest.raises(DatasetError, match="no 'name'"):
+        semkv_lab.load(folder / "data.jsonl")
+    with pytest.raises(DatasetError, match="no such file"):
+        semkv_lab.load(folder / "gone.csv")

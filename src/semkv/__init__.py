@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from semkv.config import CacheConfig
     from semkv.encoders.hooks import EmbeddingHook
     from semkv.encoders.text import TextEncoder
+    from semkv.engines.base import Engine, EnginePrompt, EngineResult
+    from semkv.engines.fusion import FusionEngine, FusionProvider
     from semkv.errors import ConfigError, SemkvError, StoreError
     from semkv.keys import media_id, model_fingerprint
     from semkv.stores.fusion import FusionStore
+    from semkv.stores.responses.base import ResponseStore
+    from semkv.tiers.plugged import Index, Tier
     from semkv.tiers.policies import Decider, Decision
     from semkv.types import (
         CacheMode,
@@ -48,9 +52,15 @@ __all__ = [
     "Decision",
     "EmbeddingHook",
     "EmbeddingLayer",
+    "Engine",
+    "EnginePrompt",
+    "EngineResult",
     "Entry",
     "Exactness",
+    "FusionEngine",
+    "FusionProvider",
     "FusionStore",
+    "Index",
     "Match",
     "MatchPolicy",
     "MediaSegment",
@@ -58,6 +68,7 @@ __all__ = [
     "Plan",
     "PolicyName",
     "Request",
+    "ResponseStore",
     "ReuseReport",
     "Role",
     "Scope",
@@ -67,6 +78,7 @@ __all__ = [
     "StoreError",
     "TextEncoder",
     "TextSegment",
+    "Tier",
     "media_id",
     "model_fingerprint",
 ]
@@ -78,11 +90,19 @@ _ELSEWHERE = {  # what is not in `semkv.types`
     "Decider": "tiers.policies",
     "Decision": "tiers.policies",
     "EmbeddingHook": "encoders.hooks",
+    "Engine": "engines.base",
+    "EnginePrompt": "engines.base",
+    "EngineResult": "engines.base",
+    "FusionEngine": "engines.fusion",
+    "FusionProvider": "engines.fusion",
     "FusionStore": "stores.fusion",
+    "Index": "tiers.plugged",
+    "ResponseStore": "stores.responses.base",
     "SemanticCache": "cache",
     "SemkvError": "errors",
     "StoreError": "errors",
     "TextEncoder": "encoders.text",
+    "Tier": "tiers.plugged",
     "media_id": "keys",
     "model_fingerprint": "keys",
 }

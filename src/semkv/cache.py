@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from semkv import plug
 from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook, NoHook, build_hook, declared, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
@@ -40,6 +41,7 @@ from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, w
 from semkv.tiers.matching import Matching
 from semkv.tiers.pending import PendingTier
 from semkv.tiers.plan import Planner
+from semkv.tiers.plugged import Index, Tier
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.similar import wrong_dimension
 from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport
@@ -117,9 +119,11 @@ class SemanticCache:
         text_encoder: of the semantic text tier; made from ``config.index_encoder`` when not given.
         decider: judges approximate matches; made from ``config.policy`` when not given.
         same_answer: compares answers in checks; by default short ones as strings and longer ones by meaning.
+        index: makes an index of vectors of this length; by default a `semkv.index.VectorIndex`.
+        tiers: asked after the built-in ones, in this order.
 
     Raises:
-        ConfigError: a hook, encoder or layer that does not exist or does not fit.
+        ConfigError: a part or layer that does not exist or does not fit.
         StoreError: the cache directory cannot be opened, or was written by another format version.
     """
 
@@ -131,6 +135,8 @@ class SemanticCache:
         text_encoder: TextEncoder | None = None,
         decider: Decider | None = None,
         same_answer: Comparator | None = None,
+        index: Callable[[int], Index] | None = None,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self.config = config
         on = config.mode is not CacheMode.OFF
@@ -144,7 +150,8 @@ class SemanticCache:
         self._catalog = Catalog(config.cache_dir / "catalog.sqlite", max_entries=config.max_entries)
         self.media = MediaStore(config.cache_dir / "media", max_bytes=config.media_mib << 20)
         self._roots = image_roots(config)
-        self._decider = decider or build_policy(config, plain.fingerprint if config.calibration else "")
+        own = None if decider is None else plug.require("decider", decider, Decider)
+        self._decider: Decider = own or build_policy(config, plain.fingerprint if config.calibration else "")
         floor = config.similarity_threshold if self._decider.floor is None else self._decider.floor
         guard = veto if config.guards and config.match is MatchPolicy.ALL else no_veto
         self._checking = Checking(
@@ -159,7 +166,9 @@ class SemanticCache:
         folds = config.normalised
         self._planner = Planner(self.media, self._decider, guard, self._checking, self._tally, normalised=folds)
         self.pending = PendingTier(config, floor, self._planner, self._checking, self._tally)
-        self._matching = Matching(config, self._catalog, hook, encoder, self._planner, guard, floor, self._tally)
+        self._matching = Matching(
+            config, self._catalog, hook, encoder, self._planner, guard, floor, self._tally, index, tiers
+        )
 
     def __enter__(self) -> SemanticCache:
         return self

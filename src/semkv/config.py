@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, cast, get_args
 from cyclopts import App, Parameter, Token
 from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 
+from semkv import plug
 from semkv.errors import ConfigError, SemkvError
 from semkv.types import DEFAULT_LAYER_THRESHOLD, CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
 
@@ -47,6 +48,9 @@ COSINE = Allowed("a number from 0 to 1", lambda n: 0.0 <= n <= 1.0)
 SHARE = Allowed("a share from 0 to below 1", lambda n: 0.0 <= n < 1.0)
 SOME_SHARE = Allowed("a share above 0 and below 1, such as 0.01", lambda n: 0.0 < n < 1.0)
 EXISTS = Allowed("a file or folder that exists", Path.exists)
+OWN_POLICY = Allowed(
+    f"one of {', '.join(PolicyName)}, or {plug.FORM}", lambda name: name in list(PolicyName) or plug.is_path(name)
+)
 NO_FOLDER = Allowed("a file, not a folder", lambda path: not path.is_dir())
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
@@ -306,7 +310,7 @@ class PolicyConfig:
         similarity_threshold: Least cosine of a similar text. At 1 even an equal vector may fall short: cosines are
             float32, good to a millionth.
         index_encoder: Sentence encoder of the text tiers: id or directory.
-        policy: Who has the last word on an approximate match: fixed, calibrated or bounded.
+        policy: Who has the last word on an approximate match: fixed, calibrated, bounded, or package.module:Factory.
         max_error_rate: Wrong approximate answers per request that the bounded policy allows.
         calibration: A file that `semkv calibrate` wrote: the curve of the calibrated policy, the prior of the bounded
             one.
@@ -318,7 +322,7 @@ class PolicyConfig:
 
     similarity_threshold: Annotated[float, COSINE, NEAR] = 0.92
     index_encoder: Annotated[str, NEAR] = "all-MiniLM-L6-v2"
-    policy: Annotated[PolicyName, NEAR] = PolicyName.FIXED
+    policy: Annotated[str, OWN_POLICY, NEAR] = PolicyName.FIXED
     max_error_rate: Annotated[float, SOME_SHARE, NEAR] = 0.01
     calibration: Annotated[Path | None, NEAR] = None
     verify_rate: Annotated[float | None, COSINE, NEAR] = None
@@ -326,10 +330,12 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.policy in list(PolicyName):
+            object.__setattr__(self, "policy", PolicyName(self.policy))
         if self.policy is PolicyName.CALIBRATED and self.calibration is None:
             raise ConfigError("--calibration", None, "a file that `semkv calibrate` wrote, for --policy calibrated")
         if self.policy is PolicyName.FIXED and self.calibration is not None:
-            raise ConfigError("--calibration", str(self.calibration), "given with --policy calibrated or bounded only")
+            raise ConfigError("--calibration", str(self.calibration), "given with another --policy than fixed")
 
     @property
     def checked_share(self) -> float:

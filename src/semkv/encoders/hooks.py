@@ -13,7 +13,6 @@ as ``package.module:Factory`` and called with the `CacheConfig`::
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
+from semkv import plug
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
 from semkv.encoders.text import TextEncoder
 from semkv.encoders.vision import VisionEncoder, build_vision_encoder
@@ -180,10 +180,13 @@ def build_hook(config: CacheConfig, text_encoder: TextEncoder) -> EmbeddingHook:
         ConfigError: no such hook, or a dotted path that cannot be imported or called.
     """
     name = config.embedding_hook
-    if ":" in name:
-        return _custom(name, config)
+    if plug.is_path(name):
+        hook = plug.load(_KEY, name, config)
+        if not callable(hook):
+            raise ConfigError(_KEY, name, "a factory that returns a callable hook")
+        return declared(hook, name)
     if name not in HOOKS:
-        raise ConfigError(_KEY, name, f"one of {', '.join(HOOKS)}, or package.module:Factory")
+        raise ConfigError(_KEY, name, f"one of {', '.join(HOOKS)}, or {plug.FORM}")
     if name == "none":
         return NoHook()
     hooks: list[EmbeddingHook] = []
@@ -192,23 +195,6 @@ def build_hook(config: CacheConfig, text_encoder: TextEncoder) -> EmbeddingHook:
     if name != "prompt":
         hooks.append(VisionHook(build_vision_encoder(config.vision_encoder), image_roots(config)))
     return hooks[0] if len(hooks) == 1 else JoinedHook(*hooks)
-
-
-def _custom(path: str, config: CacheConfig) -> EmbeddingHook:
-    module_name, _, factory_name = path.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), factory_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            _KEY, path, f"package.module:Factory that can be imported ({module_name}: {error})"
-        ) from error
-    try:
-        hook = factory(config)
-    except TypeError as error:
-        raise ConfigError(_KEY, path, f"a factory that takes the CacheConfig ({error})") from error
-    if not callable(hook):
-        raise ConfigError(_KEY, path, "a factory that returns a callable hook")
-    return declared(hook, path)
 
 
 def declared(hook: Any, name: str) -> EmbeddingHook:

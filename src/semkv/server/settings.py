@@ -19,6 +19,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from semkv import plug
 from semkv.config import NOT_NEGATIVE, POSITIVE, SHARE, CacheConfig, LookupConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.types import CacheMode
@@ -41,7 +42,7 @@ class ServerSettings(LookupConfig):
 
     Attributes:
         upstream: The OpenAI-compatible server behind; not used by the middleware.
-        store: A SQLite file, memory, or redis://HOST:PORT/N; default: in the cache directory.
+        store: A SQLite file, memory, redis://HOST:PORT/N, or package.module:Factory; default: in the cache directory.
         ttl: Seconds a response may be served; 0 for ever.
         ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60`; may be repeated.
         tag_rules: Labels responses for invalidation: `prompt:*weather*=weather`; may be repeated.
@@ -146,7 +147,7 @@ def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes
         if len(given) < _KEY_LENGTH:
             raise ConfigError("SEMKV_SECRET", "(hidden)", f"at least {_KEY_LENGTH} characters")
         return given.encode()
-    if settings.store.startswith(("redis:", "rediss:", "unix:")):
+    if settings.store.startswith(("redis:", "rediss:", "unix:")) or plug.is_path(settings.store):
         raise ConfigError("SEMKV_SECRET", "", "a secret that is the same for every gateway on this store")
     from semkv.stores.cachedir import make_folder
 

@@ -1,4 +1,5 @@
-"""The matching tiers over one catalog, asked in their order: L0.5 exact text, L2 embedding, L1 semantic text.
+"""The matching tiers over one catalog, asked in their order: L0.5 exact text, L2 embedding, L1 semantic text, and then
+the user's own.
 
 The first candidate that the planner lets through ends a lookup. A thread applies what others purge from the catalog, so
 that an idle process forgets it, too.
@@ -6,6 +7,7 @@ that an idle process forgets it, too.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from semkv.stores.catalog_rows import Record
 from semkv.tiers.base import EXACT, Candidate, GuardedEncoder, PartError, Tally
 from semkv.tiers.contexts import SimilarContext, context_rows
 from semkv.tiers.plan import Planner
+from semkv.tiers.plugged import Index, PluggedTiers, Tier
 from semkv.tiers.prompt_keys import SPELLINGS, Keyed, entry_of, has_chunk_text, same_texts
 from semkv.tiers.similar import SEMANTIC, VISION, SimilarTier, status_of, unit_vectors
 from semkv.types import CacheMode, Entry, MediaSegment, Near, Plan, Request, ReuseReport, Scope, Status
@@ -72,6 +75,11 @@ class Matching:
         guard: may veto a changed sentence of a context.
         floor: least cosine of a similar question that the policy is asked about.
         tally: counts faults.
+        index: makes the vector indexes, instead of `VectorIndex`.
+        tiers: of the user's own.
+
+    Raises:
+        ConfigError: an index or a tier is none.
     """
 
     def __init__(
@@ -84,6 +92,8 @@ class Matching:
         guard: Guard,
         floor: float,
         tally: Tally,
+        index: Callable[[int], Index] | None = None,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self._config, self._catalog, self._hook, self._planner, self._tally = config, catalog, hook, planner, tally
         self._encoder = encoder
@@ -91,7 +101,12 @@ class Matching:
         with self._tally.boundary("catalog"):
             self._purge = catalog.purge()  # before anything is read
         self._layers = config.embedding_layers if config.mode is not CacheMode.OFF else ()
-        self._similar = SimilarTier(config, catalog, self._layers, hook.fingerprint, encoder, floor, tally, self._lost)
+        names = (EXACT, *(status_of(layer.name) for layer in config.embedding_layers), SEMANTIC)
+        self._plugged = PluggedTiers(tiers, config, catalog, tally, names)
+        self._names = (*names, *(tier.name for tier in self._plugged.tiers))
+        self._similar = SimilarTier(
+            config, catalog, self._layers, hook.fingerprint, encoder, floor, tally, self._lost, index
+        )
         self._contexts = None if encoder is None else SimilarContext(config, catalog, encoder, guard)
         self._seen_vectors = self._seen_media = 0
         self._seen_file = catalog.database.opened
@@ -123,8 +138,7 @@ class Matching:
 
     def statuses(self) -> dict[str, Status]:
         """``skip`` for every tier, as before it was asked."""
-        layers = (status_of(layer.name) for layer in self._config.embedding_layers)
-        return dict.fromkeys([EXACT, *layers, SEMANTIC], Status.SKIP)
+        return dict.fromkeys(self._names, Status.SKIP)
 
     def look_up(self, request: Request, given: Mapping[str, Vector] | None) -> Lookup:
         """Ask the tiers; ``given`` are vectors by layer, instead of the hook's.
@@ -133,7 +147,10 @@ class Matching:
             ConfigError: the hook returns vectors of another dimension than a layer was given.
         """
         found = Lookup(request, given, self.statuses())
-        tiers: Sequence[Callable[[Lookup, Keyed], None]] = (self._ask_exact, self._ask_embedding, self._ask_semantic)
+        tiers: Sequence[Callable[[Lookup, Keyed], None]] = (
+            *(self._ask_exact, self._ask_embedding, self._ask_semantic),
+            *(functools.partial(self._ask_plugged, tier) for tier in self._plugged.tiers),
+        )
         with self._tally.boundary("request"):
             keyed = Keyed.of(request.namespace, request.segments)
             with self._tally.boundary("catalog"):
@@ -229,6 +246,13 @@ class Matching:
             if found.plan is None:
                 self._take(found, self._contexts.candidates(keyed))
 
+    def _ask_plugged(self, tier: Tier, found: Lookup, keyed: Keyed) -> None:
+        keys = self._plugged.keys(tier, found.request, keyed)
+        if keys:
+            found.statuses[tier.name] = Status.MISS
+            with self._tally.boundary(tier.name):
+                self._take(found, self._plugged.candidates(tier, found.request, keyed, keys, _DONORS))
+
     def _chunk_vector(self, text: str) -> Vector | None:
         """A chunk text's unit vector; None for an empty text, one beyond the encoder's window, and without L1."""
         if self._encoder is None or not text.strip() or not self._encoder.fits(text):
@@ -295,7 +319,9 @@ class Matching:
     ) -> Record:
         """What the catalog keeps of ``report.plan.segments`` and their answer."""
         vectors = self._vectors_to_keep(report)
-        return make_record(report, response, vectors, self._similar.keys, tags, metadata, now)
+        record = make_record(report, response, vectors, self._similar.keys, tags, metadata, now)
+        own = self._plugged.entry_keys(record.entry, Keyed.of(record.entry.namespace, record.entry.segments))
+        return replace(record, keys=(*record.keys, *own)) if own else record
 
     def lacks_vectors(self, report: ReuseReport, entry_id: str) -> bool:
         """Whether there is a vector to add for a request that is byte-equal to an entry, as for all after a change of

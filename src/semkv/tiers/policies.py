@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from semkv import plug
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError
 from semkv.guards import MOST_UNMATCHED, Wording
@@ -265,15 +266,18 @@ class Calibrated(Stateless):
 
 
 def build_policy(config: CacheConfig, fingerprint: str) -> Decider:
-    """The policy that the configuration names.
+    """The policy that the configuration names; one of the user's own is made from the configuration.
 
     Args:
         config: settings.
         fingerprint: of the text encoder.
 
     Raises:
-        ConfigError: the calibration cannot be read, or was fitted for another encoder.
+        ConfigError: there is no such policy, or the calibration cannot be read or was fitted for another encoder.
     """
+    if plug.is_path(config.policy):
+        own: Decider = plug.require("--policy", plug.load("--policy", config.policy, config), Decider, config.policy)
+        return own
     layers = {f"embedding:{layer.name}": layer.threshold for layer in config.embedding_layers}
     fixed = FixedThreshold({"semantic_text": config.similarity_threshold, **layers})
     if config.policy is PolicyName.FIXED:

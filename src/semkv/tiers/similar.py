@@ -30,6 +30,7 @@ from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import MediaRow, VectorRow, unpack
 from semkv.stores.kept_graphs import kept_beside
 from semkv.tiers.base import Candidate, PartError, Tally
+from semkv.tiers.plugged import Index, PluggedIndex
 from semkv.tiers.prompt_keys import SPELLINGS, Keyed, same_texts, with_media
 from semkv.types import EmbeddingLayer, Entry, MatchPolicy, Namespace, Request, Scope, Score
 
@@ -64,7 +65,7 @@ class _TextLayer:
     status: str
     key: str
     threshold: float
-    index: VectorIndex
+    index: VectorIndex | PluggedIndex
     partition: Callable[[VectorRow], str]
 
 
@@ -89,6 +90,7 @@ class SimilarTier:
         floor: least cosine of a similar question in L1.
         tally: counts what is damaged.
         lost: told of an entry of an index that the catalog does not have.
+        index: makes an index of vectors of a length, instead of `VectorIndex`.
     """
 
     def __init__(
@@ -101,8 +103,9 @@ class SimilarTier:
         floor: float,
         tally: Tally,
         lost: Callable[[str], None],
+        index: Callable[[int], Index] | None = None,
     ) -> None:
-        self._catalog, self._tally, self._lost = catalog, tally, lost
+        self._catalog, self._tally, self._lost, self._make_index = catalog, tally, lost, index
         self._any, self._normalised = config.match is MatchPolicy.ANY, config.normalised
         self._within_media = config.scope is Scope.MEDIA
         self._vision = next((layer for layer in layers if layer.name == VISION), None)
@@ -127,13 +130,17 @@ class SimilarTier:
                 lambda row: row.frame if self._within_media else row.loose_frame,
             )
         self._texts = [*self._layers, *([] if self._question is None else [self._question])]
-        self._run_indexes: dict[int, VectorIndex] = {}  # by number of media items
+        self._run_indexes: dict[int, VectorIndex | PluggedIndex] = {}  # by number of media items
+        if index is not None and self._vision is not None:  # a wrong one fails here
+            self._run_indexes[1] = self._index(self._vision.dim, f"{self.keys[VISION]} of 1")
         self._members: dict[str, dict[str, None]] = {}  # run item -> its entries, oldest first
         self._run_of: dict[str, str] = {}  # entry -> run item
         self._media_of: dict[str, tuple[str, ...]] = {}  # run item -> media ids
         self._lock = threading.RLock()
 
-    def _index(self, dim: int, key: str) -> VectorIndex:
+    def _index(self, dim: int, key: str) -> VectorIndex | PluggedIndex:
+        if self._make_index is not None:
+            return PluggedIndex(dim, self._make_index, self._tally)
         kept = kept_beside(self._catalog, key, functools.partial(self._tally.fault, "graph"))
         return VectorIndex(dim, kept=kept)
 
@@ -186,7 +193,7 @@ class SimilarTier:
                 return
         index.extend([Row(item, partition, _joined(parts), row.space)])
 
-    def indexes(self) -> list[VectorIndex]:
+    def indexes(self) -> list[VectorIndex | PluggedIndex]:
         """Those of all layers."""
         with self._lock:
             return [*(layer.index for layer in self._texts), *self._run_indexes.values()]

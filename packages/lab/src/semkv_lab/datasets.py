@@ -1,5 +1,5 @@
 """Data sets by name: ``minigqa`` (generated here), ``gqa`` (official files or the Hugging Face layout), ``gqa-text``
-(its questions with a model's answers, no images), ``jsonl`` (yours).
+(its questions with a model's answers, no images), ``jsonl`` (yours), or a function of your own by its dotted path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from semkv import keys
+from semkv import keys, plug
 from semkv.config import IMAGE_ROOT_VARIABLES
 from semkv.errors import ConfigError, DatasetError
 from semkv.stores.files import replacing
@@ -39,7 +39,8 @@ _Rows = Iterable[dict[str, Any]]
 def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
     """Load the samples that ``options`` select, in their order.
 
-    A name that ends in ``.jsonl`` is that file.
+    A name that ends in ``.jsonl`` is that file. A function ``package.module:name`` is called with the options and
+    returns all its samples.
 
     Raises:
         ConfigError: no such data set, or an option it cannot serve.
@@ -48,11 +49,22 @@ def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
     if name.endswith(".jsonl"):
         name, options = "jsonl", replace(options, root=Path(name))
     loaders = {"minigqa": load_minigqa, "gqa": load_gqa, "gqa-text": load_gqa_text, "jsonl": load_jsonl}
-    if name not in loaders:
+    if plug.is_path(name):
+        samples = select(_own(name, options), options)
+    elif name not in loaders:
         raise ConfigError("--dataset", name, DATASETS)
-    samples = loaders[name](options)
+    else:
+        samples = loaders[name](options)
     if not samples:
         raise DatasetError(f"data set {name!r} holds no samples for the options given")
+    return samples
+
+
+def _own(name: str, options: DatasetOptions) -> list[Sample]:
+    found = plug.load("--dataset", name, options)
+    samples = list(found) if isinstance(found, Iterable) else [found]
+    if not all(isinstance(sample, Sample) for sample in samples):
+        raise ConfigError("--dataset", name, "a function that returns a list of semkv_lab.samples.Sample")
     return samples
 
 

@@ -8,13 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from semkv.errors import DatasetError
 from semkv_lab.console import milliseconds, percent
 from semkv_lab.metrics import Estimate, given, wrong_hit
 from semkv_lab.records import HUGE, SampleRecord, at
 from semkv_lab.samples import read_jsonl
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 STATUSES = ("ok", "failed", "interrupted")
 
@@ -143,6 +146,17 @@ def read_samples(path: Path) -> tuple[SampleRecord, ...]:
         except (ValueError, TypeError, AttributeError, KeyError) as e:
             raise DatasetError(f"{path}, line {line}: not a record of a sample ({e})") from e
     return tuple(records)
+
+
+def load_table(path: Path) -> pd.DataFrame:
+    """See `semkv_lab.load`."""
+    import pandas as pd
+
+    first = {} if path.suffix == ".csv" else next((row for _, row in read_jsonl(path, cut_off=True)), {})
+    if "sample_id" in first:
+        return pd.json_normalize([record.to_json() for record in read_samples(path)])
+    shown = ("name", "status", "error", "notes", "seconds", "settings", "environment", "trace", "summary")
+    return pd.json_normalize([{key: getattr(e, key) for key in shown} for e in read_logs([path])])
 
 
 # -- what is shown ------------------------------------------------------------

@@ -24,9 +24,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from semkv import plug
 from semkv.cache import CacheStats
 from semkv.engines.base import Engine, EnginePrompt, EngineResult, MediaError
-from semkv.errors import DatasetError, EngineError
+from semkv.errors import DatasetError, EngineError, SemkvError
 from semkv.stores.cachedir import prepare
 from semkv.stores.files import described
 from semkv.types import CacheMode, MediaSegment, Namespace, Plan, Request, ReuseReport, Role, Status, TextSegment
@@ -99,7 +100,10 @@ def _each(stage: str, answer: Callable[[Sample], None], done: Sized, progress: P
                 break
             try:
                 answer(sample)
-            except EngineError as e:
+            except Exception as e:
+                own = plug.is_path(progress.settings.engine) and not isinstance(e, SemkvError)  # may raise anything
+                if not own and not isinstance(e, EngineError):
+                    raise
                 progress.listener.failed(sample, e)
                 progress.faults["failed samples"] += 1
                 if not done and progress.faults["failed samples"] >= _GIVE_UP_AFTER:
@@ -414,9 +418,13 @@ def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False
 
 
 def engine_factory(samples: list[Sample], verbose: bool = False) -> EngineFactory:
-    """Makes engines of the kind that the settings name."""
+    """Makes engines of the kind that the settings name; one of the user's own as an `EngineFactory` is called."""
 
     def make(settings: RunSettings, attach: bool) -> Engine:
+        if plug.is_path(settings.engine):
+            engine = plug.load("--engine", settings.engine, settings, attach)
+            own: Engine = plug.require("--engine", engine, Engine, settings.engine)
+            return own
         if settings.engine in ("scripted", "labels"):
             from semkv.engines.scripted import ScriptedEngine
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_origin
 
 from cyclopts import App, Argument, ArgumentCollection, Parameter, Token
 
+from semkv import plug
 from semkv.config import (
     EXISTS,
     IMAGE_ROOT_VARIABLES,
@@ -36,6 +37,7 @@ from semkv_lab.records import at
 from semkv_lab.samples import ChunkSource, DatasetOptions, Trace
 
 ENGINES = ("labels", "scripted", "vllm")
+ENGINE = Allowed(f"one of {', '.join(ENGINES)}, or {plug.FORM}", lambda name: name in ENGINES or plug.is_path(name))
 MODEL, MATCHED = Parameter(group="Model"), Parameter(group="What the tiers match on")
 DATA, RESULTS = Parameter(group="Data"), Parameter(group="Results")
 FLAT, SWITCH = Parameter(name="*"), Parameter(negative="")
@@ -58,9 +60,10 @@ class RunSettings:
         trust_remote_code: Run model code that the checkpoint brings.
         max_model_len: Longest prompt plus answer, in tokens.
         max_tokens: Longest answer, in tokens; by default the preset's, then 16.
-        engine: vllm; scripted: no model, for trying settings; labels: the data set's own answers.
+        engine: vllm; scripted: no model, for trying settings; labels: the data set's own answers; or
+            package.module:Factory.
         tenant: Partitions every cache; tenants share nothing.
-        dataset: minigqa, gqa, gqa-text, jsonl, or a .jsonl file; by default the preset's.
+        dataset: minigqa, gqa, gqa-text, jsonl, a .jsonl file, or package.module:Factory; by default the preset's.
         chunk_source: question, semantic, group, combined or full.
         chunk_window: Match on the first N characters only; 0 for all.
         baseline: Run the samples with vLLM's prefix cache alone first.
@@ -76,7 +79,7 @@ class RunSettings:
     trust_remote_code: Annotated[bool, MODEL] = False
     max_model_len: Annotated[int | None, POSITIVE, MODEL] = None
     max_tokens: Annotated[int, POSITIVE, MODEL] = 16
-    engine: Annotated[str, Allowed(f"one of {', '.join(ENGINES)}", ENGINES.__contains__), MODEL] = "vllm"
+    engine: Annotated[str, ENGINE, MODEL] = "vllm"
     tenant: str = ""
     dataset: Annotated[str, DATA] = "gqa"
     chunk_source: Annotated[ChunkSource, MATCHED] = ChunkSource.QUESTION
@@ -94,8 +97,8 @@ class RunSettings:
         check(self)
         for part in (self, self.data, self.trace, self.cache):
             _check_extremes(part)
-        if self.dataset not in DATASETS and not self.dataset.endswith(".jsonl"):
-            raise ConfigError("--dataset", self.dataset, [*DATASETS, "a file that ends in .jsonl"])
+        if not (self.dataset in DATASETS or self.dataset.endswith(".jsonl") or plug.is_path(self.dataset)):
+            raise ConfigError("--dataset", self.dataset, [*DATASETS, "a file that ends in .jsonl", plug.FORM])
         for key, path in (("--calibration", self.cache.calibration), ("--dataset-root", self.data.root)):
             if path is not None and not path.exists():
                 raise ConfigError(key, str(path), EXISTS.text)

@@ -1,10 +1,13 @@
-"""Stores of responses: in memory, in SQLite, in Redis."""
+"""Stores of responses: in memory, in SQLite, in Redis, or the user's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
-from semkv.errors import ConfigError
+from semkv import plug
+from semkv.errors import ConfigError, SemkvError, StoreError
 from semkv.stores.responses.base import ResponseStore
 
 _REDIS = ("redis://", "rediss://", "unix://")
@@ -32,9 +35,36 @@ def open_store(
         from semkv.stores.responses.redis import RedisStore
 
         return RedisStore(where, max_bytes=max_bytes, max_entries=max_entries, timeout_s=timeout_s)
+    if plug.is_path(where):
+        own = plug.require("--store", plug.load("--store", where, default, max_bytes), ResponseStore, where)
+        return cast("ResponseStore", _Guarded(own))
     if "://" in where:
-        raise ConfigError("--store", where.partition("://")[0] + "://", "a file, memory, or a redis:// URL")
+        allowed = f"a file, memory, a redis:// URL, or {plug.FORM}"
+        raise ConfigError("--store", where.partition("://")[0] + "://", allowed)
     from semkv.stores.responses.sqlite import SqliteStore
 
     file = Path(where) if where else default
     return SqliteStore(file, max_bytes=max_bytes, max_entries=max_entries)
+
+
+class _Guarded:
+    """A user's store: whatever it raises is a `StoreError`, and so is an answer that lies under another key."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._store, name)
+
+        def call(*arguments: Any, **more: Any) -> Any:
+            try:
+                found = method(*arguments, **more)
+                if name == "get" and found is not None and found.key != arguments[0]:
+                    raise StoreError(f"--store: get returned an answer of another key, {found.key!r}")
+            except SemkvError:
+                raise
+            except Exception as error:
+                raise StoreError(f"--store: {name}: {error!r}") from error
+            return found
+
+        return call

@@ -1,0 +1,32 @@
+"""A policy of one's own: which approximate matches may be used. Exact ones are not asked about.
+
+    PYTHONPATH=examples semkv run --engine labels --policy word_order_policy:SameWords
+
+``semkv serve`` takes it too; a program gives the object: ``SemanticCache(config, decider=SameWords(config))``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from semkv import CacheConfig, Decision, Entry, Match, Request
+
+
+class SameWords:
+    """Accepts a donor that has at least as many of the request's words as the threshold says."""
+
+    weighs_vetoes = False  # a guard's veto is final
+    learns = False
+    floor = 0.8  # least cosine of a similar question that is worth a look
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.least = config.similarity_threshold
+
+    def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
+        own, other = set(request.question.lower().split()), set(donor.question.lower().split())
+        share = len(own & other) / max(1, len(own | other))
+        return Decision(share >= self.least, f"{share:.2f} of the words")
+
+    def arrived(self) -> None: ...
+    def observe(self, match: Match, *, correct: bool, served: bool) -> None: ...
+    def state(self) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
