@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from semkv import __version__
 from semkv.cache import SemanticCache
-from semkv.config import Variables, parse
+from semkv.config import ConfigFile, Variables, parse
 from semkv.errors import SemkvError
 from semkv.server.asgi import (
     Answer,
@@ -174,7 +174,7 @@ class Middleware(App):
     _own = frozenset[str]()
 
     def __init__(self, app: Application) -> None:
-        settings = parse(ServerSettings, [], Variables(ServerSettings, os.environ))
+        settings = parse(ServerSettings, [], Variables(ServerSettings, os.environ), ConfigFile(os.environ))
         super().__init__(gateway_of(settings, os.environ, AppUpstream(app)), admin_key(os.environ))
         self._otherwise = app  # type: ignore[assignment]
 

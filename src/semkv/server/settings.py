@@ -3,6 +3,7 @@
 SEMKV_SECRET       keys of stored answers are HMACs under it; made once per cache directory where it is not set
 SEMKV_ADMIN_KEY    opens the admin routes and the dashboard; without it they are closed
 SEMKV_<FLAG>       any flag of ``semkv serve`` in upper case, such as SEMKV_TTL; a flag given overrides it
+SEMKV_CONFIG       a TOML file of flags; what is given otherwise overrides it
 """
 
 # The command line reads the annotations of inherited fields: they must be values, not texts.
