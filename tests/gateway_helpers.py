@@ -7,7 +7,11 @@ import base64
 import io
 import itertools
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +67,37 @@ class Served:
         self.server.should_exit = True
         self.thread.join(120)
         self.socket.close()
+
+
+class Started:
+    """``semkv serve`` in a process of its own, without near-repeats. ``log``: the file with what it says."""
+
+    def __init__(self, upstream: str, folder: Path, *flags: str, **environment: str) -> None:
+        self.log = folder / "log"
+        command = [sys.executable, "-m", "semkv", "serve", "--port=0", f"--upstream={upstream}", "--no-semantic"]
+        with self.log.open("w") as out:
+            self._process = subprocess.Popen(
+                [*command, f"--cache-dir={folder / 'cache'}", *flags],
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "SEMKV_SECRET": SECRET, **environment},
+            )
+
+    def __enter__(self) -> Started:
+        wait_until(lambda: "startup complete" in self.log.read_text() or self._process.poll() is not None)
+        (self.url,) = re.findall(r"http://[\d.:]+(?=: upstream)", self.log.read_text())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        """End it as an operator would; its exit code."""
+        self._process.terminate()
+        try:
+            return self._process.wait(120)
+        finally:
+            self._process.kill()
 
 
 class Pair:

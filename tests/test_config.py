@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -15,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_helpers import WrittenEncoder, WrittenHook
+from command_line import invoke
 from semkv.cache import SemanticCache
-from semkv.config import CacheConfig, Variables, flag, parse
+from semkv.config import CacheConfig, ConfigFile, Variables, flag, parse
 from semkv.errors import ConfigError
 from semkv.server.settings import ServerSettings
 from semkv.types import (
@@ -144,6 +147,71 @@ def test_a_variable_is_a_flag_of_the_settings_and_never_its_opposite() -> None:
     assert parse(ServerSettings, [], Variables(ServerSettings, given)) == ServerSettings(mode=CacheMode.OFF)
     layers = {"SEMKV_EMBEDDING_LAYERS": "prompt:384:0.8, vision:512", "SEMKV_EMBEDDING_HOOK": "prompt_vision"}
     assert len(parse(CacheConfig, [], Variables(CacheConfig, layers)).embedding_layers) == 2
+
+
+class TestFile:
+    @pytest.fixture
+    def write(self, tmp_path: Path) -> Callable[[str], str]:
+        def write(text: str) -> str:
+            (tmp_path / "gateway.toml").write_text(text, "utf-8")
+            return str(tmp_path / "gateway.toml")
+
+        return write
+
+    def test_the_example_of_the_page_loads(self, write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+        page = Path(__file__).parent.parent / "docs" / "operations.md"
+        (text,) = re.findall(r"```toml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        started: list[Any] = []
+        monkeypatch.setattr(
+            "semkv.server.serve.run_server", lambda settings, *_, **more: started.append((settings, more))
+        )
+        assert invoke(["serve", "--config", write(text)]).output == ""
+        ((settings, more),) = started
+        assert more["port"] == 8080
+        assert settings == ServerSettings(
+            ttl=86400,
+            ttl_rules=("prompt:*weather*=5m", "model:*-news=1h,stale=60"),
+            similarity_threshold=0.95,
+            salt=False,
+        )
+
+    def test_flags_override_variables_and_variables_the_file(self, write: Callable[[str], str]) -> None:
+        variables = {"SEMKV_CONFIG": write('ttl = 1\nstale = 1\njitter = 0.1\ntag-rules = ["model:a=a"]\n')}
+        variables |= {"SEMKV_STALE": "2", "SEMKV_TTL": "2"}
+        found = parse(ServerSettings, ["--ttl=3"], Variables(ServerSettings, variables), ConfigFile(variables))
+        assert found == ServerSettings(ttl=3, stale=2, jitter=0.1, tag_rules=("model:a=a",))
+
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("secret = 'not to be told'", "gateway.toml: 'secret' is not allowed; expected one of "),
+            ("[serve]\nttl = 1", "gateway.toml: 'serve' is not allowed; expected one of "),
+            ("no-salt = true", "gateway.toml: 'no-salt' is not allowed; expected one of "),
+            ("ttl = -1", "gateway.toml: ttl: -1.0 is not allowed; expected 0 or a positive number"),
+            ("ttl = true", "gateway.toml: ttl: 'true' is not allowed; expected a number"),
+            ("ttl = [1]", "gateway.toml: ttl: [1] is not allowed; expected a value, or a list"),
+            ("salt = 'maybe'", "gateway.toml: salt: 'maybe' is not allowed; expected true or false"),
+            ("mode = 'dry'", "gateway.toml: mode: 'dry' is not allowed; expected one of dry-run, live, off"),
+            ("mode = 'off'\ncache-mode = 'live'", "gateway.toml: cache-mode: 'live' is not allowed; expected one name"),
+            (
+                "trusted-proxy = ['foo']",
+                "gateway.toml: trusted-proxy: 'foo' is not allowed; expected networks such as ",
+            ),
+            ("port = 7.5", "gateway.toml: port: '7.5' is not allowed; expected a whole number"),
+            ("ttl = ", "gateway.toml' is not allowed; expected a TOML file (Invalid value"),
+        ],
+    )
+    def test_what_is_wrong_in_it_is_named(self, write: Callable[[str], str], text: str, named: str) -> None:
+        said = invoke(["serve", "--config", write(text)])
+        assert said.exit_code == 2
+        assert named in said.stderr
+        assert "not to be told" not in said.output
+
+    def test_a_value_given_elsewhere_is_not_the_files_fault(self, write: Callable[[str], str]) -> None:
+        assert invoke(["serve", "--config", write("ttl = 1"), "--ttl=-1"]).stderr.startswith(
+            "semkv: --ttl: -1.0 is not"
+        )
+        assert "--config: '/nowhere' is not allowed" in invoke(["serve", "--config", "/nowhere"]).stderr
 
 
 @pytest.mark.parametrize(

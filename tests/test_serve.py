@@ -198,7 +198,7 @@ def test_what_it_cannot_start_with_is_one_line(tmp_path: Path) -> None:
 
 def test_a_library_that_prints_for_itself_is_logged_once() -> None:
     program = (
-        "from semkv.server.serve import set_up_logs; set_up_logs('info')\n"
+        "from semkv.server.logs import set_up_logs; set_up_logs()\n"
         "from huggingface_hub.utils import logging; logging.get_logger('huggingface_hub.x').warning('retrying')\n"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway_helpers import ONE, OTHER, Pair, a_tenant, beside, near_pair, wait_until
+from gateway_helpers import ONE, OTHER, Pair, Served, Started, a_tenant, beside, chat, near_pair, wait_until
+from scripted_upstream import Scripted
 from semkv.errors import ConfigError
 from semkv.server import gateway
 from semkv.server.settings import ServerSettings
@@ -221,3 +223,74 @@ class TestReason:
         reasons = re.findall(r'(?:Unkeyable|Uncacheable)\("([^"]+)"\)', text)
         assert len(set(reasons)) > 15
         assert [reason for reason in reasons if f"`{reason.replace(' ', '_')}`" not in page] == []
+
+
+class TestRequestId:
+    def test_a_clients_own_goes_to_the_upstream_and_back(self, pair: Pair) -> None:
+        answer = pair.post("my id", headers={"X-Request-Id": "mine-1"})
+        assert (answer.headers["x-request-id"], pair.upstream.headers[-1]["x-request-id"]) == ("mine-1", "mine-1")
+
+    @pytest.mark.parametrize("given", [None, "", "x" * 129, "two words", "a,b", "tab\there"])
+    def test_anything_else_is_replaced(self, pair: Pair, given: str | None) -> None:
+        answer = pair.post(f"id {given!r}", headers={} if given is None else {"X-Request-Id": given})
+        found = answer.headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f]{32}", found)
+        assert pair.upstream.headers[-1]["x-request-id"] == found
+
+    def test_every_answer_has_one_of_its_own(self, pair: Pair) -> None:
+        answers = [pair.post("again and again") for _ in range(2)]
+        answers += [pair.post(["no text"]), httpx.get(f"{pair.url}/v1/models"), pair.post("x", data="no JSON")]
+        assert kind(answers[1]) == "hit"
+        assert len({answer.headers["x-request-id"] for answer in answers}) == len(answers)
+
+    def test_the_upstream_may_give_another(self, pair: Pair, says: list[tuple[bytes, bytes]]) -> None:
+        says.append((b"x-request-id", b"theirs"))
+        answers = [pair.post("their id", headers={"X-Request-Id": name}) for name in "ab"]
+        assert [answer.headers.get_list("x-request-id") for answer in answers] == [["theirs"], ["b"]]
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path, form: str) -> None:
+    """A gateway as it is started."""
+    key, said = "sk-the-key-of-a-client", "a prompt that is nobody's business"
+    ids = {"X-Request-Id": "mine"}
+    headers = {"Authorization": f"Bearer {key}", **ids}
+    with Served(Scripted()) as behind, Started(behind.url, tmp_path, "--access-log", f"--log-format={form}") as front:
+        for more in ({}, {}, {"temperature": 1}, {"model": "two\nlines"}):
+            httpx.post(f"{front.url}/v1/chat/completions", json=chat(said, **more), headers=headers, timeout=120)
+        httpx.get(f"{front.url}/v1/models?q={key}", headers=headers, timeout=120)
+        wait_until(lambda: front.log.read_text().count("/v1/models") == 1)
+        text = front.log.read_text()
+    assert key not in text
+    assert "nobody's business" not in text
+    assert "You said" not in text
+    if form == "text":
+        lines = [line for line in text.splitlines() if " request " in line]
+        (hit,) = (line for line in lines if '"hit tier=exact' in line)
+        assert re.search(
+            r"info request request_id=mine method=POST route=/v1/chat/completions model=scripted tenant=", hit
+        )
+        assert r'model="two\nlines"' in text
+        assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.+]+ (info|warning) \w", line) for line in text.splitlines())
+        return
+    every = [json.loads(line) for line in text.splitlines()]
+    lines = [line for line in every if line["message"] == "request"]
+    assert all(set(line) >= {"time", "level", "message"} for line in every)
+    assert [line["cache"].split(" age")[0] for line in lines] == [
+        "miss", "hit tier=exact", "miss reason=sampled", "miss", "pass reason=route"
+    ]  # fmt: skip
+    assert {(line["request_id"], line["status"], len(line["tenant"])) for line in lines} == {("mine", 200, 8)}
+    assert {line["tenant"] for line in lines} == {lines[0]["tenant"]}
+    assert [line.get("model") for line in lines] == ["scripted", "scripted", "scripted", "two\nlines", None]
+    assert lines[-1]["route"] == "/v1/models"
+    assert all(0 <= line["ms"] < 3e5 for line in lines)
+
+
+def test_every_line_of_a_request_has_its_id_also_from_a_task_of_its_own(tmp_path: Path) -> None:
+    with Served(Scripted()) as behind, Started(behind.url, tmp_path) as front:
+        body = {**chat("no temperature"), "temperature": None}
+        httpx.post(f"{front.url}/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"}, timeout=120)
+        wait_until(lambda: "without a temperature" in front.log.read_text())
+        lines = [json.loads(line) for line in front.log.read_text().splitlines()]
+    assert {line.get("request_id") for line in lines if "without a temperature" in line["message"]} == {"mine"}
+    assert not any(line["message"] == "request" for line in lines), "only where it is asked for"

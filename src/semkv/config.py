@@ -1,14 +1,15 @@
 """Settings, each stated once: field, type, default, description. The command line is made from these classes.
 
 The line that a class's docstring has for a field is the flag's help. A wrong value is a `ConfigError` that names the
-key, the value and what is allowed, wherever it comes from: a flag, a variable ``SEMKV_<FLAG>``, a preset, a program, or
-a connector's extra config.
+key, the value and what is allowed, wherever it comes from: a flag, a variable ``SEMKV_<FLAG>``, a file, a preset, a
+program, or a connector's extra config.
 """
 
 # The command line reads the annotations of inherited fields: they must be values, not texts.
 
 import math
 import os
+import tomllib
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, is_dataclass
@@ -212,6 +213,58 @@ class Variables:
         for i, part in enumerate(text.split(",") if argument.token_count()[1] else [text]):
             if part.strip():
                 argument.append(Token(keyword=variable, value=part.strip(), source="environment", index=i))
+
+
+class ConfigFile:
+    """A source of flags for the command line: the TOML file that ``--config`` names, else ``SEMKV_CONFIG``. Keys are
+    flags without their dashes; a list gives a flag several times. Name this source last: the ones before override it.
+
+    Args:
+        environment: the variables.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+        flags = {
+            name.removeprefix("--"): argument
+            for argument in arguments
+            for name in argument.names
+            if argument.parse and name.startswith("--") and name not in argument.negatives
+        }
+        own = flags.pop("config", None)
+        file = own.tokens[-1].value if own and own.tokens else self._environment.get("SEMKV_CONFIG", "")
+        if not file:
+            return
+        used: dict[str, str] = {}  # what was taken from the file: by flag, its place in the file
+        for key, value in _toml(file).items():
+            if key not in flags:
+                raise ConfigError(file, key, flags)  # without the value, which may be a secret
+            argument, place = flags[key], f"{file}: {key}"
+            several = isinstance(value, list) and argument.token_count()[1]
+            items = value if several else [value]
+            if any(isinstance(item, list | dict) for item in items):
+                raise ConfigError(place, value, "a value, or a list of values where a flag may be repeated")
+            if argument.name in used:
+                raise ConfigError(place, value, f"one name of a flag, where {used[argument.name]} says the same")
+            if not argument.tokens:
+                used[argument.name] = place
+                for i, item in enumerate(items):
+                    text = str(item).lower() if isinstance(item, bool) else str(item)
+                    argument.append(Token(keyword=place, value=text, source=file, index=i))
+        try:  # what is only seen when all settings are there
+            for argument in arguments.filter_by(has_tree_tokens=True):
+                argument.convert_and_validate()
+        except ConfigError as error:
+            raise ConfigError(used.get(error.key, error.key), error.value, error.allowed) from None
+
+
+def _toml(file: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(file).expanduser().read_text("utf-8"))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError("--config", file, f"a TOML file ({error})") from None
 
 
 def _strict(app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:

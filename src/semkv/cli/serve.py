@@ -14,12 +14,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 
-from semkv.config import Variables, command_line
+from semkv.config import ConfigFile, Variables, command_line
 from semkv.errors import DatasetError, SemkvError
-from semkv.server.settings import ServerSettings
+from semkv.server.settings import LogFormat, LogLevel, ServerSettings
 
 serve = command_line(
     Variables(ServerSettings, os.environ),
+    ConfigFile(os.environ),
     help_epilogue="""Examples:
 
 ```
@@ -49,7 +50,9 @@ def _serve(
     *,
     host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8080,
-    log_level: str = "info",
+    log_level: LogLevel = LogLevel.INFO,
+    log_format: LogFormat = LogFormat.JSON,
+    config: Path | None = None,
     settings: Annotated[ServerSettings | None, Parameter(name="*")] = None,
 ) -> None:
     """Answer repeated requests in front of a server.
@@ -62,12 +65,17 @@ def _serve(
     Args:
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
-        log_level: debug, info, warning or error.
+        log_level: The least that is logged: debug, info, warning or error.
+        log_format: json (an object a line) or text.
+        config: A TOML file of flags without the dashes, such as `ttl = 60`; flags and variables override it.
     """
+    del config  # `ConfigFile` has read it
     with _extra():
         from semkv.server.serve import run_server
 
-    run_server(settings or ServerSettings(), os.environ, host=host, port=port, log_level=log_level)
+    run_server(
+        settings or ServerSettings(), os.environ, host=host, port=port, log_level=log_level, log_format=log_format
+    )
 
 
 @warm.default

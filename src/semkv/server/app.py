@@ -14,6 +14,7 @@ import hmac
 import json
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from importlib.resources import files
@@ -26,7 +27,7 @@ from starlette.routing import Route
 
 from semkv import __version__
 from semkv.cache import SemanticCache
-from semkv.config import Variables, parse
+from semkv.config import ConfigFile, Variables, parse
 from semkv.errors import SemkvError
 from semkv.server.asgi import (
     Answer,
@@ -47,6 +48,7 @@ from semkv.server.asgi import (
 )
 from semkv.server.cache_client import CacheClient, Late
 from semkv.server.gateway import Gateway
+from semkv.server.logs import Seen, begin
 from semkv.server.metrics import Metrics
 from semkv.server.request_key import ROUTES
 from semkv.server.settings import ServerSettings, admin_key, secret_of
@@ -125,6 +127,17 @@ class App:
             await send({"type": "websocket.close", "code": 1000})
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send, *, cached: bool) -> None:
+        seen = begin(scope)
+        if not self.gateway.settings.access_log:
+            await self._deliver(scope, receive, send, seen, cached=cached)
+            return
+        start = time.perf_counter()
+        try:
+            await self._deliver(scope, receive, send, seen, cached=cached)
+        finally:
+            seen.log(time.perf_counter() - start)
+
+    async def _deliver(self, scope: Scope, receive: Receive, send: Send, seen: Seen, *, cached: bool) -> None:
         try:
             if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
                 raise Refused(error_answer(400, "no such path", "invalid_request_error"))
@@ -132,12 +145,14 @@ class App:
             if answer is None:
                 call = Call(scope, await read_body(scope, receive, self._limit, self._limit_s, self._room))
                 answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, "route"))
+            seen.sign(answer)
             self.gateway.cors.dress(scope, answer)
             if answer.stream is None:
                 await reply(answer, send)
             else:
                 await unless_gone(reply(answer, send), receive)
         except Refused as refused:
+            seen.sign(refused.answer)
             self.gateway.cors.dress(scope, refused.answer)
             if refused.answer.status == 503:
                 self.gateway.metrics.turned_away("bodies")
@@ -174,7 +189,7 @@ class Middleware(App):
     _own = frozenset[str]()
 
     def __init__(self, app: Application) -> None:
-        settings = parse(ServerSettings, [], Variables(ServerSettings, os.environ))
+        settings = parse(ServerSettings, [], Variables(ServerSettings, os.environ), ConfigFile(os.environ))
         super().__init__(gateway_of(settings, os.environ, AppUpstream(app)), admin_key(os.environ))
         self._otherwise = app  # type: ignore[assignment]
 

@@ -21,6 +21,7 @@ from typing import Any
 from semkv.server.asgi import EVENTS, JSON, Answer, Headers, Receive, error_answer, is_plain_json, unless_gone
 from semkv.server.cache_client import EXACT, CacheClient, Lookup
 from semkv.server.headers import Cors, Vary
+from semkv.server.logs import current
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, HitView, Metrics, RecentHits
 from semkv.server.request_key import ROUTES, CanonicalRequest, Uncacheable, canonicalise, loads
 from semkv.server.settings import ServerSettings
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 _LARGE = 64 * 1024  # bytes of a body that is parsed and written in a thread
 _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
+_TAG = 8  # digits of a tenant's digest that operators see
 _RECORD_DELAY_S = 0.005  # a record shares the interpreter with the answer that goes out and the next request
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -144,6 +146,8 @@ class Gateway:
             canonical = self._canonicalise(call, client.tenant)
         if isinstance(canonical, Uncacheable):
             return await self.forward(call, receive, canonical.reason)
+        if (seen := current()) is not None:
+            seen.tenant, seen.model = client.tenant[:_TAG], canonical.model
         may_read = (self.settings.sampled or not canonical.sampled) and await self._may_read(client)
         request = GatewayRequest(call, canonical, controls, client, may_read, start)
         if (answer := self._from_memory(request, Lookup(canonical))) is not None:
@@ -435,7 +439,9 @@ class Gateway:
         return Answer(flight.status, headers, stream=reader.pieces(usage=usage), close=reader.aclose, ours=ours)
 
     def _cache_header(self, text: str) -> Headers:
-        """The header that says where an answer came from."""
+        """The header that says where an answer came from; the log says it too."""
+        if (seen := current()) is not None:
+            seen.cache = text
         return [(b"x-semkv", text.encode("latin-1", "replace"))] if self.settings.tell else []
 
     def _hit_header(self, lookup: Lookup, age_s: float, flags: str) -> Headers:
@@ -464,6 +470,8 @@ class Gateway:
     async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
         """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
         start, client = time.perf_counter(), self._tenants.client(call.scope)
+        if (seen := current()) is not None:
+            seen.tenant = client.tenant[:_TAG]
         header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
         self.metrics.uncacheable(reason)
         try:

@@ -1,11 +1,10 @@
-"""Runs the gateway: uvicorn with uvloop and httptools, bounded heads of requests, JSON lines on standard error."""
+"""Runs the gateway: uvicorn with uvloop and httptools, bounded heads of requests."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import gc
-import json
 import logging
 import re
 import resource
@@ -13,19 +12,18 @@ import socket
 import sys
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from semkv import __version__
-from semkv.errors import ConfigError, SemkvError
+from semkv.errors import SemkvError
 from semkv.server.app import FULL, app_of
 from semkv.server.asgi import busy_answer
-from semkv.server.settings import ServerSettings, admin_key
+from semkv.server.logs import set_up_logs
+from semkv.server.settings import LogFormat, LogLevel, ServerSettings, admin_key
 from semkv.types import CacheMode, PolicyName
 
 log = logging.getLogger(__name__)
@@ -121,42 +119,6 @@ def raise_file_limit() -> int:
     return min(_MOST, max(_SPARE, most))
 
 
-class JsonLines(logging.Formatter):
-    """One JSON object a record."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def set_up_logs(level: str) -> None:
-    """JSON lines on standard error.
-
-    Raises:
-        ConfigError: no such level.
-    """
-    names = ("debug", "info", "warning", "error")
-    if level not in names:
-        raise ConfigError("--log-level", level, names)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    root = logging.getLogger()
-    root.handlers = [handler]
-    root.setLevel(level.upper())
-    for noisy in ("httpx", "sentence_transformers", "faiss"):
-        logging.getLogger(noisy).setLevel("WARNING")
-    with contextlib.suppress(ImportError):  # it prints for itself what goes on to the root as well
-        import_module("huggingface_hub.utils.logging")
-        logging.getLogger("huggingface_hub").handlers.clear()
-
-
 def listening(host: str, port: int) -> list[socket.socket]:
     """Sockets for every address of a host that this machine has, none of which takes connections yet.
 
@@ -226,7 +188,13 @@ def described(settings: ServerSettings, environment: Mapping[str, str], address:
 
 
 def run_server(
-    settings: ServerSettings, environment: Mapping[str, str], *, host: str, port: int, log_level: str
+    settings: ServerSettings,
+    environment: Mapping[str, str],
+    *,
+    host: str,
+    port: int,
+    log_level: LogLevel,
+    log_format: LogFormat,
 ) -> None:
     """Serve until a signal to stop; then no new connections, and open requests have 20 seconds.
 
@@ -235,7 +203,7 @@ def run_server(
         StoreError: a store cannot be opened.
         SemkvError: the address cannot be listened on.
     """
-    set_up_logs(log_level)
+    set_up_logs(log_level, log_format)
     connections = raise_file_limit()
     sockets = listening(host, port)  # before the encoder is loaded, which takes seconds
     # transformers imports torch's compiler, which imports triton, which lists what it leaks when the process ends.

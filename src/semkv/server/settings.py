@@ -3,6 +3,7 @@
 SEMKV_SECRET       keys of stored answers are HMACs under it; made once per cache directory where it is not set
 SEMKV_ADMIN_KEY    opens the admin routes and the dashboard; without it they are closed
 SEMKV_<FLAG>       any flag of ``semkv serve`` in upper case, such as SEMKV_TTL; a flag given overrides it
+SEMKV_CONFIG       a TOML file of flags; what is given otherwise overrides it
 """
 
 # The command line reads the annotations of inherited fields: they must be values, not texts.
@@ -13,6 +14,7 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +36,22 @@ LIFE = Parameter(group="Lifetimes and labels")
 SIZES = Parameter(group="Bounds")
 TENANTS = Parameter(group="Tenants")
 WAITS = Parameter(group="Timeouts")
+
+
+class LogLevel(StrEnum):
+    """The least that is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """How a line of the log looks."""
+
+    JSON = "json"
+    TEXT = "text"
 
 
 @dataclass(frozen=True)
@@ -59,6 +77,7 @@ class ServerSettings(LookupConfig):
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
         tell: Put an X-Semkv header on responses.
+        access_log: Log a line for every request: its id, route, model, tenant and outcome, never what it says.
         cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
         vary_headers: A request header that changes the response and is part of the key; may be repeated.
         max_body_mib: Larger requests are refused.
@@ -90,6 +109,7 @@ class ServerSettings(LookupConfig):
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
     tell: bool = True
+    access_log: bool = False
     cors_origins: Annotated[tuple[str, ...], Parameter(name=("--cors-origin", "--cors-origins")), MANY] = ()
     vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY] = ()
     max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
