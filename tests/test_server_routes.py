@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,7 @@ class TestNotKept:
                 odd.says(said, kind=kind_of)
                 answers = [post(odd, path, {**body, "stream": asked}) for _ in range(2)]
                 assert [a.content for a in answers] == [said] * 2
+                assert [a.headers["content-type"] for a in answers] == [kind_of.decode()] * 2
                 assert [kind(a) for a in answers] == ["miss"] * 2
 
 
@@ -367,8 +369,9 @@ class TestSingleFlight:
         text = f"at once {path} {stream}"
         before, readers = len(pair.upstream.calls), pair.readers
         pair.upstream.gate.clear()
+        pool = ThreadPoolExecutor(5)
         try:
-            waiting = [pair._pool.submit(post, pair, path, body_for(path, text, stream=stream)) for _ in range(5)]
+            waiting = [pool.submit(post, pair, path, body_for(path, text, stream=stream)) for _ in range(5)]
             wait_until(lambda: pair.readers == readers + 5)
         finally:
             pair.upstream.gate.set()

@@ -104,7 +104,7 @@ class App:
             answer = busy_answer("connections")
             self.gateway.cors.dress(scope, answer)
             await reply(answer, send)
-        elif path and scope["method"] in ("POST", "OPTIONS") and (path in ROUTES or path in SALTED):
+        elif path and scope["method"] in ("POST", "OPTIONS") and path in SALTED:
             cached = path in ROUTES and scope["method"] == "POST"
             await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=cached)
         else:

@@ -260,8 +260,7 @@ class Gateway:
     ) -> None:
         """Send what a lookup says upstream, and wait for it; with ``shared``, equal requests may join from here on."""
         canonical, started, since = lookup.canonical, time.perf_counter(), self.cache.responses.begin()
-        if stream is None or not canonical.route.converts:
-            stream = canonical.stream
+        stream = canonical.stream if stream is None else stream
         raw = b"" if request.large else _body(canonical, stream=stream)
 
         async def send() -> Reply:

@@ -129,7 +129,8 @@ class InFlight:
         self.error: UpstreamError | None = None
         self.readers: set[Reader] = set()
         self._flights, self._send, self._on_status, self._on_whole = flights, send, on_status, on_whole
-        self._stream, self._keeping = stream, True
+        self._reading: Assembler | Recorder | None = stream  # None once it cannot be kept
+        self._error_event = stream.broken
         self._refusal = refusal
         self._chunks: list[Chunk] = []
         self._first = 0  # number of the first chunk that is still held
@@ -148,7 +149,7 @@ class InFlight:
     @property
     def storable(self) -> bool:
         """Nothing has come in so far that forbids to store the answer."""
-        return self.shared and not self.refused and self.status in (0, 200) and self._keeping
+        return self.shared and not self.refused and self.status in (0, 200) and self._reading is not None
 
     @property
     def whole(self) -> bool:
@@ -164,7 +165,7 @@ class InFlight:
         """The event that says why it broke off."""
         assert self.error is not None
         error = {"message": str(self.error), "type": "upstream_error", "param": None, "code": self.error.status}
-        return self._stream.broken(error)
+        return self._error_event(error)
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition on this answer holds, or it has ended."""
@@ -242,12 +243,12 @@ class InFlight:
 
     async def _read_event(self, raw: bytes) -> bool:
         """Put one event to the others; whether it holds only the usage. A fault costs the storing alone."""
-        chunk = read_chunk(data_of(raw)) if self._keeping or b'"usage"' in raw else None
+        chunk = read_chunk(data_of(raw)) if self._reading is not None or b'"usage"' in raw else None
         try:
-            if self._keeping and (payload := self._stream.take(raw, chunk)) is not None:
+            if self._reading is not None and (payload := self._reading.take(raw, chunk)) is not None:
                 await self._keep(payload)
         except Exception as error:
-            self._keeping = False
+            self._reading = None
             log.debug("a stream is not stored: %s", error)
             if not isinstance(error, NotKeepable):
                 self._fault("stream")
@@ -273,7 +274,7 @@ class InFlight:
         self.wake()
         too_large = self._held_bytes > flights.max_answer_bytes or flights.held_bytes > flights.max_total_bytes
         if self.shared and too_large:
-            self.shared = self._keeping = False
+            self.shared, self._reading = False, None
             flights.unshare(self)
         while not self.shared and self._held_bytes > _WINDOW_BYTES:
             self._drop_chunks(min((reader.position for reader in self.readers), default=0) - self._first)
