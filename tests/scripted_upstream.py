@@ -6,7 +6,7 @@ The last user text may hold directives in brackets: ``[delay=0.2]`` seconds befo
 ``[odd]`` for a field in it that nobody knows,
 ``[tool]`` for a tool call, ``[think]`` for reasoning, ``[big=100000]`` for that many characters, ``[events=N]`` for the
 number of content events, ``[gap=0.1]`` seconds between them. The answer is the text itself, so that every test can tell
-whose answer it got. ``/v1/responses`` knows no directives.
+whose answer it got. Other routes are in `scripted_routes`.
 
     python -m uvicorn --app-dir tests scripted_upstream:app --port 9000
 """
@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+
+from scripted_routes import ROUTES
 
 _DIRECTIVE = re.compile(r"\[(\w+)(?:=([\d.]+))?\]")
 CREATED = 1_700_000_000
@@ -66,10 +68,6 @@ class Scripted:
             await self._json(send, 200, {"total": self.total, "running": self.running, "most": self.most_running})
         elif path == "/v1/models":
             await self._json(send, 200, {"object": "list", "data": [{"id": "scripted", "object": "model"}]})
-        elif path == "/v1/embeddings":
-            await self._json(send, 200, {"object": "list", "data": [{"embedding": [0.5], "index": 0}]})
-        elif path == "/v1/responses":
-            await self._respond(scope, json.loads(body), send)
         else:
             await self._answer(scope, body, receive, send)
 
@@ -82,18 +80,6 @@ class Scripted:
         if len(self.calls) < self.keep:
             self.calls.append(body)
             self.headers.append({k.decode(): v.decode("latin-1") for k, v in scope["headers"]})
-
-    async def _respond(self, scope: Any, body: dict[str, Any], send: Any) -> None:
-        self._note(scope, body)
-        events = list(response_events(body))
-        if body.get("stream"):
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]})
-            for name, data in events:
-                lines = f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
-                await send({"type": "http.response.body", "body": lines, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        else:
-            await self._json(send, 200, events[-1][1]["response"])
 
     async def _json(self, send: Any, status: int, value: Any) -> None:
         body = json.dumps(value).encode()
@@ -109,7 +95,9 @@ class Scripted:
             if (body.get("n") or 1) > _ANSWERS:
                 raise ValueError("too many answers")
             said = dict(_DIRECTIVE.findall(text)) | self.script.get(text, {})
-            content = list(chunks(body, text, said)) if body.get("stream") else answer(body, text, said)
+            whole, stream = ROUTES.get(scope["path"], (answer, chunks))
+            streams = stream is not None and body.get("stream")
+            content = list(stream(body, text, said)) if streams else whole(body, text, said)
         except Exception:
             await self._json(send, 400, {"error": {"message": "no request", "type": "BadRequestError", "code": 400}})
             return
@@ -162,21 +150,28 @@ class Scripted:
             if number == 2 and "cut" in said:
                 raise RuntimeError("scripted break")
             if number == 2 and "error" in said:
-                chunk = {"error": {"message": "scripted", "type": "Scripted", "code": 500}}
-            data = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+                error = {"message": "scripted", "type": "Scripted", "code": 500}
+                chunk = {"error": error} | ({"type": "error"} if "type" in chunk else {})
+            named = b"event: " + chunk["type"].encode() + b"\n" if "type" in chunk else b""
+            data = named + b"data: " + json.dumps(chunk).encode() + b"\n\n"
             await send({"type": "http.response.body", "body": data, "more_body": True})
             if "gap" in said:
                 await asyncio.sleep(float(said["gap"]))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        end = b"" if "type" in content[0] else b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": end})
 
 
 def prompt_of(body: dict[str, Any]) -> str:
-    if "messages" not in body:
+    for name in ("prompt", "input", "query", "text_1", "queries"):
+        if isinstance(body.get(name), str):
+            return str(body[name])
+    if "messages" not in body and not isinstance(body.get("input"), list):
         return str(body["prompt"])
-    content = body["messages"][-1]["content"]
+    last = body.get("messages", body.get("input"))[-1]
+    content = last.get("content") if isinstance(last, dict) else str(last)
     if isinstance(content, str):
         return content
-    return " ".join(part["text"] for part in content if part["type"] == "text")
+    return " ".join(part["text"] for part in content if part["type"] in ("text", "input_text"))
 
 
 def _text(text: str, said: dict[str, str]) -> str:
@@ -255,25 +250,6 @@ def chunks(body: dict[str, Any], text: str, said: dict[str, str]) -> Iterator[di
     yield from (chunk(i, {}, _finish(said)) for i in numbers)
     if (body.get("stream_options") or {}).get("include_usage"):
         yield {**top, "choices": [], "usage": _usage(out)}
-
-
-def response_events(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events of the Responses API; the last one holds the whole answer."""
-    text = f"You said: {body['input']}"
-    at = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
-    content = {"type": "output_text", "text": text, "annotations": []}
-    item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [content]}
-    top = {
-        "id": f"resp_{time.time_ns()}", "object": "response", "created_at": CREATED, "model": "scripted", "tools": [],
-        "tool_choice": "auto", "parallel_tool_calls": True, "previous_response_id": body.get("previous_response_id"),
-    }  # fmt: skip
-    yield "response.created", {"type": "response.created", "response": {**top, "status": "in_progress", "output": []}}
-    for piece in (text[:5], text[5:]):
-        yield "response.output_text.delta", {"type": "response.output_text.delta", "delta": piece, **at, "logprobs": []}
-    yield (
-        "response.completed",
-        {"type": "response.completed", "response": {**top, "status": "completed", "output": [item]}},
-    )
 
 
 app = Scripted(keep=0)

@@ -15,11 +15,12 @@ import pytest
 
 from redis_server import RedisServer
 from semkv.errors import ConfigError, StoreError
+from semkv.server.routes import ROUTES
 from semkv.stores.responses.base import Selector
 from semkv.stores.responses.memory import MemoryStore
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, Subject, parse_rule, refusal
+from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, Subject, parse_rule
 from semkv.tiers.response import ResponseCache
 
 
@@ -30,6 +31,9 @@ class Asked:
     model: str = "model"
     prompt: str = "What is the weather?"
     sampled: bool = False
+
+    def refusal(self, payload: bytes, status: int) -> str:
+        return ROUTES["/v1/chat/completions"].refusal(payload, status)
 
 
 class Clock:
@@ -74,18 +78,18 @@ def until(condition: Callable[[], bool], seconds: float = 300.0) -> bool:
         (payload("abort"), 200, "unfinished"),
         (payload(None), 200, "unfinished"),
         (payload(["stop"]), 200, "unfinished"),
-        (payload(), 200, "no choices"),
+        (payload(), 200, "unfinished"),
         (payload("stop", error={"message": "x"}), 200, "error"),
         (b"[]", 200, "error"),
         (b'{"choices": [1]}', 200, "unfinished"),
-        (b'{"choices": {"finish_reason": "stop"}}', 200, "no choices"),
+        (b'{"choices": {"finish_reason": "stop"}}', 200, "unfinished"),
         (b"data: x", 200, "no JSON"),
         (b"", 200, "no JSON"),
         (b"[" * 100_000, 200, "no JSON"),
     ],
 )
 def test_only_complete_answers_are_kept(body: bytes, status: int, why: str) -> None:
-    assert refusal(body, status) == why
+    assert Asked().refusal(body, status) == why
     cache = ResponseCache(None)
     assert cache.keep(Asked(), body, status=status) is not bool(why)
     assert (cache.peek("a") is None) is bool(why)

@@ -148,7 +148,7 @@ def words(value: Any) -> set[str]:
 
 
 class TestResponses:
-    """The Responses API is passed on: its answers live in the server (`previous_response_id`, `store`)."""
+    """Without `store: false` the Responses API is passed on: its answers live in the server."""
 
     def test_whole(self, pair: Pair) -> None:
         client = pair.client("key")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from gateway_helpers import ADMIN, SECRET, Served
 from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
+from tiny_models import Checkpoint
 from vllm_server import PYTHON, VllmServer
 
 pytestmark = pytest.mark.engine
@@ -169,7 +171,7 @@ def test_structured_answers_are_kept(gateway: Served) -> None:
     assert json.loads(text(first)).keys() == {"color", "large"}
 
 
-def test_the_responses_api_passes_and_keeps_tenants_apart(gateway: Served) -> None:
+def test_stored_responses_pass_and_keep_tenants_apart(gateway: Served) -> None:
     def respond(key: str, **more: Any) -> Any:
         client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=120)
         prompt = "What color is the large cube? " * 30
@@ -181,6 +183,64 @@ def test_the_responses_api_passes_and_keeps_tenants_apart(gateway: Served) -> No
     cached = {key: respond(key).usage.input_tokens_details.cached_tokens for key in ("one", "two")}
     assert cached["one"] > 0
     assert cached["two"] == 0, "another tenant finds nothing in the server's prefix cache"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_and_messages_are_kept_where_the_server_holds_no_state(gateway: Served, stream: bool) -> None:
+    """The model says few words of its own accord, so most answers to a few questions are whole."""
+    openais = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="k", max_retries=0, timeout=120)
+    anthropics = anthropic.Anthropic(base_url=gateway.url, api_key="k", max_retries=0, timeout=120)
+    kept = {"responses": 0, "messages": 0}
+    for question in ("What color is the large cube?", "What shape is blue?", "Is there a red sphere?"):
+        said = [{"role": "user", "content": question}]
+        ways = {
+            "responses": lambda q=question: openais.responses.with_raw_response.create(
+                model=MODEL, input=q, store=False, temperature=0, max_output_tokens=16, stream=stream
+            ),
+            "messages": lambda said=said: anthropics.messages.with_raw_response.create(
+                model=MODEL, messages=said, max_tokens=16, stream=stream, extra_body={"temperature": 0}
+            ),
+        }
+        for name, ask_it in ways.items():
+            answers, headers = [], []
+            for _ in range(2):
+                raw = ask_it()
+                answers.append(list(raw.parse()) if stream else [raw.parse()])
+                headers.append(raw.headers["x-semkv"])
+            last = answers[0][-1]
+            if name == "responses":
+                whole = (last.response if stream else last).status == "completed"
+            else:
+                ends = [event.delta.stop_reason for event in answers[0] if event.type == "message_delta"]
+                whole = (ends[0] if stream else last.stop_reason) == "end_turn"
+            assert headers[0] == "miss"
+            assert headers[1].startswith("hit tier=exact" if whole else "miss")
+            kept[name] += whole
+            assert not whole or answers[0] == answers[1]
+    assert all(kept.values())
+
+
+def test_embeddings_ranks_and_scores(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    command = [*PYTHON, "--model", str(checkpoint("opt")), "--served-model-name", "tiny", "--max-model-len", "128"]
+    embeds = ["--runner", "pooling", "--convert", "embed"]
+    with VllmServer([*command, *embeds], tmp_path / "log") as server:
+        settings = ServerSettings(upstream=server.url, cache_dir=tmp_path, semantic=False)
+        with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
+            client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="k", max_retries=0, timeout=120)
+            texts = ["What color is the car?", "Is there a dog?"]
+            first, again = (client.embeddings.with_raw_response.create(model="tiny", input=texts) for _ in range(2))
+            assert (first.headers["x-semkv"], again.headers["x-semkv"].split()[0]) == ("miss", "hit")
+            assert first.parse() == again.parse()
+            assert len(again.parse().data[1].embedding) == 128
+            rank = {"model": "tiny", "query": texts[0], "documents": texts}
+            score = {"model": "tiny", "text_1": texts[0], "text_2": texts}
+            bodies = {"/rerank": rank, "/v1/rerank": rank, "/v2/rerank": rank, "/score": score, "/v1/score": score}
+            for path, body in bodies.items():
+                answers = [httpx.post(f"{front.url}{path}", json=body, timeout=120) for _ in range(2)]
+                assert [a.headers["x-semkv"].split()[0] for a in answers] == ["miss", "hit"], answers[0].text
+                assert answers[0].content == answers[1].content
+            best = httpx.post(f"{front.url}/rerank", json=rank, timeout=120).json()["results"][0]
+            assert best["document"]["text"] == texts[0]
 
 
 def test_what_is_not_cached_does_not_share_the_servers_prefixes_either(gateway: Served) -> None:
@@ -224,7 +284,7 @@ def test_inside_vllm(servers: Servers) -> None:
     for salt in ("mine", "mine", "another"):
         headers = {"Authorization": "Bearer right"}
         passed = httpx.post(f"{url}/v1/responses", json={**body, "cache_salt": salt}, headers=headers, timeout=120)
-        assert passed.headers["x-semkv"] == "pass reason=route"
+        assert passed.headers["x-semkv"] == "pass reason=stateful"
         cached.append(passed.json()["usage"]["input_tokens_details"]["cached_tokens"])
     assert (cached[0], cached[1] > 0, cached[2]) == (0, True, 0)
     assert httpx.post(f"{url}/v1/responses", json=body, timeout=120).status_code == 401

@@ -1,11 +1,11 @@
 """The ASGI applications: the gateway in front of a server (`App`), the same inside it (`Middleware`), and `Operations`.
 
-The two cached routes are answered by hand, since they are the hot path; Starlette answers the operators' routes.
+The cached routes are answered by hand, since they are the hot path; Starlette answers the operators' routes.
 
-/v1/chat/completions, /v1/completions   answered from the cache where it can be
+those of `semkv.server.routes`            answered from the cache where it can be
 /healthz /readyz /metrics /openapi.json
-/semkv                                  dashboard; /semkv/api: admin routes
-anything else                           passed on
+/semkv                                    dashboard; /semkv/api: admin routes
+anything else                             passed on
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from semkv.server.cache_client import CacheClient, Late
 from semkv.server.gateway import Gateway
 from semkv.server.logs import Seen, begin
 from semkv.server.metrics import Metrics
-from semkv.server.request_key import ROUTES
+from semkv.server.routes import ROUTES
 from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.server.upstream import AppUpstream, Call, HttpUpstream, Upstream, UpstreamError
@@ -106,7 +106,7 @@ class App:
             answer = busy_answer("connections")
             self.gateway.cors.dress(scope, answer)
             await reply(answer, send)
-        elif path and scope["method"] in ("POST", "OPTIONS") and (path in ROUTES or path in SALTED):
+        elif path and scope["method"] in ("POST", "OPTIONS") and path in SALTED:
             cached = path in ROUTES and scope["method"] == "POST"
             await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=cached)
         else:

@@ -43,7 +43,7 @@ class Content:
     """One request's content in its forms.
 
     Attributes:
-        name: ``messages`` or ``prompt``.
+        name: of its field, such as ``messages`` or ``prompt``.
         value: as it came.
         keyed: ``value`` with every media item by the digest of its bytes.
         slots: where the segments stand; empty where the request is exact-only.
@@ -89,7 +89,7 @@ class Content:
 
     def with_uuids(self, uuid: Callable[[str], str] | None) -> Any:
         """``value`` with vLLM's ``uuid`` on every image, in place of what the client gave; None: with none at all."""
-        if self.name == "prompt" or not _has_parts(self.value):
+        if self.keyed is self.value or not _has_parts(self.value):  # it is in the key as it came
             return self.value
         messages = []
         for i, message in enumerate(self.value):

@@ -23,10 +23,10 @@ from semkv.server.cache_client import EXACT, CacheClient, Lookup
 from semkv.server.headers import Cors, Vary
 from semkv.server.logs import current
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, HitView, Metrics, RecentHits
-from semkv.server.request_key import ROUTES, CanonicalRequest, Uncacheable, canonicalise, loads
+from semkv.server.request_key import CanonicalRequest, Uncacheable, canonicalise, loads
 from semkv.server.settings import ServerSettings
 from semkv.server.singleflight import InFlight, Pending, PendingRequests, Reader, SingleFlight
-from semkv.server.sse import Assembler, NotKeepable, replay
+from semkv.server.sse import NotKeepable, replay
 from semkv.server.tenancy import REFUSED, SALTED, BadTags, Client, Controls, NoPlace, Tenants, controls_of, salted
 from semkv.server.upstream import Call, Reply, Upstream, UpstreamError, for_others
 from semkv.stores.responses.base import Selector
@@ -129,7 +129,7 @@ class Gateway:
     # -- a request ----------------------------------------------------------------------------------------------
 
     async def handle(self, call: Call, receive: Receive) -> Answer:
-        """Answer a POST to one of `ROUTES`.
+        """Answer a POST to one of `semkv.server.routes.ROUTES`.
 
         Raises:
             Vanished: the client hung up first.
@@ -278,13 +278,14 @@ class Gateway:
             self.metrics.upstream(seconds)
             if flight.status == 200 and flight.payload is not None:
                 self.recent_hits.computed(canonical.key, seconds)
-                if request.controls.write and not flight.refused:
+                asked_for = canonical.route.converts or flight.streamed == canonical.stream
+                if asked_for and request.controls.write and not flight.refused:
                     flight.stored = await self.cache.store(canonical, flight.payload, since)
 
         on_status = partial(self._answered, request.client)
-        assembler = Assembler(chat=ROUTES[request.call.scope["path"]].chat)
         refusal = partial(self._vary.refusal, by_credentials=request.client.by_credentials)
-        flight = InFlight(self.flights, self._flight_key(canonical), send, on_status, on_whole, assembler, refusal)
+        reading = canonical.route.stream()
+        flight = InFlight(self.flights, self._flight_key(canonical), send, on_status, on_whole, reading, refusal)
         request.reader = self.flights.start(flight, shared=shared and request.shared)
 
     async def _near(self, request: GatewayRequest, near: Lookup) -> Answer | None:
@@ -359,7 +360,9 @@ class Gateway:
         return answer
 
     def _as_stream(self, request: GatewayRequest, payload: bytes) -> Answer | None:
-        """A whole answer as a stream; None where a stream would lose something."""
+        """A kept answer as a stream; None where a stream would lose something."""
+        if not request.canonical.route.converts:
+            return Answer(200, [EVENTS], payload)
         try:
             body = replay(json.loads(payload), include_usage=request.canonical.include_usage)
         except (NotKeepable, ValueError, AttributeError, TypeError, LookupError, RecursionError):
@@ -422,11 +425,14 @@ class Gateway:
                 if flight.error is not None:
                     raise flight.error
                 answer: Answer | None = None
-                if flight.payload is not None and flight.streamed:
+                converts = request.canonical.route.converts
+                if flight.payload is None or (flight.streamed and not converts):
+                    pass
+                elif flight.streamed:
                     answer = Answer(200, [JSON], flight.payload)
-                elif flight.payload is not None and stream and flight.status == 200:
+                elif converts and stream and flight.status == 200:
                     answer = self._as_stream(request, flight.payload)
-                elif flight.payload is not None:
+                else:
                     answer = Answer(flight.status, headers, flight.payload)
                 if answer is not None and not ours:
                     answer.ours = False
@@ -630,6 +636,8 @@ class Gateway:
 def _body(canonical: CanonicalRequest, *, stream: bool) -> bytes:
     """What is sent upstream."""
     body = canonical.body()
+    if not canonical.route.converts:
+        return _encode(body).encode()
     body.pop("stream_options", None)
     body["stream"] = stream
     if stream:  # the usage is part of the whole answer; a client that did not ask for it does not see it

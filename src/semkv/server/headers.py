@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from semkv.server.asgi import Answer, Headers, Scope, header
-from semkv.server.request_key import ROUTES
+from semkv.server.routes import ROUTES
 from semkv.server.tenancy import CREDENTIALS
 
-_IN_KEY = frozenset((b"openai-organization", b"openai-project", b"openai-beta", b"accept-language", b"x-model"))
+_IN_KEY = frozenset(
+    b"openai-organization openai-project openai-beta anthropic-version anthropic-beta accept-language x-model".split()
+)
 # Answers always come uncompressed, and who may read them in a browser is no part of them.
 _HARMLESS = frozenset(b"accept-encoding origin access-control-request-method access-control-request-headers".split())
 

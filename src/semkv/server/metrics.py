@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from semkv.server.sse import read_answer
 from semkv.tiers.response import Found
 from semkv.types import MediaSegment, Request, ReuseReport, Segment
 
@@ -309,8 +310,9 @@ def _put(values: OrderedDict[str, Any], key: str, value: Any) -> None:
 def tokens_of(payload: bytes) -> int:
     """Completion tokens of an answer; 0 where it does not say."""
     try:
-        tokens = json.loads(payload)["usage"]["completion_tokens"]
-    except (ValueError, LookupError, TypeError):
+        usage = read_answer(payload)["usage"]
+        tokens = usage["completion_tokens"] if "completion_tokens" in usage else usage["output_tokens"]
+    except (ValueError, LookupError, TypeError, RecursionError):
         return 0
     return tokens if isinstance(tokens, int) and tokens > 0 else 0
 
@@ -336,12 +338,12 @@ def _part(segment: Segment) -> dict[str, str]:
 
 
 def answer_of(payload: bytes) -> str:
-    """The choices of an answer for display."""
+    """The choices of an answer for display; an answer of another form as it was kept."""
     try:
         choices = json.loads(payload)["choices"]
         texts = [choice.get("text") or _message(choice.get("message") or {}) for choice in choices]
     except (ValueError, LookupError, TypeError, AttributeError):
-        return ""
+        return payload[:_TEXT].decode(errors="replace")
     return "\n---\n".join(texts)[:_TEXT]
 
 

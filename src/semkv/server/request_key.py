@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from semkv.keys import digest, media_uuid
-from semkv.server.content import Content, Unkeyable, read_messages, read_prompt
+from semkv.server.content import Content, Unkeyable
+from semkv.server.routes import ROUTES, Route
 from semkv.server.tenancy import tenant_salt
 from semkv.stores.media import MediaStore
 from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
 
-# Known not to change the answer. `cache_salt` is not among them: who sets it wants to share with nobody else.
+# Known not to change the answer. `cache_salt` is not among them: who sets it wants to share with nobody else. Where the
+# two forms of an answer are kept apart, `stream` and what belongs to it is in the key, see `_build`.
 _NOT_IN_KEY = frozenset(
     "stream stream_options stream_interval user safety_identifier metadata store request_id session_id priority"
     " prompt_cache_key".split()
@@ -48,25 +50,6 @@ _MOST_TEXT = 1_000_000  # characters
 _DEEP = 200  # levels of nesting; far beyond any schema, far below where readers give up
 
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A path whose answers are cached.
-
-    Attributes:
-        read: takes the content out of a body; the flag: media may be remote. Raises `Unkeyable`.
-        chat: a streamed answer has chat chunks.
-    """
-
-    read: Callable[[Mapping[str, Any], bool], Content]
-    chat: bool = False
-
-
-ROUTES = {
-    "/v1/chat/completions": Route(lambda body, remote: read_messages(body.get("messages"), remote=remote), chat=True),
-    "/v1/completions": Route(lambda body, remote: read_prompt(body.get("prompt"))),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +89,8 @@ class CanonicalRequest:
         partition: the tenant, `StoredResponse.partition`.
         model: as the client named it.
         prompt: text of the last user turn; empty where there is none.
-        stream: the client wants a stream. Not part of the key.
-        include_usage: the client wants the usage at the end of its stream. Not part of the key.
+        stream: the client wants a stream. Part of the key only where the route does not convert.
+        include_usage: the client wants the usage at the end of its stream.
         sampled: the answer is drawn at random (neither temperature 0 nor a seed). `ResponseCache.keep` refuses it
             unless told otherwise; such requests must not share a flight either.
     """
@@ -127,6 +110,15 @@ class CanonicalRequest:
     def tags(self) -> tuple[str, ...]:
         """Labels that came with the request; part of the key."""
         return self._deployment.tags
+
+    @property
+    def route(self) -> Route:
+        """Where it came in."""
+        return ROUTES[self._deployment.endpoint]
+
+    def refusal(self, payload: bytes, status: int) -> str:
+        """Why an answer to it must not be kept, in a word or two; empty for a complete one."""
+        return self.route.refusal(payload, status)
 
     @property
     def temperature(self) -> object:
@@ -240,26 +232,36 @@ def _build(body: Mapping[str, Any], content: Content, deployment: _Deployment) -
     stream, options, model = body.get("stream"), body.get("stream_options"), body.get("model")
     if stream is not None and not isinstance(stream, bool):
         raise Unkeyable("stream is no boolean")
-    if options is not None and not (isinstance(options, dict) and _only(options, ("include_usage",))):
+    route = ROUTES[deployment.endpoint]
+    usage_alone = isinstance(options, dict) and _only(options, ("include_usage",))
+    if route.converts and options is not None and not usage_alone:
         raise Unkeyable("stream options")
     if model is not None and not isinstance(model, str):
         raise Unkeyable("model is no string")
-    keyed = {name: _number(value) for name, value in body.items() if name not in _NOT_IN_KEY}
+    left_out = _NOT_IN_KEY - route.repeated
+    keyed = {name: _number(value) for name, value in body.items() if name not in left_out}
     keyed[content.name] = content.keyed
-    temperature, seed = body.get("temperature"), body.get("seed")
-    fixed = temperature == 0 and not isinstance(temperature, bool)
+    if stream and not route.converts:
+        keyed["stream"] = [options, body.get("stream_interval")]
     return CanonicalRequest(
         key=deployment.key(_encode(keyed)),
         partition=deployment.tenant,
         model=model or "",
         prompt=content.prompt,
         stream=bool(stream),
-        include_usage=bool((options or {}).get("include_usage")),
-        sampled=not fixed and not (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0),
+        include_usage=not route.converts or bool((options or {}).get("include_usage")),
+        sampled=bool(route.fixed_by) and not any(_fixes(name, body.get(name)) for name in route.fixed_by),
         _body=body,
         _content=content,
         _deployment=deployment,
     )
+
+
+def _fixes(name: str, value: object) -> bool:
+    """Whether a temperature or a seed is one with which nothing is drawn at random."""
+    if isinstance(value, bool):
+        return False
+    return value == 0 if name == "temperature" else isinstance(value, int) and value >= 0
 
 
 def _only(options: Mapping[str, Any], names: Iterable[str]) -> bool:

@@ -14,7 +14,6 @@ Everything here runs on one event loop.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import deque
@@ -25,7 +24,7 @@ from typing import NamedTuple
 from semkv.server.asgi import Headers
 from semkv.server.cache_client import CacheClient, Lookup
 from semkv.server.request_key import CanonicalRequest
-from semkv.server.sse import Assembler, NotKeepable, Splitter, data_of, event, is_usage_only, read_chunk
+from semkv.server.sse import Assembler, NotKeepable, Recorder, Splitter, data_of, is_usage_only, read_chunk
 from semkv.server.upstream import Reply, UpstreamError
 from semkv.tiers.pending import PendingEntry
 
@@ -96,7 +95,7 @@ class InFlight:
         on_status: called with the answer's status before its readers see it. It must not raise.
         refusal: why an answer with these headers may go to nobody but who asked for it; empty where it may.
         on_whole: awaited once the answer is whole, before its readers get the end of it.
-        assembler: puts a streamed answer together.
+        stream: reads a streamed answer.
 
     Attributes:
         status: of the answer; 0 before it has begun.
@@ -119,7 +118,7 @@ class InFlight:
         send: Callable[[], Awaitable[Reply]],
         on_status: Callable[[int], None],
         on_whole: Callable[[InFlight], Awaitable[None]],
-        assembler: Assembler,
+        stream: Assembler | Recorder,
         refusal: Callable[[Headers], str] = lambda _: "",
     ) -> None:
         self.key, self.status, self.refused = key, 0, ""
@@ -130,7 +129,8 @@ class InFlight:
         self.error: UpstreamError | None = None
         self.readers: set[Reader] = set()
         self._flights, self._send, self._on_status, self._on_whole = flights, send, on_status, on_whole
-        self._assembler: Assembler | None = assembler
+        self._reading: Assembler | Recorder | None = stream  # None once it cannot be kept
+        self._error_event = stream.broken
         self._refusal = refusal
         self._chunks: list[Chunk] = []
         self._first = 0  # number of the first chunk that is still held
@@ -149,7 +149,7 @@ class InFlight:
     @property
     def storable(self) -> bool:
         """Nothing has come in so far that forbids to store the answer."""
-        return self.shared and not self.refused and self.status in (0, 200) and self._assembler is not None
+        return self.shared and not self.refused and self.status in (0, 200) and self._reading is not None
 
     @property
     def whole(self) -> bool:
@@ -160,6 +160,12 @@ class InFlight:
         """A chunk that is held, by its number from the start."""
         at = number - self._first
         return self._chunks[at] if at < len(self._chunks) else None
+
+    def broken(self) -> bytes:
+        """The event that says why it broke off."""
+        assert self.error is not None
+        error = {"message": str(self.error), "type": "upstream_error", "param": None, "code": self.error.status}
+        return self._error_event(error)
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition on this answer holds, or it has ended."""
@@ -229,24 +235,20 @@ class InFlight:
         splitter = Splitter()
         async for data in reply.pieces():
             for raw in splitter.feed(data):
-                await self._take(Chunk(raw, await self._assemble(data_of(raw))))
+                await self._take(Chunk(raw, await self._read_event(raw)))
             if len(splitter.rest) > self._flights.max_answer_bytes:
                 raise UpstreamError("the upstream sent an event without end")
         if splitter.rest.strip():
             await self._take(Chunk(splitter.rest))
 
-    async def _assemble(self, data: bytes) -> bool:
-        """Put one event's data to the others; whether it holds only the usage. A fault costs the storing alone."""
-        chunk = read_chunk(data) if self._assembler is not None or b'"usage"' in data else None
+    async def _read_event(self, raw: bytes) -> bool:
+        """Put one event to the others; whether it holds only the usage. A fault costs the storing alone."""
+        chunk = read_chunk(data_of(raw)) if self._reading is not None or b'"usage"' in raw else None
         try:
-            if self._assembler is None or not data:
-                pass
-            elif data == b"[DONE]":
-                await self._keep(json.dumps(self._assembler.answer(), separators=(",", ":")).encode())
-            else:
-                self._assembler.add(chunk)
+            if self._reading is not None and (payload := self._reading.take(raw, chunk)) is not None:
+                await self._keep(payload)
         except Exception as error:
-            self._assembler = None
+            self._reading = None
             log.debug("a stream is not stored: %s", error)
             if not isinstance(error, NotKeepable):
                 self._fault("stream")
@@ -272,7 +274,7 @@ class InFlight:
         self.wake()
         too_large = self._held_bytes > flights.max_answer_bytes or flights.held_bytes > flights.max_total_bytes
         if self.shared and too_large:
-            self.shared, self._assembler = False, None
+            self.shared, self._reading = False, None
             flights.unshare(self)
         while not self.shared and self._held_bytes > _WINDOW_BYTES:
             self._drop_chunks(min((reader.position for reader in self.readers), default=0) - self._first)
@@ -332,10 +334,7 @@ class Reader:
         if flight.error is not None:
             if not flight.streamed:
                 raise flight.error
-            code = flight.error.status
-            yield event(
-                {"error": {"message": str(flight.error), "type": "upstream_error", "param": None, "code": code}}
-            )
+            yield flight.broken()
 
 
 # -- near-repeats ----------------------------------------------------------------------------------------------------

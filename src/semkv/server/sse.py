@@ -1,7 +1,8 @@
-"""Server-sent events of the OpenAI API: a stream put together into the answer it amounts to, and the reverse.
+"""Server-sent events: a stream as the answer that is kept of it, and the reverse.
 
-The store holds whole answers only, so that a request with ``stream`` and one without share them. What a stream brings
-beyond the fields known here makes the answer impossible to put together faithfully: it is passed on and not kept.
+Of chats and completions the store holds whole answers only, so that a request with ``stream`` and one without share
+them (`Assembler`, `replay`). What a stream brings beyond the fields known here makes the answer impossible to put
+together faithfully: it is passed on and not kept. Of all others it holds the events as they came (`Recorder`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _MESSAGE_KNOWN = frozenset(("role", "tool_calls", *_TEXTS))
 _ANSWER_CHOICE_KNOWN = (_CHOICE_KNOWN | {"message"}) - {"delta"}
 _CALL_KNOWN = frozenset(("index", "id", "type", "function"))
 _FUNCTION_KNOWN = frozenset(("name", "arguments"))
+# Events that say something of the answer as a whole: their type, and the field that says it.
+_SUMMARIES = {"response.completed": "response", "message_start": "message", "message_delta": "delta"}
 
 
 class NotKeepable(Exception):  # noqa: N818
@@ -174,12 +177,24 @@ class Assembler:
         self._usage: dict[str, Any] | None = None
         self._choices: dict[int, _Choice] = {}
 
-    def add(self, chunk: dict[str, Any] | None) -> None:
-        """Take what one event held, as `read_chunk` reads it.
+    def take(self, event: bytes, chunk: dict[str, Any] | None) -> bytes | None:
+        """Take one event, and what `read_chunk` reads of it.
+
+        Returns:
+            JSON of the whole answer, once ``[DONE]`` came.
 
         Raises:
-            NotKeepable: it is no chunk, an error, or has fields that are not known here.
+            NotKeepable: it is no chunk, an error, or has fields that are not known here; or see `answer`.
         """
+        data = data_of(event) if chunk is None else b""
+        if data == b"[DONE]":
+            return json.dumps(self.answer(), separators=(",", ":")).encode()
+        if data or chunk is not None:
+            self.add(chunk)
+        return None
+
+    def add(self, chunk: dict[str, Any] | None) -> None:
+        """Put one chunk to the others. Raises as `take` does."""
         if not chunk or "error" in chunk:
             raise NotKeepable("no chunk, or an error in the stream")
         _refuse_unknown(chunk, _TOP_KNOWN, "chunk")
@@ -207,6 +222,71 @@ class Assembler:
             raise NotKeepable("no index") from None
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._top, "object": kind, "choices": choices, "usage": self._usage}
+
+    @staticmethod
+    def broken(error: Mapping[str, Any]) -> bytes:
+        """The event that tells a client that its stream broke off."""
+        return event({"error": error})
+
+
+class Recorder:
+    """Keeps the events of a stream as they came.
+
+    Args:
+        ends: type of the event that ends a whole answer; empty where there are no streams.
+    """
+
+    def __init__(self, ends: str = "") -> None:
+        self._ends = ends
+        self._events: list[bytes] | None = []
+
+    def take(self, event: bytes, chunk: dict[str, Any] | None) -> bytes | None:
+        """Take one event, and what `read_chunk` reads of it.
+
+        Returns:
+            All events, with the one that ends the answer.
+
+        Raises:
+            NotKeepable: it is an error.
+        """
+        kind = None if chunk is None else chunk.get("type")
+        if kind == "error":
+            raise NotKeepable("an error in the stream")
+        if self._events is None:
+            return None
+        self._events.append(event)
+        if not kind or kind != self._ends:
+            return None
+        recording, self._events = b"".join(self._events), None
+        return recording
+
+    @staticmethod
+    def broken(error: Mapping[str, Any]) -> bytes:
+        """The event that tells a client that its stream broke off, as both OpenAI and Anthropic word it."""
+        return b"event: error\n" + event({**error, "type": "error", "error": error})
+
+
+def read_answer(payload: bytes) -> Any:
+    """What was kept as JSON; of the events of a stream, what they say of the answer as a whole.
+
+    Raises:
+        ValueError: it is neither.
+        RecursionError: it is nested too deeply.
+    """
+    try:
+        return json.loads(payload)
+    except ValueError:
+        answer: dict[str, Any] = {}
+        for raw in Splitter().feed(payload):
+            chunk = read_chunk(data_of(raw)) or {}
+            kind = chunk.get("type")
+            summary = chunk.get(_SUMMARIES.get(kind, "")) if isinstance(kind, str) else None
+            if isinstance(summary, dict):
+                usage = {"usage": chunk["usage"]} if "usage" in chunk else {}
+                answer |= {**summary, **usage}
+        if not answer:
+            raise
+        return answer
 
 
 def event(chunk: Mapping[str, Any]) -> bytes:

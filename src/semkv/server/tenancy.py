@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from semkv.errors import ConfigError
 from semkv.keys import media_uuid
 from semkv.server.asgi import Scope, header
+from semkv.server.routes import ROUTES
 from semkv.tiers.freshness import Pattern, Subject
 
 Network = IPv4Network | IPv6Network
@@ -279,10 +280,8 @@ def read_tags(given: str) -> tuple[str, ...]:
 # -- salts -------------------------------------------------------------------------------------------------------------
 
 # Routes of vLLM that run the model and read `cache_salt` from the body.
-SALTED = frozenset(
-    "/v1/chat/completions /v1/chat/completions/batch /v1/completions /v1/responses /v1/messages /v1/embeddings"
-    " /v1/score /v1/rerank /v2/rerank /v1/systemone /score /rerank /classify /pooling /inference/v1/generate"
-    " /invocations".split()
+SALTED = ROUTES.keys() | frozenset(
+    "/v1/chat/completions/batch /v1/systemone /classify /pooling /inference/v1/generate /invocations".split()
 )
 
 

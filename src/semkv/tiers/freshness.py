@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Protocol
 
 from semkv.errors import ConfigError
 
 FOREVER = float("inf")
-_COMPLETE = frozenset(("stop", "tool_calls"))
 _FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE][,sliding], FIELD being prompt, model or tag, such as tag:news=5m"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -177,27 +175,6 @@ class Answerable(Protocol):
     def prompt(self) -> str: ...
     @property
     def sampled(self) -> bool: ...
-
-
-def refusal(payload: bytes, status: int = 200) -> str:
-    """Why an answer must not be kept, in a word or two; empty for a complete one.
-
-    Complete: status 200, no error, and every choice ended by itself (``stop``) or with a tool call.
-    """
-    if status != 200:
-        return "status"
-    try:
-        answer = json.loads(payload)
-    except (ValueError, RecursionError):
-        return "no JSON"
-    if not isinstance(answer, dict) or answer.get("error") is not None:
-        return "error"
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices:
-        return "no choices"
-    return "" if all(_finished(choice) for choice in choices) else "unfinished"
-
-
-def _finished(choice: Any) -> bool:
-    reason = choice.get("finish_reason") if isinstance(choice, dict) else None
-    return isinstance(reason, str) and reason in _COMPLETE
+    def refusal(self, payload: bytes, status: int) -> str:
+        """Why an answer must not be kept, in a word or two; empty for a complete one."""
+        ...

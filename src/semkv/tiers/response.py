@@ -14,7 +14,7 @@ from semkv.stores.responses.ahead import AheadLog, deliver
 from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
 from semkv.stores.responses.memory import MemoryStore
 from semkv.tiers.base import Tally
-from semkv.tiers.freshness import Answerable, Freshness, Lifetime, Subject, refusal
+from semkv.tiers.freshness import Answerable, Freshness, Lifetime, Subject
 
 _T = TypeVar("_T")
 _AWAY = 5  # looks for invalidations that fail until a store is called away
@@ -176,7 +176,7 @@ class ResponseCache:
 
         Args:
             request: the canonical request it was computed from.
-            payload: its JSON, not streamed.
+            payload: its JSON, or the events of its stream.
             status: HTTP status of the answer.
             since: what `begin` returned before the upstream was asked.
             tags: labels for invalidation.
@@ -243,7 +243,7 @@ class ResponseCache:
 
     def _stored(self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
         """What to keep of an answer, or why nothing."""
-        reason = "sampled" if request.sampled and not self._sampled else refusal(payload, status)
+        reason = "sampled" if request.sampled and not self._sampled else request.refusal(payload, status)
         if reason:
             return reason
         lifetime = self._lifetime(request, tags)

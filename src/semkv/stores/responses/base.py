@@ -31,7 +31,7 @@ class StoredResponse:
         key: hex HMAC-SHA256 of the canonical request it was computed from.
         partition: digest of the tenant; empty for a single-tenant deployment.
         model: as the client named it.
-        payload: JSON of the complete answer, not streamed, byte for byte.
+        payload: JSON of the complete answer, or the events of its stream; byte for byte.
         created: when it was kept.
         expires: from then on it is stale.
         stale_until: from then on it is not served at all; never before ``expires``.
