@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -93,7 +94,7 @@ class Started:
 
     def stop(self) -> int:
         """End it as an operator would; its exit code."""
-        self._process.terminate()
+        self._process.send_signal(signal.SIGINT)
         try:
             return self._process.wait(120)
         finally:

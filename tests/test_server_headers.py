@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway_helpers import ONE, OTHER, Pair, Served, Started, a_tenant, beside, chat, near_pair, wait_until
+from gateway_helpers import NEAR, ONE, OTHER, Pair, Served, Started, a_tenant, beside, chat, near_pair, wait_until
 from scripted_upstream import Scripted
 from semkv.errors import ConfigError
 from semkv.server import gateway
@@ -247,6 +250,98 @@ class TestRequestId:
         says.append((b"x-request-id", b"theirs"))
         answers = [pair.post("their id", headers={"X-Request-Id": name}) for name in "ab"]
         assert [answer.headers.get_list("x-request-id") for answer in answers] == [["theirs"], ["b"]]
+
+
+class TestSpans:
+    """Through a real gateway, into the SDK's own exporter in memory."""
+
+    @pytest.fixture
+    def exported(self, monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+        exporter = InMemorySpanExporter()
+        monkeypatch.setattr("opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter", lambda: exporter)
+        return exporter
+
+    def test_a_span_says_what_became_of_a_request(self, tmp_path: Path, exported: InMemorySpanExporter) -> None:
+        with Pair(tmp_path, otel=True) as pair:
+            for more in ({}, {}, {"stream": True}, {"temperature": 1}):
+                pair.post("a prompt for spans", **more, headers={"X-Request-Id": "mine"})
+            httpx.get(f"{pair.url}/v1/models")
+            pair.behind.stop()
+            assert pair.post("nobody there").status_code == 502
+        spans = exported.get_finished_spans()
+        assert [span.name for span in spans] == ["chat scripted"] * 4 + ["GET", "chat scripted"]
+        assert [span.status.is_ok for span in spans] == [True] * 5 + [False]
+        said = [dict(span.attributes or {}) for span in spans]
+        tokens = len("You said: a prompt for spans")
+        own = ("http.request.method", "url.path", "http.response.status_code", "semkv.tenant")
+        common = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": "scripted",
+            "gen_ai.usage.input_tokens": 7,
+            "gen_ai.usage.output_tokens": tokens,
+            "semkv.request.id": "mine",
+            **{name: said[0][name] for name in own},
+        }
+        hit = {"semkv.cache": "hit", "semkv.tier": "exact", "semkv.tokens_saved": tokens}
+        sampled = {"semkv.cache": "miss", "semkv.reason": "sampled"}
+        assert said[:4] == [{**common, **more} for more in ({"semkv.cache": "miss"}, hit, hit, sampled)]
+        assert (said[4]["semkv.cache"], said[4]["semkv.reason"]) == ("pass", "route")
+        assert "a prompt for spans" not in str(said)
+
+    def test_a_donor_is_named(
+        self, tmp_path: Path, exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("semkv.server.cache_client._LOOKUP_S", 120.0)  # a busy machine is no fault
+        with Pair(tmp_path, otel=True, **NEAR) as pair:
+            pair.post(ONE)
+            pair.settle()
+            assert "score=" in pair.post(OTHER).headers["x-semkv"]
+        near = dict(exported.get_finished_spans()[-1].attributes or {})
+        assert near["semkv.tier"] == "text:semantic"
+        assert 0.8 <= float(str(near["semkv.score"])) <= 1
+        assert near["semkv.donor.id"]
+
+    def test_a_trace_goes_on_to_the_upstream(self, tmp_path: Path, exported: InMemorySpanExporter) -> None:
+        trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+        with Pair(tmp_path, otel=True) as pair:
+            pair.post("traced", headers={"traceparent": f"00-{trace}-{parent}-01", "tracestate": "a=1"})
+            pair.post("a trace of its own")
+            first, other = (headers["traceparent"].split("-") for headers in pair.upstream.headers)
+        spans = exported.get_finished_spans()
+        assert first[1:3] == [trace, f"{spans[0].context.span_id:016x}"]
+        assert spans[0].parent is not None
+        assert f"{spans[0].parent.span_id:016x}" == parent
+        assert pair.upstream.headers[0]["tracestate"] == "a=1"
+        assert other[1] == f"{spans[1].context.trace_id:032x}" != trace
+
+    def test_a_fault_in_it_costs_nothing(
+        self, tmp_path: Path, exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("semkv.server.tracing._attributes", lambda *_: 1 / 0)
+        with Pair(tmp_path, otel=True) as pair:
+            assert pair.post("in spite of it").status_code == 200
+            wait_until(lambda: pair.metric("semkv_faults_total") == 1)
+
+    def test_without_a_collector_it_serves_and_stops(self, tmp_path: Path) -> None:
+        nowhere = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+        with Served(Scripted()) as behind, Started(behind.url, tmp_path, "--otel", **nowhere) as front:
+            assert httpx.post(f"{front.url}/v1/chat/completions", json=chat("alone"), timeout=120).status_code == 200
+            assert front.stop() == 0
+
+    def test_without_the_package_it_says_what_to_install(self) -> None:
+        program = (
+            "import sys; sys.modules['opentelemetry'] = None; from semkv.cli import main\n"
+            "sys.argv = ['semkv', 'serve', '--otel', '--no-semantic', '--port=0']; main()"
+        )
+        said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert said.returncode == 2
+        assert said.stderr == "semkv: --otel needs opentelemetry: in a checkout of semkv, pip install '.[otel]'\n"
+
+    def test_nothing_of_it_is_loaded_without(self) -> None:
+        program = (
+            "import semkv.server.app, sys; sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
+        )
+        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("form", ["json", "text"])

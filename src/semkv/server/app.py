@@ -10,6 +10,7 @@ anything else                             passed on
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -18,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -61,6 +62,9 @@ from semkv.stores.responses.base import Selector
 from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
 from semkv.tiers.response import ResponseCache
 
+if TYPE_CHECKING:
+    from semkv.server.tracing import Tracing
+
 log = logging.getLogger(__name__)
 
 _HOME = "/semkv"
@@ -94,6 +98,11 @@ class App:
         self.gateway, self._operations = gateway, Operations(gateway, key).application()
         self._limit, self._limit_s = gateway.settings.bounds[0], gateway.settings.body_timeout
         self._room = Room(_BODIES * self._limit)
+        self._tracing: Tracing | None = None
+        if gateway.settings.otel:
+            from semkv.server.tracing import Tracing
+
+            self._tracing = Tracing(gateway.metrics.fault)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope) if scope["type"] == "http" else ""
@@ -116,8 +125,13 @@ class App:
         """Answer the server's start and stop."""
         while (await receive())["type"] == "lifespan.startup":
             await send({"type": "lifespan.startup.complete"})
-        await self.gateway.aclose()
+        await self._close()
         await send({"type": "lifespan.shutdown.complete"})
+
+    async def _close(self) -> None:
+        await self.gateway.aclose()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     async def _otherwise(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what the gateway has no route for."""
@@ -128,14 +142,15 @@ class App:
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send, *, cached: bool) -> None:
         seen = begin(scope)
-        if not self.gateway.settings.access_log:
-            await self._deliver(scope, receive, send, seen, cached=cached)
-            return
-        start = time.perf_counter()
+        logged, tracing, start = self.gateway.settings.access_log, self._tracing, time.perf_counter()
+        span = None if tracing is None else tracing.start(scope, seen)
         try:
             await self._deliver(scope, receive, send, seen, cached=cached)
         finally:
-            seen.log(time.perf_counter() - start)
+            if logged:
+                seen.log(time.perf_counter() - start)
+            if tracing is not None and span is not None:
+                tracing.end(span, seen)
 
     async def _deliver(self, scope: Scope, receive: Receive, send: Send, seen: Seen, *, cached: bool) -> None:
         try:
@@ -198,7 +213,7 @@ class Middleware(App):
 
         async def closing(message: Message) -> None:
             if message["type"].startswith("lifespan.shutdown"):
-                await self.gateway.aclose()
+                await self._close()
             await send(message)
 
         await self._otherwise(scope, receive, closing)

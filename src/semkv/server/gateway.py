@@ -394,7 +394,8 @@ class Gateway:
         if why:
             self.metrics.uncacheable(why)
             self._explain(request, why)
-        answer.headers.extend(self._cache_header(f"{tier}{reuse}{why and f' reason={why}'}"))
+        text = f"{tier}{reuse}{why and f' reason={why}'}"
+        answer.headers.extend(self._cache_header(text, replace(lookup, found=None), request.reader.flight))
         if answer.stream is None:
             request.leave()
         return answer
@@ -444,16 +445,16 @@ class Gateway:
         usage = not (flight.streamed and stream) or request.canonical.include_usage
         return Answer(flight.status, headers, stream=reader.pieces(usage=usage), close=reader.aclose, ours=ours)
 
-    def _cache_header(self, text: str) -> Headers:
-        """The header that says where an answer came from; the log says it too."""
+    def _cache_header(self, text: str, lookup: Lookup | None = None, flight: InFlight | None = None) -> Headers:
+        """The header that says where an answer came from; logs and spans say it too."""
         if (seen := current()) is not None:
-            seen.cache = text
+            seen.cache, seen.lookup, seen.flight = text, lookup, flight
         return [(b"x-semkv", text.encode("latin-1", "replace"))] if self.settings.tell else []
 
     def _hit_header(self, lookup: Lookup, age_s: float, flags: str) -> Headers:
         """The header of a hit, whose answer is ``age_s`` seconds old."""
         scored = "" if lookup.score is None else f" score={lookup.score:.3f}"
-        return self._cache_header(f"hit tier={lookup.tier}{scored} age={age_s:.0f}{flags}")
+        return self._cache_header(f"hit tier={lookup.tier}{scored} age={age_s:.0f}{flags}", lookup)
 
     def _note_hit(self, request: GatewayRequest, lookup: Lookup, found: Found, seconds: float) -> None:
         self.recent_hits.hit(

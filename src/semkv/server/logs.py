@@ -44,8 +44,8 @@ class Seen:
         cache: what ``X-Semkv`` says: hit, miss, joined or pass, with the reason.
         status: of the answer; 0 where the client hung up first.
         upstream_id: the upstream's own id for the answer, where it gave another.
-        lookup: what the caches had.
-        payload: of the stored answer; where there is none, ``flight`` may have brought one.
+        lookup: what the caches had, with the stored answer of a hit.
+        flight: what the upstream answered.
     """
 
     request_id: str
@@ -57,7 +57,6 @@ class Seen:
     status: int = 0
     upstream_id: str = ""
     lookup: Lookup | None = None
-    payload: bytes | None = None
     flight: InFlight | None = None
 
     def sign(self, answer: Answer) -> None:

@@ -78,6 +78,7 @@ class ServerSettings(LookupConfig):
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
         tell: Put an X-Semkv header on responses.
         access_log: Log a line for every request: its id, route, model, tenant and outcome, never what it says.
+        otel: Send an OpenTelemetry span for every request to where OTEL_EXPORTER_OTLP_ENDPOINT says.
         cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
         vary_headers: A request header that changes the response and is part of the key; may be repeated.
         max_body_mib: Larger requests are refused.
@@ -110,6 +111,7 @@ class ServerSettings(LookupConfig):
     salt: Annotated[bool, TENANTS] = True
     tell: bool = True
     access_log: bool = False
+    otel: bool = False
     cors_origins: Annotated[tuple[str, ...], Parameter(name=("--cors-origin", "--cors-origins")), MANY] = ()
     vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY] = ()
     max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
