@@ -187,10 +187,17 @@ def test_a_hit_stands_for_the_cold_answer_and_a_dry_one_for_its_own() -> None:
     dry = replace(hit(0.9, True, text="red"), applied=False, donor_answer="Red")
     assert metrics.stands_for(dry) is True
     assert metrics.wrong_hit(dry) is False
-    # Without an expected answer the cold one is the yardstick, without a cold one the expected.
+    # Without an expected answer the cold one is the yardstick.
     unlabelled = hit(0.9, True, text="red", cold=replace(cold, match=None))
     assert metrics.wrong_hit(replace(unlabelled, match=None))
-    assert metrics.wrong_hit(hit(0.9, False))
+
+
+def test_without_a_cold_answer_the_models_own_mistake_is_no_wrong_hit() -> None:
+    run = [hit(0.9, False, text="blue"), record()]
+    assert metrics.wrong_hit(run[0]) is None
+    summary = metrics.summarise(run)
+    assert summary.wrong_hit_share == metrics.Estimate(0, None)
+    assert summary.accuracy_on_hits.value == 0.0
 
 
 def test_what_nothing_judges_is_neither_right_nor_wrong() -> None:
@@ -199,8 +206,14 @@ def test_what_nothing_judges_is_neither_right_nor_wrong() -> None:
     assert metrics.wrong_hit(blind) is None
     assert metrics.wrong_hit(replace(blind, applied=False, donor_answer=None)) is None
     assert metrics.summarise([blind, record(**unlabelled)]).wrong_hit_share == metrics.Estimate(0, None)
-    # One in two has an expected answer, hits and misses alike: the share is that of those.
-    half = [hit(0.9, False, image="a"), record(image="b"), blind, record(**unlabelled)]
+    # One in two has a cold answer, hits and misses alike: the share is that of those.
+    cold = Cold("a", "red", True, 0.1, 0.1, 10, 0)
+    half = [
+        hit(0.9, False, image="a", text="blue", cold=cold),
+        record(image="b", cold=cold),
+        blind,
+        record(**unlabelled),
+    ]
     assert metrics.wrong_hit_share(half).value == 0.5
 
 

@@ -201,6 +201,9 @@ def _tier_cells(row: TierRow) -> tuple[str, ...]:
     return (row.tier, str(row.n), f"{row.rate:.1%}", *latency, percent(row.accuracy))
 
 
+_UNJUDGED = "unknown without --baseline: hits that are not the label may be the model's own mistakes"
+
+
 def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
     """Everything that is one figure: name and value."""
     rows = [
@@ -212,7 +215,7 @@ def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
         ("accuracy", percent(summary.accuracy)),
         ("accuracy on hits", percent(summary.accuracy_on_hits)),
         ("accuracy on misses", percent(summary.accuracy_on_misses)),
-        ("wrong hits a request", percent(summary.wrong_hit_share)),
+        ("wrong hits a request", percent(summary.wrong_hit_share) if summary.wrong_hit_share.n else _UNJUDGED),
         *_optional("consistency (entailed)", summary.consistency),
         *_optional("P-CHR AUC", summary.chr_area.area, f" up to a hit rate of {summary.chr_area.reached:.1%}"),
         *_cold_rows(summary),

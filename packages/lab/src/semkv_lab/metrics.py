@@ -198,11 +198,10 @@ def stands_for(record: SampleRecord) -> bool | None:
 
 def wrong_hit(record: SampleRecord) -> bool | None:
     """Whether the cache spoiled this answer: a hit that is wrong where the cold answer was right. False for a miss,
-    None for a hit that nothing judges.
+    None for a hit that nothing judges: without a cold answer (``--baseline``) the model's own mistakes look the same.
 
-    Without an expected answer a hit that differs from the cold one is wrong; without a cold answer, one that differs
-    from the expected answer, so that the model's own mistakes count too. In dry-run mode the donor's answer is judged,
-    and the request's own answer is the cold one.
+    Without an expected answer a hit that differs from the cold one is wrong. In dry-run mode the donor's answer is
+    judged, and the request's own answer is the cold one.
     """
     if not record.hit:
         return False
@@ -213,22 +212,17 @@ def wrong_hit(record: SampleRecord) -> bool | None:
             return not answers_match(record.donor_answer, record.text)
         return bool(record.match) and not answers_match(record.donor_answer, record.answer)
     if record.cold is None:
-        return None if record.match is None else not record.match
+        return None
     if record.match is None or record.cold.match is None:
         return not answers_match(record.text, record.cold.text)
     return not record.match and record.cold.match
 
 
 def wrong_hit_share(records: Sequence[SampleRecord]) -> Estimate:
-    """Wrong hits a request, over the requests that can be judged: a miss where a hit would have been judged."""
+    """Wrong hits a request, over the requests that can be judged: those with a cold answer, and all of a dry run."""
     dry = any(r.hit and not r.applied for r in records)
-    return share(
-        [
-            (r.image, wrong)
-            for r in records
-            if (wrong := wrong_hit(r)) is not None and (r.hit or dry or r.match is not None or r.cold is not None)
-        ]
-    )
+    judged = [(r.image, wrong_hit(r)) for r in records if dry or r.cold is not None]
+    return share([(image, wrong) for image, wrong in judged if wrong is not None])
 
 
 @dataclass(frozen=True, slots=True)
