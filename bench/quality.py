@@ -326,7 +326,8 @@ def unseen(
     encoder = SentenceEncoder(remembered=1 << 20)
     asking, fitting = halves(read_pairs(pairs), 0)
     estimate = fitted(fitting, encoder)
-    result: dict[str, Any] = {"encoder": encoder.name, "checks": CHECKS, "first_seed": FIRST_SEED, "kinds": {}}
+    result: dict[str, Any] = {"machine": machine("semkv", "sentence-transformers", "numpy"), "encoder": encoder.name}
+    result |= {"checks": CHECKS, "first_seed": FIRST_SEED, "kinds": {}}
     for name in kinds:
         streams = [KINDS[name](asking, FIRST_SEED + n) for n in range(seeds)]
         corpora = both([(asked.group, asked.text) for stream in streams for asked in stream], encoder)

@@ -16,7 +16,7 @@ from cache_helpers import Bench, WrittenEncoder
 from semkv.cache import SemanticCache
 from semkv.tiers.base import Tally
 from semkv.tiers.checking import Checking, SameMeaning, same_text, wilson
-from semkv.tiers.policies import FEATURES, Calibration, FixedThreshold
+from semkv.tiers.policies import FEATURES, Calibration, Decision, FixedThreshold
 from semkv.types import (
     CacheMode,
     Exactness,
@@ -24,6 +24,7 @@ from semkv.types import (
     Namespace,
     PolicyName,
     Request,
+    ReuseReport,
     TextSegment,
 )
 from semkv_lab.run import run
@@ -91,8 +92,8 @@ def test_the_share_is_drawn_and_the_policy_may_ask_for_more(tmp_path: Path) -> N
     some, silent, always = (checking(tmp_path, rate) for rate in (0.2, 0.0, 1.0))
     drawn = sum(some.selected(some.open(asking(), APPROXIMATE)) for _ in range(2000))
     assert 320 < drawn < 480
-    assert some.selected(some.open(asking(), APPROXIMATE, check=1.0))
-    assert not silent.selected(silent.open(asking(), APPROXIMATE, check=1.0))
+    assert some.selected(some.open(asking(), APPROXIMATE, Decision(True, check=1.0)))
+    assert not silent.selected(silent.open(asking(), APPROXIMATE, Decision(True, check=1.0)))
     assert not always.selected(always.open(asking(), replace(APPROXIMATE, exactness=Exactness.EXACT)))
 
 
@@ -181,11 +182,16 @@ def test_threads_close_a_hit_once(tmp_path: Path) -> None:
     assert bench.cache.stats().checked == 40
 
 
+def answered(bench: Bench, report: ReuseReport, *, right: bool = True) -> None:
+    if bench.cache.should_check(report):
+        bench.cache.checked(report.hit_id, right)
+
+
 def test_the_bounded_policy_learns_from_misses_at_no_cost(tmp_path: Path) -> None:
     bench = plain(tmp_path, policy=PolicyName.BOUNDED, max_error_rate=0.01)
     for number in range(300):
         bench.ask(f"topic {number}", response="yes")
-        bench.ask(f"topic {number}~0.97", response="yes")
+        answered(bench, bench.ask(f"topic {number}~0.97", response="yes"))
     stats = bench.cache.stats()
     assert stats.hits.get("semantic_text", 0) > 30, "refused ones turned out right, so later ones are served"
     assert stats.refused > 5
@@ -198,7 +204,7 @@ def test_the_bounded_policy_learns_from_misses_at_no_cost(tmp_path: Path) -> Non
     assert bench.cache.stats().faults == {}
     for number in range(20):
         bench.ask(f"fresh {number}", response="yes")
-        bench.ask(f"fresh {number}~0.97", response="yes")
+        answered(bench, bench.ask(f"fresh {number}~0.97", response="yes"))
     assert bench.cache.stats().hits.get("semantic_text", 0) > 5, "what was learned outlives the process"
 
 

@@ -101,7 +101,13 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 
 def measure(tmp_path: Path, path: Path, samples: list[Sample], **flags: Any) -> Summary:
     settings = resolve(
-        preset="opt-125m", engine="scripted", dataset="gqa-text", dataset_root=path, cache_dir=tmp_path, **flags
+        preset="opt-125m",
+        engine="scripted",
+        dataset="gqa-text",
+        dataset_root=path,
+        cache_dir=tmp_path,
+        baseline=True,
+        **flags,
     )
     answers = label_answers(samples)
     _, summary = run(

@@ -237,7 +237,7 @@ def right(**values: Any) -> SampleRecord:
 def test_no_headline_claims_what_nothing_judges() -> None:
     blind = {"answer": None, "match": None, "cold": None}
     unjudged = summed("unjudged", wrong_record(0.9, **blind), wrong_record(0.9, provenance="", **blind))
-    half = summed("half", right(cold=None), wrong_record(0.9, **blind))
+    half = summed("half", right(), wrong_record(0.9, cold=None))
     found = headlines(unjudged, half)
     assert "most hits without a wrong one" not in found
     assert "most hits at all, wrong hits a request: -" in headlines(unjudged)

@@ -187,10 +187,17 @@ def test_a_hit_stands_for_the_cold_answer_and_a_dry_one_for_its_own() -> None:
     dry = replace(hit(0.9, True, text="red"), applied=False, donor_answer="Red")
     assert metrics.stands_for(dry) is True
     assert metrics.wrong_hit(dry) is False
-    # Without an expected answer the cold one is the yardstick, without a cold one the expected.
+    # Without an expected answer the cold one is the yardstick.
     unlabelled = hit(0.9, True, text="red", cold=replace(cold, match=None))
     assert metrics.wrong_hit(replace(unlabelled, match=None))
-    assert metrics.wrong_hit(hit(0.9, False))
+
+
+def test_without_a_cold_answer_the_models_own_mistake_is_no_wrong_hit() -> None:
+    run = [hit(0.9, False, text="blue"), record()]
+    assert metrics.wrong_hit(run[0]) is None
+    summary = metrics.summarise(run)
+    assert summary.wrong_hit_share == metrics.Estimate(0, None)
+    assert summary.accuracy_on_hits.value == 0.0
 
 
 def test_what_nothing_judges_is_neither_right_nor_wrong() -> None:
@@ -199,8 +206,14 @@ def test_what_nothing_judges_is_neither_right_nor_wrong() -> None:
     assert metrics.wrong_hit(blind) is None
     assert metrics.wrong_hit(replace(blind, applied=False, donor_answer=None)) is None
     assert metrics.summarise([blind, record(**unlabelled)]).wrong_hit_share == metrics.Estimate(0, None)
-    # One in two has an expected answer, hits and misses alike: the share is that of those.
-    half = [hit(0.9, False, image="a"), record(image="b"), blind, record(**unlabelled)]
+    # One in two has a cold answer, hits and misses alike: the share is that of those.
+    cold = Cold("a", "red", True, 0.1, 0.1, 10, 0)
+    half = [
+        hit(0.9, False, image="a", text="blue", cold=cold),
+        record(image="b", cold=cold),
+        blind,
+        record(**unlabelled),
+    ]
     assert metrics.wrong_hit_share(half).value == 0.5
 
 
@@ -217,6 +230,29 @@ def test_a_dry_run_is_judged_by_what_its_hits_would_have_given() -> None:
     assert (summary.wrong_hit_share.n, summary.wrong_hit_share.value) == (5, 0.2)
     blind = [dry("red", "blue", None), dry("red", "red", None), record(answer=None, match=None)]
     assert metrics.wrong_hit_share(blind).value == pytest.approx(1 / 3)
+
+
+# --- GQA's own measures
+
+
+def test_gqas_measures_by_hand() -> None:
+    query, verify = ("query", "attr", "categoryAttr"), ("verify", "obj", "existC")
+    records = [
+        record(text="red", answer="red", match=True, group="color", types=query, valid=True, plausible=True),
+        record(text="red", answer="blue", match=False, group="color", types=query, valid=True, plausible=False),
+        record(text="wood", answer="red", match=False, group="color", types=query, valid=False, plausible=False),
+        record(text="yes", answer="yes", match=True, group="there", types=verify),
+    ]
+    found = metrics.gqa(records)
+    assert (found.validity.value, found.plausibility.value) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    # color: red expected twice and given twice, blue once and never: 1, weighted 3 of 4; there: 0.
+    assert found.distribution == pytest.approx(0.75)
+    values = {name: value.value for name, value in found.by_type.items()}
+    assert values == {
+        "binary": 1.0, "open": pytest.approx(1 / 3), "structural query": pytest.approx(1 / 3),
+        "structural verify": 1.0, "semantic attr": pytest.approx(1 / 3), "semantic obj": 1.0,
+    }  # fmt: skip
+    assert metrics.gqa([record()]) == metrics.Gqa(metrics.Estimate(0, None), metrics.Estimate(0, None), None, {})
 
 
 # --- savings, noise, files

@@ -28,7 +28,7 @@ from semkv.types import (
     Status,
     TextSegment,
 )
-from semkv_lab.console import Listener, console_listener, print_summary, sample_line, size
+from semkv_lab.console import Listener, console_listener, figures, print_summary, sample_line, size
 from semkv_lab.metrics import Summary
 from semkv_lab.records import SampleRecord
 from semkv_lab.run import NOISE_SAMPLES, bytes_on_disk, execute, run
@@ -210,7 +210,33 @@ def test_a_lost_donor_image_is_a_counted_miss(tmp_path: Path) -> None:
     assert records[0].text == records[1].text
 
 
-def test_missing_images_stop_a_run_before_it_starts(tmp_path: Path) -> None:
+def test_samples_without_an_image_file_are_left_out_and_listed(tmp_path: Path) -> None:
+    samples = [Sample(str(i), "q", images=(ImageRef(f"n{i}", None),)) for i in range(3)]
+    samples.insert(1, Sample("whole", "q"))
+    records, summary = go(samples, settings(tmp_path, baseline=True), ScriptedEngine())
+    assert [r.sample_id for r in records] == ["whole"]
+    assert summary.skipped == ("0", "1", "2")
+    assert ("left out, no image file", "3: 0, 1, 2") in figures(summary, settings(tmp_path))
+    with pytest.raises(DatasetError, match=r"3 images have no file \(the first is 'n0'\)"):
+        go(samples, settings(tmp_path, strict=True), ScriptedEngine())
+
+
+def test_gqas_annotations_reach_records_and_summary(tmp_path: Path) -> None:
+    common = ("query", "obj", "twoCommon")
+    samples = [
+        Sample("1", "what color", "red", types=("query", "attr", "x"), group="c", valid=("red",), plausible=("blue",)),
+        Sample("2", "in common", "red", types=common, full_answer="Red is.", valid=("red",), plausible=("red",)),
+        Sample("3", "what", "blue"),
+    ]
+    records, summary = go(samples, settings(tmp_path), ScriptedEngine(answer=lambda _: "Red"))
+    assert [(r.valid, r.plausible) for r in records] == [(True, False), (False, False), (None, None)]
+    assert (records[1].types, records[1].full_answer) == (common, "Red is.")
+    assert summary.gqa is not None
+    assert (summary.gqa.validity.value, summary.gqa.plausibility.value, summary.gqa.distribution) == (0.5, 0.0, 0.0)
+    assert SampleRecord.from_json(json.loads(json.dumps(records[0].to_json()))) == records[0]
+
+
+def test_missing_images_stop_a_run_of_nothing_else(tmp_path: Path) -> None:
     samples = [Sample(str(i), "q", images=(ImageRef(f"n{i}", None),)) for i in range(3)]
     engine = ScriptedEngine()
     with pytest.raises(DatasetError, match=r"3 images have no file \(the first is 'n0'\)"):

@@ -225,7 +225,7 @@ class SemanticCache:
             self._tally.add(f"hit:{plan.match.tier}")
             self._tally.add("partial", 0 if plan.full else 1)
             with self._tally.boundary("hit"):
-                hit_id = self._checking.open(request, plan.match, found.check)
+                hit_id = self._checking.open(request, plan.match, found.decision)
         return ReuseReport(request, sent, found.statuses, found.vectors, seconds, answer, proposed, hit_id, found.near)
 
     # -- recording ----------------------------------------------------------------------------------------------

@@ -1,23 +1,27 @@
-"""Keeps the share of requests that approximate hits answer wrongly under a bound, on traffic it was not fitted on.
+"""Keeps the share of requests that approximate hits answer wrongly under a bound, whatever the traffic.
 
-Every approximate match that no guard objects to falls into a cell: the tiers it rests on, whether it brings the whole
-prompt, and a band of the chance that it is wrong, by any of its scores, which the calibration or a cautious formula
-estimates from each. A cell knows how often its matches turned out wrong. Two sources tell: checked hits, and refused
-matches, whose own answer comes from the engine anyway and is compared with the donor's at no cost. The estimate itself
-is a prior that is worth a few observations. So evidence is shared between entries, and the first hit needs no history
-of its entry.
+The bound is a budget: each request adds its rate, and a wrong answer that a check finds is paid from it. While every
+hit is checked, that is exact. Once more is left than twice the reserve, a share of the hits is drawn for a check, and
+one wrong answer that is found stands for those that are not. How many it stands for, and the reserve, follow from a
+supermartingale: let a hit be wrong (w = 1) or right (w = 0), however it was chosen, and be checked (c = 1) with chance
+q, drawn anew. With the stake k that solves ``(1 - q) exp(s) + q exp(s (1 - k)) = 1``, the product over all hits of
+``exp(s (w - c k w))`` has no greater mean than 1. So with a chance of 95% the wrong answers are at every moment at most
+the stakes that were lost and ``log(20) / s``, the reserve (Ville, 1939; Howard, Ramdas, McAuliffe and Sekhon,
+Time-uniform Chernoff bounds via nonnegative supermartingales, 2020). Nothing is assumed of the traffic: wrong answers
+may come in clusters. The stake is taken when a hit is served and given back when its check finds it right: a check that
+is late, or fails, counts as one that found a wrong answer.
 
-The bound is a budget: N requests at rate e allow e N wrong answers. What was spent is what checks found wrong, plus the
-expected number among hits that were not checked, plus some standard deviations of that number: each cell's is beta-
-binomial, so they cover chance as well as what is not known well. The risk of a cell is that of all its observations or
-that of the recent ones, whichever is greater: traffic may shift, and an estimate that happens to be low is the one that
-would be used. So a cell that turns out worse than it looked is charged for its past as well, and more checks buy more
-hits. Cells are opened in the order of their risk until the spending they would bring meets what is left, sooner where a
-calibration estimates, since the formula may be too hopeful; and no hit is served that the budget does not cover.
+Which hits the budget is spent on is estimated. Every approximate match that no guard objects to falls into a cell: the
+tiers it rests on, how its words differ, whether it brings the whole prompt, and a band of the chance that it is wrong,
+by any of its scores, which the calibration or a cautious formula estimates from each. A cell knows how often its
+matches turned out wrong. Two sources tell: checked hits, and refused matches, whose own answer comes from the engine
+anyway and is compared with the donor's at no cost. The estimate itself is a prior that is worth a few observations. So
+evidence is shared between entries, and the first hit needs no history of its entry. The risk of a cell is that of all
+its observations or that of the recent ones, whichever is greater: traffic may shift. Cells are opened in the order of
+their risk until the wrong answers they would bring meet what is left.
 
-Hits are checked more often where a cell is new, and where the budget is a few wrong answers, which a thin sample would
-not see: wrong answers come in bursts, and then no estimate from other traffic covers them. A text that is served a
-second time is checked always: after that it has an answer of its own, and a wrong one is not served again.
+A text that is served a second time is checked always: after that it has an answer of its own, and a wrong one is not
+served again.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from random import Random
 from typing import Any
 
 from semkv.keys import digest
@@ -37,22 +41,22 @@ FLOOR = 0.6
 BANDS = 20  # of estimated risks
 _WORST, _BEST = 1.0, -7.0  # log odds of the first band and of the last
 
-# Chosen on the streams of bench/quality.py, the ones that docs/quality.md gives figures of.
+# The bound holds with any values; these were chosen on streams of bench/quality.py for hits.
 _PRIOR = 8.0  # observations that the prior is worth
-_SPREAD = 2.5  # standard deviations of the number of wrong answers that are kept free
-_SPREAD_FITTED = 3.0  # the same where a calibration estimates, which keeps them of less
-_EARLY = 20.0  # about so many hits of a cell are checked early on
-_FOUND = 3.0  # wrong answers that checks should find before as many as the budget allows have been given
+_DOUBT = 0.05  # chance with which the bound may fail
+_RESERVE = 2500.0  # requests whose budget is kept free, for wrong answers that no check has found
+_SAVED = 4 * _RESERVE  # requests whose unused budget is kept at most
 _LEAST_RISK = 0.002
 _MOST_RISK = 0.3  # no match more likely wrong than this is served, whatever the budget
 _HORIZON = 0.3  # what is left is spent over so large a share of the requests so far
-_WINDOW = 20_000.0  # requests after which the past counts half
+_EASE = 0.5  # of that, what the open cells should need: what is safe is served longer
+_WINDOW = 20_000.0  # requests after which those of the past count half
 _MEMORY = 4000.0  # observations of a band after which its past counts half
 _RECENT = 100.0  # the same for its recent past
 _RECENT_PRIOR = 25.0  # observations that the long past is worth beside the recent one
 _REVIEW = 50  # requests between two reviews of what is open
 
-ArmKey = tuple[str, bool]
+ArmKey = tuple[str, str, bool]
 
 
 def _zeros() -> list[float]:
@@ -61,23 +65,19 @@ def _zeros() -> list[float]:
 
 @dataclass(slots=True)
 class Arm:
-    """Counts by band of estimated risk, of the matches of one tier.
+    """Counts by band of estimated risk, of the matches of one tier and kind.
 
     Attributes:
         asked: requests whose first match fell here.
-        unchecked: hits that were served and not checked.
         seen, wrong: comparisons, and how many of them came out wrong.
         lately, wrong_lately: the same, with a short memory.
-        checks: comparisons of served hits.
     """
 
     asked: list[float] = field(default_factory=_zeros)
-    unchecked: list[float] = field(default_factory=_zeros)
     seen: list[float] = field(default_factory=_zeros)
     wrong: list[float] = field(default_factory=_zeros)
     lately: list[float] = field(default_factory=_zeros)
     wrong_lately: list[float] = field(default_factory=_zeros)
-    checks: list[float] = field(default_factory=_zeros)
 
 
 @dataclass(slots=True)
@@ -86,6 +86,12 @@ class _View:
 
     risk: list[float]
     open: list[bool] = field(default_factory=lambda: [False] * BANDS)
+
+
+def _kind(match: Match) -> str:
+    """What there is to doubt in a match that no guard objects to: traps come in clusters of one kind."""
+    unmatched, unshared, reordered = match.wording or (0.0, 0.0, 0.0)
+    return "order" if reordered else "other words" if unmatched else "other forms" if unshared else "same words"
 
 
 def band(risk: float) -> int:
@@ -135,17 +141,20 @@ class Bounded:
         self._views: dict[ArmKey, _View] = {}
         self._scale = digest("bands", repr(calibration), str(BANDS))
         self._requests = 0.0
-        self._known = 0.0  # wrong answers that checks found
-        self._guessed = 0.0  # expected wrong answers among unchecked hits
-        self._variance = 0.0  # of their number: by chance, and because the risks are estimates
+        self._left = 0.0  # wrong answers that the budget still covers, before the reserve
+        self._sampling = False  # whether some hits were served without a check, so that the reserve is needed
+        self._steepness = -math.log(_DOUBT) / (max_error_rate * _RESERVE)
+        self._share = min(1.0, 2.0 * -math.expm1(-self._steepness))  # of hits that are checked then
         self._until_review = 0
         self._latest: Request | None = None  # whose first match was counted; with several threads some count twice
         self._texts = ServedTexts()
+        self._random = Random(0)  # noqa: S311
         self._lock = threading.Lock()
 
     def arrived(self) -> None:
         with self._lock:
             self._requests += 1
+            self._left = min(self._left + self._rate, self._rate * _SAVED)
             self._latest = None
             if self._requests > _WINDOW:
                 self._halve()
@@ -163,36 +172,41 @@ class Bounded:
             risk = self._views[key].risk[place]
             if not self._views[key].open[place] or match.score < FLOOR:
                 return Decision(False, f"risk {risk:.4f}: not open", risk)
-            if self._spent(key, risk, risk) > self._rate * self._requests:
+            if self._free() < 1.0:
                 return Decision(False, f"risk {risk:.4f}: beyond the budget", risk)
-            arm.unchecked[place] += 1
-            self._guessed += risk
-            self._variance += risk
-            again = self._texts.again(request)
-            check = max(_EARLY / (_EARLY + arm.checks[place]), _FOUND / (self._rate * self._requests))
-            check = 1.0 if again else min(1.0, check)
-            return Decision(True, f"risk {risk:.4f}", risk, check)
+            share = 1.0
+            if not self._texts.again(request) and self._left >= 2.0 * self._rate * _RESERVE:
+                share, self._sampling = self._share, True
+            if self._random.random() >= share:
+                return Decision(True, f"risk {risk:.4f}", risk)
+            stake = self._stake(share)
+            self._left -= stake
+            return Decision(True, f"risk {risk:.4f}", risk, 1.0, stake)
 
-    def observe(self, match: Match, *, correct: bool, served: bool) -> None:
+    def _free(self) -> float:
+        """Wrong answers that may still be given."""
+        return self._left - self._rate * _RESERVE * self._sampling
+
+    def _stake(self, share: float) -> float:
+        """The wrong answers that one stands for which a check finds, where a share of hits is checked."""
+        return -math.log1p(math.expm1(-self._steepness) / share) / self._steepness if share < 1.0 else 1.0
+
+    def observe(self, match: Match, *, correct: bool, served: Decision | None) -> None:
         with self._lock:
             key, place = self._cell(match)
             arm = self._arms[key]
             _count_in(arm.seen, arm.wrong, place, correct, _MEMORY)
             _count_in(arm.lately, arm.wrong_lately, place, correct, _RECENT)
-            if served:
-                arm.checks[place] += 1
-                counted = min(1.0, arm.unchecked[place])
-                arm.unchecked[place] -= counted
-                self._guessed -= counted * self._views[key].risk[place]
-                self._known += not correct
-            if not correct and served:
+            if served and correct:
+                self._left += served.stake
+            elif served:
                 self._review()
 
     # -- what the counts say ------------------------------------------------------------------------------------
 
     def _cell(self, match: Match) -> tuple[ArmKey, int]:
         """Arm and band of a match; the arm is made where it is new."""
-        key = ("+".join(sorted(score.tier for score in match.scores)), match.whole)
+        key = ("+".join(sorted(score.tier for score in match.scores)), _kind(match), match.whole)
         if key not in self._arms:
             self._arms[key] = Arm()
             self._review()
@@ -201,27 +215,13 @@ class Bounded:
 
     def _estimate(self, score: Score, match: Match) -> float:
         """The chance of a wrong answer by one of a match's scores."""
-        calibration = self._fitted((score.tier, match.whole))
+        # One that was fitted on a tier says nothing of a part of a match.
+        calibration = self._calibration if score.tier in self._tiers and match.whole else None
         return cautious(score.cosine) if calibration is None else calibration.risk(score.cosine, match.wording)
 
-    def _fitted(self, key: ArmKey) -> Calibration | None:
-        """The calibration that estimates an arm's risks; None where `cautious` does, for a part of a match too."""
-        tier, whole = key
-        return self._calibration if tier in self._tiers and whole else None
-
-    def _spent(self, key: ArmKey, more: float, allowed: float) -> float:
-        """The wrong answers so far and ``more`` expected ones, with room for chance and for what is not known well.
-
-        Where a calibration estimates, the room is for those; `cautious` may be too hopeful, and keeps it for all that
-        are ``allowed``.
-        """
-        spread, doubtful = (_SPREAD_FITTED, more) if self._fitted(key) else (_SPREAD, allowed)
-        return self._known + self._guessed + more + spread * math.sqrt(self._variance + doubtful)
-
     def _review(self) -> None:
-        """Estimate every band anew, charge the past by it, and open the bands that the budget covers."""
+        """Estimate every band anew, and open those that the budget covers."""
         self._until_review = _REVIEW
-        self._guessed = self._variance = 0.0
         for key, arm in self._arms.items():
             weights = [_PRIOR + seen for seen in arm.seen]
             values = [(r * _PRIOR + bad) / n for r, bad, n in zip(_PRIORS, arm.wrong, weights, strict=True)]
@@ -232,21 +232,12 @@ class Bounded:
             ]
             risks = [max(pair) for pair in zip(long, falling(lately, weights_lately), strict=True)]
             self._views[key] = _View(risks)
-            self._charge(risks, weights, arm.unchecked)
         horizon = max(_HORIZON * self._requests, 500.0)
-        budget, more = self._rate * (self._requests + horizon), 0.0
+        budget, more = self._free() + self._rate * horizon, 0.0
         for risk, place, key in sorted(self._bands(), key=lambda b: (b[0], -b[1])):
-            if risk <= _MOST_RISK and self._spent(key, more, self._rate * horizon) <= budget:
+            if risk <= _MOST_RISK and more <= _EASE * budget:
                 self._views[key].open[place] = True
                 more += risk * self._arms[key].asked[place] / max(self._requests, 200.0) * horizon
-
-    def _charge(self, risks: list[float], weights: list[float], unchecked: list[float]) -> None:
-        """Add what an arm's unchecked hits cost; bands that were pooled share one estimate, and its error."""
-        for risk, places in groupby(range(BANDS), key=lambda place: risks[place]):
-            pooled = list(places)
-            hits, known = sum(unchecked[p] for p in pooled), sum(weights[p] for p in pooled)
-            self._guessed += hits * risk
-            self._variance += hits * risk + hits * hits * risk * (1.0 - risk) / (known + 1.0)
 
     def _bands(self) -> Iterator[tuple[float, int, ArmKey]]:
         for key, view in self._views.items():
@@ -255,36 +246,40 @@ class Bounded:
 
     def _halve(self) -> None:
         self._requests /= 2
-        self._known /= 2
         for arm in self._arms.values():
             arm.asked = [n / 2 for n in arm.asked]
-            arm.unchecked = [n / 2 for n in arm.unchecked]
 
     # -- across restarts ----------------------------------------------------------------------------------------
 
     def state(self) -> Mapping[str, Any]:
         with self._lock:
             arms = [{"key": list(key), **asdict(arm)} for key, arm in self._arms.items()]
-            return {"requests": self._requests, "known": self._known, "bands": self._scale, "arms": arms}
+            counts = {"requests": self._requests, "left": self._left, "sampling": self._sampling}
+            return {**counts, "rate": self._rate, "bands": self._scale, "arms": arms}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         try:
             if state["bands"] != self._scale:
                 raise ValueError("learned under another calibration")
-            requests, known = _count(state["requests"]), _count(state["known"])
+            requests, left, sampling = _count(state["requests"]), float(state["left"]), bool(state["sampling"])
+            same_rate = state["rate"] == self._rate
+            if not math.isfinite(left):
+                raise ValueError(f"the budget cannot be {left}")
             arms = {
                 _read_key(row["key"]): Arm(*(_counts(row[name]) for name in Arm.__slots__)) for row in state["arms"]
             }
         except (KeyError, TypeError) as error:
             raise ValueError(f"state of the bounded policy: {error!r}") from error
         with self._lock:
-            self._requests, self._known, self._arms, self._views = requests, known, arms, {}
+            self._requests, self._arms, self._views = requests, arms, {}
+            if same_rate:  # a budget of another rate pays for nothing here
+                self._left, self._sampling = min(left, self._rate * _SAVED), sampling
             self._review()
 
 
 def _read_key(value: list[Any]) -> ArmKey:
-    tier, whole = value
-    return str(tier), bool(whole)
+    tier, kind, whole = value
+    return str(tier), str(kind), bool(whole)
 
 
 def _count_in(seen: list[float], wrong: list[float], place: int, correct: bool, memory: float) -> None:

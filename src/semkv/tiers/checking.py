@@ -21,7 +21,7 @@ from semkv.guards import veto
 from semkv.keys import digest, normalise
 from semkv.stores.files import replace_text
 from semkv.tiers.base import Tally
-from semkv.tiers.policies import Decider
+from semkv.tiers.policies import Decider, Decision
 from semkv.types import Exactness, Match, Request, ReuseReport
 
 if TYPE_CHECKING:
@@ -104,12 +104,14 @@ class _OpenHit(NamedTuple):
         pair: names the request's text together with the donor.
         selected: whether to check it.
         sampled: whether it is in the plain random sample, from which the error rate is estimated.
+        decision: the policy's.
     """
 
     match: Match
     pair: str
     selected: bool
     sampled: bool
+    decision: Decision
 
 
 class Checking:
@@ -152,22 +154,23 @@ class Checking:
 
     # -- open hits ----------------------------------------------------------------------------------------------
 
-    def open(self, request: Request, match: Match, check: float = 0.0) -> str:
+    def open(self, request: Request, match: Match, decision: Decision | None = None) -> str:
         """Remember a hit; approximate ones may be selected for a check.
 
         Args:
             request, match: the hit.
-            check: chance of a check that the policy asks for; without effect where nothing is to be checked.
+            decision: the policy's; the check that it asks for is without effect where nothing is to be checked.
 
         Returns:
             The hit's id, which cannot be guessed.
         """
         hit_id, pair = secrets.token_hex(12), _pair_of(request, match.entry_id)
+        decision = decision or Decision(True)
         approximate = match.exactness is Exactness.APPROXIMATE and self._rate > 0.0
         with self._lock:
             lot = self._random.random()
-            selected, sampled = approximate and lot < max(self._rate, check), approximate and lot < self._rate
-            self._open[hit_id] = _OpenHit(match, pair, selected, sampled)
+            selected, sampled = approximate and lot < max(self._rate, decision.check), approximate and lot < self._rate
+            self._open[hit_id] = _OpenHit(match, pair, selected, sampled, decision)
             while len(self._open) > self._most:
                 self._open.popitem(last=False)
         return hit_id
@@ -219,7 +222,7 @@ class Checking:
         if hit.match.exactness is Exactness.APPROXIMATE:
             if not correct:
                 self._block(hit)
-            self._observe(hit.match, correct=correct, served=True)
+            self._observe(hit.match, correct=correct, served=hit.decision)
         return True
 
     def report_wrong(self, hit_id: str) -> bool:
@@ -230,7 +233,7 @@ class Checking:
         self._tally.add("reported wrong")
         approximate = hit.match.exactness is Exactness.APPROXIMATE
         if approximate:
-            self._observe(hit.match, correct=False, served=True)
+            self._observe(hit.match, correct=False, served=hit.decision)
         if not approximate or self._block(hit) >= _BARRED_MOST:
             self._remove(hit.match.entry_id)
         return True
@@ -241,11 +244,11 @@ class Checking:
             return
         if report.near is not None:
             correct = self.same_answer(report.near.response, response)
-            self._observe(report.near.match, correct=correct, served=False)
+            self._observe(report.near.match, correct=correct, served=None)
         elif report.hit_id and report.donor_response is not None:
             self.checked(report.hit_id, self.same_answer(report.donor_response, response))
 
-    def _observe(self, match: Match, *, correct: bool, served: bool) -> None:
+    def _observe(self, match: Match, *, correct: bool, served: Decision | None) -> None:
         self._decider.observe(match, correct=correct, served=served)
         self._outcomes += 1
         if self._outcomes % _SAVE_AFTER == 0:

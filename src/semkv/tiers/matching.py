@@ -26,6 +26,7 @@ from semkv.tiers.base import EXACT, Candidate, GuardedEncoder, PartError, Tally
 from semkv.tiers.contexts import SimilarContext, context_rows
 from semkv.tiers.plan import Planner
 from semkv.tiers.plugged import Index, PluggedTiers, Tier
+from semkv.tiers.policies import Decision
 from semkv.tiers.prompt_keys import SPELLINGS, Keyed, entry_of, has_chunk_text, same_texts
 from semkv.tiers.similar import SEMANTIC, VISION, SimilarTier, status_of, unit_vectors
 from semkv.types import CacheMode, Entry, MediaSegment, Near, Plan, Request, ReuseReport, Scope, Status
@@ -49,7 +50,7 @@ class Lookup:
         statuses: of each tier.
         vectors: unit vectors by layer that were computed on the way.
         plan, donor: of the first candidate that can be used; None where there is none.
-        check: chance of a check that the policy asks for.
+        decision: the policy's on the plan, where it was asked.
         near: the first match that the policy refused; None beside a plan.
     """
 
@@ -59,7 +60,7 @@ class Lookup:
     vectors: dict[str, Vector] = field(default_factory=dict)
     plan: Plan | None = None
     donor: Entry | None = None
-    check: float = 0.0
+    decision: Decision | None = None
     near: Near | None = None
 
 
@@ -167,7 +168,8 @@ class Matching:
         for candidate in candidates:
             verdict = self._planner.plan(found.request, candidate)
             if verdict.plan is not None:
-                found.plan, found.donor, found.check, found.near = verdict.plan, candidate.donor, verdict.check, None
+                found.plan, found.donor, found.near = verdict.plan, candidate.donor, None
+                found.decision = verdict.decision
                 found.statuses.update(dict.fromkeys(candidate.agreed, Status.HIT))
                 return
             found.near = found.near or verdict.near

@@ -119,7 +119,7 @@ class PendingTier:
             verdict = self._planner.plan(report.request, candidate)
             if verdict.plan is None or verdict.plan.match is None:
                 return None
-            hit_id = self._checking.open(report.request, verdict.plan.match, verdict.check)
+            hit_id = self._checking.open(report.request, verdict.plan.match, verdict.decision)
             self._tally.add(f"hit:{verdict.plan.match.tier}")
             statuses = {**report.statuses, **dict.fromkeys(candidate.agreed, Status.HIT)}
             return replace(report, plan=verdict.plan, statuses=statuses, hit_id=hit_id, near=None)

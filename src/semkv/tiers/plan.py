@@ -19,12 +19,12 @@ class Verdict:
 
     Attributes:
         plan: the plan; None where the candidate cannot be used.
-        check: chance of a check that the policy asks for.
+        decision: the policy's, where it was asked.
         near: a match with the donor's whole prompt that the policy refused.
     """
 
     plan: Plan | None = None
-    check: float = 0.0
+    decision: Decision | None = None
     near: Near | None = None
 
 
@@ -60,7 +60,7 @@ class Planner:
         own = request.segments if whole else request.segments[:run]
         exactness = exactness_of(own, donor.segments[:run], normalised=self._normalised)
         match = Match(candidate.tier, donor.entry_id, candidate.score, exactness, whole=whole, others=candidate.others)
-        check = 0.0
+        decision = None
         if exactness is Exactness.APPROXIMATE:
             if whole:
                 if reason := self._veto(request, donor):
@@ -70,7 +70,6 @@ class Planner:
             decision = self._judge(request, donor, match)
             if not decision.accept:
                 return Verdict(near=Near(match, donor.response) if whole else None)
-            check = decision.check
         if exactness is Exactness.EXACT:
             leading: tuple[Segment, ...] | None = own
         else:
@@ -79,7 +78,7 @@ class Planner:
             self._tally.add("donor media lost")
             return Verdict()
         rest = () if whole else request.segments[run:]
-        return Verdict(Plan((*leading, *rest), len(leading), match), check)
+        return Verdict(Plan((*leading, *rest), len(leading), match), decision)
 
     def _veto(self, request: Request, donor: Entry) -> str | None:
         """Of the texts that were compared, and of the questions where the caller had other texts compared."""

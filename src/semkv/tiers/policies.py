@@ -45,12 +45,14 @@ class Decision:
         reason: why, in a few words for the log.
         risk: the chance of a wrong answer, where the policy knows one.
         check: the least chance with which this hit should be checked.
+        stake: of the budget, what a check gives back that finds the answer right.
     """
 
     accept: bool
     reason: str = ""
     risk: float | None = None
     check: float = 0.0
+    stake: float = 0.0
 
 
 class Decider(Protocol):
@@ -75,8 +77,8 @@ class Decider(Protocol):
         """Whether the donor may be used: a match is no better than the worst of `Match.scores`."""
         ...
 
-    def observe(self, match: Match, *, correct: bool, served: bool) -> None:
-        """The outcome of a comparison: of a hit that was served, or of a match that was refused and ran cold."""
+    def observe(self, match: Match, *, correct: bool, served: Decision | None) -> None:
+        """The outcome of a comparison: of a hit, with the decision that served it, or of a match that was refused."""
         ...
 
     def state(self) -> Mapping[str, Any] | None:
@@ -118,7 +120,7 @@ class Stateless:
     def arrived(self) -> None:
         pass
 
-    def observe(self, match: Match, *, correct: bool, served: bool) -> None:
+    def observe(self, match: Match, *, correct: bool, served: Decision | None) -> None:
         pass
 
     def state(self) -> None:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from semkv import __version__
 from semkv.errors import ConfigError
-from semkv_lab.metrics import Estimate, Summary, TierRow, Times, Tokens
+from semkv_lab.metrics import Estimate, Gqa, Summary, TierRow, Times, Tokens
 from semkv_lab.records import Cold, SampleRecord
 
 if TYPE_CHECKING:
@@ -201,6 +201,10 @@ def _tier_cells(row: TierRow) -> tuple[str, ...]:
     return (row.tier, str(row.n), f"{row.rate:.1%}", *latency, percent(row.accuracy))
 
 
+_SHOWN = 10  # names of samples in a line
+_UNJUDGED = "unknown without --baseline: hits that are not the label may be the model's own mistakes"
+
+
 def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
     """Everything that is one figure: name and value."""
     rows = [
@@ -212,16 +216,32 @@ def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
         ("accuracy", percent(summary.accuracy)),
         ("accuracy on hits", percent(summary.accuracy_on_hits)),
         ("accuracy on misses", percent(summary.accuracy_on_misses)),
-        ("wrong hits a request", percent(summary.wrong_hit_share)),
+        ("wrong hits a request", percent(summary.wrong_hit_share) if summary.wrong_hit_share.n else _UNJUDGED),
         *_optional("consistency (entailed)", summary.consistency),
+        *_gqa_rows(summary.gqa),
         *_optional("P-CHR AUC", summary.chr_area.area, f" up to a hit rate of {summary.chr_area.reached:.1%}"),
         *_cold_rows(summary),
         *_optional("answer equals the donor's", summary.donor_agreement, " of full hits"),
     ]
     counts = {tier: summary.statuses[tier].items() for tier in ("kv_cache", "fusion") if tier in summary.statuses}
     rows += [(tier, ", ".join(f"{n} {status}" for status, n in found)) for tier, found in counts.items()]
+    if summary.skipped:
+        shown = ", ".join(summary.skipped[:_SHOWN]) + " ..." * (len(summary.skipped) > _SHOWN)
+        rows.append(("left out, no image file", f"{len(summary.skipped)}: {shown}"))
     rows.append(("on disk", f"{size(summary.bytes_on_disk)} in {settings.cache.cache_dir}"))
     return rows + [(name, str(count)) for name, count in summary.faults.items()]
+
+
+def _gqa_rows(found: Gqa | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    rows = [*_optional("validity", found.validity), *_optional("plausibility", found.plausibility)]
+    if found.distribution is not None:
+        rows.append(("distribution (chi-square)", f"{found.distribution:.2f}"))
+    for name in ("binary", "open"):
+        if name in found.by_type:
+            rows += _optional(f"accuracy, {name}", found.by_type[name])
+    return rows
 
 
 def _token_rows(t: Tokens) -> list[tuple[str, str]]:

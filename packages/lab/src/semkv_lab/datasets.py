@@ -92,6 +92,7 @@ def locate_images(name: str, options: DatasetOptions, wanted: Collection[str]) -
 
 ROOT_VARIABLE = "GQA_ROOT"
 _KIND = "_instructions"
+TYPES = ("structural", "semantic", "detailed")
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 _SAFE_NAME = re.compile(r"[\w.-]{1,128}")
 
@@ -102,8 +103,9 @@ def load_gqa(options: DatasetOptions) -> list[Sample]:
     Where it is looked for, in this order: ``--dataset-root``, the environment variable ``GQA_ROOT``, the hub. A folder
     may hold
 
-    - ``val_balanced_questions.json`` (or ``questions/...``), images as ``<imageId>.jpg`` in ``images/`` or under one of
-      the image roots (``GQA_IMAGE_ROOT`` ...): the official download;
+    - ``val_balanced_questions.json`` (or ``questions/...``; ``train_all_questions/`` is a folder of parts), images as
+      ``<imageId>.jpg`` in ``images/`` or under one of the image roots (``GQA_IMAGE_ROOT`` ...), and, for validity and
+      plausibility, ``val_choices.json`` (or ``eval/...``): the official download;
     - ``val_balanced_instructions/val-*.parquet`` and ``val_balanced_images/val-*.parquet``: a copy of ``lmms-lab/GQA``.
 
     Without a folder, ``datasets`` reads ``--dataset-repo`` from the hub or from its local cache.
@@ -137,26 +139,44 @@ def load_official(root: Path, options: DatasetOptions, config: str) -> list[Samp
     """Read ``<split>_<balanced|all>_questions.json`` below ``root``; MiniGQA uses the same form."""
     name = f"{config.removesuffix(_KIND)}_questions.json"
     places = [root / name, root / "questions" / name, root / "questions1.2" / name]
-    file = next((p for p in places if p.is_file()), None)
-    if file is None:
+    files = next((found for p in places if (found := [p] if p.is_file() else _parts(p.with_suffix("")))), None)
+    if files is None:
         raise DatasetError(f"{root}: neither {name} (also in questions/) nor {config}/*.parquet was found there")
-    data = read_json(file)
-    if not isinstance(data, dict):
-        raise DatasetError(f"{file}: expected an object of questions by id, found {type(data).__name__}")
+    rows = [(str(key), row, file) for file in files for key, row in _objects(file).items()]
+    choices = next((_objects(p) for p in _choices(places[0].parent, config) if p.is_file()), {})
     roots = [*_below(root), *_image_roots()]
     return [
-        to_sample(str(key), row, f"{file}, question {key}", lambda name: find_image(name, roots))
-        for key, row in select(list(data.items()), options)
+        to_sample(key, row, f"{file}, question {key}", lambda name: find_image(name, roots), choices.get(key))
+        for key, row, file in select(rows, options)
     ]
 
 
-def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None]) -> Sample:
+def _parts(folder: Path) -> list[Path]:
+    """The official archive has train_all in ten files: in the order of their numbers."""
+    return sorted(folder.glob(f"{folder.name}_*.json"), key=lambda part: (len(part.name), part.name))
+
+
+def _choices(root: Path, config: str) -> list[Path]:
+    name = f"{config.removesuffix(_KIND).rsplit('_', 1)[0]}_choices.json"
+    return [folder / name for folder in (root, root / "questions", root / "eval", root / "choices")]
+
+
+def _objects(file: Path) -> dict[str, Any]:
+    data = read_json(file)
+    if not isinstance(data, dict):
+        raise DatasetError(f"{file}: expected an object of questions by id, found {type(data).__name__}")
+    return data
+
+
+def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None], choices: Any = None) -> Sample:
     """One GQA row, official or Hugging Face, as a `Sample`; ``where`` is for messages."""
     if not isinstance(row, Mapping):
         raise DatasetError(f"{where}: expected an object, found {type(row).__name__}")
-    image, groups = text_field(row, "imageId", where), row.get("groups") or {}
-    if not isinstance(groups, Mapping):
-        raise DatasetError(f"{where}: 'groups' must be an object")
+    image = text_field(row, "imageId", where)
+    groups, types, choices = row.get("groups") or {}, row.get("types") or {}, choices or {}
+    for name, value in (("groups", groups), ("types", types), ("choices", choices)):
+        if not isinstance(value, Mapping):
+            raise DatasetError(f"{where}: {name!r} must be an object")
     return Sample(
         sample_id=check_unicode(key, "id", where),
         question=text_field(row, "question", where, required=True),
@@ -164,6 +184,11 @@ def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None]
         images=(ImageRef(image, find(image)),) if image else (),
         semantic_str=text_field(row, "semanticStr", where),
         groups=tuple(text for k in ("global", "local") if (text := text_field(groups, k, f"{where}, groups"))),
+        group=text_field(groups, "global", where),
+        types=tuple(text_field(types, name, where) for name in TYPES) if types else (),
+        full_answer=text_field(row, "fullAnswer", where),
+        valid=tuple(map(str, choices.get("valid", ()))),
+        plausible=tuple(map(str, choices.get("plausible", ()))),
         equivalent=_ids(row, "equivalent", where),
         entailed=tuple(name for name in _ids(row, "entailed", where) if name != key),
         variant=text_field(row, "variant", where),

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from semkv.tiers.checking import wilson
 from semkv.types import Status
-from semkv_lab.records import Cold, SampleRecord, answers_match
+from semkv_lab.records import Cold, SampleRecord, answers_match, normalise_answer
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -183,6 +183,54 @@ def consistency(records: Sequence[SampleRecord], *, cold: bool = False) -> Estim
     return mean(scores)
 
 
+@dataclass(frozen=True, slots=True)
+class Gqa:
+    """GQA's own measures beside consistency (Hudson and Manning, GQA, CVPR 2019), where it has the annotations.
+
+    Attributes:
+        validity, plausibility: shares of answers of the question's kind, and of those that occur with its objects.
+        distribution: chi-square of the answers against the expected ones, by global group and weighted by its size; 0
+            where both are alike, None without groups.
+        by_type: accuracy by structural and semantic type, ``structural verify``; ``binary`` and ``open`` as well.
+
+    Over all questions that were asked; GQA's own script leaves out those that are not balanced.
+    """
+
+    validity: Estimate
+    plausibility: Estimate
+    distribution: float | None
+    by_type: Mapping[str, Estimate]
+
+
+def gqa(records: Sequence[SampleRecord]) -> Gqa:
+    types: dict[str, list[SampleRecord]] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for r in records:
+        if r.types:
+            names = (
+                f"structural {r.types[0]}",
+                f"semantic {r.types[1]}",
+                "open" if r.types[0] == "query" else "binary",
+            )
+            for name in names:
+                types.setdefault(name, []).append(r)
+        if r.group and r.answer is not None:
+            groups.setdefault(r.group, []).append((normalise_answer(r.answer), normalise_answer(r.text)))
+    weighted = sum(_chi_square(answers) * len(answers) for answers in groups.values())
+    return Gqa(
+        share([(r.image, r.valid) for r in records if r.valid is not None]),
+        share([(r.image, r.plausible) for r in records if r.plausible is not None]),
+        weighted / sum(map(len, groups.values())) if groups else None,
+        {name: accuracy(of_it) for name, of_it in sorted(types.items())},
+    )
+
+
+def _chi_square(answers: Sequence[tuple[str, str]]) -> float:
+    """Of (expected, given) answers; as in GQA's script, answers that nothing expects do not count."""
+    expected, given = (Counter(column) for column in zip(*answers, strict=True))
+    return sum((given[answer] - count) ** 2 / count for answer, count in expected.items())
+
+
 def stands_for(record: SampleRecord) -> bool | None:
     """Whether a hit gave what the request would have got without it; None for a miss and where nothing tells.
 
@@ -198,11 +246,10 @@ def stands_for(record: SampleRecord) -> bool | None:
 
 def wrong_hit(record: SampleRecord) -> bool | None:
     """Whether the cache spoiled this answer: a hit that is wrong where the cold answer was right. False for a miss,
-    None for a hit that nothing judges.
+    None for a hit that nothing judges: without a cold answer (``--baseline``) the model's own mistakes look the same.
 
-    Without an expected answer a hit that differs from the cold one is wrong; without a cold answer, one that differs
-    from the expected answer, so that the model's own mistakes count too. In dry-run mode the donor's answer is judged,
-    and the request's own answer is the cold one.
+    Without an expected answer a hit that differs from the cold one is wrong. In dry-run mode the donor's answer is
+    judged, and the request's own answer is the cold one.
     """
     if not record.hit:
         return False
@@ -213,22 +260,17 @@ def wrong_hit(record: SampleRecord) -> bool | None:
             return not answers_match(record.donor_answer, record.text)
         return bool(record.match) and not answers_match(record.donor_answer, record.answer)
     if record.cold is None:
-        return None if record.match is None else not record.match
+        return None
     if record.match is None or record.cold.match is None:
         return not answers_match(record.text, record.cold.text)
     return not record.match and record.cold.match
 
 
 def wrong_hit_share(records: Sequence[SampleRecord]) -> Estimate:
-    """Wrong hits a request, over the requests that can be judged: a miss where a hit would have been judged."""
+    """Wrong hits a request, over the requests that can be judged: those with a cold answer, and all of a dry run."""
     dry = any(r.hit and not r.applied for r in records)
-    return share(
-        [
-            (r.image, wrong)
-            for r in records
-            if (wrong := wrong_hit(r)) is not None and (r.hit or dry or r.match is not None or r.cold is not None)
-        ]
-    )
+    judged = [(r.image, wrong_hit(r)) for r in records if dry or r.cold is not None]
+    return share([(image, wrong) for image, wrong in judged if wrong is not None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,6 +508,8 @@ class Summary:
         chr_area: P-CHR AUC.
         donor_agreement: share of full hits whose answer equals the donor's stored one. In dry-run mode, where each
             request was answered as it came, it estimates what a live run would get right without having run one.
+        gqa: GQA's other measures.
+        skipped: ids of samples that were left out, since an image has no file.
         saved: over vLLM's prefix cache and encoder cache; None without a baseline, as ``noise_floor``.
     """
 
@@ -494,6 +538,8 @@ class Summary:
     saved: Saved | None = None
     noise_floor: NoiseFloor | None = None
     interrupted: bool = False
+    gqa: Gqa | None = None
+    skipped: tuple[str, ...] = ()
     faults: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -521,6 +567,7 @@ def summarise(
     bytes_on_disk: int = 0,
     refused: int = 0,
     interrupted: bool = False,
+    skipped: tuple[str, ...] = (),
     faults: Mapping[str, int] | None = None,
 ) -> Summary:
     """The figures of a run.
@@ -531,6 +578,7 @@ def summarise(
         refused: approximate matches that were turned down after the search.
         bytes_on_disk: what the cache folders hold now.
         interrupted: whether the run was stopped before its last sample.
+        skipped: ids of samples that were left out.
         faults: counted faults inside the cache, by name.
     """
     hits, misses = [r for r in records if r.hit], [r for r in records if not r.hit]
@@ -566,5 +614,7 @@ def summarise(
         saved=saved(records),
         noise_floor=noise_floor(cold),
         interrupted=interrupted,
+        gqa=gqa(records),
+        skipped=skipped,
         faults=dict(faults or {}),
     )

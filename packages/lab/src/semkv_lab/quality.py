@@ -20,7 +20,7 @@ import numpy as np
 from semkv.encoders.text import TextEncoder
 from semkv.errors import DatasetError
 from semkv.guards import Guard, Wording, wording
-from semkv.tiers.policies import Decider
+from semkv.tiers.policies import Decider, Decision
 from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
 from semkv_lab.samples import check_unicode, read_jsonl
 
@@ -278,7 +278,7 @@ def judge(
             decision = policy.accept(corpus.request(a), _DONOR, match)
             yes, risk = decision.accept, decision.risk
             if not yes or (verify_rate > 0.0 and random.random() < max(verify_rate, decision.check)):
-                policy.observe(match, correct=pair.same, served=yes)
+                policy.observe(match, correct=pair.same, served=decision if yes else None)
         ranked.append((2.0 if veto else 1.0 - score if risk is None else risk, pair.same))
         accepted += yes
         right += yes and pair.same
@@ -373,19 +373,19 @@ class Replay:
                 counts["wrong"] += stored[number] != answer
                 counts["wrong_exact"] += stored[number] != answer
             else:
-                match, nearest, check = self._judge(policy, number, stored)
+                match, nearest, decision = self._judge(policy, number, stored)
                 correct = match is not None and stored[nearest] == answer
-                if match is None or check is None:
+                if match is None or decision is None:
                     if match is not None:
-                        policy.observe(match, correct=correct, served=False)
+                        policy.observe(match, correct=correct, served=None)
                     stored[number] = answer
                 else:
                     counts["approximate"] += 1
                     counts["wrong"] += not correct
                     lot = random.random()
-                    if verify_rate > 0.0 and lot < max(verify_rate, check):
+                    if verify_rate > 0.0 and lot < max(verify_rate, decision.check):
                         counts["checks"] += 1
-                        policy.observe(match, correct=correct, served=True)
+                        policy.observe(match, correct=correct, served=decision)
                         stored[number] = answer
             if count >= _SETTLED:
                 worst = max(worst or 0.0, counts["wrong"] / count)
@@ -394,8 +394,10 @@ class Replay:
             tick(1)
         return Outcome(len(self._asked), **counts, worst=worst, curve=tuple(curve))
 
-    def _judge(self, policy: Decider, number: int, stored: Mapping[int, str]) -> tuple[Match | None, int, float | None]:
-        """The accepted match, its text and the share of its kind to check; else the nearest match, and no share."""
+    def _judge(
+        self, policy: Decider, number: int, stored: Mapping[int, str]
+    ) -> tuple[Match | None, int, Decision | None]:
+        """The accepted match, its text and the decision; else the nearest match, and none."""
         refused: tuple[Match | None, int, None] = (None, -1, None)
         there = ((other, score) for other, score in self._corpus.neighbours[number] if other in stored)
         for other, score in islice(there, NEIGHBOURS):
@@ -404,7 +406,7 @@ class Replay:
                 continue
             decision = policy.accept(self._corpus.request(number), _DONOR, match)
             if decision.accept:
-                return match, other, decision.check
+                return match, other, decision
             if refused[0] is None:
                 refused = match, other, None
         return refused

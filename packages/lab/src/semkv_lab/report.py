@@ -162,7 +162,7 @@ COLUMNS: Mapping[str, str] = {
     "status": "ok, failed or interrupted",
     "hit rate": "% of requests [95% interval]",
     "accuracy on hits": "% of hits that are right; of a dry run what the donor answered [95% interval]",
-    "wrong hits": "hits that spoiled a right answer, % of the requests that can be judged [95% interval]",
+    "wrong hits": "hits that spoiled a right answer, % of requests; needs --baseline [95% interval]",
     "same as cold": "% of hits with the answer that vLLM alone gave [95% interval]",
     "accuracy": "% of all answers that are right [95% interval]",
     "consistency": "GQA's: of right answers, the share of entailed questions right too, % [95% interval]",
@@ -221,7 +221,7 @@ def _limits(experiment: Experiment) -> str:
 
 def judged(hits: int, of_them: int) -> str:
     """``12 hits``, or how many of them there is anything to judge by."""
-    return f"{hits:,} hits" if of_them == hits else f"{of_them:,} of {hits:,} hits that anything judges"
+    return f"{hits:,} hits" if of_them == hits else f"{of_them:,} of {hits:,} hits that a baseline judges"
 
 
 def _number(value: float | None, factor: float, digits: int) -> Cell:

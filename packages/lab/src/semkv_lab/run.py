@@ -51,6 +51,7 @@ from semkv_lab.settings import RunSettings
 if TYPE_CHECKING:
     from semkv.cache import SemanticCache
 
+_COMMON = ("color", "material", "shape")  # GQA's evaluation script has them too
 NOISE_SAMPLES = 32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
 _GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
 
@@ -66,6 +67,7 @@ class Progress:
     cold: dict[str, Cold] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
     interrupted: bool = False
+    skipped: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -205,6 +207,11 @@ def _answer(
         entailed=sample.entailed,
         cold=progress.cold.get(sample.sample_id),
         after_s=after_s,
+        group=sample.group,
+        types=sample.types,
+        full_answer=sample.full_answer,
+        valid=_among(result.text, sample.valid, sample),
+        plausible=_among(result.text, sample.plausible, sample),
         **_counted(result),
     )
 
@@ -245,18 +252,16 @@ def _match(text: str, sample: Sample) -> bool | None:
     return None if sample.answer is None else answers_match(text, sample.answer)
 
 
-def make_builder(samples: Sequence[Sample], engine: Engine, settings: RunSettings) -> RequestBuilder:
-    """The builder of requests for this engine: its namespace, and images only where it takes them.
+def _among(text: str, choices: Sequence[str], sample: Sample) -> bool | None:
+    """Whether an answer is one of GQA's choices; what two objects have in common is one of three words."""
+    if not choices:
+        return None
+    common = bool(sample.types) and "Common" in sample.types[2]
+    return any(answers_match(text, choice) for choice in (_COMMON if common else choices))
 
-    Raises:
-        DatasetError: how many images are missing, and where to put them.
-    """
-    missing = sorted({image.name for s in samples for image in s.images if image.path is None})
-    if missing and engine.accepts_images:
-        raise DatasetError(
-            f"{len(missing)} images have no file (the first is {missing[0]!r}): put them under the data set's images/ "
-            "folder, or name the folder in GQA_IMAGE_ROOT"
-        )
+
+def make_builder(engine: Engine, settings: RunSettings) -> RequestBuilder:
+    """The builder of requests for this engine: its namespace, and images only where it takes them."""
     return RequestBuilder(
         namespace=Namespace(settings.tenant, engine.fingerprint()),
         chunk_source=settings.chunk_source,
@@ -264,6 +269,25 @@ def make_builder(samples: Sequence[Sample], engine: Engine, settings: RunSetting
         instruction=settings.instruction,
         images=engine.accepts_images,
     )
+
+
+def leave_out(progress: Progress) -> None:
+    """Drop the samples that lack an image file.
+
+    Raises:
+        DatasetError: no sample is left, or with ``--strict`` one lacks an image: how many, and where to put them.
+    """
+    lacking = [s for s in progress.samples if not s.complete]
+    if not lacking:
+        return
+    progress.skipped = tuple(s.sample_id for s in lacking)
+    progress.samples = [s for s in progress.samples if s.complete]
+    if progress.settings.strict or not progress.samples:
+        missing = sorted({image.name for s in lacking for image in s.images if image.path is None})
+        raise DatasetError(
+            f"{len(missing)} images have no file (the first is {missing[0]!r}): put them under the data set's images/ "
+            "folder, or name the folder in GQA_IMAGE_ROOT"
+        )
 
 
 EngineFactory = Callable[[RunSettings, bool], Engine]
@@ -289,7 +313,9 @@ def run(
     def started(attach: bool) -> Iterator[tuple[Engine, RequestBuilder]]:
         listener.stage("start", 0)
         with closing(make_engine(settings, attach)) as engine:
-            yield engine, make_builder(samples, engine, settings)
+            if engine.accepts_images:
+                leave_out(progress)
+            yield engine, make_builder(engine, settings)
 
     try:
         if settings.baseline_from is not None:
@@ -299,7 +325,9 @@ def run(
                 run_cold(engine, builder, progress)
         with started(attach=cache is not None) as (engine, builder):
             if settings.baseline_from is not None:
-                check_asked(settings.baseline_from, progress.cold, [builder.build(sample) for sample in samples])
+                check_asked(
+                    settings.baseline_from, progress.cold, [builder.build(sample) for sample in progress.samples]
+                )
             run_cached(engine, cache, builder, progress)
     except KeyboardInterrupt:
         progress.interrupted = True
@@ -312,6 +340,7 @@ def run(
         list(progress.cold.values()),
         bytes_on_disk=bytes_on_disk(settings),
         interrupted=progress.interrupted,
+        skipped=progress.skipped,
         refused=stats.refused + sum(stats.vetoes.values()),
         faults={**progress.faults, **{f"cache fault: {kind}": n for kind, n in stats.faults.items()}},
     )
@@ -349,6 +378,8 @@ def read_cold(path: Path, samples: Sequence[Sample], settings: RunSettings) -> d
                 raise DatasetError(f"{path}, line {number}: no sample of a run ({error})") from error
     for s in samples:
         if s.sample_id not in found:
+            if not s.complete:  # left out there, as it will be here
+                continue
             raise DatasetError(f"{path} has no cold answer for sample {s.sample_id}: run it with --baseline")
         question, answer, _ = found[s.sample_id]
         if question != s.question:
@@ -357,7 +388,7 @@ def read_cold(path: Path, samples: Sequence[Sample], settings: RunSettings) -> d
             raise DatasetError(
                 f"{path}: sample {s.sample_id} expects {answer!r} there, and {s.answer!r} in the data set"
             )
-    return {s.sample_id: found[s.sample_id][2] for s in samples}
+    return {s.sample_id: found[s.sample_id][2] for s in samples if s.sample_id in found}
 
 
 def check_asked(path: Path, cold: Mapping[str, Cold], requests: Sequence[Request]) -> None:

@@ -50,7 +50,10 @@ class Sample:
         images: in prompt order.
         system, context: texts before the question, such as a retrieved document; empty for none.
         semantic_str: GQA's functional program of the question, ``select: car [..]->query: color [..]``.
-        groups: GQA's group names, global and local.
+        groups: GQA's group names, global and local; ``group`` is the global one.
+        types: GQA's: structural, semantic and detailed.
+        full_answer: the answer as a sentence.
+        valid, plausible: GQA's choices: answers of the question's kind, and those that occur with its objects.
         equivalent: ids of questions that ask the same.
         entailed: ids of questions whose answer follows from this one's.
         variant: how MiniGQA made this question from another (``repeat``, ``paraphrase`` ...); empty for an original.
@@ -65,10 +68,20 @@ class Sample:
     context: str = ""
     semantic_str: str = ""
     groups: tuple[str, ...] = ()
+    group: str = ""
+    types: tuple[str, ...] = ()
+    full_answer: str = ""
+    valid: tuple[str, ...] = ()
+    plausible: tuple[str, ...] = ()
     equivalent: tuple[str, ...] = ()
     entailed: tuple[str, ...] = ()
     variant: str = ""
     repeats: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every image has a file."""
+        return all(image.path is not None for image in self.images)
 
     @property
     def image_name(self) -> str:
@@ -241,9 +254,8 @@ def _images(row: Mapping[str, Any], path: Path, where: str) -> tuple[ImageRef, .
     images = []
     for name in names:
         file = path.parent / check_unicode(name, "images", where)
-        if not file.is_file():
-            raise DatasetError(f"{where}: no image {file}")
-        images.append(ImageRef(os.path.normpath(name), file))  # not its last part: s1/frame.png is not s2/frame.png
+        # The whole path is the name: s1/frame.png is not s2/frame.png.
+        images.append(ImageRef(os.path.normpath(name), file if file.is_file() else None))
     return tuple(images)
 
 

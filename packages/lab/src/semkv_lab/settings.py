@@ -64,8 +64,9 @@ class RunSettings:
             package.module:Factory.
         tenant: Partitions every cache; tenants share nothing.
         dataset: minigqa, gqa, gqa-text, jsonl, a .jsonl file, or package.module:Factory; by default the preset's.
-        chunk_source: question, semantic, group, combined or full.
+        chunk_source: What L1 compares: question, semantic, group, combined or full.
         chunk_window: Match on the first N characters only; 0 for all.
+        strict: Stop where an image has no file, instead of leaving its samples out.
         baseline: Run the samples with vLLM's prefix cache alone first.
         baseline_from: Take the baseline from the samples file of an earlier run with a baseline.
         purge: Empty the cache first; touches nothing that semkv did not write.
@@ -87,6 +88,7 @@ class RunSettings:
     data: Annotated[DatasetOptions, FLAT] = field(default_factory=DatasetOptions)
     trace: Annotated[Trace, FLAT] = field(default_factory=Trace)
     cache: Annotated[CacheConfig, FLAT] = field(default_factory=CacheConfig)
+    strict: Annotated[bool, DATA] = False
     baseline: Annotated[bool, RESULTS] = False
     baseline_from: Annotated[Path | None, EXISTS, RESULTS] = None
     purge: bool = False
