@@ -170,7 +170,7 @@ def test_a_context_with_other_white_space_is_the_donors_and_the_question_ones_ow
     assert seen(report.plan.segments) == f"sys | {DOCUMENT} | two"
     assert report.plan.substituted == 2
     assert report.provenance == "text:normalised/context"
-    assert line(report).startswith("exact_text=hit, embedding:vision=skip, embedding:prompt=skip")
+    assert line(report) == "exact_text=hit, embedding:vision=skip, embedding:prompt=miss, semantic_text=miss"
 
 
 def test_a_context_with_one_reworded_sentence_is_the_donors(bench: Bench) -> None:
