@@ -2,13 +2,15 @@
 
     python bench/pairs.py guards        traps that pass, paraphrases that stay, what a pair costs (results/traps.json)
     python bench/pairs.py policies      the same of every policy, held-out writers only (results/cpu/policies.json)
+    python bench/pairs.py turns         the same through the cache, for last turns of conversations (results/turns.json)
     python bench/pairs.py comparator    how often the comparator behind checks errs (results/comparator.json)
     python bench/pairs.py separation    cosines of what may stand in and of what may not (results/separation.json)
 
 Traps are pairs of near-equal texts with different answers, paraphrases pairs with the same; both are our own, in
 ``bench/data``. Every third trap and every second paraphrase of a category was held out while the guards were tuned.
 Rows with ``passed_first`` or ``kept_first`` are later ones, by hands that had not seen the guards; the field says what
-became of them at first sight. No row of the data sets in ``shared/data`` is written.
+became of them at first sight. All of ``last_turns.jsonl`` were written so, and no guard was changed for them. No row of
+the data sets in ``shared/data`` is written.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ from common import ROOT, SHARED, commands, machine, quantiles, write_json
 from streams import halves, questions
 
 from semkv import guards
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
 from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
 from semkv.encoders.vision import TowerEncoder
 from semkv.guards import veto
 from semkv.keys import normalise
+from semkv.server.request_key import CanonicalRequest, canonicalise
 from semkv.tiers.bounded import Bounded
 from semkv.tiers.checking import SameMeaning, same_text, wilson
 from semkv.tiers.policies import Calibrated, Calibration, Decider, FixedThreshold
-from semkv.types import Entry, Namespace
+from semkv.types import Entry, Namespace, Request
 from semkv_lab.evaluate import fit
 from semkv_lab.minigqa.generate import Knobs, generate
 from semkv_lab.quality import TIER, Corpus, Replay, build_corpus, clusters, encode, read_pairs
@@ -191,6 +196,80 @@ def policies(*, pairs: Path = PAIRS, index_encoder: str = DEFAULT_MODEL, out: Pa
         found = [len(tempt(rows, corpus, make)) for rows in unseen]
         name = f"bounded {rate}{'' if calibration else ', no calibration'}"
         result[name] = {"traps": found[0], "paraphrases": found[1]}
+    write_json(out, result)
+
+
+# -- last turns ------------------------------------------------------------
+
+CHAT = [("user", "Tell me about Lisbon."), ("assistant", "It is a city by the sea. Do you want to know more?")]
+DOCUMENT = "The lease of the flat in Elm Street begins in May. " + "The tenant pays the rent on the first day. " * 40
+FORMS: dict[str, list[tuple[str, str]]] = {
+    "single turn": [],
+    "second turn": CHAT,
+    "turn 21": CHAT * 20,
+    "document, question": [("user", DOCUMENT)],
+    "system prompt, document, question": [("system", "Be brief."), ("user", DOCUMENT)],
+}
+CONVERSATIONS = 300
+
+
+def asked(history: Sequence[tuple[str, str]], text: str, tenant: str) -> Request:
+    """What the gateway makes of a conversation; a user's text right before the last is a part of the same message."""
+    messages: list[Row] = [{"role": role, "content": [{"type": "text", "text": said}]} for role, said in history]
+    if not messages or messages[-1]["role"] != "user":
+        messages.append({"role": "user", "content": []})
+    messages[-1]["content"].append({"type": "text", "text": text})
+    body = {"model": "m", "temperature": 0, "messages": messages}
+    canonical = canonicalise("/v1/chat/completions", body, tenant=tenant, secret=b"bench")
+    assert isinstance(canonical, CanonicalRequest)
+    assert canonical.request is not None
+    return canonical.request
+
+
+def ask(cache: SemanticCache, request: Request) -> str:
+    """The prompt whose answer the request gets, empty where it goes to the engine; then its own is recorded."""
+    report = cache.try_reuse(request)
+    cache.add_observation(report, report.request.request_id)
+    return (report.donor_response or "") if report.plan.full else ""
+
+
+@app.command
+def turns(*, thresholds: Sequence[float] = (THRESHOLD, 0.8), out: Path | None = None) -> None:
+    """How many last turns hit after an equal history, right and wrong, and how many after another history.
+
+    Args:
+        thresholds: of the semantic text tier.
+    """
+    rows, encoder = load(DATA / "last_turns.jsonl"), SentenceEncoder()
+    result: Row = {"machine": machine("semkv", "sentence-transformers", "numpy"), "forms": []}
+    vetoes = {same: sum(veto(r["a"], r["b"]) is None for r in rows if r["same"] is same) for same in (True, False)}
+    result |= {"not vetoed": {"paraphrases": vetoes[True], "traps": vetoes[False]}}
+    for form, threshold in product(FORMS, thresholds):
+        with tempfile.TemporaryDirectory() as folder:
+            config = CacheConfig(Path(folder), similarity_threshold=threshold)
+            with SemanticCache(config, text_encoder=encoder) as cache:
+                hits: Counter[bool] = Counter()
+                for number, row in enumerate(rows):  # in a tenant each, so that no row hits another
+                    ask(cache, asked(FORMS[form], row["a"], str(number)))
+                    hits[row["same"]] += bool(ask(cache, asked(FORMS[form], row["b"], str(number))))
+        result["forms"].append(
+            {"form": form, "threshold": threshold, "paraphrases that hit": hits[True], "traps that hit": hits[False]}
+        )
+    kinds = Counter(row["same"] for row in rows)
+    result |= {"paraphrases": kinds[True], "traps": kinds[False]}
+    with tempfile.TemporaryDirectory() as folder:
+        config = CacheConfig(Path(folder), similarity_threshold=min(thresholds))
+        with SemanticCache(config, text_encoder=encoder) as cache:
+            histories = [[("user", f"Describe house {n}."), ("assistant", "Done.")] for n in range(CONVERSATIONS)]
+            requests = [asked(history, "What about the second one?", "") for history in histories]
+            equal = [ask(cache, request) for request in requests]
+            reworded = [ask(cache, asked(history, "How about the second one?", "")) for history in histories]
+    result["conversations"] = {
+        "count": CONVERSATIONS,
+        "equal last turns that hit": sum(map(bool, equal)),
+        "reworded ones that hit": sum(map(bool, reworded)),
+        "of these the own conversation's": sum(a == r.request_id for a, r in zip(reworded, requests, strict=True)),
+    }
     write_json(out, result)
 
 

@@ -138,7 +138,7 @@ TABLE = [
         of("two", context=DOCUMENT.replace(" ", "  ").upper(), system="sys"),
         "text:normalised/context",
         f"sys | {DOCUMENT} | two",
-        "hit skip skip skip",
+        "hit skip miss miss",
     ),
     Row(READ, of("two", context=DOCUMENT + " the last one.~0.90")),
     Row(READ, of("two", context=DOCUMENT)),

@@ -282,6 +282,11 @@ class ReuseReport:
         return self.plan.match is not None
 
     @property
+    def rewritten(self) -> bool:
+        """Whether the plan has other segments than the request: not where the donor's are byte-equal."""
+        return self.plan.segments != self.request.segments
+
+    @property
     def provenance(self) -> str:
         """``text:exact``, ``text:normalised``, ``text:semantic`` or ``embedding:<layer>``; empty on a miss.
 

@@ -165,7 +165,7 @@ class CacheClient:
         if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
             return Lookup(canonical)
         if other.key == canonical.key:
-            return Lookup(canonical, None, report)
+            return replace(found, canonical=canonical)
         return Lookup(other, await self.stored(other), report)
 
     async def _find(self, canonical: CanonicalRequest, asked_at: float | None) -> Lookup:
@@ -186,7 +186,7 @@ class CacheClient:
         looked = await self._guarded("semantic", work) or Lookup(canonical)
         self._metrics.lookup(time.perf_counter() - start)
         if looked.report is not None:
-            self._count(found=bool(looked.report.plan.substituted))
+            self._count(found=looked.report.rewritten)
         return looked
 
     def _try_reuse(self, semantic: SemanticCache, canonical: CanonicalRequest) -> Lookup:

@@ -240,12 +240,12 @@ class Checking:
 
     def learn(self, report: ReuseReport, response: str) -> None:
         """What an answer to the unchanged request tells of a donor: one that was refused, or one of a dry run."""
-        if report.plan.substituted or not self._decider.learns:
+        if report.rewritten or not self._decider.learns:
             return
         if report.near is not None:
             correct = self.same_answer(report.near.response, response)
             self._observe(report.near.match, correct=correct, served=None)
-        elif report.hit_id and report.donor_response is not None:
+        elif not report.plan.substituted and report.hit_id and report.donor_response is not None:
             self.checked(report.hit_id, self.same_answer(report.donor_response, response))
 
     def _observe(self, match: Match, *, correct: bool, served: Decision | None) -> None:

@@ -1,8 +1,9 @@
 """The matching tiers over one catalog, asked in their order: L0.5 exact text, L2 embedding, L1 semantic text, and then
 the user's own.
 
-The first candidate that the planner lets through ends a lookup. A thread applies what others purge from the catalog, so
-that an idle process forgets it, too.
+The first candidate that the planner lets through ends a lookup. Every tier is asked for a donor of the whole prompt
+before any is for one of its beginning: each later turn of a conversation has the beginning of an earlier one. A thread
+applies what others purge from the catalog, so that an idle process forgets it, too.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Lookup:
         vectors: unit vectors by layer that were computed on the way.
         plan, donor: of the first candidate that can be used; None where there is none.
         decision: the policy's on the plan, where it was asked.
-        near: the first match that the policy refused; None beside a plan.
+        near: the first match that the policy refused; None beside a plan with a donor's whole prompt.
     """
 
     request: Request
@@ -151,6 +152,7 @@ class Matching:
         tiers: Sequence[Callable[[Lookup, Keyed], None]] = (
             *(self._ask_exact, self._ask_embedding, self._ask_semantic),
             *(functools.partial(self._ask_plugged, tier) for tier in self._plugged.tiers),
+            self._ask_contexts,
         )
         with self._tally.boundary("request"):
             keyed = Keyed.of(request.namespace, request.segments)
@@ -168,8 +170,8 @@ class Matching:
         for candidate in candidates:
             verdict = self._planner.plan(found.request, candidate)
             if verdict.plan is not None:
-                found.plan, found.donor, found.near = verdict.plan, candidate.donor, None
-                found.decision = verdict.decision
+                found.plan, found.donor, found.decision = verdict.plan, candidate.donor, verdict.decision
+                found.near = None if verdict.plan.full else found.near
                 found.statuses.update(dict.fromkeys(candidate.agreed, Status.HIT))
                 return
             found.near = found.near or verdict.near
@@ -178,32 +180,25 @@ class Matching:
         if self._config.exact:
             found.statuses[EXACT] = Status.MISS
             with self._tally.boundary(EXACT):
-                self._take(found, self._equal(keyed))
+                self._take(found, self._equal(keyed, [len(keyed.segments)]))
 
-    def _equal(self, keyed: Keyed) -> Iterator[Candidate]:
-        """L0.5: donors of the same text, byte for byte or but for what `keys.normalise` folds. The longest leading run
-        comes first, then byte-equal ones, then the oldest. With ``--scope any`` media items are all alike.
-
-        A run shorter than the prompt counts only when it holds a context: a shared system prompt or image alone is what
-        vLLM's own prefix cache is for, and calling it a hit would make every second question about an image one.
+    def _equal(self, keyed: Keyed, depths: Iterable[int]) -> Iterator[Candidate]:
+        """L0.5: donors of the same leading run, byte for byte or but for what `keys.normalise` folds. Of one length the
+        byte-equal ones come first, then the oldest. With ``--scope any`` media items are all alike.
         """
         normalised, alike = self._config.normalised, self._config.scope is Scope.ANY
         most = _DONORS if normalised or not alike else SPELLINGS
 
-        def keys() -> Iterator[tuple[int, str]]:  # the first is what most hits are found by
-            folded = normalised or alike  # no key is kept of exact texts with media alike
-            yield len(keyed.segments), keyed.whole(keyed.exact, "exact")
-            if folded:
-                yield len(keyed.segments), keyed.whole(keyed.loose if alike else keyed.folded, "folded")
-            for depth in reversed(keyed.lead_depths()):
-                yield depth, keyed.lead(keyed.exact, "exact", depth)
-                if folded:
-                    yield depth, keyed.lead(keyed.loose if alike else keyed.folded, "folded", depth)
+        def keys(depth: int) -> Iterator[str]:  # the first is what most hits are found by
+            yield keyed.lead(keyed.exact, "exact", depth)
+            if normalised or alike:  # no key is kept of exact texts with media alike
+                yield keyed.lead(keyed.loose if alike else keyed.folded, "folded", depth)
 
-        for depth, key in keys():
-            for donor in self._catalog.find(key, most):
-                if normalised or same_texts(keyed.segments[:depth], donor.segments):
-                    yield Candidate(donor, depth, EXACT, 1.0, (EXACT,))
+        for depth in depths:
+            for key in keys(depth):
+                for donor in self._catalog.find(key, most):
+                    if normalised or same_texts(keyed.segments[:depth], donor.segments):
+                        yield Candidate(donor, depth, EXACT, 1.0, (EXACT,))
 
     def _ask_embedding(self, found: Lookup, keyed: Keyed) -> None:
         if not self._layers:
@@ -245,7 +240,18 @@ class Matching:
                 found.statuses[SEMANTIC] = Status.MISS
                 found.vectors[SEMANTIC] = vector
                 self._take(found, self._similar.by_chunk_text(keyed, vector))
-            if found.plan is None:
+
+    def _ask_contexts(self, found: Lookup, keyed: Keyed) -> None:
+        """Donors of a beginning that ends in a context: the longest equal one, else one with a few other sentences.
+
+        A shared system prompt or image alone is what vLLM's own prefix cache is for, and calling it a hit would make
+        every second question about an image one.
+        """
+        if self._config.exact:
+            with self._tally.boundary(EXACT):
+                self._take(found, self._equal(keyed, reversed(keyed.lead_depths())))
+        if self._contexts is not None and found.plan is None:
+            with self._tally.boundary(SEMANTIC):
                 self._take(found, self._contexts.candidates(keyed))
 
     def _ask_plugged(self, tier: Tier, found: Lookup, keyed: Keyed) -> None:
@@ -338,7 +344,7 @@ class Matching:
     def _vectors_to_keep(self, report: ReuseReport) -> dict[str, Vector]:
         """The lookup's vectors, and those that an early hit made unnecessary then.
 
-        Where a leading part was substituted, a layer other than prompt and vision may have been computed from what is
+        Where a leading part was rewritten, a layer other than prompt and vision may have been computed from what is
         no longer in the prompt, and is left out. So is that of a chunk text which is more than the question, where a
         context was.
         """
@@ -347,7 +353,7 @@ class Matching:
             vectors |= self._embedded(report.request, None) or {}
         if SEMANTIC not in vectors and (vector := self._chunk_vector(report.request.chunk_text)) is not None:
             vectors[SEMANTIC] = vector
-        if report.plan.substituted:
+        if report.rewritten:
             vectors = {name: v for name, v in vectors.items() if name in ("prompt", VISION, SEMANTIC)}
         if not has_chunk_text(report.request, report.plan.segments):
             vectors.pop(SEMANTIC, None)

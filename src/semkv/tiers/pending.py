@@ -91,10 +91,10 @@ class PendingTier:
         """The request of a lookup as others may find it until its answer is recorded.
 
         Returns:
-            None where the cache is not live, or the lookup found a donor.
+            None where the cache is not live, or the lookup found a donor of more than a byte-equal beginning.
         """
         request = report.request
-        if report.hit or not request.segments or not self._live:
+        if report.rewritten or report.plan.full or not request.segments or not self._live:
             return None
         with self._tally.boundary("request"):
             keyed = Keyed.of(request.namespace, request.segments)

@@ -100,11 +100,12 @@ class Keyed:
 
     def whole(self, chain: Sequence[str], kind: str) -> str:
         """The key of all segments under one of the chains; ``kind`` is ``exact`` or ``folded``."""
-        return digest("whole", self.space, kind, chain[-1])
+        return self.lead(chain, kind, len(self.segments))
 
     def lead(self, chain: Sequence[str], kind: str, depth: int) -> str:
-        """The key of the first ``depth`` segments under one of the chains."""
-        return digest("lead", self.space, kind, chain[depth - 1])
+        """The key of the first ``depth`` segments under one of the chains, `whole` where these are all."""
+        name = "lead" if depth < len(self.segments) else "whole"
+        return digest(name, self.space, kind, chain[depth - 1])
 
     def before_context(self, *, with_media: bool = True) -> str:
         """Digest of what stands before the first context; similar contexts are sought among entries that share it."""
