@@ -291,5 +291,7 @@ def test_the_bounded_policy_learns_from_turns_too(tmp_path: Path) -> None:
     bench.ask("first", context="A document.", response="yes")
     for number in range(300):
         bench.ask(f"topic {number}", context="A document.", response="yes")
-        bench.ask(f"topic {number}~0.97", context="A document.", response="yes")
+        report = bench.ask(f"topic {number}~0.97", context="A document.", response="yes")
+        if bench.cache.should_check(report):
+            assert bench.cache.checked(report.hit_id, True)
     assert bench.cache.stats().hits.get("semantic_text", 0) > 30
