@@ -151,8 +151,9 @@ def tempt(rows: Sequence[Row], corpus: Corpus, make: Callable[[], Decider]) -> l
     return found
 
 
-def taken_up(state: Any, rate: float, calibration: Calibration | None, tiers: frozenset[str]) -> Bounded:
+def taken_up(state: Any, left: float, rate: float, calibration: Calibration | None, tiers: frozenset[str]) -> Bounded:
     policy = Bounded(rate, calibration, tiers)
+    policy._left = left  # which no restart takes up
     policy.restore(state)
     return policy
 
@@ -192,7 +193,7 @@ def policies(*, pairs: Path = PAIRS, index_encoder: str = DEFAULT_MODEL, out: Pa
         learned = Bounded(rate, calibration, tiers)
         replay.play(learned, verify_rate=0.1)
         state = learned.state()
-        make = partial(taken_up, state, rate, calibration, tiers)
+        make = partial(taken_up, state, learned._left, rate, calibration, tiers)
         found = [len(tempt(rows, corpus, make)) for rows in unseen]
         name = f"bounded {rate}{'' if calibration else ', no calibration'}"
         result[name] = {"traps": found[0], "paraphrases": found[1]}

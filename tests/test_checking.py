@@ -159,6 +159,26 @@ def test_a_donor_found_wrong_never_answers_that_text_again(tmp_path: Path) -> No
     assert not bench.look("color~0.95").hit, "after a restart, too"
 
 
+def test_a_policy_that_fails_ends_neither_a_request_nor_the_cache(tmp_path: Path, monkeypatch: Any) -> None:
+    bench = plain(tmp_path)
+    bench.ask("color")
+    report = bench.look("color~0.95")
+    decider = bench.cache._decider
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    for name in ("observe", "state"):
+        monkeypatch.setattr(decider, name, broken)
+    assert bench.cache.checked(report.hit_id, False)
+    monkeypatch.setattr(decider, "accept", lambda *_: None)
+    assert not bench.look("color~0.96").hit
+    assert bench.ask("another")
+    assert "decider" in bench.cache.stats().faults
+    bench.reopen()
+    assert not bench.look("color~0.95").hit, "what was found wrong is kept all the same"
+
+
 def test_a_report_removes_an_exact_entry_and_tightens_an_approximate_one(tmp_path: Path) -> None:
     bench = plain(tmp_path)
     bench.ask("color")

@@ -406,6 +406,10 @@ def broken(*_: Any) -> None:
     raise RuntimeError("no license")
 
 
+def leaving(*_: Any) -> None:
+    sys.exit(0)
+
+
 @pytest.mark.parametrize(
     ("flag", "path", "said"),
     [
@@ -416,6 +420,7 @@ def broken(*_: Any) -> None:
         ("--engine", f"{__name__}:gone", "has no attribute 'gone'"),
         ("--engine", f"{__name__}:nothing", "expected a semkv.Engine with accepts_images, generate"),
         ("--engine", f"{__name__}:broken", "a factory that takes the RunSettings, bool (RuntimeError('no license'))"),
+        ("--engine", f"{__name__}:leaving", "a factory that takes the RunSettings, bool (SystemExit(0))"),
         ("--dataset", "coco", "package.module:Factory"),
         ("--dataset", f"{__name__}:nothing", "a function that returns a list of semkv_lab.samples.Sample"),
         ("--embedding-hook", "nothing", "or package.module:Factory"),

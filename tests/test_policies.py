@@ -266,6 +266,9 @@ def test_what_was_learned_is_taken_up_again() -> None:
     other = Bounded(0.01)
     other.restore(kept)
     assert other.state() == kept
+    assert not other.accept(asking(), DONOR, match(0.99)).accept, "a budget must not be spent twice"
+    for _ in range(101):
+        other.arrived()
     assert other.accept(asking(), DONOR, match(0.99)).accept
     assert not other.accept(asking(), DONOR, match(0.8)).accept
 
@@ -285,11 +288,20 @@ def test_an_unused_budget_does_not_grow_without_end() -> None:
     policy = Bounded(0.01)
     for _ in range(30_000):
         policy.arrived()
-    kept = policy.state()
-    assert kept["left"] == pytest.approx(100.0)
-    other = Bounded(0.02)
-    other.restore(kept)
-    assert other.state()["left"] == 0.0, "what another rate allowed pays for nothing here"
+    assert policy._left == pytest.approx(100.0)
+
+
+def test_crashes_spend_no_budget_twice_and_hide_no_hit_from_the_draw() -> None:
+    first = Bounded(0.01)
+    traffic(first, {0.99: 0.0}, requests=9000, seed=0)
+    kept, bad = first.state(), 0
+    for life in range(40):  # each ends before it keeps anything
+        policy = Bounded(0.01)
+        policy.restore(kept)
+        bad += traffic(policy, {0.99: 1.0}, requests=25, seed=life)[1]
+    assert bad == 0, "no life had a hundred requests"
+    draws = {tuple(Bounded(0.01)._random.random() for _ in range(3)) for _ in range(5)}
+    assert len(draws) == 5
 
 
 @pytest.mark.parametrize(
@@ -298,7 +310,6 @@ def test_an_unused_budget_does_not_grow_without_end() -> None:
         {"bands": "others"},
         {"requests": -1},
         {"requests": None},
-        {"left": float("inf")},
         {"arms": [{"key": ["a", "b", True]}]},
         {"arms": 3},
     ],

@@ -34,14 +34,14 @@ def load(key: str, path: str, *arguments: Any) -> Any:
     module, _, name = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
-    except Exception as error:  # the user's own code is run
+    except (Exception, SystemExit) as error:  # the user's own code is run
         allowed = f"{FORM} that can be imported ({module}: {error}); PYTHONPATH=. finds modules of this folder"
         raise ConfigError(key, path, allowed) from error
     try:
         return factory(*arguments)
     except SemkvError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         given = ", ".join(type(argument).__name__ for argument in arguments)
         raise ConfigError(key, path, f"a factory that takes the {given} ({error!r})") from error
 

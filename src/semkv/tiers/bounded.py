@@ -22,6 +22,9 @@ their risk until the wrong answers they would bring meet what is left.
 
 A text that is served a second time is checked always: after that it has an answer of its own, and a wrong one is not
 served again.
+
+What was learned outlives a restart; the budget starts empty. So a crash, a copy, or a second process on one directory
+spends nothing twice.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from random import Random
+from random import SystemRandom
 from typing import Any
 
 from semkv.keys import digest
@@ -148,7 +151,7 @@ class Bounded:
         self._until_review = 0
         self._latest: Request | None = None  # whose first match was counted; with several threads some count twice
         self._texts = ServedTexts()
-        self._random = Random(0)  # noqa: S311
+        self._random = SystemRandom()  # of no fixed seed: after a restart, too, each draw is new
         self._lock = threading.Lock()
 
     def arrived(self) -> None:
@@ -254,17 +257,13 @@ class Bounded:
     def state(self) -> Mapping[str, Any]:
         with self._lock:
             arms = [{"key": list(key), **asdict(arm)} for key, arm in self._arms.items()]
-            counts = {"requests": self._requests, "left": self._left, "sampling": self._sampling}
-            return {**counts, "rate": self._rate, "bands": self._scale, "arms": arms}
+            return {"requests": self._requests, "bands": self._scale, "arms": arms}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         try:
             if state["bands"] != self._scale:
                 raise ValueError("learned under another calibration")
-            requests, left, sampling = _count(state["requests"]), float(state["left"]), bool(state["sampling"])
-            same_rate = state["rate"] == self._rate
-            if not math.isfinite(left):
-                raise ValueError(f"the budget cannot be {left}")
+            requests = _count(state["requests"])
             arms = {
                 _read_key(row["key"]): Arm(*(_counts(row[name]) for name in Arm.__slots__)) for row in state["arms"]
             }
@@ -272,8 +271,6 @@ class Bounded:
             raise ValueError(f"state of the bounded policy: {error!r}") from error
         with self._lock:
             self._requests, self._arms, self._views = requests, arms, {}
-            if same_rate:  # a budget of another rate pays for nothing here
-                self._left, self._sampling = min(left, self._rate * _SAVED), sampling
             self._review()
 
 

@@ -249,7 +249,8 @@ class Checking:
             self.checked(report.hit_id, self.same_answer(report.donor_response, response))
 
     def _observe(self, match: Match, *, correct: bool, served: Decision | None) -> None:
-        self._decider.observe(match, correct=correct, served=served)
+        with self._tally.boundary("decider"):
+            self._decider.observe(match, correct=correct, served=served)
         self._outcomes += 1
         if self._outcomes % _SAVE_AFTER == 0:
             self.save()
@@ -260,7 +261,9 @@ class Checking:
         """Keep what was learned, where anything was; of several caches that share a folder, the last one's stays."""
         with self._lock:
             barred = dict(self._barred)
-        policy = self._decider.state()
+        policy = None
+        with self._tally.boundary("decider"):
+            policy = self._decider.state()
         if policy is not None or barred:
             body = {"format": FORMAT, "fingerprint": self._fingerprint, "policy": policy, "hits": {"barred": barred}}
             with self._tally.boundary("policy"):

@@ -94,9 +94,10 @@ class Planner:
             return Decision(False, "found wrong before")
         try:
             decision = self._decider.accept(request, donor, match)
+            accepted = decision.accept
         except Exception as error:  # a decider may be the user's own
             raise PartError(f"decider: {error!r}") from error
-        if not decision.accept:
+        if not accepted:
             self._tally.add("refused")
         return decision
 
