@@ -185,6 +185,20 @@ def test_a_key_that_is_refused_in_a_check_reads_no_more(tmp_path: Path) -> None:
         wait_until(lambda: pair.post(ONE).headers["x-semkv"].startswith("miss"))
 
 
+@pytest.mark.parametrize(("settings", "kept"), [({}, False), ({"ttl": 0.0}, True)], ids=["default", "for ever"])
+def test_an_answer_lives_a_day_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float], kept: bool
+) -> None:
+    with Pair(tmp_path, **settings) as pair:
+        responses = pair.app.gateway.cache.responses
+        clocks = [part for part in (responses, *vars(responses).values()) if hasattr(part, "_clock")]
+        pair.post("news")
+        for seconds, found in ((86_000, True), (86_500, kept)):
+            for part in clocks:
+                monkeypatch.setattr(part, "_clock", lambda late=seconds: time.time() + late)
+            assert pair.post("news").headers["x-semkv"].startswith("hit" if found else "miss")
+
+
 def test_a_stale_answer_is_served_while_a_fresh_one_is_fetched(tmp_path: Path) -> None:
     with Pair(tmp_path, ttl=1.0, stale=60.0) as pair:
         first = pair.post("news")

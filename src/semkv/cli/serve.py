@@ -26,8 +26,8 @@ serve = command_line(
 ```
   semkv serve --upstream http://127.0.0.1:8000 --port 8080
       in front of a vLLM server; clients use port 8080 instead
-  semkv serve --upstream http://127.0.0.1:8000 --ttl 86400 --no-semantic
-      exact repeats only, for a day
+  semkv serve --upstream http://127.0.0.1:8000 --ttl 3600 --no-semantic
+      exact repeats only, for an hour
   SEMKV_SECRET=... semkv serve --upstream http://127.0.0.1:8000 --store redis://127.0.0.1:6379/0
       several gateways share their responses
   SEMKV_ADMIN_KEY=... semkv serve --upstream http://127.0.0.1:8000

@@ -92,7 +92,7 @@ class ServerSettings(LookupConfig):
 
     upstream: str = "http://127.0.0.1:8000"
     store: str = ""
-    ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 0.0
+    ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 86400.0
     ttl_rules: Annotated[tuple[str, ...], Parameter(name=("--ttl-rule", "--ttl-rules")), MANY, LIFE] = ()
     tag_rules: Annotated[tuple[str, ...], Parameter(name=("--tag-rule", "--tag-rules")), MANY, LIFE] = ()
     stale: Annotated[float, NOT_NEGATIVE, LIFE] = 0.0
