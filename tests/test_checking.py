@@ -222,7 +222,7 @@ def test_the_bounded_policy_learns_from_misses_at_no_cost(tmp_path: Path) -> Non
     assert sum(kept["policy"]["arms"][0]["seen"]) > 5
     bench.open()
     assert bench.cache.stats().faults == {}
-    for number in range(20):
+    for number in range(80):
         bench.ask(f"fresh {number}", response="yes")
         answered(bench, bench.ask(f"fresh {number}~0.97", response="yes"))
     assert bench.cache.stats().hits.get("semantic_text", 0) > 5, "what was learned outlives the process"
