@@ -169,7 +169,7 @@ class TestFile:
         ((settings, more),) = started
         assert more["port"] == 8080
         assert settings == ServerSettings(
-            ttl=86400,
+            ttl=3600,
             ttl_rules=("prompt:*weather*=5m", "model:*-news=1h,stale=60"),
             similarity_threshold=0.95,
             salt=False,

@@ -365,6 +365,7 @@ def test_a_text_never_vetoes_itself(text: str) -> None:
 @given(st.lists(MARKS, min_size=2, max_size=12).map(" ".join).filter(str.isascii))
 @example("who is US")
 @example("WHO is it")
+@example("CO web01 web-01")
 def test_a_text_typed_in_capitals_or_small_throughout_is_never_vetoed_for_it(text: str) -> None:
     assert veto(text, text.upper()) in ((None, "code") if LITERAL.search(text) else (None,))
     assert veto(text.lower(), text.upper()) in ((None, "code") if LITERAL.search(text) else (None,))

@@ -40,9 +40,12 @@ def _respelled(p: Pair) -> bool:
     if not found:
         return False
     exact = named and p.a.cased is not None and p.b.cased is not None
-    bare = [{_bare(word): word.casefold() for word in text.spelled} for text in (p.b, p.a)]
+    bare: tuple[dict[str, set[str]], ...] = ({}, {})
+    for spellings, text in zip(bare, (p.b, p.a), strict=True):
+        for word in text.spelled:
+            spellings.setdefault(_bare(word), set()).add(word.casefold())
     theirs = ((word, bare[word in p.b.spelled].get(_bare(word))) for word in found)
-    return any(other is not None and (exact or other != word.casefold()) for word, other in theirs)
+    return any(others is not None and (exact or word.casefold() not in others) for word, others in theirs)
 
 
 def _bare(word: str) -> str:
