@@ -73,7 +73,7 @@ class SemKVManager(TieringOffloadingManager):
 
     @classmethod
     def of(cls, manager: TieringOffloadingManager, shared: KVShared) -> SemKVManager:
-        """``manager``, which vLLM has just made, as one of these: a second one would serve its tiers beside it."""
+        """Turn the manager that vLLM has just made into one of these. A second manager would poll the same tiers."""
         manager._doomed, manager._spoiled, manager._shared = set(), set(), shared
         manager._heard = 0 if shared.store is None else shared.store.last_purge()
         manager.__class__ = cls
@@ -121,10 +121,7 @@ class SemKVManager(TieringOffloadingManager):
         # vLLM takes a limit of 0 for none where it stores the tail of a block.
         if not self._shared.storing or (req_context.kv_transfer_params or {}).get("max_offload_tokens") == 0:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        try:
-            self._forget_doomed()  # vLLM takes what is there for stored
-        except Exception:
-            self._shared.fault("forgetting")
+        self._forget_doomed()  # vLLM takes what is there for stored
         return super().prepare_store(keys, req_context)
 
     def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
@@ -142,8 +139,8 @@ class SemKVManager(TieringOffloadingManager):
         self._spoiled.update(keys)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._forget_doomed()
         try:
-            self._forget_doomed()
             if len(self._shared.records) > 2 * self.primary_tier._num_chunks + 64:
                 held, policy = self._shared.records, self.primary_tier._policy
                 self._shared.records = {key: held[key] for key in held if policy.get(key) is not None}
@@ -152,7 +149,14 @@ class SemKVManager(TieringOffloadingManager):
         super().on_schedule_end(context)
 
     def _forget_doomed(self) -> None:
-        """Take blocks out of host memory that no transfer is using; the others wait for a later step."""
+        """Take blocks out of host memory that no transfer is using; the others wait for a later step. Never raises."""
+        if self._doomed:
+            try:
+                self._take_out_doomed()
+            except Exception:
+                self._shared.fault("forgetting")
+
+    def _take_out_doomed(self) -> None:
         primary, gone = self.primary_tier, []
         for key in list(self._doomed):
             chunk = primary._policy.get(key)

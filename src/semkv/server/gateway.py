@@ -395,7 +395,7 @@ class Gateway:
             self.metrics.uncacheable(why)
             self._explain(request, why)
         text = f"{tier}{reuse}{why and f' reason={why}'}"
-        answer.headers.extend(self._cache_header(text, replace(lookup, found=None), request.reader.flight))
+        answer.headers.extend(self._cache_header(text, lookup, request.reader.flight))
         if answer.stream is None:
             request.leave()
         return answer

@@ -238,8 +238,7 @@ def _build(body: Mapping[str, Any], content: Content, deployment: _Deployment) -
         raise Unkeyable("stream options")
     if model is not None and not isinstance(model, str):
         raise Unkeyable("model is no string")
-    left_out = _NOT_IN_KEY - route.repeated
-    keyed = {name: _number(value) for name, value in body.items() if name not in left_out}
+    keyed = {n: _number(value) for n, value in body.items() if n not in _NOT_IN_KEY or n in route.repeated}
     keyed[content.name] = content.keyed
     if stream and not route.converts:
         keyed["stream"] = [options, body.get("stream_interval")]

@@ -53,8 +53,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("semkv")
 
     def start(self, scope: Scope, seen: Seen) -> trace.Span:
-        """The span of a request that begins. It continues the trace that the headers name, and the upstream is told to
-        continue it."""
+        """Start the span of a request. It continues the trace in the headers; the upstream gets the span's context."""
         try:
             headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
             context = propagate.extract(headers)
@@ -118,8 +117,11 @@ def _attributes(seen: Seen, operation: str) -> dict[str, Any]:
 
 def _usage_of(seen: Seen) -> dict[str, int]:
     """The tokens that the answer speaks of."""
-    found = None if seen.lookup is None else seen.lookup.found
-    payload = found.response.payload if found is not None else seen.flight.payload if seen.flight is not None else None
+    payload = None
+    if seen.flight is not None:  # a miss, also where what was found could not be used
+        payload = seen.flight.payload
+    elif seen.lookup is not None and seen.lookup.found is not None:
+        payload = seen.lookup.found.response.payload
     if payload is None or len(payload) > _LARGE:
         return {}
     try:

@@ -244,8 +244,7 @@ class Matching:
     def _ask_contexts(self, found: Lookup, keyed: Keyed) -> None:
         """Donors of a beginning that ends in a context: the longest equal one, else one with a few other sentences.
 
-        A shared system prompt or image alone is what vLLM's own prefix cache is for, and calling it a hit would make
-        every second question about an image one.
+        A shared system prompt or image alone is no hit: vLLM's prefix cache has it.
         """
         if self._config.exact:
             with self._tally.boundary(EXACT):
