@@ -197,7 +197,8 @@ def test_pairs_through_a_policy_by_hand() -> None:
     assert judged.area == pytest.approx((1 + 1 / 2 + 2 / 3 + 2 / 4) / 4)
 
 
-def test_the_bound_holds_on_a_drawn_stream_at_more_hits_than_exact_ones() -> None:
+def test_the_bound_holds_on_a_drawn_stream_at_more_hits_than_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("semkv.tiers.bounded.SystemRandom", lambda: Random(0))
     stream = questions(written_pairs(500), 1, requests=4000)
     corpus = build_corpus([(a.group, a.text) for a in stream], ENCODER, no_veto)
     outcome = Replay(stream, corpus).play(Bounded(0.005), verify_rate=0.1)
