@@ -58,7 +58,8 @@ class Refused(Exception):  # noqa: N818
 
 def header(scope: Scope, name: bytes) -> str:
     """What a header says, several of one name joined by commas; an empty string without it. ``name`` in lower case."""
-    return b",".join(value for key, value in scope["headers"] if key == name).decode("latin-1")
+    found = [value for key, value in scope["headers"] if key == name]
+    return b",".join(found).decode("latin-1") if found else ""
 
 
 def route_path(scope: Scope) -> str:

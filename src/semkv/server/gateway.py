@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from semkv.server.asgi import EVENTS, JSON, Answer, Headers, Receive, error_answer, is_plain_json, unless_gone
@@ -36,6 +36,7 @@ from semkv.types import ReuseReport
 log = logging.getLogger(__name__)
 
 _LARGE = 64 * 1024  # bytes of a body that is parsed and written in a thread
+_SMALL, _KNOWN = 4096, 1024  # bytes of a body whose canonical form is kept, and of how many of the latest it is
 _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
 _TAG = 8  # digits of a tenant's digest that operators see
@@ -125,6 +126,7 @@ class Gateway:
         self._asking: dict[bytes, asyncio.Task[bool]] = {}
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._vary, self.cors = Vary(settings.vary_headers), Cors(settings.cors_origins)
+        self._read_again = lru_cache(_KNOWN)(self._read)
 
     # -- a request ----------------------------------------------------------------------------------------------
 
@@ -507,26 +509,34 @@ class Gateway:
         if not is_plain_json(call.scope):
             return Uncacheable("content type")
         try:
-            body = loads(call.body)
+            tags = self._tenants.tags_of(call.scope)
+        except BadTags:
+            return Uncacheable("tags")
+        read = self._read_again if len(call.body) <= _SMALL else self._read
+        return read(call.scope["path"], call.body, tenant, tags, self._vary.read(call.scope))
+
+    def _read(
+        self, path: str, raw: bytes, tenant: str, tags: tuple[str, ...], headers: tuple[tuple[str, str], ...]
+    ) -> CanonicalRequest | Uncacheable:
+        """The canonical form of a body, which nothing else decides."""
+        try:
+            body = loads(raw)
         except (ValueError, RecursionError):
             return Uncacheable("no JSON")
         if not isinstance(body, dict):
             return Uncacheable("no JSON object")
         settings = self.settings
-        try:
-            return canonicalise(
-                call.scope["path"],
-                body,
-                tenant=tenant,
-                secret=self._secret,
-                version=settings.data_version,
-                remote_media=settings.remote_media,
-                tags=self._tenants.tags_of(call.scope),
-                salts=settings.salt,
-                headers=self._vary.read(call.scope),
-            )
-        except BadTags:
-            return Uncacheable("tags")
+        return canonicalise(
+            path,
+            body,
+            tenant=tenant,
+            secret=self._secret,
+            version=settings.data_version,
+            remote_media=settings.remote_media,
+            tags=tags,
+            salts=settings.salt,
+            headers=headers,
+        )
 
     # -- recording and checking, in the background ----------------------------------------------------------------
 
