@@ -8,14 +8,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from growth import assert_linear
 from redis_server import RedisServer
 from semkv.errors import ConfigError, StoreError
 from semkv.server.routes import ROUTES
+from semkv.server.tenancy import parse_tag_rule
 from semkv.stores.responses.base import Selector
 from semkv.stores.responses.memory import MemoryStore
 from semkv.stores.responses.redis import RedisStore
@@ -169,7 +172,7 @@ def test_rules_decide_before_the_default() -> None:
     def own(subject: Subject) -> Lifetime | None:
         return Lifetime(7.0) if subject.tags == ("mine",) else None
 
-    texts = ("tag:NEWS=5m,stale=60", "prompt:/weather|rain/=10s", "model:llama*=1d,sliding,jitter=0.1")
+    texts = ("tag:NEWS=5m,stale=60", "prompt:*[uw]eather*=10s", "model:llama*=1d,sliding,jitter=0.1")
     freshness = Freshness(Lifetime(1.0), [*map(parse_rule, texts), own])
     assert freshness.lifetime(Subject("x", "m", ("a", "news"))) == Lifetime(300.0, 60.0)
     assert freshness.lifetime(Subject("The WEATHER?", "m")) == Lifetime(10.0)
@@ -182,12 +185,26 @@ def test_rules_decide_before_the_default() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    "|news=5|tag:=5|tag:x|tag:x=|tag:x=5w|tag:x=-5|tag:x=nan|prompt:/(/=5|tag:x=5,stale=x|tag:x=5,jitter=2|tag:x=5,bogus"
+    "|news=5|tag:=5|tag:x|tag:x=|tag:x=5w|tag:x=-5|tag:x=nan|tag:x=5,stale=x|tag:x=5,jitter=2|tag:x=5,bogus"
     "|user:x=5".split("|"),
 )
 def test_wrong_rules_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_rule(text)
+
+
+@pytest.mark.parametrize("parse", [partial(parse_rule, "prompt:/(a+)+b/=5"), partial(parse_tag_rule, "prompt:/x/=y")])
+def test_a_regular_expression_is_refused_with_what_to_write_instead(parse: Callable[[], object]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--(ttl|tag)-rule: 'prompt:/.*; expected a glob .*: write \*rain\* for /rain/"
+    ):
+        parse()
+    assert parse_rule("model:/models/*=5").fits(Subject("x", "/models/llama"))
+
+
+def test_a_glob_takes_no_longer_than_the_text() -> None:
+    rule = parse_rule(f"prompt:{'*a' * 30}*b=5")
+    assert_linear(lambda size: lambda: rule.fits(Subject("a" * size, "m")), 100_000)
 
 
 def test_wrong_lifetimes_are_refused() -> None:

@@ -170,7 +170,7 @@ class TestResponses:
 
 
 class TestTags:
-    RULES = ("prompt:*weather*=weather", "prompt:/\\brain\\b/=weather", "model:scr*=scripted")
+    RULES = ("prompt:*weather*=weather", "prompt:*rain*=weather", "model:scr*=scripted")
 
     @pytest.fixture(scope="class")
     def tagged(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
@@ -182,15 +182,15 @@ class TestTags:
         return int(pair.admin("invalidate", {"tag": tag, "dry_run": dry_run}).json()["count"])
 
     def test_by_rule(self, tagged: Pair) -> None:
-        for text in ("The WEATHER of today?", "Will there be rain?", "Where is the train?"):
+        for text in ("The WEATHER of today?", "Will there be rain?", "Where is the tram?"):
             tagged.post(text)
         assert self.count(tagged, "weather") == 2
         assert self.count(tagged, "weather", dry_run=False) == 2
         assert self.count(tagged, "weather") == 0
         assert tagged.post("Will there be rain?").headers["x-semkv"] == "miss"
-        assert tagged.post("Where is the train?").headers["x-semkv"].startswith("hit")
+        assert tagged.post("Where is the tram?").headers["x-semkv"].startswith("hit")
         assert self.count(tagged, "scripted", dry_run=False) >= 2
-        assert tagged.post("Where is the train?").headers["x-semkv"] == "miss"
+        assert tagged.post("Where is the tram?").headers["x-semkv"] == "miss"
 
     def test_by_header_of_a_trusted_proxy(self, tagged: Pair) -> None:
         for text, tags in (("a", "doc:1"), ("b", "doc:1, doc:2"), ("c", "doc:2,, doc:2"), ("d", "")):
@@ -237,7 +237,7 @@ class TestTags:
             "prompt:x=",
             "prompt:x=a b",
             f"prompt:x={'y' * 65}",
-            "prompt:/(/=x",
+            "prompt:/(a+)+b/=x",
         ):
             with pytest.raises(ConfigError, match="--tag-rule"):
                 parse_tag_rule(wrong)

@@ -27,7 +27,7 @@ from semkv.errors import ConfigError
 from semkv.keys import media_uuid
 from semkv.server.asgi import Scope, header
 from semkv.server.routes import ROUTES
-from semkv.tiers.freshness import Pattern, Subject
+from semkv.tiers.freshness import Pattern, Subject, require_glob
 
 Network = IPv4Network | IPv6Network
 
@@ -253,10 +253,8 @@ def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
     form = re.fullmatch(r"(prompt|model):(.+)=([^=]*)", text, re.DOTALL)
     if form is None or not _TAG.fullmatch(form[3]):
         raise ConfigError(key, text, _FORM)
-    try:
-        return TagRule(form[1], form[2], form[3])
-    except re.error:
-        raise ConfigError(key, text, _FORM) from None
+    require_glob(key, text, form[2])
+    return TagRule(form[1], form[2], form[3])
 
 
 def tags_by(rules: Sequence[TagRule], prompt: str, model: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from semkv.errors import ConfigError
 
 FOREVER = float("inf")
 _FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE][,sliding], FIELD being prompt, model or tag, such as tag:news=5m"
+_GLOB = "a glob over the whole text, not a /regex/: write *rain* for /rain/, and two rules for /rain|snow/"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -66,33 +67,26 @@ class Pattern:
 
     Attributes:
         name: ``prompt``, ``model`` or ``tag``.
-        pattern: a glob over the whole of it, or ``/regex/`` that is searched in it.
-
-    Raises:
-        re.error: no regular expression.
+        pattern: a glob over the whole of it. A regular expression may take minutes over a text, a glob does not.
     """
 
     name: str
     pattern: str
 
-    def __post_init__(self) -> None:
-        if self._expression is not None:
-            re.compile(self._expression)
-
-    @property
-    def _expression(self) -> str | None:
-        slashed = len(self.pattern) > 1 and self.pattern[0] == self.pattern[-1] == "/"
-        return self.pattern[1:-1] if slashed else None
-
     def fits(self, subject: Subject) -> bool:
         """Whether it picks this answer."""
         values = subject.tags if self.name == "tag" else (subject.prompt if self.name == "prompt" else subject.model,)
-        return any(map(self._matches, values))
+        return any(fnmatchcase(value.casefold(), self.pattern.casefold()) for value in values)
 
-    def _matches(self, value: str) -> bool:
-        if self._expression is not None:
-            return re.search(self._expression, value, re.IGNORECASE) is not None
-        return fnmatchcase(value.casefold(), self.pattern.casefold())
+
+def require_glob(key: str, rule: str, pattern: str) -> None:
+    """Refuse what earlier versions took for a regular expression.
+
+    Raises:
+        ConfigError: the pattern of a rule stands between slashes.
+    """
+    if len(pattern) > 1 and pattern[0] == pattern[-1] == "/":
+        raise ConfigError(key, rule, _GLOB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +132,7 @@ def parse_rule(text: str, key: str = "--ttl-rule") -> PatternRule:
     if form is None:
         raise ConfigError(key, text, _FORM)
     name, pattern, ttl, options = form.groups()
+    require_glob(key, text, pattern)
     try:
         lifetime = Lifetime(_seconds(ttl))
         for option in options.split(",")[1:]:
@@ -149,7 +144,7 @@ def parse_rule(text: str, key: str = "--ttl-rule") -> PatternRule:
             else:
                 lifetime = replace(lifetime, sliding=True)
         return PatternRule(name, pattern, lifetime)
-    except (ValueError, re.error):
+    except ValueError:
         raise ConfigError(key, text, _FORM) from None
 
 
