@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway_helpers import ADMIN, Pair, wait_until
+from gateway_helpers import ADMIN, Pair, chat, wait_until
+from semkv.server.app import WrongKeys
 from semkv.server.metrics import Live, Metrics, RecentHits
 from semkv.stores.responses.base import StoredResponse
 from semkv.tiers.response import Found
 from semkv.types import Exactness, Match, Namespace, Plan, Request, ReuseReport, Role, TextSegment
 
+JSON = {"Content-Type": "application/json"}
 CHROMIUM = shutil.which("chromium")
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 SHOTS = os.environ.get("SEMKV_SHOTS", "")  # a folder to leave screenshots in
@@ -63,6 +66,50 @@ def test_live_figures_reach_back_a_day_in_bounded_room(monkeypatch: pytest.Monke
     now -= 3600  # the clock is set back
     live.add("miss", 0.001)
     assert live.view()["windows"]["24 hours"]["bins"]
+
+
+def test_guesses_of_the_admin_key_are_limited(tmp_path: Path) -> None:
+    with Pair(tmp_path) as pair:
+        for _ in range(20):
+            assert httpx.get(f"{pair.url}/semkv/api/stats").status_code == 401, "no key is no guess"
+        guesses = [
+            httpx.post(f"{pair.url}/semkv/api/wrong", headers={"Authorization": f"Bearer {n}"}) for n in range(12)
+        ]
+        assert [answer.status_code for answer in guesses] == 10 * [401] + 2 * [429]
+        assert 0 < int(guesses[-1].headers["retry-after"]) <= 60
+        assert pair.admin("stats").status_code == 429, "else the right key would be told from a wrong one"
+        assert httpx.get(f"{pair.url}/metrics").status_code == 200
+
+
+def test_wrong_keys_are_counted_by_address_in_bounded_memory() -> None:
+    now = [0.0]
+    wrong = WrongKeys(clock=lambda: now[0])
+    for address in 9 * ["10.0.0.1"] + [f"2001:db8::{n}" for n in range(10)]:
+        wrong.add(address)
+    assert [wrong.wait_s(address) for address in ("10.0.0.1", "2001:db8::ffff", "2001:db8:1::")] == [0, 60, 0]
+    now[0] = 59.5
+    wrong.add("10.0.0.1")
+    assert [wrong.wait_s(address) for address in ("10.0.0.1", "2001:db8::1", "")] == [60, 1, 0]
+    now[0] = 120.0
+    wrong.add("10.0.0.1")
+    assert wrong.wait_s("10.0.0.1") == 0
+    for n in range(20_000):
+        wrong.add(f"10.1.{n // 256}.{n % 256}")
+    assert len(wrong._latest) == 10_000
+
+
+def test_control_characters_are_shown_as_such(tmp_path: Path) -> None:
+    joined = "می\u200c 👩\u200d💻\n\tgo"
+    text = f"pay \u202eecila\u202c \x1b[31mred\x07 a\u200bb \U000e0041, but {joined}"
+    shown = rf"pay \u202eecila\u202c \x1b[31mred\x07 a\u200bb \U000e0041, but {joined}"
+    with Pair(tmp_path) as pair:
+        for _ in range(2):
+            body = json.dumps(chat(text, model="m\x1b[2J"))
+            answer = httpx.post(f"{pair.url}/v1/chat/completions", content=body, headers=JSON, timeout=120)
+            assert answer.status_code == 200
+        (hit,) = pair.admin("hits").json()["hits"]
+        assert (hit["asked"][0]["text"], hit["model"]) == (shown, "m\\x1b[2J")
+        assert "\\x1b[31m" in hit["answer"]
 
 
 class TestAdminRoutes:

@@ -16,7 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway_helpers import wait_until
+from gateway_helpers import Served, Started, chat, wait_until
+from ports import free_port
+from scripted_upstream import Scripted
 from semkv.errors import SemkvError
 from semkv.server.serve import described, listening
 from semkv.server.settings import ServerSettings
@@ -50,6 +52,39 @@ def has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+def test_operators_may_have_a_port_of_their_own(tmp_path: Path) -> None:
+    port = free_port()
+    with Served(Scripted()) as behind, Started(behind.url, tmp_path, f"--admin-port={port}", **KEY) as gateway:
+        admin, own = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {KEY['SEMKV_ADMIN_KEY']}"}
+        for path in ("/metrics", "/semkv/metrics", "/semkv/", "/semkv/app.js", "/semkv/api/stats", "/openapi.json"):
+            assert httpx.get(admin + path, headers=own).status_code == 200, path
+            assert httpx.get(gateway.url + path, headers=own).status_code == 404, path
+        for path in ("/healthz", "/readyz", "/semkv/readyz"):
+            assert httpx.get(admin + path).status_code == httpx.get(gateway.url + path).status_code == 200
+        for path in ("/v1/chat/completions", "/v1/other", "/"):
+            assert httpx.post(admin + path, json=chat("hello")).status_code == 404, "it answers no clients"
+        assert behind.app.total == 0
+        assert httpx.post(f"{gateway.url}/v1/chat/completions", json=chat("hello")).status_code == 200
+        said = gateway.log.read_text()
+        assert f"dashboard at port {port}, /semkv" in said
+        out = semkv("serve", "--port", 0, "--admin-port", port, "--no-semantic", "--cache-dir", tmp_path / "other")
+        assert out.stderr.splitlines()[-1] == f"semkv: --admin-port: {port} is in use; name another"
+
+
+def test_the_start_says_step_by_step_what_it_does(tmp_path: Path) -> None:
+    def said(gateway: Started) -> list[str]:
+        return [json.loads(line)["message"] for line in gateway.log.read_text().splitlines()]
+
+    with Served(Scripted()) as behind, Started(behind.url, tmp_path) as gateway:
+        wait_until(lambda: "the upstream answers" in said(gateway))
+        assert said(gateway)[0].endswith(f": responses are kept in {tmp_path / 'cache' / 'catalog.sqlite'}")
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with Started(nobody, tmp_path, "--store", "redis://:pass@word@127.0.0.1:1/0") as gateway:
+        wait_until(lambda: any(line.startswith("the upstream does not answer yet") for line in said(gateway)))
+        assert said(gateway)[0].endswith(": responses are kept in redis://127.0.0.1:1/0")
+        assert "pass" not in gateway.log.read_text()
 
 
 def test_an_address_that_cannot_be_had_is_told() -> None:
@@ -120,6 +155,8 @@ def test_from_the_start_to_the_stop_it_says_json_lines_alone(tmp_path: Path, sem
         wait_until(lambda: "startup complete" in log.read_text() or running.poll() is not None, 300)
         said = [json.loads(line)["message"] for line in log.read_text().splitlines()]
         (url,) = (line.split(" on ")[1].split(": ")[0] for line in said if line.startswith("semkv "))
+        loads = [line for line in said if line.startswith(("loading the encoder all-Mini", "the encoder is loaded"))]
+        assert len(loads) == 2 * semantic
         wait_until(lambda: answers(url))
         running.send_signal(signal.SIGINT)
         assert running.wait(60) == 0

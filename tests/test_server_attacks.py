@@ -6,7 +6,8 @@ import gzip
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -152,12 +153,49 @@ class TestBodies:
         pair.post("typed")
         assert b"x-semkv: hit" in ask(pair, request(chat("typed"), f"Content-Type: {kind}"))[1]
 
-    def test_a_compressed_body(self, pair: Pair) -> None:
+    def test_a_compressed_body_is_read(self, pair: Pair) -> None:
         raw = gzip.compress(json.dumps(chat("packed")).encode())
-        assert ask(pair, request(raw, "Content-Encoding: gzip"))[0] == 400, "it has no place for a salt"
-        bomb = gzip.compress(b" " * 50_000_000)
-        assert ask(pair, request(bomb, "Content-Encoding: gzip"))[0] == 400
-        assert b"pass reason=content_type" in ask(pair, request(chat("packed"), "Content-Encoding: gzip"))[1]
+        status, answer = ask(pair, request(raw, "Content-Encoding: gzip"))
+        assert status == 200
+        assert b"x-semkv: miss" in answer
+        assert "content-encoding" not in pair.upstream.headers[-1]
+        assert pair.post("packed").headers["x-semkv"].startswith("hit tier=exact")
+        assert b"x-semkv: hit" in ask(pair, request(raw, "Content-Encoding: GZIP"))[1]
+        plain = request(chat("packed"), "Content-Encoding: identity")
+        assert b"x-semkv: hit" in ask(pair, plain)[1]
+        assert ask(pair, request(raw, "Content-Encoding: gzip", target="/classify"))[0] != 400, (
+            "it has a place for a salt"
+        )
+
+    @pytest.mark.parametrize("damage", [lambda raw: raw[:-1], lambda raw: raw + raw, lambda _: b"{}"])
+    def test_what_is_no_gzip_is_refused(self, pair: Pair, damage: Callable[[bytes], bytes]) -> None:
+        asked = pair.upstream.total
+        raw = damage(gzip.compress(json.dumps(chat("packed")).encode()))
+        assert ask(pair, request(raw, "Content-Encoding: gzip"))[0] == 400
+        assert pair.upstream.total == asked
+
+    @pytest.mark.parametrize("encoding", ["br", "zstd", "deflate", "gzip, gzip"])
+    def test_another_encoding_is_refused_by_name(self, pair: Pair, encoding: str) -> None:
+        status, answer = ask(pair, request(chat("packed"), f"Content-Encoding: {encoding}"))
+        assert status == 415
+        assert b"accept-encoding: gzip" in answer
+        assert f"the content encoding '{encoding}' is not read".encode() in answer
+
+    def test_a_body_that_is_large_when_unpacked(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, max_body_mib=1) as small:
+            bomb = gzip.compress(b" " * 50_000_000)
+            assert ask(small, request(bomb, "Content-Encoding: gzip"))[0] == 413
+            raw = gzip.compress(json.dumps(chat("x" * 900_000)).encode())
+            small.upstream.gate.clear()
+            held = [
+                ThreadPoolExecutor(16).submit(ask, small, request(raw, "Content-Encoding: gzip")) for _ in range(12)
+            ]
+            wait_until(lambda: sum(one.done() for one in held) >= 3)
+            small.upstream.gate.set()
+            statuses = [one.result(120)[0] for one in held]
+            assert statuses.count(503) >= 3, "they take room until there is an answer"
+            assert statuses.count(200) >= 1
+            assert ask(small, request(raw, "Content-Encoding: gzip"))[0] == 200
 
     def test_a_body_that_never_ends(self, tmp_path: Path) -> None:
         with Pair(tmp_path, max_body_mib=1) as small, Line(small) as line:

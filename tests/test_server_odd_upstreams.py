@@ -41,6 +41,36 @@ class Fixed:
         await send({"type": "http.response.body", "body": b""})
 
 
+@pytest.mark.parametrize(
+    ("before", "said", "found"),
+    [
+        ("", "{inner}/v1/other?a=b%2Fc#d", "/v1/other?a=b%2Fc#d"),
+        ("", "//{host}/v1/other", "/v1/other"),
+        ("", "HTTP://{host}", "/"),
+        ("", "other", "/v1/other"),
+        ("", "{inner}//evil.example.org", "/evil.example.org"),
+        ("", "{inner}/\\evil.example.org", "/evil.example.org"),
+        ("/api", "{inner}/api/v1/other", "/v1/other"),
+        ("/api", "{inner}/apiary", "/apiary"),
+        ("/api", "/api/v1/other", "/v1/other"),
+        ("", "https://{host}/", "https://{host}/"),
+        ("", "https://example.org/{inner}", "https://example.org/{inner}"),
+        ("", "http://[", "http://["),
+    ],
+)
+def test_a_redirect_names_no_inner_address(tmp_path: Path, before: str, said: str, found: str) -> None:
+    behind = Fixed()
+    with Served(behind) as inner:
+        names = {"inner": inner.url, "host": inner.url.removeprefix("http://")}
+        behind.status, behind.headers = 307, [(b"location", said.format(**names).encode())]
+        settings = ServerSettings(upstream=inner.url + before, connect_timeout=60, semantic=False, cache_dir=tmp_path)
+        with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as gateway:
+            for path in ("/v1/completions", "/v1/models"):
+                answer = httpx.post(gateway.url + path, json={"prompt": "moved", "temperature": 0})
+                assert answer.status_code == 307
+                assert answer.headers["location"] == found.format(**names)
+
+
 class Odd(Pair):
     """A gateway in front of `Fixed`."""
 

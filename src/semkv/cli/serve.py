@@ -16,7 +16,7 @@ from cyclopts import Parameter, validators
 
 from semkv.config import ConfigFile, Variables, command_line
 from semkv.errors import DatasetError, SemkvError
-from semkv.server.settings import LogFormat, LogLevel, ServerSettings
+from semkv.server.settings import PORT, LogFormat, LogLevel, ServerSettings
 
 serve = command_line(
     Variables(ServerSettings, os.environ),
@@ -49,7 +49,7 @@ def _extra() -> Iterator[None]:
 def _serve(
     *,
     host: str = "127.0.0.1",
-    port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8080,
+    port: Annotated[int, PORT] = 8080,
     log_level: LogLevel = LogLevel.INFO,
     log_format: LogFormat = LogFormat.JSON,
     config: Path | None = None,

@@ -14,11 +14,15 @@ import asyncio
 import hmac
 import json
 import logging
+import math
 import os
+import re
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from importlib.resources import files
+from ipaddress import ip_network
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -42,10 +46,12 @@ from semkv.server.asgi import (
     Vanished,
     busy_answer,
     error_answer,
+    is_packed,
     read_body,
     reply,
     route_path,
     unless_gone,
+    unpacked,
 )
 from semkv.server.cache_client import CacheClient, Late
 from semkv.server.gateway import Gateway
@@ -68,11 +74,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _HOME = "/semkv"
+_PROBES = ("/healthz", "/readyz")
 _STATIC = {"": ("index.html", "text/html"), "app.js": ("app.js", "text/javascript"), "app.css": ("app.css", "text/css")}
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
 _BODIES = 8  # of the largest size may come in at once
 _CRITERIA = ("key", "tag", "model", "partition", "prefix")
 _LARGEST = 64 * 1024  # bytes of an admin request
+_GUESSES, _GUESSED_S = 10, 60  # wrong admin keys from one address, and for how long they count after the latest
+_ADDRESSES = 10_000
 _SECURITY = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -90,12 +99,14 @@ class App:
     Args:
         gateway: answers the cached routes.
         key: the admin key; empty closes the admin routes.
+        admin_port: where operators' routes are answered, and nothing else; 0: everything is on every port.
     """
 
     _own = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json"))  # of operators, outside ``/semkv``
 
-    def __init__(self, gateway: Gateway, key: str) -> None:
+    def __init__(self, gateway: Gateway, key: str, admin_port: int = 0) -> None:
         self.gateway, self._operations = gateway, Operations(gateway, key).application()
+        self._admin_port = admin_port
         self._limit, self._limit_s = gateway.settings.bounds[0], gateway.settings.body_timeout
         self._room = Room(_BODIES * self._limit)
         self._tracing: Tracing | None = None
@@ -108,8 +119,11 @@ class App:
         path = route_path(scope) if scope["type"] == "http" else ""
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
-        elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
+        elif path and self._admin_port and scope["server"][1] == self._admin_port:
             await self._operations(scope, receive, send)
+        elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
+            closed = self._admin_port and not path.endswith(_PROBES)
+            await (_error(404, "not at this port") if closed else self._operations)(scope, receive, send)
         elif path and FULL in scope.get("extensions", ()):
             self.gateway.metrics.turned_away("connections")
             answer = busy_answer("connections")
@@ -124,6 +138,7 @@ class App:
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the server's start and stop."""
         while (await receive())["type"] == "lifespan.startup":
+            self.gateway.look_upstream()
             await send({"type": "lifespan.startup.complete"})
         await self._close()
         await send({"type": "lifespan.shutdown.complete"})
@@ -160,8 +175,7 @@ class App:
                 raise Refused(error_answer(400, "no such path", "invalid_request_error"))
             answer = self.gateway.cors.preflight(scope)
             if answer is None:
-                call = Call(scope, await read_body(scope, receive, self._limit, self._limit_s, self._room))
-                answer = await (self._handle(call, receive) if cached else self.gateway.forward(call, receive, "route"))
+                answer = await self._answer(scope, receive, cached=cached)
             seen.sign(answer)
             self.gateway.cors.dress(scope, answer)
             if answer.stream is None:
@@ -177,7 +191,18 @@ class App:
         except (Vanished, UpstreamError):  # the latter breaks off in the middle of an answer: so does the connection
             pass
 
-    async def _handle(self, call: Call, receive: Receive) -> Answer:
+    async def _answer(self, scope: Scope, receive: Receive, *, cached: bool) -> Answer:
+        body = await read_body(scope, receive, self._limit, self._limit_s, self._room)
+        if scope["path"] not in SALTED:
+            return await self.gateway.forward(Call(scope, body), receive, "route")
+        if not is_packed(scope):
+            return await self._handle(Call(scope, body), receive, cached=cached)
+        async with unpacked(scope, body, self._limit, self._room) as plain:
+            return await self._handle(Call(*plain), receive, cached=cached)
+
+    async def _handle(self, call: Call, receive: Receive, *, cached: bool) -> Answer:
+        if not cached:
+            return await self.gateway.forward(call, receive, "route")
         try:
             return await self.gateway.handle(call, receive)
         except Vanished:
@@ -225,7 +250,7 @@ def app_of(settings: ServerSettings, environment: Mapping[str, str]) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
     key = admin_key(environment)
     upstream = HttpUpstream(settings.upstream, settings.connect_timeout, settings.upstream_timeout)
-    return App(gateway_of(settings, environment, upstream), key)
+    return App(gateway_of(settings, environment, upstream), key, settings.admin_port)
 
 
 def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream) -> Gateway:
@@ -239,15 +264,27 @@ def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstrea
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     metrics = Metrics()
+    log.info("starting semkv %s: responses are kept in %s", __version__, _named(settings))
     responses = _responses(settings)
-    semantic = None if config is None else SemanticCache(config)
-    if semantic is not None:
+    semantic = None
+    if config is not None:
+        start = time.perf_counter()
+        log.info("loading the encoder %s", settings.index_encoder)
+        semantic = SemanticCache(config)
         semantic.warm_up()
+        log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)
     store_s, sampled = settings.store_timeout, settings.sampled
     cache = CacheClient(responses, semantic, metrics, store_s=store_s, sampled=sampled, tag_rules=rules)
     gateway = Gateway(settings, secret, upstream, cache, metrics)
     metrics.read_sizes(gateway.sizes)
     return gateway
+
+
+def _named(settings: ServerSettings) -> str:
+    """The store, without names and passwords in its URL."""
+    if settings.store == "memory":
+        return "memory alone"
+    return re.sub("//.*@", "//", settings.store) or str(settings.cache_dir / CATALOG)
 
 
 def _responses(settings: ServerSettings) -> ResponseCache:
@@ -275,6 +312,39 @@ def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse(body, status, headers=_SECURITY)
 
 
+class WrongKeys:
+    """Wrong admin keys by address: after `_GUESSES` there is a minute in which no key is looked at.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._latest: OrderedDict[str, tuple[int, float]] = OrderedDict()  # how many, and until when they count
+
+    def wait_s(self, address: str) -> int:
+        """How long the next key from an address has to wait; 0 where it may come now."""
+        many, until = self._latest.get(_network(address), (0, 0.0))
+        return max(0, math.ceil(until - self._clock())) if many >= _GUESSES else 0
+
+    def add(self, address: str) -> None:
+        """A wrong key has come."""
+        name, now = _network(address), self._clock()
+        many, until = self._latest.pop(name, (0, 0.0))
+        many = many + 1 if now < until else 1
+        self._latest[name] = many, now + _GUESSED_S
+        if len(self._latest) > _ADDRESSES:
+            self._latest.popitem(last=False)
+        if many == _GUESSES:
+            log.warning("%d wrong admin keys from %s: it has to wait for %d s", many, name, _GUESSED_S)
+
+
+def _network(address: str) -> str:
+    """The address, or of IPv6 the network that one client may have for itself."""
+    return address if ":" not in address else str(ip_network(f"{address.partition('%')[0]}/64", strict=False))
+
+
 class Operations:
     """The routes' handlers.
 
@@ -284,7 +354,7 @@ class Operations:
     """
 
     def __init__(self, gateway: Gateway, key: str) -> None:
-        self._gateway, self._key = gateway, key
+        self._gateway, self._key, self._wrong_keys = gateway, key.encode(), WrongKeys()
 
     def application(self) -> Starlette:
         """The Starlette application."""
@@ -314,8 +384,15 @@ class Operations:
         async def guarded(request: Request) -> Response:
             if not self._key:
                 return _error(403, "the admin routes are closed: start with SEMKV_ADMIN_KEY set")
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode("utf-8", "replace"), self._key.encode()):
+            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
+            address = "" if request.client is None else request.client.host
+            if given and (wait_s := self._wrong_keys.wait_s(address)):
+                refused = _error(429, f"too many wrong admin keys: try again in {wait_s} seconds")
+                refused.headers["retry-after"] = str(wait_s)
+                return refused
+            if not hmac.compare_digest(given, self._key):
+                if given:
+                    self._wrong_keys.add(address)
                 return _error(401, "wrong admin key")
             response = await self._reading(handler)(request)
             response.headers.update(_SECURITY)

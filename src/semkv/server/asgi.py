@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +23,8 @@ EVENTS: tuple[bytes, bytes] = (b"content-type", b"text/event-stream; charset=utf
 
 _T = TypeVar("_T")
 _LEAST_RATE = 16 << 10  # bytes a second of a body; slower ones hold a connection that others wait for
+_ENCODING = b"content-encoding"
+_GZIP = 16 + zlib.MAX_WBITS
 
 
 class Vanished(Exception):  # noqa: N818
@@ -70,14 +74,13 @@ def route_path(scope: Scope) -> str:
 
 
 def is_plain_json(scope: Scope) -> bool:
-    """The body is JSON by its content type, and not compressed: what any server reads in one way."""
-    kind = header(scope, b"content-type").partition(";")[0].strip().lower()
-    return kind == "application/json" and header(scope, b"content-encoding").strip().lower() in ("", "identity")
+    """The body is JSON by its content type: what any server reads in one way."""
+    return header(scope, b"content-type").partition(";")[0].strip().lower() == "application/json"
 
 
 @dataclass(slots=True)
 class Room:
-    """Bytes of the bodies that are coming in: at most so many, and how many there are."""
+    """Bytes of the bodies that are coming in or were compressed: at most so many, and how many there are."""
 
     most: int
     used: int = 0
@@ -124,6 +127,46 @@ async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float, 
     finally:
         room.used -= held
     return b"".join(pieces)
+
+
+def is_packed(scope: Scope) -> bool:
+    """The body came in an encoding."""
+    return header(scope, _ENCODING).strip().lower() not in ("", "identity")
+
+
+@asynccontextmanager
+async def unpacked(scope: Scope, body: bytes, limit: int, room: Room) -> AsyncIterator[tuple[Scope, bytes]]:
+    """A request whose body `is_packed`, as it would have come without. It takes room while the context is open.
+
+    Raises:
+        Refused: the encoding is not gzip, the body is no whole gzip stream or holds more than ``limit`` bytes, or there
+            is no room for it.
+    """
+    encoding = header(scope, _ENCODING).strip().lower()
+    if encoding not in ("gzip", "x-gzip"):
+        said = f"the content encoding {encoding[:40]!r} is not read: send the body with gzip, or as it is"
+        raise Refused(error_answer(415, said, "invalid_request_error", [(b"accept-encoding", b"gzip")]))
+    plain = await asyncio.to_thread(_gunzip, body, limit)
+    room.used += len(plain)
+    try:
+        if room.used > room.most:
+            raise Refused(busy_answer("bytes of compressed bodies"))
+        yield {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != _ENCODING]}, plain
+    finally:
+        room.used -= len(plain)
+
+
+def _gunzip(body: bytes, limit: int) -> bytes:
+    packed = zlib.decompressobj(_GZIP)
+    try:
+        plain = packed.decompress(body, limit + 1)
+    except zlib.error:
+        plain = b""
+    if len(plain) > limit:
+        raise _too_large(limit)
+    if not packed.eof or packed.unused_data:
+        raise Refused(error_answer(400, "the body is not one whole gzip stream", "invalid_request_error"))
+    return plain
 
 
 def _too_large(limit: int) -> Refused:

@@ -538,6 +538,16 @@ class Gateway:
             headers=headers,
         )
 
+    def look_upstream(self) -> None:
+        """Say in the log whether the upstream answers."""
+        self._spawn(self._look_upstream())
+
+    async def _look_upstream(self) -> None:
+        if await self.upstream.ready():
+            log.info("the upstream answers")
+        else:
+            log.warning("the upstream does not answer yet: until it does, only stored responses are served")
+
     # -- recording and checking, in the background ----------------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:

@@ -30,6 +30,12 @@ log = logging.getLogger(__name__)
 _REQUEST_ID = b"x-request-id"
 _ID = re.compile(r"[!-+\--~]{1,128}")  # printable, and no comma: several headers are no id
 _SHOWN = 200  # characters of what a client names
+# Escapes of a terminal, what turns the direction of a text, what nobody sees, halves of a character. Line breaks, tabs
+# and the joiners of scripts and emoji are text.
+_CONTROLS = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
+)
 
 
 @dataclass(slots=True)
@@ -104,6 +110,15 @@ def begin(scope: Scope) -> Seen:
     return seen
 
 
+def visible(text: str) -> str:
+    r"""A text with its control characters written out.
+
+    >>> visible("red: \x1b[31m")
+    'red: \\x1b[31m'
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 class _Lines(logging.Formatter):
     def fields(self, record: logging.LogRecord) -> dict[str, Any]:
         """What is said of a record, in order."""
@@ -133,8 +148,8 @@ class TextLines(_Lines):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = self.fields(record)
-        head = " ".join(str(fields.pop(name)) for name in ("time", "level", "message"))
-        trace = fields.pop("exception", "")
+        head = visible(" ".join(str(fields.pop(name)) for name in ("time", "level", "message"))).replace("\n", "\\n")
+        trace = visible(fields.pop("exception", ""))
         rest = (f"{name}={_plain(value)}" for name, value in fields.items() if name != "logger")
         return " ".join((head, *rest)) + (f"\n{trace}" if trace else "")
 

@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from semkv.server.logs import visible
 from semkv.server.sse import read_answer
 from semkv.tiers.response import Found
 from semkv.types import MediaSegment, Request, ReuseReport, Segment
@@ -254,11 +255,12 @@ class HitView:
     payload: bytes
 
     def view(self) -> dict[str, Any]:
-        """As JSON."""
+        """As JSON, with control characters written out."""
         own = [{"role": "question", "text": self.prompt}]
-        parts = {name: self.shown[name] or own for name in ("asked", "donor")}
-        more = {"id": self.number, "tier": self.tier, "key": self.key, "answer": answer_of(self.payload)}
-        return {**self.shown, **parts, **more}
+        sides = {name: self.shown[name] or own for name in ("asked", "donor")}
+        parts = {name: [{**part, "text": visible(part["text"])} for part in side] for name, side in sides.items()}
+        more = {"id": self.number, "tier": self.tier, "key": self.key, "answer": visible(answer_of(self.payload))}
+        return {**self.shown, **parts, **more, "model": visible(self.shown["model"])}
 
 
 class RecentHits:

@@ -119,7 +119,7 @@ def raise_file_limit() -> int:
     return min(_MOST, max(_SPARE, most))
 
 
-def listening(host: str, port: int) -> list[socket.socket]:
+def listening(host: str, port: int, key: str = "--port") -> list[socket.socket]:
     """Sockets for every address of a host that this machine has, none of which takes connections yet.
 
     Raises:
@@ -144,7 +144,7 @@ def listening(host: str, port: int) -> list[socket.socket]:
     except (OSError, UnicodeError) as error:
         for sock in found:
             sock.close()
-        raise _not_listening(host, port, error) from error
+        raise _not_listening(host, port, error, key) from error
     return found
 
 
@@ -161,11 +161,11 @@ def _bound(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> s
     return sock
 
 
-def _not_listening(host: str, port: int, error: OSError | UnicodeError) -> SemkvError:
+def _not_listening(host: str, port: int, error: OSError | UnicodeError, key: str = "--port") -> SemkvError:
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
-        return SemkvError(f"--port: {port} is in use; name another")
-    key, value = ("--port", str(port)) if number == errno.EACCES else ("--host", host)
+        return SemkvError(f"{key}: {port} is in use; name another")
+    key, value = (key, str(port)) if number == errno.EACCES else ("--host", host)
     return SemkvError(f"{key}: {value} cannot be listened on ({getattr(error, 'strerror', '') or error})")
 
 
@@ -180,7 +180,8 @@ def described(settings: ServerSettings, environment: Mapping[str, str], address:
     if settings.cache_config() is None:
         near = "off"
     upstream = re.sub("//[^/]*@", "//", settings.upstream)  # names and passwords stay out of logs
-    dashboard = "at /semkv" if admin_key(environment) else "off: set SEMKV_ADMIN_KEY"
+    port = f"port {settings.admin_port}, " if settings.admin_port else ""
+    dashboard = f"at {port}/semkv" if admin_key(environment) else "off: set SEMKV_ADMIN_KEY"
     return (
         f"semkv {__version__} on http://{address}: upstream {upstream}, cache in {settings.cache_dir}, "
         f"near-repeats {near}, dashboard {dashboard}"
@@ -206,6 +207,8 @@ def run_server(
     set_up_logs(log_level, log_format)
     connections = raise_file_limit()
     sockets = listening(host, port)  # before the encoder is loaded, which takes seconds
+    if settings.admin_port:
+        sockets += listening(host, settings.admin_port, "--admin-port")
     # transformers imports torch's compiler, which imports triton, which lists what it leaks when the process ends.
     # Nothing is compiled here.
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]

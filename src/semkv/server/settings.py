@@ -19,7 +19,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 
 from semkv import plug
 from semkv.config import NOT_NEGATIVE, POSITIVE, SHARE, CacheConfig, LookupConfig
@@ -31,6 +31,7 @@ _MIB = 1 << 20
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", re.ASCII)
 _NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 
+PORT = Parameter(validator=validators.Number(gte=0, lte=65535))
 MANY = Parameter(negative="")
 LIFE = Parameter(group="Lifetimes and labels")
 SIZES = Parameter(group="Bounds")
@@ -76,6 +77,7 @@ class ServerSettings(LookupConfig):
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
+        admin_port: Port for dashboard, admin routes and metrics, which the other port then lacks; 0: the same port.
         tell: Put an X-Semkv header on responses.
         access_log: Log a line for every request: its id, route, model, tenant and outcome, never what it says.
         otel: Send an OpenTelemetry span for every request to where OTEL_EXPORTER_OTLP_ENDPOINT says.
@@ -109,6 +111,7 @@ class ServerSettings(LookupConfig):
     ] = ()
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
+    admin_port: Annotated[int, PORT] = 0
     tell: bool = True
     access_log: bool = False
     otel: bool = False

@@ -24,6 +24,7 @@ _HOP_BY_HOP = frozenset(
 )
 # `expect` was between the client and the gateway, which has the whole body already.
 _OURS = frozenset((b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass"))
+_PLACES = frozenset((b"location", b"content-location"))
 _NOT_KEPT = frozenset((b"content-length", b"x-semkv"))
 _NAMES_REQUEST = (b"request-id", b"correlation-id")
 _IDLE_S = 3.0  # uvicorn closes idle connections after 5
@@ -118,11 +119,31 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1")
 
 
+def _outside(location: bytes, asked: URL, base: URL) -> bytes:
+    """A redirect as the client can follow it: one to the upstream itself is a path of the gateway's.
+
+    Args:
+        location: where to, as the upstream says it.
+        asked: the URL that it answers.
+        base: of the upstream.
+    """
+    try:
+        target = asked.join(URL(location.decode("latin-1"), encoded=True))
+        if target.origin() != base.origin():
+            return location
+    except ValueError:  # no URL
+        return location
+    path, before = str(target.relative()), base.raw_path.rstrip("/")
+    path = path[len(before) :] if path.startswith(before + "/") else path
+    return b"/" + path.lstrip("/\\").encode("latin-1")  # with two slashes it would be another host
+
+
 class _HttpReply:
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, base: URL) -> None:
         self._response = response
         self.status = response.status
-        self.headers = kept_headers([(k.lower(), v) for k, v in response.raw_headers])
+        headers = kept_headers([(k.lower(), v) for k, v in response.raw_headers])
+        self.headers = [(k, _outside(v, response.url, base) if k in _PLACES else v) for k, v in headers]
 
     async def pieces(self) -> AsyncIterator[bytes]:
         try:
@@ -151,6 +172,7 @@ class HttpUpstream:
 
     def __init__(self, url: str, connect_s: float, read_s: float) -> None:
         self._base = url.rstrip("/")
+        self._base_url = URL(self._base)
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=read_s)
         self._session: aiohttp.ClientSession | None = None
 
@@ -187,7 +209,7 @@ class HttpUpstream:
             raise UpstreamError("the upstream did not answer in time", 504) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise UpstreamError(f"the upstream cannot be reached: {type(error).__name__}") from None
-        return _HttpReply(response)
+        return _HttpReply(response, self._base_url)
 
     async def ready(self) -> bool:
         scope = {"method": "GET", "path": "/health", "headers": []}
