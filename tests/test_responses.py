@@ -19,6 +19,8 @@ from redis_server import RedisServer
 from semkv.errors import ConfigError, StoreError
 from semkv.server.routes import ROUTES
 from semkv.server.tenancy import parse_tag_rule
+from semkv.stores.clock import SteadyClock
+from semkv.stores.responses import open_store
 from semkv.stores.responses.base import Selector
 from semkv.stores.responses.memory import MemoryStore
 from semkv.stores.responses.redis import RedisStore
@@ -40,8 +42,8 @@ class Asked:
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 1e9
+    def __init__(self, now: float = 1e9) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now
@@ -154,6 +156,61 @@ def test_sliding_lives_lengthen_when_read_and_end_when_not(shared: bool, tmp_pat
     clock.now += 10.1
     assert cache.lookup("a") is None
     cache.close()
+
+
+def steady(wall: Clock, passed: Clock, file: Path) -> ResponseCache:
+    """A gateway's cache, by the machine's two clocks."""
+    clock = SteadyClock(wall, passed)
+    return ResponseCache(open_store("", file, clock=clock), freshness=Freshness(Lifetime(100.0)), clock=clock)
+
+
+@pytest.mark.parametrize("back", [0.0, 50.0, 3600.0, 1e9])
+def test_a_clock_that_goes_back_lengthens_no_life(tmp_path: Path, back: float) -> None:
+    wall, passed = Clock(), Clock()
+    cache = steady(wall, passed, tmp_path / "a")
+    cache.keep(Asked(), GOOD)
+    wall.now, passed.now = 1e9 + 60.0 - back, 1e9 + 60.0
+    assert cache.lookup("a") is not None
+    assert cache.keep(Asked("b"), GOOD)
+    wall.now, passed.now = 1e9 + 101.0 - back, 1e9 + 101.0
+    assert cache.lookup("a") is None
+    assert cache.peek("a") is None
+    assert cache.lookup("b").age_s == pytest.approx(41.0)  # type: ignore[union-attr]
+    assert cache.keep(Asked("c"), GOOD)  # the latest time in the file
+    cache.close()
+    passed.now = 7.0  # the machine was started anew as well
+    again = steady(wall, passed, tmp_path / "a")
+    assert again.lookup("a") is None
+    passed.now, wall.now = 7.0 + 60.0, wall.now + 60.0
+    assert again.lookup("b") is None
+    again.close()
+
+
+def test_a_clock_that_went_on_while_the_machine_slept_is_followed() -> None:
+    wall, passed = Clock(), Clock()
+    clock = SteadyClock(wall, passed)
+    assert clock() == 1e9
+    wall.now += 3600.0
+    assert clock() == 1e9 + 3600.0
+
+
+def test_an_answer_from_the_future_is_not_served(tmp_path: Path) -> None:
+    ours, theirs = Clock(), Clock(1e9 + 5.0)
+    lifetime = Freshness(Lifetime(100.0))
+    here, there = (
+        ResponseCache(SqliteStore(tmp_path / "a", clock=clock), freshness=lifetime, clock=clock)
+        for clock in (ours, theirs)
+    )
+    there.keep(Asked(), GOOD)
+    assert here.lookup("a").age_s == 0.0  # type: ignore[union-attr]
+    theirs.now = 1e9 + 3600.0
+    there.keep(Asked("b"), GOOD)
+    assert here.lookup("b") is None
+    assert here.peek("b") is None
+    assert here.keep(Asked("b"), GOOD), "it is replaced"
+    assert here.lookup("b") is not None
+    here.close()
+    there.close()
 
 
 def test_jitter_takes_off_at_most_its_share() -> None:

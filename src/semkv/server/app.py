@@ -61,6 +61,7 @@ from semkv.server.routes import ROUTES
 from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.server.upstream import AppUpstream, Call, HttpUpstream, Upstream, UpstreamError
+from semkv.stores.clock import SteadyClock
 from semkv.stores.database import CATALOG
 from semkv.stores.responses import open_store
 from semkv.stores.responses.ahead import folder_of
@@ -289,7 +290,8 @@ def _named(settings: ServerSettings) -> str:
 
 def _responses(settings: ServerSettings) -> ResponseCache:
     file, most = settings.cache_dir / CATALOG, settings.store_mib << 20
-    store = open_store(settings.store, file, timeout_s=settings.store_timeout, max_bytes=most)
+    clock = SteadyClock()
+    store = open_store(settings.store, file, timeout_s=settings.store_timeout, max_bytes=most, clock=clock)
     lifetime = Lifetime(settings.ttl or FOREVER, settings.stale, settings.sliding, settings.jitter)
     return ResponseCache(
         store,
@@ -297,6 +299,7 @@ def _responses(settings: ServerSettings) -> ResponseCache:
         freshness=Freshness(lifetime, [parse_rule(rule) for rule in settings.ttl_rules]),
         sampled=settings.sampled,
         unheard_s=settings.store_away,
+        clock=clock,
         ahead=folder_of(settings.cache_dir, settings.store),
     )
 

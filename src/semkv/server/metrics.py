@@ -80,7 +80,10 @@ class Live:
             name: {"step_s": step, "bins": [(at, n) for at, n in self._bins[name] if at > now - step * _BINS]}
             for name, step in _WINDOWS.items()
         }
-        by = {kind: sorted(names.items(), key=lambda pair: -pair[1].total()) for kind, names in self._by.items()}
+        by = {
+            kind: sorted(((visible(name), n) for name, n in names.items()), key=lambda pair: -pair[1].total())
+            for kind, names in self._by.items()
+        }
         latency = {tier: _quantiles(values) for tier, values in self._latencies.items()}
         return {"windows": windows, "bins": _BINS, "latency": latency, "by": by}
 

@@ -17,6 +17,7 @@ from semkv.tiers.base import Tally
 from semkv.tiers.freshness import Answerable, Freshness, Lifetime, Subject
 
 _T = TypeVar("_T")
+_SKEW_S = 10.0  # between the clocks of gateways on one store
 _AWAY = 5  # looks for invalidations that fail until a store is called away
 
 
@@ -149,6 +150,8 @@ class ResponseCache:
     def _fetch(self, key: str) -> StoredResponse | None:
         since, held = self._memory.cursor, None if self._unheard() else self._memory.get(key)
         response = self._ask("get", lambda store: store.get(key), None)
+        if response is not None and response.created > self._clock() + _SKEW_S:  # a clock went back: its age is unknown
+            response = None
         if held is not None and (response is None or response.created < held.created):
             return held  # still on its way to the store
         if response is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,13 @@ _REDIS = ("redis://", "rediss://", "unix://")
 
 
 def open_store(
-    where: str, default: Path, *, max_bytes: int = 4 << 30, max_entries: int = 1_000_000, timeout_s: float = 0.25
+    where: str,
+    default: Path,
+    *,
+    max_bytes: int = 4 << 30,
+    max_entries: int = 1_000_000,
+    timeout_s: float = 0.25,
+    clock: Callable[[], float] = time.time,
 ) -> ResponseStore | None:
     """The store that a setting names.
 
@@ -24,6 +31,7 @@ def open_store(
         default: the file that is taken where ``where`` is empty.
         max_bytes, max_entries: bounds.
         timeout_s: longest wait for a shared store.
+        clock: seconds since the epoch; a `SteadyClock` is set to no time before the latest in a file.
 
     Raises:
         ConfigError: it is none of these, or the client library is missing.
@@ -34,7 +42,7 @@ def open_store(
     if where.startswith(_REDIS):
         from semkv.stores.responses.redis import RedisStore
 
-        return RedisStore(where, max_bytes=max_bytes, max_entries=max_entries, timeout_s=timeout_s)
+        return RedisStore(where, max_bytes=max_bytes, max_entries=max_entries, timeout_s=timeout_s, clock=clock)
     if plug.is_path(where):
         own = plug.require("--store", plug.load("--store", where, default, max_bytes), ResponseStore, where)
         return cast("ResponseStore", _Guarded(own))
@@ -44,7 +52,7 @@ def open_store(
     from semkv.stores.responses.sqlite import SqliteStore
 
     file = Path(where) if where else default
-    return SqliteStore(file, max_bytes=max_bytes, max_entries=max_entries)
+    return SqliteStore(file, max_bytes=max_bytes, max_entries=max_entries, clock=clock)
 
 
 class _Guarded:

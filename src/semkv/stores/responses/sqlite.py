@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
+from semkv.stores.clock import SteadyClock
 from semkv.stores.database import Database
 from semkv.stores.responses.base import (
     CHECKSUM,
@@ -65,7 +66,7 @@ class SqliteStore(ResponseStore):
         max_bytes: bound on heads and payloads; the file is a little larger.
         max_entries: bound on entries.
         timeout_s: how long to wait for another process's write.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch; a `SteadyClock` is set to no time before the latest in the file.
         replace: as for `Database`.
 
     Raises:
@@ -87,6 +88,9 @@ class SqliteStore(ResponseStore):
         self._touched: dict[str, float] = {}
         self._touching = threading.Lock()
         self.database = Database(path, timeout_s=timeout_s, fault=self._error, replace=replace)
+        if isinstance(clock, SteadyClock):
+            with suppress(StoreError), self.database as db:
+                clock.at_least(db.execute("SELECT MAX(used) FROM responses").fetchone()[0] or 0.0)
 
     def _error(self, error: sqlite3.Error) -> StoreError:
         return StoreError(f"responses {self.path}: {error}")
