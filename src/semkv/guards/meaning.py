@@ -114,9 +114,10 @@ def _measuring(p: Pair) -> frozenset[str]:
 
 
 def _lessened(mine: Tokens, other: Tokens, text: Text, language: Language) -> bool:
-    """Whether "less dense" or "as dense as" stands against "denser", or "as rare as" against "more rare than"."""
+    """Whether "less dense" or "as dense as" stands against "denser", "as rare as" against "more rare than", or "as much
+    as" against "more than"."""
     words = [t.word for t in mine if t.word in language.lessening]
-    even = len(set(words)) < len(words) and any(t.word in language.pivots for t in other)
+    even = len(set(words)) < len(words) and any(t.word in language.pivots or t.word in language.bounds for t in other)
     if even and all(q.loose for q in text.quantities.found) and language.negations.isdisjoint(text.words):
         return True
     if not words:
@@ -271,9 +272,11 @@ def _modal(text: Text, language: Language) -> str:
 
 
 def tense(p: Pair) -> str | None:
-    """What was against what will be, or what is where yes or no is asked for."""
+    """What was against what will be, or against what is where nothing else differs or yes or no is asked for."""
     tenses = p.language.tenses
     first, second = ({tenses[t.word] for t in text.tokens if t.word in tenses} for text in (p.a, p.b))
+    if _another_time(p):
+        return "tense"
     if first == second:
         return "tense" if not first and _past_alone(p) else None
     for mine, other in ((first, second), (second, first)):
@@ -287,6 +290,16 @@ def tense(p: Pair) -> str | None:
         return None
     times = {tenses.get(text.tokens[0].word, "") for text in (p.a, p.b)}
     return "tense" if times == {"past", "present"} else None
+
+
+def _another_time(p: Pair) -> bool:
+    """Whether an auxiliary is past in one text and present in the other, and all else is the same: "where does he
+    live", "where did he live"."""
+    if any(p.only) or p.a.words == p.b.words or len(p.a.tokens) != len(p.b.tokens):
+        return False
+    tenses = p.language.tenses
+    apart = [{tenses.get(x.word), tenses.get(y.word)} for x, y in zip(p.a.tokens, p.b.tokens, strict=True) if x != y]
+    return apart == [{"past", "present"}]
 
 
 def _past_alone(p: Pair) -> bool:
@@ -363,6 +376,28 @@ def _ways(text: Text, only: Tokens, language: Language) -> dict[str, str]:
         for x, y in (itertools.pairwise((*text.spine, END)) if own else ())
         if x.word in own
     }
+
+
+def initials(p: Pair) -> str | None:
+    """Other letters before the same word: "J. R. Smith", "J. R. R. Smith"."""
+    first, second = (_initials(text, p.language) for text in (p.a, p.b))
+    return "entity" if any(second.get(word, letters) != letters for word, letters in first.items()) else None
+
+
+def _initials(text: Text, language: Language) -> dict[str, list[str]]:
+    """Words of content with the letters before them that are no words."""
+    found: dict[str, list[str]] = {}
+    letters: list[str] = []
+    for token in text.tokens:
+        word = token.word
+        letter = len(word) == 1 and word.isalpha() and word not in language.alone
+        if letter and (letters or token.name or word not in language.function):
+            letters.append(word)
+        elif letters:
+            if word[0].isalpha() and word not in language.function:
+                found.setdefault(token.stem, letters)
+            letters = []
+    return found
 
 
 def nation(p: Pair) -> str | None:
