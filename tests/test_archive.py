@@ -1,0 +1,70 @@
+"""export and import: what a gateway has goes to another directory, and serves there."""
+
+from __future__ import annotations
+
+import io
+import stat
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from gateway_helpers import ADMIN, Pair, wait_until
+from maintenance_helpers import call, make_used, refused
+from semkv.stores.database import CATALOG
+from semkv.stores.maintenance import inspect
+
+
+def test_an_imported_cache_answers_at_another_gateway(tmp_path: Path) -> None:
+    file = tmp_path / "cache.tar"
+    own_secret = {"SEMKV_ADMIN_KEY": ADMIN}
+    with Pair(tmp_path / "old", semantic=True, environment=own_secret) as old:
+        assert old.post("How tall is the Eiffel tower in Paris?").headers["x-semkv"] == "miss"
+        wait_until(lambda: old.metric("semkv_semantic_entries") == 1)
+        call("export", str(file), "--cache-dir", str(tmp_path / "old"))  # it runs meanwhile
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    call("import", str(file), "--cache-dir", str(tmp_path / "new"))
+    with Pair(tmp_path / "new", semantic=True, environment=own_secret) as new:
+        assert new.post("How tall is the Eiffel tower in Paris?").headers["x-semkv"].startswith("hit tier=exact")
+        near = new.post("how tall is the  Eiffel tower in Paris?")
+        assert near.headers["x-semkv"].startswith("hit tier=text:normalised")
+
+
+def test_entries_and_pictures_go_along(tmp_path: Path) -> None:
+    used, new, file = make_used(tmp_path), tmp_path / "new", tmp_path / "cache.tar"
+    call("export", str(file), "--cache-dir", str(used))
+    new.mkdir()  # an empty one will do
+    call("import", str(file), "--cache-dir", str(new))
+    before, after = inspect(used, None), inspect(new, None)
+    assert after.entries == before.entries
+    assert [s.items for s in after.stores if s.store == "media"] == [2]
+    assert {p.name for p in tmp_path.iterdir()} >= {"cache.tar", "new"}
+    assert not list(tmp_path.glob(".semkv-*"))
+
+
+def test_what_cannot_be_exported_or_imported_is_said(tmp_path: Path) -> None:
+    used, file = make_used(tmp_path), tmp_path / "cache.tar"
+    empty = tmp_path / "empty"
+    assert "nothing to export" in refused("export", str(file), "--cache-dir", str(empty))
+    assert "is no directory" in refused("export", str(tmp_path / "no" / "x.tar"), "--cache-dir", str(used))
+    call("export", str(file), "--cache-dir", str(used))
+    assert "is there already" in refused("export", str(file), "--cache-dir", str(used))
+    assert "is not empty" in refused("import", str(file), "--cache-dir", str(used))
+    for length in (100, 5000, file.stat().st_size // 2):
+        (tmp_path / "cut.tar").write_bytes(file.read_bytes()[:length])
+        assert refused("import", str(tmp_path / "cut.tar"), "--cache-dir", str(empty))
+        assert not empty.exists()
+    assert refused("import", str(tmp_path / "none.tar"), "--cache-dir", str(empty))
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "media/../../evil", "media/ab/c/d", "x", "kv/files/aa/b"])
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.SYMTYPE])
+def test_an_archive_of_somebody_else_writes_nothing(tmp_path: Path, name: str, kind: bytes) -> None:
+    with tarfile.open(tmp_path / "evil.tar", "w") as archive:
+        about = tarfile.TarInfo(name if kind == tarfile.REGTYPE else CATALOG)
+        about.type, about.linkname, about.size = kind, "/etc/passwd", 4 * (kind == tarfile.REGTYPE)
+        archive.addfile(about, io.BytesIO(b"evil"))
+    assert "nothing that export writes" in refused(
+        "import", str(tmp_path / "evil.tar"), "--cache-dir", str(tmp_path / "d")
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["evil.tar"]
