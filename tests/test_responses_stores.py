@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -203,6 +204,38 @@ def test_the_bound_on_bytes_holds_and_the_least_recently_used_goes_first(make: M
     assert store.get("01") is None
     assert store.get("59") is not None
     assert not store.put(answer("huge", payload=b"x" * size * 11))
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_tenant_has_its_own_bound_and_takes_no_room_of_others(tmp_path: Path, reopened: bool) -> None:
+    clock = itertools.count(time.time())
+
+    def opened(most: int) -> SqliteStore:
+        return SqliteStore(tmp_path / "a", max_tenant_bytes=most, clock=lambda: next(clock))
+
+    store = opened(0 if reopened else 100_000)
+    store.put(answer("others", partition="other", payload=b"x" * 90_000))
+    for number in range(20):
+        assert store.put(answer(f"{number}", payload=b"x" * 9_000))
+        store.get("0")
+    if reopened:  # with more than it may have by now
+        store.close()
+        store = opened(100_000)
+        store.put(answer("20", payload=b"x" * 9_000))
+    used = {one.tenant: one for one in store.by_tenant()}
+    assert used["other"].answers == 1
+    assert 80_000 < used["tenant"].nbytes <= 100_000
+    assert store.get("0") is not None, "the least recently used go first"
+    assert store.get("1") is None
+    assert store.get("20" if reopened else "19") is not None
+    assert not store.put(answer("large", payload=b"x" * 100_000))
+    store.close()
+
+
+def test_only_a_file_has_a_bound_by_tenant(tmp_path: Path) -> None:
+    for store in ("memory", "redis://127.0.0.1:6379/0", "compressed_store:open_store"):
+        with pytest.raises(ConfigError, match=r"^--tenant-mib: 5 is not allowed; expected 0 with this --store"):
+            open_store(store, tmp_path / "x", max_tenant_bytes=5 << 20)
 
 
 def test_the_bound_on_entries_holds(make: Make) -> None:

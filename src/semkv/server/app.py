@@ -291,7 +291,14 @@ def _named(settings: ServerSettings) -> str:
 def _responses(settings: ServerSettings) -> ResponseCache:
     file, most = settings.cache_dir / CATALOG, settings.store_mib << 20
     clock = SteadyClock()
-    store = open_store(settings.store, file, timeout_s=settings.store_timeout, max_bytes=most, clock=clock)
+    store = open_store(
+        settings.store,
+        file,
+        timeout_s=settings.store_timeout,
+        max_bytes=most,
+        max_tenant_bytes=settings.tenant_mib << 20,
+        clock=clock,
+    )
     lifetime = Lifetime(settings.ttl or FOREVER, settings.stale, settings.sliding, settings.jitter)
     return ResponseCache(
         store,

@@ -70,6 +70,7 @@ class ServerSettings(LookupConfig):
         jitter: Share of the lifetime that is taken off at random, so that responses do not expire together.
         memory_mib: Most MiB of responses held in memory.
         store_mib: Most MiB of responses held in the store.
+        tenant_mib: Most MiB of one tenant's responses in the store, which must be a file; 0 for no bound by tenant.
         data_version: Part of every key: a change makes every stored response unreachable.
         sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
         remote_media: Also keep responses about http(s) images, keyed by address.
@@ -102,6 +103,7 @@ class ServerSettings(LookupConfig):
     jitter: Annotated[float, SHARE, LIFE] = 0.0
     memory_mib: Annotated[int, POSITIVE, SIZES] = 256
     store_mib: Annotated[int, POSITIVE, SIZES] = 4096
+    tenant_mib: Annotated[int, NOT_NEGATIVE, SIZES] = 0
     data_version: Annotated[str, LIFE] = ""
     sampled: bool = False
     remote_media: bool = False

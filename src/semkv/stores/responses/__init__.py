@@ -20,6 +20,7 @@ def open_store(
     *,
     max_bytes: int = 4 << 30,
     max_entries: int = 1_000_000,
+    max_tenant_bytes: int = 0,
     timeout_s: float = 0.25,
     clock: Callable[[], float] = time.time,
 ) -> ResponseStore | None:
@@ -30,6 +31,7 @@ def open_store(
             with ``redis://``, ``rediss://`` or ``unix://``; empty for the file ``default``.
         default: the file that is taken where ``where`` is empty.
         max_bytes, max_entries: bounds.
+        max_tenant_bytes: bound on what each tenant has in a file; 0 for none.
         timeout_s: longest wait for a shared store.
         clock: seconds since the epoch; a `SteadyClock` is set to no time before the latest in a file.
 
@@ -37,6 +39,10 @@ def open_store(
         ConfigError: it is none of these, or the client library is missing.
         StoreError: the file cannot be opened. A Redis that is down is no error: it is tried again later.
     """
+    if max_tenant_bytes and (where == "memory" or "://" in where or plug.is_path(where)):
+        raise ConfigError(
+            "--tenant-mib", max_tenant_bytes >> 20, "0 with this --store: only a file has a bound by tenant"
+        )
     if where == "memory":
         return None
     if where.startswith(_REDIS):
@@ -52,7 +58,9 @@ def open_store(
     from semkv.stores.responses.sqlite import SqliteStore
 
     file = Path(where) if where else default
-    return SqliteStore(file, max_bytes=max_bytes, max_entries=max_entries, clock=clock)
+    return SqliteStore(
+        file, max_bytes=max_bytes, max_entries=max_entries, max_tenant_bytes=max_tenant_bytes, clock=clock
+    )
 
 
 class _Guarded:

@@ -31,12 +31,16 @@ from semkv.stores.responses.base import (
 _LOG = 1000
 _TOUCHED = 65_536  # entries whose last use is remembered until the next write
 _BATCH = 256  # responses of one look: while it lasts, a gateway's log of writes cannot begin anew
-_BY_TENANT = """
-WITH heads AS (SELECT CAST(substr(head, ?) AS TEXT) AS head, nbytes, created, used FROM responses)
-SELECT CASE WHEN json_valid(head) THEN json_extract(head, '$.partition') END AS tenant,
-  COUNT(*), SUM(nbytes), MIN(created), MAX(used)
-FROM heads GROUP BY tenant ORDER BY COUNT(*) DESC, tenant
-"""
+_HEAD = f"CAST(substr(head, {CHECKSUM + 1}) AS TEXT)"
+_TENANT = f"CASE WHEN json_valid({_HEAD}) THEN json_extract({_HEAD}, '$.partition') END"
+_BY_TENANT = (
+    f"SELECT {_TENANT} AS tenant, COUNT(*), SUM(nbytes), MIN(created), MAX(used) "  # noqa: S608 (our own words)
+    "FROM responses GROUP BY tenant ORDER BY COUNT(*) DESC, tenant"
+)
+_TENANTS = f"CREATE INDEX IF NOT EXISTS responses_tenant ON responses ({_TENANT}, used, nbytes)"
+_USED_BY = f"SELECT COUNT(*), SUM(nbytes) FROM responses WHERE {_TENANT}=?"  # noqa: S608
+_OLDEST = "SELECT key, nbytes FROM responses WHERE key<>? ORDER BY used, rowid"
+_OLDEST_OF = f"SELECT key, nbytes FROM responses WHERE key<>? AND {_TENANT}=? ORDER BY used, rowid"  # noqa: S608
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class SqliteStore(ResponseStore):
         path: the file; made when missing, as is its folder.
         max_bytes: bound on heads and payloads; the file is a little larger.
         max_entries: bound on entries.
+        max_tenant_bytes: bound on the heads and payloads of each tenant; 0 for none.
         timeout_s: how long to wait for another process's write.
         clock: seconds since the epoch; a `SteadyClock` is set to no time before the latest in the file.
         replace: as for `Database`.
@@ -79,11 +84,14 @@ class SqliteStore(ResponseStore):
         *,
         max_bytes: int = 4 << 30,
         max_entries: int = 1_000_000,
+        max_tenant_bytes: int = 0,
         timeout_s: float = 2.0,
         clock: Callable[[], float] = time.time,
         replace: bool = True,
     ) -> None:
         self.path, self.max_bytes, self.max_entries = path, max_bytes, max_entries
+        self.max_tenant_bytes = max_tenant_bytes
+        self._left: dict[str, int] = {}  # bytes that a tenant may write until they are counted again
         self._clock = clock
         self._touched: dict[str, float] = {}
         self._touching = threading.Lock()
@@ -125,7 +133,7 @@ class SqliteStore(ResponseStore):
     def put(self, response: StoredResponse, since: str = "") -> bool:
         head, payload = encode(response)
         size, now = len(head) + len(payload), self._clock()
-        if size > self.max_bytes:
+        if size > min(self.max_bytes, self.max_tenant_bytes or self.max_bytes):
             return False
         with self.database.write() as db:
             if since and self._news(db, since).hit(response):
@@ -137,22 +145,42 @@ class SqliteStore(ResponseStore):
                 (response.key, head, payload, response.created, _finite(response.stale_until), now, size),
             )
             db.execute("DELETE FROM responses WHERE stale_until<=?", (now,))
-            self._trim(db, response.key)
+            if self.max_tenant_bytes:
+                self._trim_tenant(db, response, size)
+            found = db.execute("SELECT entries, nbytes FROM totals").fetchone()
+            self._trim(db, found, self.max_bytes, _OLDEST, (response.key,))
         return True
 
-    def _trim(self, db: sqlite3.Connection, keep: str) -> None:
-        """Bring the store down to 0.98 of its bounds where it is above them, so that not every write has to."""
-        entries, nbytes = db.execute("SELECT entries, nbytes FROM totals").fetchone()
-        if entries <= self.max_entries and nbytes <= self.max_bytes:
-            return
-        most_entries, most_bytes = int(self.max_entries * 0.98), int(self.max_bytes * 0.98)
+    def _trim_tenant(self, db: sqlite3.Connection, response: StoredResponse, size: int) -> None:
+        """Keep a tenant's bound. Its bytes are counted again when this process has written a fiftieth of the bound, or
+        what was left of it."""
+        tenant, most = response.partition, self.max_tenant_bytes
+        left = self._left.get(tenant, 0) - size
+        if left < 0:
+            db.execute(_TENANTS)
+            found = db.execute(_USED_BY, (tenant,)).fetchone()
+            left = min(most - self._trim(db, found, most, _OLDEST_OF, (response.key, tenant)), most // 50)
+            if len(self._left) > _TOUCHED:
+                self._left.clear()
+        self._left[tenant] = left
+
+    def _trim(
+        self, db: sqlite3.Connection, found: tuple[int, int], most_bytes: int, oldest: str, values: tuple[str, ...]
+    ) -> int:
+        """Bring entries and bytes that were found down to 0.98 of their bounds where they are above them, so that not
+        every write has to. Returns the bytes that are left."""
+        entries, nbytes = found
+        if entries <= self.max_entries and nbytes <= most_bytes:
+            return nbytes
+        most_entries, most_bytes = int(self.max_entries * 0.98), int(most_bytes * 0.98)
         gone = []
-        for key, size in db.execute("SELECT key, nbytes FROM responses WHERE key<>? ORDER BY used, rowid", (keep,)):
+        for key, size in db.execute(oldest, values):
             if entries <= max(1, most_entries) and nbytes <= most_bytes:
                 break
             gone.append((key,))
             entries, nbytes = entries - 1, nbytes - size
         db.executemany("DELETE FROM responses WHERE key=?", gone)
+        return nbytes
 
     def slide(self, response: StoredResponse) -> None:
         with self.database.write() as db:
@@ -238,7 +266,7 @@ class SqliteStore(ResponseStore):
     def by_tenant(self) -> list[AnswersUse]:
         """What each tenant has, most responses first."""
         with self.database as db:
-            rows = db.execute(_BY_TENANT, (CHECKSUM + 1,)).fetchall()
+            rows = db.execute(_BY_TENANT).fetchall()
         return [AnswersUse(None if tenant is None else str(tenant), *counts) for tenant, *counts in rows]
 
     def examine(self, *, repair: bool = False) -> Iterator[str]:
