@@ -34,7 +34,6 @@ from semkv.errors import ConfigError, StoreError
 from semkv.guards import forget, no_veto, veto
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Removed
-from semkv.stores.kept_graphs import forget_graphs
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import GuardedEncoder, Tally
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
@@ -355,8 +354,6 @@ class SemanticCache:
             raise StoreError(f"catalog {self._catalog.path}: {error}") from error
         if removed.entry_ids and not dry_run:
             self._forget(removed)
-            with self._tally.boundary("graph"):  # also where no tier of this process has the vectors in them
-                forget_graphs(self._catalog, removed.spaces)
             forget()  # pieces of the texts that are gone
         return len(removed.entry_ids)
 
