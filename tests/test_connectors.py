@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
-import logging
 import os
 import signal
 import subprocess
@@ -577,9 +576,7 @@ def test_the_gate_reads_only_what_is_faster() -> None:
     assert any(gate.worth(1_000, 1 << 30) for _ in range(40))  # once in a while, to measure again
 
 
-def test_settings_name_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEMKV_CACHE_DIR", str(tmp_path))
     assert read_settings(KVSettings, None).cache_dir == tmp_path
     assert read_settings(KVSettings, {"max_age_s": 3}).bounds().max_age_s == 3
@@ -596,9 +593,6 @@ def test_settings_name_what_is_wrong(
             read_settings(KVSettings, extra)
     with pytest.raises(ConfigError, match="queue_bytes"):
         read_settings(ECSettings, {"queue_bytes": 0})
-    with caplog.at_level(logging.WARNING):
-        read_settings(KVSettings, {"staging_bytes": 1})
-    assert "staging_bytes" in caplog.text
 
 
 def test_our_tier_stands_where_it_is_put() -> None:

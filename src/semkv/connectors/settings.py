@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,17 +12,6 @@ from semkv.connectors import TIER
 from semkv.errors import ConfigError
 from semkv.stores.blocks import KV_MAX_BYTES, Bounds
 from semkv.stores.fusion import FUSION_MAX_BYTES
-
-log = logging.getLogger("semkv.connectors")
-
-RETIRED = {
-    "staging_bytes": "vLLM copies between GPU and host memory",
-    "read_threads": "the tier has its own number of threads",
-    "max_extent_blocks": "a block file holds at most 64 MiB",
-    "recompute_on_failure": "a block that cannot be read is a miss before a request counts on it",
-    "stable_hashes": "vLLM's block hashes are stable since 0.29",
-}
-"""Settings of earlier versions that have no effect any more, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +113,7 @@ def read_settings(kind: type[_S], extra: Mapping[str, Any] | None) -> _S:
         ConfigError: a key is unknown, or a value has the wrong type or range.
     """
     known = [item.name for item in fields(kind)]
-    values: dict[str, Any] = {}
-    for key, value in (extra or {}).items():
-        if key in known:
-            values[key] = value
-        elif key in RETIRED:
-            log.warning("semkv: the setting %s has no effect any more: %s", key, RETIRED[key])
-        else:
+    for key in extra or {}:
+        if key not in known:
             raise ConfigError(f"{kind.__name__} key", key, known)
-    return kind(**values)
+    return kind(**(extra or {}))

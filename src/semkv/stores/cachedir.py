@@ -19,7 +19,7 @@ from semkv.errors import StoreError
 from semkv.stores import database
 from semkv.stores.block_file import FILES, FORMAT_VERSION, INDEX, MARKER, discard_files, read_marker
 from semkv.stores.blocks import BlockStore, Bounds
-from semkv.stores.database import CATALOG, RESPONSES_1
+from semkv.stores.database import CATALOG
 from semkv.stores.files import make_folder as make_private
 from semkv.stores.files import matching, replace_text
 from semkv.stores.responses.ahead import replay
@@ -82,8 +82,6 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
         raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
     stores = _stores(root)
     files = {file for pattern in CACHE_FILES for file in _files(root, pattern)}
-    if database.is_old_responses(old := root / RESPONSES_1[0]):
-        files |= {old, *_files(root, f"{old.name}[-.]*")}
     blocks = {file for store in stores for file in _files(root, f"{store.relative_to(root)}/{FILES}/??/*")}
     if dry_run:
         return len(files | blocks)
@@ -171,8 +169,7 @@ def _files(root: Path, pattern: str) -> set[Path]:
 def is_ours(root: Path) -> bool:
     """Whether there is a sign that `purge_directory` goes by: a marker, or a database of ours."""
     markers = (root / MARKER, *(root / store / MARKER for store in _STORES))
-    databases = (root / CATALOG, root / RESPONSES_1[0])
-    return any(marker.is_file() for marker in markers) or any(database.is_ours(file) for file in databases)
+    return any(marker.is_file() for marker in markers) or bool(database.is_ours(root / CATALOG))
 
 
 def _version_of(marker: Path) -> object:

@@ -21,7 +21,7 @@ from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory, remove_old_graphs
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import NamespaceUse
-from semkv.stores.database import CATALOG, RESPONSES_1, is_damage, is_filled, is_old_responses
+from semkv.stores.database import CATALOG, is_damage, is_filled
 from semkv.stores.database import is_ours as is_our_database
 from semkv.stores.files import described, matching, remove_strays
 from semkv.stores.media import MediaStore
@@ -158,7 +158,7 @@ def check_is_cache(cache_dir: Path) -> None:
         StoreError: nothing there was written by semkv.
     """
     places = (cache_dir, cache_dir / "kv", cache_dir / "fusion")
-    signs = (cache_dir / CATALOG, cache_dir / RESPONSES_1[0], *(place / MARKER for place in places))
+    signs = (cache_dir / CATALOG, *(place / MARKER for place in places))
     if not any(is_filled(sign) for sign in signs):
         raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
 
@@ -173,11 +173,6 @@ def _database(cache_dir: Path) -> Iterator[tuple[Catalog, SqliteStore] | None]:
     """
     file = cache_dir / CATALOG
     if not is_filled(file):
-        if is_old_responses(old := cache_dir / RESPONSES_1[0]):
-            raise StoreError(
-                f"{old} was written by an older version of semkv: a gateway that is started there deletes it, as does "
-                "a purge without --tenant and --tag"
-            )
         yield None
         return
     try:
