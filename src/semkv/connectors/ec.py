@@ -8,7 +8,7 @@ A promised item that then cannot be loaded ends the engine, so `has_cache_item` 
 travel to the workers inside the step's metadata. What was encoded or read recently is kept in host memory.
 
 vLLM tells an encoder-cache connector nothing of weights that are exchanged in a running engine. Where the KV connector
-is in the same engine, it calls this one's `ECScheduler.reset` at each reset of its own (`shared.follow`). Without it
+is in the same engine, it calls this one's `ECScheduler.reset` at each reset of its own (`shared.FOLLOWERS`). Without it
 such an engine must not use this connector.
 """
 
@@ -92,7 +92,7 @@ class ECScheduler:
         """See `semkv.connectors.kv.SemKVConnector.reset_cache`, which calls this."""
         before = self.store
         self.namespace = shared.namespace_after(self.namespace)
-        self.store = self.store.apart(self.namespace)
+        self.store = FusionStore(before.blocks, self.namespace)
         self._promised.clear()
         self._step = SemECMetadata(self.namespace)
         return before.blocks.disown(before.namespace)
@@ -137,7 +137,7 @@ class ECScheduler:
         return True
 
     def _read(self, key: str) -> FusionState | None:
-        since = self.store.last_purge()
+        since = self.store.blocks.last_purge()
         if since and (held := self.host.get(key, _kept(self.store, since))) is not None:
             return held
         ends = self.store.ends(key)
@@ -160,7 +160,7 @@ class ECScheduler:
         live.encoded += 1
         self.counters["encoded"] += 1
         if identifier in live.rows and (key := self._key(identifier)) is not None:
-            self._step.since = self._step.since or self.store.last_purge()
+            self._step.since = self._step.since or self.store.blocks.last_purge()
             self._step.saves[identifier] = key
             self._step.owners[identifier] = tenant_tag(request.cache_salt)
 
@@ -397,7 +397,7 @@ class SemECConnector(ECConnectorBase):
                 return
             name = identity.namespace_digest(identity.model_facts(vllm_config, settings.cache_dir))
             self._scheduler = ECScheduler(settings, FusionStore(self._blocks, name), name, self._host)
-            shared.follow(str(vllm_config.instance_id), self._scheduler)
+            shared.FOLLOWERS[self._scheduler] = str(vllm_config.instance_id)
         else:
             from vllm.distributed.parallel_state import get_tp_group
             from vllm.platforms import current_platform
@@ -464,5 +464,5 @@ class SemECConnector(ECConnectorBase):
         if self._worker is not None:
             self._worker.close()
         elif self._scheduler is not None:
-            shared.leave(self._scheduler)
+            shared.FOLLOWERS.pop(self._scheduler, None)
             self._scheduler.close()

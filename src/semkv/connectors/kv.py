@@ -23,7 +23,7 @@ from semkv.connectors import SPEC, SPEC_MODULE, identity, register
 from semkv.connectors.identity import Adapters
 from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.settings import KVSettings, read_settings
-from semkv.connectors.shared import BreakEven, KVShared, RequestFacts, may_have_changed
+from semkv.connectors.shared import BreakEven, KVShared, may_have_changed
 from semkv.connectors.spec import SHM, SemKVManager, agreed_host_bytes
 from semkv.errors import StoreError
 from semkv.keys import digest
@@ -144,7 +144,7 @@ class SemKVConnector(OffloadingConnector):
             self._shared.fault("a request")
         if facts is None:
             params = {**params, "max_load_tokens": 0, "max_offload_tokens": 0}
-        request.kv_transfer_params = {**params, REPORT_KEY: (facts or RequestFacts()).params()}
+        request.kv_transfer_params = {**params, REPORT_KEY: facts or {}}
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -242,12 +242,13 @@ class SemKVConnector(OffloadingConnector):
         return super().build_prom_metrics(expand(vllm_config)[0], *args, **kwargs)
 
 
-def describe(request: Any, adapters: Adapters) -> RequestFacts | None:
-    """Whose request this is; None where it is left alone: it says so, or its adapter's weights are not known."""
+def describe(request: Any, adapters: Adapters) -> dict[str, str] | None:
+    """What `shared.request_fact` reads; None where the request is left alone: it says so, or its adapter's weights are
+    not known."""
     adapter = adapters.identity(request.lora_request)
     if adapter is None or wants_skip(request.kv_transfer_params):
         return None
-    return RequestFacts(tenant_tag(request.cache_salt), adapter)
+    return {"owner": tenant_tag(request.cache_salt), "adapter": adapter}
 
 
 def default_host_bytes() -> int:

@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from semkv.connectors.shared import KVShared, request_facts
+from semkv.connectors.shared import KVShared, request_fact
 
 log = logging.getLogger("semkv.connectors")
 
@@ -130,7 +130,7 @@ class SemKVManager(TieringOffloadingManager):
             self._spoiled.difference_update(keys)
             success = False
         if success:
-            record = (request_facts(req_context.kv_transfer_params).owner, time.time())
+            record = (request_fact(req_context.kv_transfer_params, "owner"), time.time())
             self._shared.records.update(dict.fromkeys(keys, record))
         super().complete_store(keys, req_context, success)
 
