@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import sqlite3
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -17,7 +15,7 @@ import pytest
 
 from cache_helpers import DIM, WrittenEncoder, WrittenHook, vector_of
 from gateway_helpers import wait_until
-from maintenance_helpers import left
+from maintenance_helpers import left, purge
 from other_process import Other, obey
 from semkv import guards
 from semkv.cache import SemanticCache
@@ -122,12 +120,6 @@ def other(tmp_path: Path) -> Iterator[Other]:
     process = Other(_serve, tmp_path)
     yield process
     process.end()
-
-
-def purge(folder: Path, *selection: str) -> None:
-    """As an operator does it, in a process of its own."""
-    command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(folder), *selection]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
 
 
 def test_what_is_purged_leaves_the_memory_of_an_idle_process(tmp_path: Path, other: Other) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from semkv import plug
 from semkv.config import CacheConfig
-from semkv.encoders.hooks import EmbeddingHook, NoHook, build_hook, declared, image_roots, read_media
+from semkv.encoders.hooks import EmbeddingHook, JoinedHook, build_hook, declared, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import ConfigError, StoreError
 from semkv.guards import forget, no_veto, veto
@@ -140,7 +140,7 @@ class SemanticCache:
         self.config = config
         on = config.mode is not CacheMode.OFF
         plain = text_encoder if text_encoder is not None else SentenceEncoder(config.index_encoder)
-        hook = _hook(config, hook, plain) if on and config.embedding_layers else NoHook()
+        hook = _hook(config, hook, plain) if on and config.embedding_layers else JoinedHook()
         encoder = GuardedEncoder(plain) if on and config.semantic else None
         if encoder is not None:
             _ = encoder.dim  # loads the model, so that a wrong name fails here

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("semkv.connectors")
 
 _T = TypeVar("_T")
+_QUEUE_BYTES = 512 << 20  # that may wait for the disk; what comes on top is dropped and counted
 
 
 @dataclass
@@ -234,65 +235,21 @@ def _page_locked(state: FusionState) -> FusionState:
     return dataclasses.replace(state, data=torch.from_numpy(state.data).pin_memory().numpy())
 
 
-class BackgroundWriter:
-    """Runs jobs one after the other in a thread. What still waits at the interpreter's end is written then.
-
-    A job that raises is counted, and the next one runs.
+class ECWorker:
+    """Loads into and saves from the runner's encoder cache; rank 0 of the tensor-parallel group saves, in a thread.
 
     Args:
-        name: of the thread.
-        max_bytes: bound on what waits.
-        counters: where ``errors`` are counted.
+        max_age_s: of `ECSettings`.
     """
 
-    def __init__(self, name: str, max_bytes: int, counters: Counter[str]) -> None:
-        self._max_bytes, self._counters = max_bytes, counters
-        self._lock, self._waiting_bytes = threading.Lock(), 0
-        self._pool = ThreadPoolExecutor(1, name)
-
-    def submit(self, job: Callable[[], object], nbytes: int) -> bool:
-        """Queue a job that holds ``nbytes``; False when too much waits already."""
-        with self._lock:
-            if self._waiting_bytes and self._waiting_bytes + nbytes > self._max_bytes:
-                return False
-            self._waiting_bytes += nbytes
-        self._pool.submit(self._run, job, nbytes)
-        return True
-
-    def _run(self, job: Callable[[], object], nbytes: int) -> None:
-        try:
-            job()
-        except Exception:
-            log.exception("semkv: an encoder output is not stored")
-            self._counters["errors"] += 1
-        finally:
-            with self._lock:
-                self._waiting_bytes -= nbytes
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything queued is written; False when ``timeout`` seconds did not suffice."""
-        try:
-            self._pool.submit(int).result(timeout)
-        except TimeoutError:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Write what waits, then end the thread."""
-        self._pool.shutdown()
-
-
-class ECWorker:
-    """Loads into and saves from the runner's encoder cache; rank 0 of the tensor-parallel group saves."""
-
     def __init__(
-        self, settings: ECSettings, blocks: BlockStore | None, device: str, *, saves: bool, host: HostStates
+        self, blocks: BlockStore | None, device: str, max_age_s: float, *, saves: bool, host: HostStates
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.host = host
-        self._settings, self._blocks, self._device, self._saves = settings, blocks, device, saves
-        counters = self.counters if blocks is None else blocks.counters
-        self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes, counters)
+        self._blocks, self._device, self._max_age_s, self._saves = blocks, device, max_age_s, saves
+        self._writer = ThreadPoolExecutor(1, "semkv-ec-writer")
+        self._waiting, self._lock = 0, threading.Lock()  # bytes that the writer has yet to write
         self._stream: torch.cuda.Stream | None = None
         self._landing: list[tuple[torch.cuda.Event, FusionState]] = []
 
@@ -319,25 +276,36 @@ class ECWorker:
         key = step.saves.get(identifier)
         if key is None or not self._saves or self._blocks is None:
             return
-        store, since = FusionStore(self._blocks, step.namespace), step.since
+        blocks, store, since = self._blocks, FusionStore(self._blocks, step.namespace), step.since
         if not since:  # the index does not answer
             self.counters["dropped"] += 1
             return
         tensor = encoder_cache[identifier].detach()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         flat, copied = self._to_host(tensor.contiguous().view(-1).view(torch.uint8))
-        ends = time.time() + self._settings.max_age_s if self._settings.max_age_s else math.inf
+        ends = time.time() + self._max_age_s if self._max_age_s else math.inf
         owner = step.owners.get(identifier, "")
+        with self._lock:
+            if self._waiting and self._waiting + flat.nbytes > _QUEUE_BYTES:
+                self.counters["dropped"] += 1
+                return
+            self._waiting += flat.nbytes
 
         def save() -> None:
-            if copied is not None:
-                copied.synchronize()
-            state = FusionState(key, flat.numpy(), shape, dtype)
-            self.host.put(state, _kept(store, since), ends)
-            store.save(state, owner, since)
+            try:
+                if copied is not None:
+                    copied.synchronize()
+                state = FusionState(key, flat.numpy(), shape, dtype)
+                self.host.put(state, _kept(store, since), ends)
+                store.save(state, owner, since)
+            except Exception:
+                log.exception("semkv: an encoder output is not stored")
+                blocks.counters["errors"] += 1
+            finally:
+                with self._lock:
+                    self._waiting -= flat.nbytes
 
-        if not self._writer.submit(save, flat.nbytes):
-            self.counters["dropped"] += 1
+        self._writer.submit(save)
 
     def _to_host(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Start a copy to the host that the engine does not wait for, and the event that ends it on a GPU."""
@@ -357,11 +325,15 @@ class ECWorker:
         return host, copied
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything saved is on disk and found by lookups."""
-        return self._writer.flush(timeout)
+        """Wait until everything saved is on disk and found by lookups; False when ``timeout`` seconds are too few."""
+        try:
+            self._writer.submit(int).result(timeout)
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
-        self._writer.close()
+        self._writer.shutdown()
         self._landing.clear()
         if self._blocks is not None:
             self._blocks.close()
@@ -404,7 +376,7 @@ class SemECConnector(ECConnectorBase):
 
             first = get_tp_group().rank_in_group == 0
             device = current_platform.device_type
-            self._worker = ECWorker(settings, self._blocks, device, saves=first, host=self._host)
+            self._worker = ECWorker(self._blocks, device, settings.max_age_s, saves=first, host=self._host)
 
     def _try(self, otherwise: _T, what: Callable[..., _T], *arguments: Any) -> _T:
         """What a half of ours does for a hook of vLLM's. A fault in it is counted, and the engine goes on."""

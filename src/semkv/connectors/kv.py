@@ -93,7 +93,7 @@ class SemKVConnector(OffloadingConnector):
             self._engine = digest("engine", *names)[:24]
             try:
                 self._host_bytes = agreed_host_bytes(self._engine, settings.host_bytes or default_host_bytes())
-                reason = too_small(config, kv_cache_config, settings, self._host_bytes)
+                reason = too_small(config, kv_cache_config, self._host_bytes)
             except OSError as error:
                 reason = f"{SHM} cannot be used ({error}); mount it, or give the container --ipc=host"
         if reason is None:
@@ -273,9 +273,7 @@ def expand(vllm_config: Any) -> tuple[Any, KVSettings]:
         "cpu_bytes_to_use": settings.host_bytes or default_host_bytes(),
         "secondary_tiers": settings.tiers(),
         "offload_prompt_only": not settings.capture_decode,
-        "blocks_per_chunk": settings.blocks_per_chunk,
-        "eviction_policy": settings.eviction_policy,
-        "self_describing_kv_events": settings.self_describing_kv_events,
+        "blocks_per_chunk": 1,
     }
     return config, settings
 
@@ -317,11 +315,11 @@ def unsupported(config: Any, kv_cache_config: Any) -> str | None:
     return None
 
 
-def too_small(config: Any, kv_cache_config: Any, settings: KVSettings, host_bytes: int) -> str | None:
+def too_small(config: Any, kv_cache_config: Any, host_bytes: int) -> str | None:
     """Why so much host memory is of no use to an engine of this expanded configuration, or None."""
     offloading = build_offloading_config(config, kv_cache_config)
     ranks = 1 if offloading.replicated_layout else offloading.parallel.world_size
-    row = offloading.worker_kv_bytes_per_block * ranks * settings.blocks_per_chunk
+    row = offloading.worker_kv_bytes_per_block * ranks
     if row > 0 and host_bytes >= 8 * (row + 4096):
         return None
     return f"{host_bytes} bytes of host memory hold fewer than 8 blocks of {row}; raise host_bytes, or enlarge /dev/shm"

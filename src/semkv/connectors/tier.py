@@ -36,6 +36,7 @@ log = logging.getLogger("semkv.connectors")
 FILE_BYTES = 64 << 20
 """Rows of one block file: large enough for the disk's full rate, and small enough to be evicted alone."""
 
+_QUEUE_BYTES = 2 << 30  # that may wait for the disk; what comes on top stays in host memory only, and is counted
 _MOST = 512  # keys asked for at once, and blocks of one file
 
 
@@ -79,10 +80,9 @@ class SemKVTier(SecondaryTierManager):
         self.locality = Locality.LOCAL
         self._shared: KVShared = offloading_spec.extra_config["semkv"]
         rows, self._row_bytes = primary_kv_view.shape or (0, 0)
-        self._queue_bytes = min(self._shared.settings.queue_bytes, primary_kv_view.nbytes // 4)
+        self._queue_bytes = min(_QUEUE_BYTES, primary_kv_view.nbytes // 4)
         self._most_promised = max(1, rows // 2)
-        per_chunk = offloading_spec.blocks_per_chunk
-        self._tokens = {g.group_id: g.tokens_per_block * per_chunk for g in offloading_spec.config.groups}
+        self._tokens = {group.group_id: group.tokens_per_block for group in offloading_spec.config.groups}
         self._disk: DiskProcess | None = None
         if self._shared.store is not None:
             memory = offloading_spec._scheduler_mmap.fd

@@ -96,7 +96,7 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     for pattern in CACHE_FILES:  # what was written until then
         for file in _files(root, pattern):
             file.unlink(missing_ok=True)
-    if _version_of(root / MARKER) not in (None, FORMAT) and root not in stores:
+    if _version_of(root) not in (None, FORMAT) and root not in stores:
         replace_text(root / MARKER, _MARK, private=True)
     if left:
         raise StoreError(left)
@@ -172,24 +172,20 @@ def is_ours(root: Path) -> bool:
     return any(marker.is_file() for marker in markers) or bool(database.is_ours(root / CATALOG))
 
 
-def _version_of(marker: Path) -> object:
-    """The format that a marker names; None where there is no marker, a text where it is damaged."""
+def _version_of(folder: Path) -> object:
+    """The format that a folder's marker names; None where there is no marker, a text where it is damaged."""
     try:
-        found = json.loads(marker.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+        marker = read_marker(folder)
     except OSError as error:
-        raise _unusable(marker.parent, error) from error
-    except ValueError:
-        found = {}
-    version = found.get("format") if isinstance(found, dict) else None
-    return version if isinstance(version, int) else str(version)
+        raise _unusable(folder, error) from error
+    version = None if marker is None else marker.get("format")
+    return version if marker is None or isinstance(version, int) else str(version)
 
 
 def _check(root: Path) -> None:
     """Refuse a directory of another version, before an engine is started on it."""
     for folder in (root, *(root / store for store in _STORES)):
-        version = _version_of(folder / MARKER)
+        version = _version_of(folder)
         # Of an older format a block store empties itself.
         known = range(1, FORMAT_VERSION + 1) if folder in _stores(root) else (FORMAT,)
         if version is not None and version not in known:

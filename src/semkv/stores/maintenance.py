@@ -157,9 +157,7 @@ def check_is_cache(cache_dir: Path) -> None:
     Raises:
         StoreError: nothing there was written by semkv.
     """
-    places = (cache_dir, cache_dir / "kv", cache_dir / "fusion")
-    signs = (cache_dir / CATALOG, *(place / MARKER for place in places))
-    if not any(is_filled(sign) for sign in signs):
+    if not is_filled(cache_dir / CATALOG) and not is_ours(cache_dir):
         raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
 
 
