@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 import tiny_models
-from semkv.connectors.outcome import ConnectorOutcome, read_outcome
+from semkv.connectors import ConnectorOutcome, read_outcome
 from vllm_forks import Job
 
 BLOCK = 32

@@ -22,8 +22,7 @@ import tiny_models
 from kv_engines import BLOCK, SKIP, CachedEngine, answer, full_blocks, in_child
 from maintenance_helpers import purge
 from semkv import connectors
-from semkv.connectors import identity, shared
-from semkv.connectors.outcome import ConnectorOutcome, read_outcome
+from semkv.connectors import ConnectorOutcome, identity, read_outcome, shared
 from semkv.connectors.settings import ECSettings, KVSettings, read_settings
 from semkv.connectors.shared import BreakEven
 from semkv.errors import ConfigError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kv_engines import NOTHING, CachedEngine, answer, full_blocks
+from semkv.connectors import read_outcome
 from semkv.connectors.adapter import KVAdapter
-from semkv.connectors.outcome import read_outcome
 from tiny_models import Checkpoint
 
 

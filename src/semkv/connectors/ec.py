@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cachetools import TLRUCache
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
-from semkv.connectors import identity, shared
+from semkv.connectors import REPORT_KEY, identity, shared, wants_skip
 from semkv.connectors.identity import Adapters
-from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.settings import ECSettings, read_settings
 from semkv.errors import StoreError
 from semkv.keys import digest

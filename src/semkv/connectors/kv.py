@@ -19,9 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
-from semkv.connectors import SPEC, SPEC_MODULE, identity, register
+from semkv.connectors import REPORT_KEY, SPEC, SPEC_MODULE, identity, register, wants_skip
 from semkv.connectors.identity import Adapters
-from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.settings import KVSettings, read_settings
 from semkv.connectors.shared import BreakEven, KVShared, may_have_changed
 from semkv.connectors.spec import SHM, SemKVManager, agreed_host_bytes

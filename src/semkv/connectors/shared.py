@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from semkv.connectors.outcome import REPORT_KEY
+from semkv.connectors import REPORT_KEY
 from semkv.connectors.settings import KVSettings
 from semkv.keys import digest
 from semkv.stores.blocks import BlockStore

@@ -238,7 +238,7 @@ class VllmEngine:
         connectors = self._options.connectors
         if connectors is None:
             return None, Status.SKIP, Status.SKIP
-        from semkv.connectors.outcome import read_outcome
+        from semkv.connectors import read_outcome
 
         outcome = read_outcome(output)
         loaded = (outcome.loaded_tokens or 0) if connectors.kv else None
