@@ -140,27 +140,22 @@ def test_what_is_purged_leaves_the_memory_of_an_idle_process(tmp_path: Path, oth
     assert other("faults") == {"catalog": 1}, "which is closed now"
 
 
-def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, other: Other) -> None:
+@pytest.mark.parametrize("by", ["an operator", "a run that begins with a purge"])
+def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, other: Other, by: str) -> None:
+    """It hears of it, and goes on with a new catalog."""
+    config = CacheConfig(tmp_path)
+    prepare(config)
     other("record", "bob"), other("settle")
-    purge(tmp_path)
-    wait_until(lambda: other("known") == [0, 0])
-    assert other("in memory", "bob", range(COUNT)) == 0
-    other("record", "alice")
-    assert other("known") == [COUNT, COUNT]
-    other("close")
-
-
-def test_a_run_that_begins_with_a_purge_empties_what_others_have_open(tmp_path: Path, other: Other) -> None:
-    """`semkv run --purge` beside a running process, which hears of it and goes on with a new catalog."""
-    prepare(CacheConfig(tmp_path))
-    other("record", "bob"), other("settle")
-    prepare(CacheConfig(tmp_path), purge=True)
+    if by == "an operator":
+        purge(tmp_path)
+    else:
+        prepare(config, purge=True)
     wait_until(lambda: other("known") == [0, 0])
     assert other("in memory", "bob", range(COUNT)) == 0
     other("record", "alice")
     assert [(use.tenant, use.entries) for use in inspect(tmp_path).entries] == [("alice", COUNT)]
     other("close")
-    prepare(CacheConfig(tmp_path), purge=True)
+    prepare(config, purge=True)
     assert (left(tmp_path), inspect(tmp_path).entries) == ([], ())
 
 
