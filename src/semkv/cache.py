@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 from semkv import plug
 from semkv.config import CacheConfig
-from semkv.encoders.hooks import EmbeddingHook, NoHook, build_hook, declared, image_roots, read_media
+from semkv.encoders.hooks import EmbeddingHook, JoinedHook, build_hook, declared, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import ConfigError, StoreError
 from semkv.guards import forget, no_veto, veto
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Removed
-from semkv.stores.kept_graphs import forget_graphs
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import GuardedEncoder, Tally
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
@@ -141,7 +140,7 @@ class SemanticCache:
         self.config = config
         on = config.mode is not CacheMode.OFF
         plain = text_encoder if text_encoder is not None else SentenceEncoder(config.index_encoder)
-        hook = _hook(config, hook, plain) if on and config.embedding_layers else NoHook()
+        hook = _hook(config, hook, plain) if on and config.embedding_layers else JoinedHook()
         encoder = GuardedEncoder(plain) if on and config.semantic else None
         if encoder is not None:
             _ = encoder.dim  # loads the model, so that a wrong name fails here
@@ -355,8 +354,6 @@ class SemanticCache:
             raise StoreError(f"catalog {self._catalog.path}: {error}") from error
         if removed.entry_ids and not dry_run:
             self._forget(removed)
-            with self._tally.boundary("graph"):  # also where no tier of this process has the vectors in them
-                forget_graphs(self._catalog, removed.spaces)
             forget()  # pieces of the texts that are gone
         return len(removed.entry_ids)
 

@@ -123,10 +123,10 @@ class Matching:
         self._follower.start()
 
     def close(self) -> None:
-        """Stop the indexes' upkeep and keep their graphs, without what was purged."""
+        """Forget what was purged, and stop the indexes' upkeep."""
         self._closing.set()
         self._follower.join()
-        with self._tally.boundary("purge"):  # graphs are not written then
+        with self._tally.boundary("purge"):
             self.apply_purges()
         for index in self._similar.indexes():
             index.close()
@@ -289,11 +289,9 @@ class Matching:
         while VISION in self._similar.keys and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
             self._similar.load_media(media)
             self._seen_media = media[-1].number
-        for index in self._similar.indexes():
-            index.loaded()
 
     def apply_purges(self) -> None:
-        """Forget what was purged since the last time, by this process or another: vectors, graphs, words of texts."""
+        """Forget what was purged since the last time, by this process or another: vectors, words of texts."""
         if self._catalog.changed() or self._behind:
             self.refresh()
         purge = self._catalog.purge()
@@ -303,7 +301,7 @@ class Matching:
             known = list(self._similar.entries())
         self.remove(known)
         for index in self._similar.indexes():
-            index.apply_purges(purge)
+            index.apply_purges()
         forget()
         if self._encoder is not None:
             self._encoder.forget()
