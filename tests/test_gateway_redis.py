@@ -13,7 +13,7 @@ import httpx
 import pytest
 import redis
 
-from gateway_helpers import Pair, wait_until
+from gateway_helpers import NEAR, ONE, OTHER, Pair, wait_until
 from redis_server import RedisServer
 from semkv.stores.responses.base import Selector
 
@@ -357,3 +357,22 @@ def says_of_the_store(pair: Pair) -> tuple[str, float, float]:
     ready = httpx.get(f"{pair.url}/readyz", timeout=60)
     assert ready.status_code == 200
     return ready.json()["store"], pair.metric("semkv_store_up"), pair.admin("stats").json()["gauges"]["store_up"]
+
+
+class TestDonors:
+    """Near-repeats of what another gateway was asked; each gateway has a directory of its own."""
+
+    @pytest.fixture(scope="class")
+    def near(self, server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+        with Two(tmp_path_factory.mktemp("near"), server, **NEAR) as running:
+            yield running
+
+    def test_a_near_repeat_hits_at_the_other_gateway(self, near: Two) -> None:
+        first = near.one.post(ONE)
+        assert first.headers["x-semkv"] == "miss"
+        wait_until(lambda: near.other.entries == 1)
+        second = near.other.post(OTHER)
+        assert second.headers["x-semkv"].startswith("hit tier=")
+        assert "exact" not in second.headers["x-semkv"]
+        assert second.content == first.content
+        assert near.other.upstream.total == 0

@@ -56,6 +56,7 @@ from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.server.upstream import AppUpstream, Call, HttpUpstream, Upstream, UpstreamError
 from semkv.stores.database import CATALOG
+from semkv.stores.entry_log import open_entry_log
 from semkv.stores.responses import open_store
 from semkv.stores.responses.ahead import folder_of
 from semkv.stores.responses.base import Selector
@@ -238,7 +239,8 @@ def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstrea
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     metrics = Metrics()
     responses = _responses(settings)
-    semantic = None if config is None else SemanticCache(config)
+    log = None if config is None else open_entry_log(settings.store, settings.store_timeout)
+    semantic = None if config is None else SemanticCache(config, log=log)
     if semantic is not None:
         semantic.warm_up()
     store_s, sampled = settings.store_timeout, settings.sampled

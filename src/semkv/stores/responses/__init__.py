@@ -13,6 +13,11 @@ from semkv.stores.responses.base import ResponseStore
 _REDIS = ("redis://", "rediss://", "unix://")
 
 
+def is_redis(where: str) -> bool:
+    """Whether a setting names a Redis."""
+    return where.startswith(_REDIS)
+
+
 def open_store(
     where: str, default: Path, *, max_bytes: int = 4 << 30, max_entries: int = 1_000_000, timeout_s: float = 0.25
 ) -> ResponseStore | None:
@@ -31,7 +36,7 @@ def open_store(
     """
     if where == "memory":
         return None
-    if where.startswith(_REDIS):
+    if is_redis(where):
         from semkv.stores.responses.redis import RedisStore
 
         return RedisStore(where, max_bytes=max_bytes, max_entries=max_entries, timeout_s=timeout_s)
