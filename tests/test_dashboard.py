@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gateway_helpers import ADMIN, Pair, wait_until
-from semkv.server.metrics import Metrics, RecentHits
+from semkv.server.metrics import Live, Metrics, RecentHits
 from semkv.stores.responses.base import StoredResponse
 from semkv.tiers.response import Found
 from semkv.types import Exactness, Match, Namespace, Plan, Request, ReuseReport, Role, TextSegment
@@ -43,6 +43,26 @@ def test_a_long_conversation_is_held_from_its_end(turns: int, length: int, shown
     if shown < turns:
         assert parts.pop(0) == f"({turns - shown} more)"
     assert parts == [text[:4000] for text in texts[-shown:]]
+
+
+def test_live_figures_reach_back_a_day_in_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    live, now = Live(), 1_000_000_000
+    monkeypatch.setattr("semkv.server.metrics.time.time", lambda: now)
+    for second in range(2 * 86_400 // 60):
+        now = 1_000_000_000 + 60 * second
+        live.add("exact" if second % 4 else "miss", 0.001)
+        live.ended(f"model {second}", "tenant", "hit")
+    view = live.view()
+    assert {len(window["bins"]) for window in view["windows"].values()} <= {5, 60, 100}
+    sums = {name: sum(n.total() for _, n in window["bins"]) for name, window in view["windows"].items()}
+    assert sums["5 minutes"] == 5
+    assert sums["1 hour"] == 60
+    assert 1425 <= sums["24 hours"] <= 1440
+    assert len(view["by"]["model"]) == 51
+    assert view["by"]["model"][0][0] == "others"
+    now -= 3600  # the clock is set back
+    live.add("miss", 0.001)
+    assert live.view()["windows"]["24 hours"]["bins"]
 
 
 class TestAdminRoutes:
@@ -127,6 +147,7 @@ def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
     near_repeat(pair, "How tall is the Eiffel tower in Paris?", "how tall is the  Eiffel tower in Paris?")
     for _ in range(5):
         pair.post("How tall is the Eiffel tower in Paris?")
+    pair.post("drawn at random", temperature=0.7)
     page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
     page.set_default_timeout(300_000)
     complaints: list[str] = []
@@ -147,7 +168,19 @@ def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
     assert page.text_content("#rate").endswith("%")
     assert "ms" in page.text_content("#latency")
     assert page.locator("#tiers tr", has_text="text:normalised").count() == 1
+    assert "ms" in page.locator("#tiers tr", has_text="text:normalised").text_content()
+    assert "sampled" in page.text_content("#reasons")
+    assert page.locator("#models tr", has_text="scripted").count() == 1
+    assert page.locator("#tenants tr").count() == 1
+    page.click("#windows button:has-text('24 hours')")
+    assert page.text_content(".tile .window") == "24 hours"
+    assert page.text_content("#rate").endswith("%")
     assert EVIL in page.text_content("#hits")
+    page.fill("#search", "TOWER in Paris")
+    assert page.locator(".hit").count() == 1
+    page.fill("#search", "nobody asked this")
+    assert "None of the latest hits" in page.text_content("#nohits")
+    page.fill("#search", "")
     assert page.locator("#hits img, #hits script").count() == 0
     assert page.title() == "semkv"
     shoot(page, "light")

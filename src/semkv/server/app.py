@@ -148,6 +148,8 @@ class App:
         try:
             await self._deliver(scope, receive, send, seen, cached=cached)
         finally:
+            if seen.cache and seen.status == 200:  # names of no model, and keys that are refused, would fill the tables
+                self.gateway.metrics.live.ended(seen.model, seen.tenant, seen.cache.split(None, 1)[0])
             if logged:
                 seen.log(time.perf_counter() - start)
             if tracing is not None and span is not None:

@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from collections import Counter as Counts
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,10 @@ from semkv.tiers.response import Found
 from semkv.types import MediaSegment, Request, ReuseReport, Segment
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_SECONDS = 300  # of the live view
-_LATENCIES = 1024
+_WINDOWS = {"5 minutes": 3, "1 hour": 36, "6 hours": 216, "24 hours": 864}  # of the live view: seconds of a bin
+_BINS = 100  # of each
+_LATENCIES = 1024  # of each tier
+_NAMES, _NAME = 50, 100  # models and tenants that are counted by themselves; characters of a name
 _SHOWN = 200
 _KNOWN = 4_096
 _TEXT = 4_000  # characters of one text that are shown
@@ -38,35 +40,52 @@ EQUAL, SIMILAR = "equal", "similar"  # kinds of joins
 
 
 class Live:
-    """The last five minutes by tier, and the latest latencies. For the dashboard; starts empty."""
+    """Requests of the last day by tier, the latest latencies by tier, and requests by model and by tenant since the
+    start. For the dashboard; starts empty. Used only on the event loop."""
 
     def __init__(self) -> None:
-        self._seconds: deque[tuple[int, Counts[str]]] = deque(maxlen=_SECONDS)
-        self._latencies: dict[str, deque[float]] = {kind: deque(maxlen=_LATENCIES) for kind in ("hit", MISS)}
+        self._bins: dict[str, deque[tuple[int, Counts[str]]]] = {name: deque(maxlen=_BINS) for name in _WINDOWS}
+        self._at, self._now = 0, Counts[str]()  # what is not in the bins yet, and of when it is
+        self._latencies: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATENCIES))
+        self._by: dict[str, dict[str, Counts[str]]] = {"model": {}, "tenant": {}}
 
     def add(self, tier: str, seconds: float) -> None:
-        now = int(time.time())
-        if not self._seconds or self._seconds[-1][0] != now:
-            self._seconds.append((now, Counts()))
-        self._seconds[-1][1][tier] += 1
-        if tier not in (PASSED, JOINED):
-            self._latencies[MISS if tier == MISS else "hit"].append(seconds)
+        """Count a request."""
+        if self._at != (at := int(time.time())):
+            self._fold(at)
+        self._now[tier] += 1
+        self._latencies[tier].append(seconds)
+
+    def ended(self, model: str, tenant: str, outcome: str) -> None:
+        """Count what a request was answered with: the first word of ``X-Semkv``. Names beyond the first `_NAMES` count
+        together."""
+        for by, name in zip(self._by.values(), (model, tenant), strict=True):
+            name = name[:_NAME] or "-"
+            by.setdefault(name if name in by or len(by) < _NAMES else "others", Counts())[outcome] += 1
+
+    def _fold(self, at: int) -> None:
+        for name, bins in self._bins.items():
+            start = self._at // _WINDOWS[name] * _WINDOWS[name]
+            if self._now and (not bins or bins[-1][0] != start):
+                bins.append((start, Counts()))
+            if self._now:
+                bins[-1][1].update(self._now)
+        self._at, self._now = at, Counts()
 
     def view(self) -> dict[str, Any]:
-        """Counts by second and tier, and p50/p95 in seconds of hits and misses (None where there were none)."""
-        since = int(time.time()) - _SECONDS
-        seconds = [{"at": at, "tiers": tiers} for at, tiers in self._seconds if at > since]
-        return {
-            "seconds": seconds,
-            "window_s": _SECONDS,
-            "latency": {kind: _quantiles(values) for kind, values in self._latencies.items()},
+        """Counts by window, bin and tier; p50 and p95 in seconds by tier; counts by model and tenant, largest first."""
+        self._fold(now := int(time.time()))
+        windows = {
+            name: {"step_s": step, "bins": [(at, n) for at, n in self._bins[name] if at > now - step * _BINS]}
+            for name, step in _WINDOWS.items()
         }
+        by = {kind: sorted(names.items(), key=lambda pair: -pair[1].total()) for kind, names in self._by.items()}
+        latency = {tier: _quantiles(values) for tier, values in self._latencies.items()}
+        return {"windows": windows, "bins": _BINS, "latency": latency, "by": by}
 
 
-def _quantiles(values: Iterable[float]) -> dict[str, float | None]:
+def _quantiles(values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
-    if not ordered:
-        return {"p50": None, "p95": None}
     return {"p50": ordered[len(ordered) // 2], "p95": ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)]}
 
 
@@ -190,14 +209,15 @@ class Metrics:
         self._lookup.observe(seconds)
 
     def totals(self) -> dict[str, Any]:
-        """Requests by tier, joins, tokens and seconds saved, faults; for the dashboard."""
+        """Requests by tier and why some went upstream, joins, tokens and seconds saved, faults; for the dashboard."""
         tiers: Counts[str] = Counts()
         for sample in _samples(self._requests):
             tiers[sample.labels["tier"]] += int(sample.value)
         names = {"joins": self.joins, "tokens_saved": self.tokens, "seconds_saved": self.saved}
         single = {name: sum(s.value for s in _samples(counter)) for name, counter in names.items()}
         faults = {sample.labels["part"]: sample.value for sample in _samples(self._faults)}
-        return {"tiers": tiers, "faults": faults, **single}
+        reasons = {sample.labels["reason"]: sample.value for sample in _samples(self._uncacheable)}
+        return {"tiers": tiers, "faults": faults, "reasons": reasons, **single}
 
     def text(self) -> bytes:
         """The Prometheus text format."""

@@ -8,6 +8,8 @@ const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
 let timer = null;
 let asked = null; // the criteria that were counted last
 let hits = [];
+let wanted = "5 minutes"; // the window that is shown
+let latest = null;
 
 function element(name, className, text) {
   const node = document.createElement(name);
@@ -61,7 +63,7 @@ function colors(tiers) {
   return out;
 }
 
-function drawChart(live, palette) {
+function drawChart(live, { step_s: per, bins: filled }, palette) {
   const canvas = $("chart");
   const scale = window.devicePixelRatio || 1;
   const width = canvas.clientWidth, height = 150, left = 34, foot = 16;
@@ -70,14 +72,13 @@ function drawChart(live, palette) {
   const pen = canvas.getContext("2d");
   pen.scale(scale, scale);
   const style = getComputedStyle(document.documentElement);
-  const steps = 100, per = live.window_s / steps, now = Math.floor(Date.now() / 1000);
+  const steps = live.bins, now = Math.floor(Date.now() / 1000 / per);
   const bins = Array.from({ length: steps }, () => new Map());
-  for (const second of live.seconds) {
-    const bin = steps - 1 - Math.floor((now - second.at) / per);
-    if (bin < 0 || bin >= steps) continue;
-    for (const [tier, n] of Object.entries(second.tiers)) bins[bin].set(tier, (bins[bin].get(tier) || 0) + n / per);
+  for (const [at, tiers] of filled) {
+    const bin = Math.min(steps - 1, steps - 1 - now + Math.floor(at / per)); // clocks differ
+    if (bin >= 0) for (const [tier, n] of Object.entries(tiers)) bins[bin].set(tier, (bins[bin].get(tier) || 0) + n / per);
   }
-  const most = Math.max(1, ...bins.map((bin) => [...bin.values()].reduce((a, b) => a + b, 0)));
+  const most = Math.max(1 / per, ...bins.map((bin) => [...bin.values()].reduce((a, b) => a + b, 0)));
   const wide = (width - left) / steps;
   pen.font = "11px system-ui, sans-serif";
   pen.fillStyle = style.getPropertyValue("--dim");
@@ -86,9 +87,9 @@ function drawChart(live, palette) {
     const y = 6 + (height - foot - 6) * (1 - share);
     pen.beginPath(); pen.moveTo(left, y + 0.5); pen.lineTo(width, y + 0.5); pen.stroke();
     const value = most * share;
-    pen.fillText(value < 10 && share ? value.toFixed(1) : whole(value), 0, y + 4);
+    pen.fillText(value < 10 && share ? value.toPrecision(2) : whole(value), 0, y + 4);
   }
-  pen.fillText("5 min ago", left, height - 2);
+  pen.fillText(`${wanted} ago`, left, height - 2);
   pen.textAlign = "right";
   pen.fillText("now", width, height - 2);
   bins.forEach((bin, i) => {
@@ -102,9 +103,9 @@ function drawChart(live, palette) {
   });
 }
 
-function showRate(live) {
+function showRate({ bins }) {
   const sums = new Map();
-  for (const second of live.seconds) for (const [tier, n] of Object.entries(second.tiers)) sums.set(tier, (sums.get(tier) || 0) + n);
+  for (const [, tiers] of bins) for (const [tier, n] of Object.entries(tiers)) sums.set(tier, (sums.get(tier) || 0) + n);
   let found = 0, approximate = 0, all = 0;
   for (const [tier, n] of sums) {
     if (tier !== "passed") all += n;
@@ -135,18 +136,39 @@ function showSizes(gauges) {
   }));
 }
 
+function showWindows(names) {
+  for (const node of document.querySelectorAll(".window")) node.textContent = wanted;
+  if (!$("windows").children.length) {
+    $("windows").append(...names.map((name) => {
+      const button = element("button", "", name);
+      button.addEventListener("click", () => { wanted = name; showStats(latest); });
+      return button;
+    }));
+  }
+  for (const button of $("windows").children) button.setAttribute("aria-pressed", button.textContent === wanted);
+}
+
+function row(name, ...numbers) {
+  const line = element("tr");
+  line.append(element("td", "", name), ...numbers.map((number) => element("td", "number", number)));
+  return line;
+}
+
 function showStats(stats) {
+  latest = stats;
   const { totals, live, gauges } = stats;
-  const palette = colors([...new Set([...Object.keys(totals.tiers), ...live.seconds.flatMap((s) => Object.keys(s.tiers))])]);
-  showRate(live);
-  drawChart(live, palette);
+  const shown = live.windows[wanted];
+  const palette = colors([...new Set([...Object.keys(totals.tiers), ...shown.bins.flatMap(([, tiers]) => Object.keys(tiers))])]);
+  showWindows(Object.keys(live.windows));
+  showRate(shown);
+  drawChart(live, shown, palette);
   $("legend").replaceChildren(...[...palette].map(([tier, color]) => {
     const item = element("li"), swatch = element("span", "swatch");
     swatch.style.background = color;
     item.append(swatch, element("span", "", tier));
     return item;
   }));
-  const { hit, miss } = live.latency;
+  const { exact: hit = {}, miss = {} } = live.latency;
   $("latency").textContent = `${seconds(hit.p50)} / ${seconds(miss.p50)}`;
   $("latency-note").textContent = `p95 ${seconds(hit.p95)} / ${seconds(miss.p95)}`;
   $("tokens").textContent = whole(totals.tokens_saved);
@@ -157,10 +179,17 @@ function showStats(stats) {
     ? `of ${whole(checked)}, at most ${percent(gauges.wrong_hit_share_upper)} (95%)` : "no hit was checked yet";
   const sum = Object.values(totals.tiers).reduce((a, b) => a + b, 0);
   $("tiers").replaceChildren(...Object.entries(totals.tiers).sort((a, b) => b[1] - a[1]).map(([tier, n]) => {
-    const row = element("tr");
-    row.append(element("td", "", tier), element("td", "number", whole(n)), element("td", "number", percent(n / sum)));
-    return row;
+    const { p50, p95 } = live.latency[tier] || {};
+    return row(tier, whole(n), percent(n / sum), seconds(p50), seconds(p95));
   }));
+  const reasons = Object.entries(totals.reasons).sort((a, b) => b[1] - a[1]);
+  $("reasons").replaceChildren(...(reasons.length ? reasons.map(([why, n]) => row(why, whole(n))) : [row("nothing yet")]));
+  for (const kind of ["model", "tenant"]) {
+    $(`${kind}s`).replaceChildren(...live.by[kind].map(([name, n]) => {
+      const all = Object.values(n).reduce((a, b) => a + b, 0);
+      return row(name, whole(all), percent((n.hit || 0) / all));
+    }));
+  }
   const faults = Object.entries(totals.faults);
   $("faults").textContent = faults.length ? faults.map(([part, n]) => `${part}: ${whole(n)}`).join(", ") : "none";
   $("faults").className = faults.length ? "bad" : "dim";
@@ -207,7 +236,9 @@ function hitItem(hit) {
 }
 
 function showHits() {
-  const shown = hits.filter((hit) => !$("only").checked || hit.tier !== "exact").slice(0, 50);
+  const sought = $("search").value.trim().toLowerCase();
+  const text = (hit) => [...hit.asked, ...hit.donor].map((part) => part.text).concat(hit.answer, hit.model, hit.tenant).join("\n");
+  const shown = hits.filter((hit) => (!$("only").checked || hit.tier !== "exact") && text(hit).toLowerCase().includes(sought)).slice(0, 50);
   const list = $("hits");
   const known = new Map([...list.children].map((node) => [node.dataset.id, node]));
   list.replaceChildren(...shown.map((hit) => {
@@ -215,6 +246,7 @@ function showHits() {
     node.dataset.id = hit.id;
     return node;
   }));
+  $("nohits").textContent = sought ? "None of the latest hits has this." : "None yet.";
   $("nohits").hidden = shown.length > 0;
 }
 
@@ -306,4 +338,5 @@ $("invalidate").addEventListener("submit", count);
 $("invalidate").addEventListener("input", () => { $("remove").disabled = true; asked = null; });
 $("remove").addEventListener("click", remove);
 $("only").addEventListener("change", showHits);
+$("search").addEventListener("input", showHits);
 if (sessionStorage.getItem(KEY)) start();
