@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import threading
 import time
@@ -16,8 +17,9 @@ import pytest
 import redis
 import xxhash
 
-from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, wait_until
+from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, Served, Started, chat, wait_until
 from redis_server import RedisServer
+from scripted_upstream import Scripted
 from semkv.server.tenancy import named_tenant
 from semkv.stores.catalog_rows import Record, pack, unpack
 from semkv.stores.entry_log import EntryLog, LogBatch
@@ -557,3 +559,54 @@ class TestDonors:
             log.close()
         finally:
             server.kill()
+
+
+class TestKilled:
+    """Gateways in processes of their own, killed under traffic."""
+
+    def test_what_a_killed_gateway_shared_stays_and_it_catches_up(self, tmp_path: Path) -> None:
+        server, upstream = RedisServer(tmp_path, durable=True), Scripted()
+        folders = [tmp_path / name for name in ("one", "other")]
+        for folder in folders:
+            folder.mkdir()
+        flags = [f"--store={server.url}", "--semantic", "--store-timeout=10", "--workers=2"]
+
+        def asked(running: Started, text: str) -> str:
+            url = f"{running.url}/v1/chat/completions"
+            return httpx.post(url, json=chat(text), timeout=120).headers["x-semkv"]
+
+        try:
+            with (
+                Served(upstream) as behind,
+                Started(behind.url, folders[0], *flags) as one,
+                Started(behind.url, folders[1], *flags) as other,
+            ):
+                statuses, stop = set(), threading.Event()
+
+                def traffic() -> None:
+                    for number in itertools.count():
+                        statuses.add(asked(one, f"Which is house number {number}?").split()[0])
+                        if stop.is_set():
+                            return
+
+                asking = threading.Thread(target=traffic)
+                asking.start()
+                assert asked(other, "Which sea lies in the north?") == "miss"
+                wait_until(lambda: asked(one, "which sea lies in  the north?").startswith("hit tier=text"))
+                assert asked(other, "What was shared before the kill?") == "miss"
+                wait_until(lambda: shared(server, "before the kill"))
+                other.kill()
+                assert asked(one, "what was shared before  the kill?").startswith("hit")
+                assert asked(one, "What came while it was down?") == "miss"
+                with Started(behind.url, folders[1], *flags) as again:
+                    wait_until(lambda: asked(again, "what came while it  was down?").startswith("hit tier=text"))
+                stop.set()
+                asking.join()
+                assert statuses <= {"miss", "hit", "joined"}
+        finally:
+            server.kill()
+
+
+def shared(server: RedisServer, text: str) -> bool:
+    with redis.Redis(port=server.port) as client:
+        return any(text.encode() in fields.get(b"entry", b"") for _, fields in client.xrange(ENTRIES))

@@ -222,15 +222,17 @@ class Middleware(App):
         await self._otherwise(scope, receive, closing)
 
 
-def app_of(settings: ServerSettings, environment: Mapping[str, str]) -> App:
+def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
     key = admin_key(environment)
     upstream = HttpUpstream(settings.upstream, settings.connect_timeout, settings.upstream_timeout)
-    return App(gateway_of(settings, environment, upstream), key)
+    return App(gateway_of(settings, environment, upstream, workers), key)
 
 
-def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream) -> Gateway:
-    """The gateway with its stores open and its encoder loaded.
+def gateway_of(
+    settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream, workers: int = 1
+) -> Gateway:
+    """The gateway with its stores open and its encoder loaded; one of ``workers`` processes.
 
     Raises:
         ConfigError: a setting does not fit.
@@ -239,7 +241,7 @@ def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstrea
     secret = secret_of(settings, environment)
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
-    metrics = Metrics()
+    metrics = Metrics(workers)
     responses = _responses(settings)
     log = None if config is None else open_entry_log(settings.store, settings.store_timeout)
     semantic = None if config is None else SemanticCache(config, log=log)
@@ -366,9 +368,10 @@ class Operations:
 
     async def stats(self, _: Request) -> Response:
         gateway = self._gateway
-        sizes = await gateway.cache.figures(gateway.sizes)
+        figures = await gateway.cache.figures(gateway.metrics.figures)
         live = gateway.metrics.live.view()
-        return JSONResponse({**sizes, "totals": gateway.metrics.totals(), "live": live, "version": __version__})
+        about = {"version": __version__, "workers": gateway.metrics.workers}
+        return JSONResponse({**figures, "live": live, **about})
 
     async def hits(self, request: Request) -> Response:
         given = request.query_params.get("limit", "50")
