@@ -92,13 +92,16 @@ INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
 INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 """
 
+REMOVALS = "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)"
+
 # An invalidation without a criterion is one of everything, and another mark says that entries went.
-_EMPTY = """
+_EMPTY = f"""
+{REMOVALS}; DELETE FROM removals; INSERT INTO removals (criteria) VALUES ('{{}}');
 DELETE FROM entry_keys; DELETE FROM vectors; DELETE FROM media_vectors; DELETE FROM entry_media; DELETE FROM tags;
 DELETE FROM sentences; DELETE FROM contexts; DELETE FROM entries; DELETE FROM responses; DELETE FROM invalidations;
 UPDATE purge SET mark=hex(randomblob(16));
-INSERT INTO invalidations (selector) VALUES ('{}')
-"""
+INSERT INTO invalidations (selector) VALUES ('{{}}')
+"""  # noqa: S608 (our own words)
 
 log = logging.getLogger("semkv")
 

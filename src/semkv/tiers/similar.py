@@ -108,6 +108,7 @@ class SimilarTier:
         self._within_media = config.scope is Scope.MEDIA
         self._vision = next((layer for layer in layers if layer.name == VISION), None)
         self.keys = {layer.name: f"{layer.name}:{layer.dim}@{hook}" for layer in layers}
+        self.dims = {layer.name: layer.dim for layer in layers}
 
         def text_layer(
             name: str, status: str, dim: int, threshold: float, partition: Callable[[VectorRow], str]
@@ -122,7 +123,7 @@ class SimilarTier:
         ]
         self._question: _TextLayer | None = None
         if encoder is not None:
-            self.keys[SEMANTIC] = f"{SEMANTIC}@{encoder.fingerprint}"
+            self.keys[SEMANTIC], self.dims[SEMANTIC] = f"{SEMANTIC}@{encoder.fingerprint}", encoder.dim
             self._question = text_layer(
                 *(SEMANTIC, SEMANTIC, encoder.dim, floor),
                 lambda row: row.frame if self._within_media else row.loose_frame,
