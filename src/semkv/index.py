@@ -5,7 +5,7 @@ image can neither match nor crowd out a match. The index is built from the catal
 
 A new row is a plain one, compared exactly. From `FLAT` plain rows on, a background thread adds them to a copy of the
 partition's `Graph`, which then takes its place, so that no search and no write waits for it. The same thread rebuilds a
-graph with many removed rows. Graphs are in memory only: those of 100,000 vectors are built again within 20 s of
+graph with many removed rows. Graphs are in memory only: those of 100,000 vectors are built again within 40 s of
 processor time after a start, and until then the search is exact.
 """
 
@@ -37,7 +37,7 @@ FLAT = 1024  # plain rows from which a partition gets a graph
 _CHUNK = 1024  # rows that are compared, or added to a graph, in one call
 _MOVED = 1 << 13  # plain rows that move into a graph at once
 _STALE = 0.2  # share of removed rows at which a graph is rebuilt
-_LINKS, _BUILD_BREADTH, _SEARCH_BREADTH = 16, 40, 96  # M, efConstruction and efSearch of HNSW
+_LINKS, _BUILD_BREADTH, _SEARCH_BREADTH = 16, 80, 96  # M, efConstruction and efSearch of HNSW
 _MANY = 1 << 18  # rows from which a graph is searched more broadly, by the root of their number: it would find less
 # A place is the number of a partition, a bit that says whether the row is in its graph, and the row.
 _PARTITION_BITS, _IN_GRAPH = 32, 1 << 31

@@ -282,11 +282,6 @@ class Catalog:
         with self.database as db:
             return {str(row[0]) for row in db.execute(statement, (tenant,))}
 
-    def spaces(self) -> list[str]:
-        """The `namespace_key` of every tenant and model that has entries here."""
-        with self.database as db:
-            return [str(row[0]) for row in db.execute("SELECT DISTINCT space FROM entries")]
-
     def has_media(self, media_id: str) -> bool:
         """Whether any entry has this image."""
         return self._number("SELECT COUNT(*) FROM entry_media WHERE media=?", media_id) > 0
