@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -287,6 +288,24 @@ class TestSpans:
         assert said[:4] == [{**common, **more} for more in ({"semkv.cache": "miss"}, hit, hit, sampled)]
         assert (said[4]["semkv.cache"], said[4]["semkv.reason"]) == ("pass", "route")
         assert "a prompt for spans" not in str(said)
+
+    @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings"])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_every_route_says_its_tokens(
+        self, tmp_path: Path, exported: InMemorySpanExporter, path: str, stream: bool
+    ) -> None:
+        said: dict[str, Any] = {"input": "a prompt", "store": False}
+        if path == "/v1/messages":
+            said = {"messages": [{"role": "user", "content": "a prompt"}], "max_tokens": 9}
+        body = {"model": "scripted", "temperature": 0, "stream": stream and path != "/v1/embeddings", **said}
+        with Pair(tmp_path, otel=True) as pair:
+            for _ in range(2):
+                httpx.post(f"{pair.url}{path}", json=body, timeout=120)
+        for span, outcome in zip(exported.get_finished_spans(), ("miss", "hit"), strict=True):
+            told = dict(span.attributes or {})
+            assert told["semkv.cache"] == outcome
+            assert told["gen_ai.usage.input_tokens"] == 7
+            assert told.get("gen_ai.usage.output_tokens") == (None if path == "/v1/embeddings" else len("a prompt"))
 
     def test_a_donor_is_named(
         self, tmp_path: Path, exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
