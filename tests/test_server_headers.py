@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from gateway_helpers import NEAR, ONE, OTHER, Pair, Served, Started, a_tenant, b
 from scripted_upstream import Scripted
 from semkv.errors import ConfigError
 from semkv.server import gateway
+from semkv.server.logs import TextLines
 from semkv.server.settings import ServerSettings
 
 
@@ -408,3 +410,8 @@ def test_every_line_of_a_request_has_its_id_also_from_a_task_of_its_own(tmp_path
         lines = [json.loads(line) for line in front.log.read_text().splitlines()]
     assert {line.get("request_id") for line in lines if "without a temperature" in line["message"]} == {"mine"}
     assert not any(line["message"] == "request" for line in lines), "only where it is asked for"
+
+
+def test_a_message_in_several_lines_is_one_line_of_the_log() -> None:
+    record = logging.makeLogRecord({"msg": "a field\n2026 error forged\r\x85", "levelname": "INFO", "name": "semkv"})
+    assert len(TextLines().format(record).splitlines()) == 1
