@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +20,7 @@ from gateway_helpers import NEAR, ONE, OTHER, Pair, Served, Started, a_tenant, b
 from scripted_upstream import Scripted
 from semkv.errors import ConfigError
 from semkv.server import gateway
+from semkv.server.logs import TextLines
 from semkv.server.settings import ServerSettings
 
 
@@ -288,6 +291,24 @@ class TestSpans:
         assert (said[4]["semkv.cache"], said[4]["semkv.reason"]) == ("pass", "route")
         assert "a prompt for spans" not in str(said)
 
+    @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings"])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_every_route_says_its_tokens(
+        self, tmp_path: Path, exported: InMemorySpanExporter, path: str, stream: bool
+    ) -> None:
+        said: dict[str, Any] = {"input": "a prompt", "store": False}
+        if path == "/v1/messages":
+            said = {"messages": [{"role": "user", "content": "a prompt"}], "max_tokens": 9}
+        body = {"model": "scripted", "temperature": 0, "stream": stream and path != "/v1/embeddings", **said}
+        with Pair(tmp_path, otel=True) as pair:
+            for _ in range(2):
+                httpx.post(f"{pair.url}{path}", json=body, timeout=120)
+        for span, outcome in zip(exported.get_finished_spans(), ("miss", "hit"), strict=True):
+            told = dict(span.attributes or {})
+            assert told["semkv.cache"] == outcome
+            assert told["gen_ai.usage.input_tokens"] == 7
+            assert told.get("gen_ai.usage.output_tokens") == (None if path == "/v1/embeddings" else len("a prompt"))
+
     def test_a_donor_is_named(
         self, tmp_path: Path, exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -390,3 +411,8 @@ def test_every_line_of_a_request_has_its_id_also_from_a_task_of_its_own(tmp_path
         lines = [json.loads(line) for line in front.log.read_text().splitlines()]
     assert {line.get("request_id") for line in lines if "without a temperature" in line["message"]} == {"mine"}
     assert not any(line["message"] == "request" for line in lines), "only where it is asked for"
+
+
+def test_a_message_in_several_lines_is_one_line_of_the_log() -> None:
+    record = logging.makeLogRecord({"msg": "a field\n2026 error forged\r\x85", "levelname": "INFO", "name": "semkv"})
+    assert len(TextLines().format(record).splitlines()) == 1

@@ -6,6 +6,7 @@ import gzip
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from gateway_helpers import SECRET, Pair, Served, chat
 from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
+from semkv.server.sse import Splitter
 
 
 class Fixed:
@@ -122,6 +124,8 @@ class TestOddStreams:
         {
             "plain": HELLO,
             "one byte at a time, CRLF": [bytes([c]) for c in STREAM.replace(b"\n", b"\r\n")],
+            "CR alone": [bytes([c]) for c in STREAM.replace(b"\n", b"\r")],
+            "all line ends": [b"".join(HELLO[:2]).replace(b"\n", b"\r"), b"\n", STREAM[len(HELLO[0] + HELLO[1]) :]],
             "byte order mark": [b"\xef", b"\xbb\xbf" + STREAM],
             "comments and fields": [b": ping\n\n", b"event: x\nid: 3\nretry: 5\n", HELLO[0], b":\n\n", *HELLO[1:]],
             "no space": [STREAM.replace(b"data: ", b"data:")],
@@ -150,7 +154,6 @@ class TestOddStreams:
             "no object": [HELLO[0], b"data: 5\n\n", *HELLO[1:]],
             "no JSON": [HELLO[0], b"data: {\n\n", *HELLO[1:]],
             "an unknown field": [chunk("x", odd={"a": 1}), *HELLO],
-            "lines that end with CR": [STREAM.replace(b"\n", b"\r")],
             "nothing": [],
             "blank": [b"\n\n\n"],
         }.items(),
@@ -284,3 +287,29 @@ def test_what_a_semkv_behind_says_of_its_cache_goes_no_further(odd: Odd) -> None
     said = [[value.split(" age=")[0] for value in reply.headers.get_list("x-semkv")] for reply in odd.ask(False, False)]
     assert said == [["miss"], ["hit tier=exact"]]
     assert httpx.get(f"{odd.url}/v1/models", timeout=120).headers.get_list("x-semkv") == ["pass reason=route"]
+
+
+def seconds_of(size: int) -> float:
+    """Processor time that one event of so many bytes takes, in pieces as small as a network's."""
+    data = b"data: " + b"x" * size + b"\n\n"
+    taken = []
+    for _ in range(3):
+        splitter, start = Splitter(), time.process_time()
+        found = [event for at in range(0, len(data), 1000) for event in splitter.feed(data[at : at + 1000])]
+        taken.append(time.process_time() - start)
+        assert found == [data]
+    return min(taken)
+
+
+def test_a_long_event_costs_as_much_a_byte_as_a_short_one() -> None:
+    assert seconds_of(4 << 20) < 32 * seconds_of(512 << 10), "eight times the bytes; squared it were 64"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_events_are_the_same_in_whatever_pieces_they_come(end: str) -> None:
+    events = [b"event: a\ndata: one\ndata: two\n\n", b": ping\n\n", b"data: \xef\xbb\xbfthree\n\n", b"id: 4\n\n"]
+    data = b"\xef\xbb\xbf" + b"".join(events).replace(b"\n", end.encode())
+    for cut in range(len(data)):
+        splitter = Splitter()
+        assert [*splitter.feed(data[:cut]), *splitter.feed(data[cut:])] == events
+        assert not splitter.rest.strip()

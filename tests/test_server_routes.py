@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import scripted_upstream
 from gateway_helpers import Pair, wait_until
 from scripted_routes import ROUTES as SCRIPTED
 from semkv.server.request_key import CanonicalRequest, Uncacheable, canonicalise
@@ -217,6 +219,7 @@ STATEFUL: list[tuple[str, dict[str, Any], str]] = [
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://a.example/x.png"}]}]},
         "media that is not in the request",
     ),
+    (RESPONSES, {"input": [{"id": "msg_1"}, ITEM]}, "content part of unknown form"),
     (RESPONSES, {"input": []}, "no prompt"),
     (RESPONSES, {"input": None}, "no prompt"),
     (MESSAGES, {"container": "c"}, "stateful"),
@@ -408,6 +411,10 @@ WORDS = [
     "data:",
     "",
 ]
+PARAMETERS = (
+    "instructions include truncation tool_choice reasoning text service_tier max_output_tokens top_logprobs user"
+    " cache_control thinking stop_sequences top_k encoding_format dimensions truncate_prompt_tokens top_n n stop echo"
+).split()
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -420,7 +427,81 @@ VALUES = st.recursive(
 )
 
 
+def digest_of(path: str, body: Any) -> str:
+    """What an answer to this body may depend on: all of it, but what is documented to leave answers alone."""
+    if not isinstance(body, dict):
+        return ""
+    left_alone = set("stream_options user safety_identifier metadata store request_id session_id priority".split())
+    left_alone |= {"prompt_cache_key", "cache_salt", "stream_interval"}
+    if path == RESPONSES:
+        left_alone -= {"user", "safety_identifier", "metadata", "prompt_cache_key"}
+    if ROUTES[path].converts or not body.get("stream"):
+        left_alone.add("stream")
+    whole = {n: int(v) if isinstance(v, float) and v.is_integer() and abs(v) < 2**53 else v for n, v in body.items()}
+    kept = {name: value for name, value in whole.items() if name not in left_alone}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+class Digests:
+    """An upstream whose answers say what they were computed from."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":  # uvicorn does without
+            raise RuntimeError
+        raw, more = b"", True
+        while more:
+            message = await receive()
+            raw, more = raw + message.get("body", b""), message.get("more_body", False)
+        path, body = scope["path"], json.loads(raw)
+        digest, stream, said = digest_of(path, body), body.get("stream") is True, {"events": "1"}
+        name = "prompt" if path == "/v1/completions" else "messages"
+        asked = {name: [], "input": [], "documents": [], "text_2": [], "stream_options": {"include_usage": True}}
+        whole, streamed = SCRIPTED.get(path, (scripted_upstream.answer, scripted_upstream.chunks))
+        if stream and streamed is not None:
+            events = list(streamed(asked, digest, said))
+            out = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events)
+            out += b"" if "type" in events[0] else b"data: [DONE]\n\n"
+        else:
+            out = json.dumps({**whole(asked, digest, said), "id": digest, "data": [0], "results": [0]}).encode()
+        kind_of = EVENTS if stream and streamed is not None else b"application/json"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind_of)]})
+        await send({"type": "http.response.body", "body": out})
+
+
+def whole_body(path: str) -> dict[str, Any]:
+    if path == "/v1/chat/completions":
+        return {"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": 0}
+    return {"model": "m", "prompt": "a", "temperature": 0} if path == "/v1/completions" else body_for(path)
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, httpx.Client]]:
+    with Pair(tmp_path_factory.mktemp("digests"), upstream=Digests()) as pair:
+        with httpx.Client(base_url=pair.url, timeout=120) as client:
+            yield pair, client
+        assert pair.metric("semkv_faults_total") == 0
+
+
+FIELDS = st.dictionaries(st.sampled_from([*NAMES, *PARAMETERS]), VALUES, max_size=3)
+
+
 class TestHostileBodies:
+    @settings(max_examples=150, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(path=st.sampled_from(list(ROUTES)), more=FIELDS, change=FIELDS, stream=st.booleans())
+    def test_every_answer_is_one_to_its_own_body(
+        self, digests: tuple[Pair, httpx.Client], path: str, more: Any, change: Any, stream: bool
+    ) -> None:
+        """Of two requests that differ in anything, each gets its own answer, and again what it got before."""
+        one = {**whole_body(path), "stream": stream, **more}
+        other, given = {**one, **change}, {}
+        for body in (one, other, one, other):
+            answer = digests[1].post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+            assert answer.status_code == 200, answer.text[:200]
+            if not kind(answer).startswith("pass"):
+                assert digest_of(path, body) in answer.text
+            if not kind(answer).startswith("pass") and not ROUTES[path].converts:
+                assert given.setdefault(digest_of(path, body), answer.content) == answer.content, "byte for byte"
+
     @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(
         path=st.sampled_from(NEW),

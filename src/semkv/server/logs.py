@@ -151,7 +151,7 @@ class TextLines(_Lines):
         head = visible(" ".join(str(fields.pop(name)) for name in ("time", "level", "message"))).replace("\n", "\\n")
         trace = visible(fields.pop("exception", ""))
         rest = (f"{name}={_plain(value)}" for name, value in fields.items() if name != "logger")
-        return " ".join((head, *rest)) + (f"\n{trace}" if trace else "")
+        return "\\n".join(head.splitlines()) + "".join(f" {one}" for one in rest) + (f"\n{trace}" if trace else "")
 
 
 def _plain(value: object) -> str:

@@ -189,6 +189,8 @@ def _check(parts: object, forms: Mapping[str, frozenset[str]], remote: bool) -> 
         kind = part.get("type", "message") if isinstance(part, dict) else None
         if not isinstance(kind, str) or not part.keys() <= forms.get(kind, frozenset()):
             raise Unkeyable("content part of unknown form")
+        if kind == "message" and not isinstance(part.get("role"), str):  # {"id": ...} refers to an item of the server
+            raise Unkeyable("content part of unknown form")
         for name in ("content", "output"):
             if not isinstance(inner := part.get(name), str | None):
                 _check(inner, forms, remote)

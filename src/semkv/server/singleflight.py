@@ -239,7 +239,7 @@ class InFlight:
             if len(splitter.rest) > self._flights.max_answer_bytes:
                 raise UpstreamError("the upstream sent an event without end")
         if splitter.rest.strip():
-            await self._take(Chunk(splitter.rest))
+            await self._take(Chunk(bytes(splitter.rest)))
 
     async def _read_event(self, raw: bytes) -> bool:
         """Put one event to the others; whether it holds only the usage. A fault costs the storing alone."""

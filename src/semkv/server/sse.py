@@ -35,28 +35,37 @@ class NotKeepable(Exception):  # noqa: N818
 
 
 class Splitter:
-    """Cuts bytes into events, each with its blank line, whatever the pieces they came in."""
+    """Cuts bytes into events, each with its blank line, whatever the pieces they came in. Lines may end in CR, LF or
+    both. Each byte is looked at once: an event may be as long as the answer, and come in very small pieces.
+
+    Attributes:
+        rest: what came after the last whole event.
+    """
 
     def __init__(self) -> None:
-        self._rest, self._begun = b"", False
+        self.rest = bytearray()
+        self._begun = self._returned = False  # `_returned`: the last byte was a CR, and an LF may belong to it
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that ``data`` completes."""
-        data = self._rest + data
         if not self._begun:
+            data, self.rest = bytes(self.rest) + data, bytearray()
             if len(data) < len(_MARK) and _MARK.startswith(data):
-                self._rest = data
+                self.rest += data
                 return []
             data, self._begun = data.removeprefix(_MARK), True
+        if self._returned:
+            data = data.removeprefix(b"\n")
+        self._returned = data.endswith(b"\r")
         if b"\r" in data:
-            data = data.replace(b"\r\n", b"\n")
-        *events, self._rest = data.split(b"\n\n")
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        looked_at = max(0, len(self.rest) - 1)
+        self.rest += data
+        if self.rest.find(b"\n\n", looked_at) < 0:
+            return []
+        *events, rest = bytes(self.rest).split(b"\n\n")
+        self.rest = bytearray(rest)
         return [event + b"\n\n" for event in events if event.strip()]
-
-    @property
-    def rest(self) -> bytes:
-        """What came after the last whole event."""
-        return self._rest
 
 
 def data_of(event: bytes) -> bytes:
@@ -92,6 +101,7 @@ class _Choice:
         self.role: str | None = None
         self.texts: dict[str, list[str]] = {}
         self.calls: dict[int, dict[str, Any]] = {}
+        self.called: dict[int, dict[str, list[str]]] = {}  # pieces of the name and the arguments of each call
         self.logprobs: dict[str, Any] | None = None
         self.rest: dict[str, Any] = {}
         self.token_ids: list[int] | None = None
@@ -111,7 +121,8 @@ class _Choice:
         if choice.get("logprobs") is not None:
             self._add_logprobs(choice["logprobs"])
         if choice.get("token_ids") is not None:
-            self.token_ids = [*(self.token_ids or ()), *choice["token_ids"]]
+            self.token_ids = self.token_ids or []
+            self.token_ids += choice["token_ids"]
         for name in ("finish_reason", "stop_reason", "prompt_token_ids"):
             if choice.get(name) is not None:
                 self.rest[name] = choice[name]
@@ -119,23 +130,28 @@ class _Choice:
     def _add_call(self, call: Mapping[str, Any]) -> None:
         _refuse_unknown(call, _CALL_KNOWN, "tool call")
         index = call.get("index", len(self.calls))
-        whole = self.calls.setdefault(
-            index, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
-        )
+        whole = self.calls.setdefault(index, {"id": None, "type": "function"})
+        texts = self.called.setdefault(index, {"name": [], "arguments": []})
         for name in ("id", "type"):
             if call.get(name):
                 whole[name] = call[name]
         function = call.get("function") or {}
         _refuse_unknown(function, _FUNCTION_KNOWN, "function")
         for name in ("name", "arguments"):
-            whole["function"][name] += function.get(name) or ""
+            if not isinstance(piece := function.get(name) or "", str):
+                raise TypeError
+            texts[name].append(piece)
+
+    def _function(self, index: int) -> dict[str, str]:
+        return {name: "".join(pieces) for name, pieces in self.called[index].items()}
 
     def _add_logprobs(self, logprobs: Mapping[str, Any]) -> None:
         """Chat: ``content`` and ``refusal`` lists. Completions: four parallel lists."""
         whole = self.logprobs if self.logprobs is not None else {}
         for name, values in logprobs.items():
             if isinstance(values, list):
-                whole[name] = [*(whole.get(name) or ()), *values]
+                whole[name] = whole.get(name) or []
+                whole[name] += values
             elif values is None:
                 whole.setdefault(name, None)
             else:
@@ -151,7 +167,7 @@ class _Choice:
             message: dict[str, Any] = {"role": self.role or "assistant", "content": self.text("content")}
             message.update({name: text for name in _TEXTS[1:] if (text := self.text(name)) is not None})
             if self.calls:
-                message["tool_calls"] = [self.calls[i] for i in sorted(self.calls)]
+                message["tool_calls"] = [{**self.calls[i], "function": self._function(i)} for i in sorted(self.calls)]
                 message["content"] = message["content"] or None
             out["message"] = message
         else:
@@ -250,7 +266,7 @@ class Recorder:
             NotKeepable: it is an error.
         """
         kind = None if chunk is None else chunk.get("type")
-        if kind == "error":
+        if kind == "error" or (chunk is not None and chunk.get("error") is not None):
             raise NotKeepable("an error in the stream")
         if self._events is None:
             return None
@@ -282,8 +298,8 @@ def read_answer(payload: bytes) -> Any:
             kind = chunk.get("type")
             summary = chunk.get(_SUMMARIES.get(kind, "")) if isinstance(kind, str) else None
             if isinstance(summary, dict):
-                usage = {"usage": chunk["usage"]} if "usage" in chunk else {}
-                answer |= {**summary, **usage}
+                usage = [one["usage"] for one in (answer, summary, chunk) if isinstance(one.get("usage"), dict)]
+                answer |= {**summary, "usage": {name: n for counts in usage for name, n in counts.items()}}
         if not answer:
             raise
         return answer

@@ -6,7 +6,6 @@ Where spans go, and how many are taken, is said in the usual variables: ``OTEL_E
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 from semkv.errors import SemkvError
 from semkv.server.asgi import Scope
 from semkv.server.logs import Seen
+from semkv.server.sse import read_answer
 
 try:
     from opentelemetry import propagate, trace
@@ -34,7 +34,7 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
 }
-_USAGE = {"prompt_tokens": "gen_ai.usage.input_tokens", "completion_tokens": "gen_ai.usage.output_tokens"}
+_USAGE = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}  # as chats and as all others say it
 _LARGE = 64 * 1024  # bytes of an answer that is not read for its usage
 
 
@@ -103,13 +103,13 @@ def _attributes(seen: Seen, operation: str) -> dict[str, Any]:
         "http.response.status_code": seen.status or None,
         "gen_ai.operation.name": operation,
         "gen_ai.request.model": seen.model,
-        **{name: usage.get(key) for key, name in _USAGE.items()},
+        **{f"gen_ai.usage.{name}": count for name, count in usage.items()},
         "semkv.cache": outcome,
         "semkv.reason": said.get("reason"),
         "semkv.tier": said.get("tier") or said.get("reuse"),
         "semkv.score": float(said["score"]) if "score" in said else None,
         "semkv.donor.id": match.entry_id if match is not None and "score" in said else None,
-        "semkv.tokens_saved": usage.get("completion_tokens") if outcome == "hit" else None,
+        "semkv.tokens_saved": usage.get("output_tokens") if outcome == "hit" else None,
         "semkv.request.id": seen.request_id,
         "semkv.tenant": seen.tenant,
     }
@@ -125,7 +125,8 @@ def _usage_of(seen: Seen) -> dict[str, int]:
     if payload is None or len(payload) > _LARGE:
         return {}
     try:
-        usage = json.loads(payload)["usage"]
-        return {key: usage[key] for key in _USAGE if isinstance(usage.get(key), int)}
-    except (ValueError, LookupError, TypeError, AttributeError):
+        usage = read_answer(payload)["usage"]
+        named = {_USAGE.get(name, name): count for name, count in usage.items() if isinstance(count, int)}
+        return {name: named[name] for name in _USAGE.values() if name in named}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
