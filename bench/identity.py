@@ -143,7 +143,7 @@ class Runner:
     def ask(self, sample: int, sibling: bool, skip_kv: bool) -> Answer:
         from vllm import SamplingParams
 
-        from semkv.connectors.outcome import read_outcome
+        from semkv.connectors import read_outcome
 
         params = SamplingParams(
             max_tokens=24 if self.text else 16, temperature=0.0, logprobs=5, ignore_eos=True, detokenize=False,

@@ -1,4 +1,4 @@
-"""The vector index at several sizes: search, recall, writes, memory, restart. Prints JSON.
+"""The vector index at several sizes: search, recall, writes, memory. Prints JSON.
 
 One partition of clustered unit vectors: questions through the real encoder are the centers, and the rows lie about them
 at cosines of 0.6 to 0.97, in directions drawn with the centers' own covariance. A query lies at a cosine of 0.8 to 0.99
@@ -29,7 +29,6 @@ from rich.progress import Progress
 
 from semkv.encoders.text import SentenceEncoder
 from semkv.index import Row, VectorIndex
-from semkv.stores.kept_graphs import KeptGraphs
 
 PAGE = 10_000
 QUERIES = 500
@@ -96,21 +95,12 @@ def searched(find: Callable[[np.ndarray], int], queries: np.ndarray, truth: np.n
     return row | {"recall_at_1": round(float(np.mean(np.array(found) == truth)), 4)}
 
 
-def raised(error: Exception) -> None:
-    raise error
-
-
-def opened(dim: int, folder: Path | None) -> VectorIndex:
-    return VectorIndex(dim, kept=KeptGraphs(folder, "bench", lambda: "", raised) if folder else None)
-
-
-def measured(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) -> dict[str, Any]:
+def measured(draw: Draw, queries: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
     def find(query: np.ndarray) -> int:
         near = index.search("p", query, 1)
         return int(near[0].item[-32:], 16)
 
-    index = opened(queries.shape[1], folder)
-    index.loaded()
+    index = VectorIndex(queries.shape[1])
     index.extend([Row("first", "p", queries[0])])  # what is loaded once is no part of an entry
     index.search("p", queries[0])
     index.remove(["first"])
@@ -163,33 +153,9 @@ def measured(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) -
     return row
 
 
-def restarted(draw: Draw, queries: np.ndarray, truth: np.ndarray, folder: Path) -> dict[str, Any]:
-    """Until an index has all rows again but the removed tenth, and how it answers."""
-
-    def find(query: np.ndarray) -> int:
-        return int(index.search("p", query, 1)[0].item, 16)
-
-    left = np.flatnonzero(truth % 10)
-    files = list(folder.glob("*/*.graph"))
-    row: dict[str, Any] = {"kept_bytes_per_entry": round(sum(file.stat().st_size for file in files) / draw.count)}
-    before, start, busy = resident(), time.perf_counter(), time.process_time()
-    index = opened(queries.shape[1], folder)
-    for number, page in enumerate(draw.pages()):
-        rows = ((number * PAGE + i, vector) for i, vector in enumerate(page))
-        index.extend(Row(f"{at:032x}", "p", vector) for at, vector in rows if at % 10)
-    index.loaded()
-    row["load_s"] = round(time.perf_counter() - start, 2)
-    row["load_processor_s"] = round(time.process_time() - busy, 2)
-    row["bytes_per_entry"] = round((resident() - before) / draw.count)
-    row["plain_rows"] = index.sizes().flat
-    row["search"] = searched(find, queries[left], truth[left])
-    index.close()
-    return row
-
-
 def many_partitions(queries: np.ndarray, count: int) -> dict[str, Any]:
     """As of entries about ``count`` images: partitions of one to eight rows."""
-    index = opened(queries.shape[1], None)
+    index = VectorIndex(queries.shape[1])
     before, start, made = resident(), time.perf_counter(), 0
     for number in range(count):
         rows = [Row(f"{made + i:032x}", f"{number:032x}", queries[(made + i) % QUERIES]) for i in range(number % 8 + 1)]
@@ -212,10 +178,8 @@ def one(middles: np.ndarray, folder: Path, count: int) -> dict[str, Any]:
         top = cosines.argmax(1)
         better = cosines[np.arange(QUERIES), top] > best
         truth[better], best[better] = number * PAGE + top[better], cosines[better, top[better]]
-    row = measured(draw, queries, truth, folder / "graphs")
+    row = measured(draw, queries, truth)
     gc.collect()  # the next part measures memory
-    row["restarted"] = restarted(draw, queries, truth, folder / "graphs")
-    gc.collect()
     return row | {"partitions_20000": many_partitions(queries, 20_000)}
 
 

@@ -33,7 +33,7 @@ ENGINES = "engine"
 SERVERS = ("test_docs", "test_sweep", "test_server_vllm", "test_demo")
 """Files that start vLLM as a user does, in processes of its own."""
 
-LONGEST = (*SERVERS, "test_store_safety", "test_kept_graphs", "test_server_hard", "test_server", "test_overlap")
+LONGEST = (*SERVERS, "test_store_safety", "test_server_hard", "test_server", "test_overlap")
 """Files that take longest, so that no worker is left alone with one of them at the end."""
 
 

@@ -71,11 +71,15 @@ class Served:
 
 
 class Started:
-    """``semkv serve`` in a process of its own, without near-repeats. ``log``: the file with what it says."""
+    """``semkv serve`` in a process of its own, without near-repeats unless ``--semantic`` is given.
+
+    ``log`` is the file with what it says.
+    """
 
     def __init__(self, upstream: str, folder: Path, *flags: str, **environment: str) -> None:
         self.log = folder / "log"
-        command = [sys.executable, "-m", "semkv", "serve", "--port=0", f"--upstream={upstream}", "--no-semantic"]
+        command = [sys.executable, "-m", "semkv", "serve", "--port=0", f"--upstream={upstream}"]
+        command += ["--no-semantic"] * ("--semantic" not in flags)
         with self.log.open("w") as out:
             self._process = subprocess.Popen(
                 [*command, f"--cache-dir={folder / 'cache'}", *flags],
@@ -91,6 +95,15 @@ class Started:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.wait()
 
     def stop(self) -> int:
         """End it as an operator would; its exit code."""

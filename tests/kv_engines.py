@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import random
 import tempfile
@@ -22,7 +21,7 @@ from unittest import mock
 import pytest
 
 import tiny_models
-from semkv.connectors.outcome import ConnectorOutcome, read_outcome
+from semkv.connectors import ConnectorOutcome, read_outcome
 from vllm_forks import Job
 
 BLOCK = 32
@@ -324,22 +323,6 @@ def spare_modules() -> None:
     gc.collect()
     freeze()
     gc.really_freeze, gc.freeze, gc.unfreeze = freeze, int, int
-
-
-class Heard(logging.Handler):
-    """The lines that we and vLLM log, from its making on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        for name in ("semkv", "vllm"):
-            logging.getLogger(name).addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def ours(self) -> list[str]:
-        return [line for line in self.lines if line.startswith("semkv:")]
 
 
 def token_ids(rng: random.Random, count: int) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -30,6 +32,12 @@ def call_both(*words: str) -> str:
     result = invoke(list(words))
     assert result.exit_code == 0
     return result.output
+
+
+def purge(cache_dir: Path, *selection: str) -> None:
+    """As an operator does it, in a process of its own."""
+    command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(cache_dir), *selection]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def refused(*words: str) -> str:

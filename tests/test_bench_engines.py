@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import os
 import sys
@@ -16,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import engines
 import identity
 import kv_chat
-import kv_load
-from engines import Answer, Engine, EngineError
+from engines import Engine, EngineError
 
 # An engine's process: starts, then does what it is told.
 CHILD = """
@@ -47,14 +44,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda name: Engine(name, {"engine": name}, tmp_path / f"{name}.log")
 
 
-def test_commands_are_answered_in_order(start: Any) -> None:
-    engine = start("good")
-    assert engine.answer("start", 60) == {"start_s": 1}
-    assert [engine.ask(do, 60)["did"] for do in ("one", "two")] == ["one", "two"]
-    engine.close()
-    assert engine.process.returncode == 0
-
-
 @pytest.mark.parametrize(
     ("do", "limit", "why"), [("die", 60, "ended with status 7"), ("hang", 1, "no answer within 1 s")]
 )
@@ -79,55 +68,6 @@ def test_a_failed_engine_is_a_row_and_the_next_goes_on(start: Any, tmp_path: Pat
     assert row["engine_died"]
     assert "no such device" in row["error"]
     assert kv_chat.line({"engine": "offload", "run": 0, **row}).endswith("refuses: start: RuntimeError: engine core")
-
-
-def test_requests_start_at_the_given_rate_round_by_round() -> None:
-    load = {"users": 40, "rounds": 5, "rate": 10.0, "seed": 0, "arrivals": "uniform"}
-    starts = kv_chat.schedule(load)
-    assert sorted(time for row in starts for time in row) == pytest.approx([i / 10 for i in range(200)])
-    assert all(max(a) < min(b) for a, b in itertools.pairwise(starts))
-    assert starts[0] != sorted(starts[0])
-    poisson = kv_chat.schedule(load | {"arrivals": "poisson"})
-    assert poisson == kv_chat.schedule(load | {"arrivals": "poisson"})
-    assert max(max(row) for row in poisson) == pytest.approx(20, rel=0.3)
-
-
-def test_the_summary_tells_rounds_apart_and_adds_up() -> None:
-    def answer(ttft: float, cached: int) -> Answer:
-        report = {"loaded_tokens": cached, "sources": {"host": cached}}
-        return Answer(0.0, ttft, ttft + 0.3, 100, cached, [1, 2, 3, 4], report)
-
-    row = kv_chat.summary({(0, 0): answer(1.0, 0), (0, 1): answer(0.1, 60), (1, 1): answer(0.2, 80)}, 2.0)
-    assert row["first_ms"]["p50"] == 1000
-    assert row["later_ms"] == {"p50": 100, "p95": 200, "p99": 200, "mean": 150}
-    assert (row["prompt_tokens"], row["computed_tokens"], row["hit_tokens"]) == (300, 160, 140)
-    assert (row["decoded_per_s"], row["token_gap_ms"]["p50"]) == (6.0, 100)
-    assert row["sources"] == {"loaded": 140, "host": 140}
-
-
-def test_own_connectors_get_their_folder() -> None:
-    added = {"mine": {"kv_connector": "X", "kv_connector_extra_config": {"dir": "$DIR", "bytes": "$HOST"}}}
-    found = engines.transfer_config("mine", "/f", 7, 8, added)
-    assert found == {"kv_connector": "X", "kv_connector_extra_config": {"dir": "/f", "bytes": 7}}
-    assert engines.transfer_config("none", "/f", 7, 8, added) is None
-    options = argparse.Namespace(add=[("mine", {})], engines="mine,mine-disk,other", logs=None, out=Path("x"))
-    with pytest.raises(SystemExit, match="unknown engines other"):
-        engines.finish_arguments(options, {})
-
-
-def test_a_table_of_kv_loads_has_the_floor() -> None:
-    rows = [
-        {"engine": "none", "level": "prefix", "size": 1000, "count": 1, "ms": ms} for ms in (9.0, 10.0, 99.0)
-    ] + [{"engine": "semkv-disk", "level": "disk", "size": 1000, "count": 1, "ms": 30.0, "gb_s": 2.0,
-          "gb_s_beyond_prefix": 3.0}]  # fmt: skip
-    result = {"medians": kv_load.medians(rows), "copy_gb_s": 57.344, "settings": {"shape": engines.QWEN_7B}}
-    result["engines"] = {"semkv-disk": {"disk_gb_s": {"1 threads": 2.3}}}
-    assert "| 1 x 1000 | 11.0 | 10.0 | 30.0 | 2.0 | 3.0 |" in kv_load.table(result)
-
-
-def test_a_plain_rate_of_the_disk(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(9 << 20))
-    assert kv_load.read_rate(tmp_path, 2) >= 0
 
 
 def passed(*tokens: int, loaded: int = 0, logprob: float = -1.0) -> list[dict[str, Any]]:

@@ -144,16 +144,6 @@ def test_damage_is_a_counted_miss_and_the_file_goes(tmp_path: Path, damage: str)
     assert right(store, 0, 6) == 6
 
 
-def test_a_file_that_is_gone_is_a_counted_miss(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    save(store, 0, 3)
-    files(tmp_path)[0].unlink()
-    assert served(store, range(3)) == []
-    assert store.counters["missing"] == 1
-    assert save(store, 0, 3)
-    assert right(store, 0, 3) == 3
-
-
 @pytest.mark.parametrize("damage", [d for d in DAMAGE if d not in ("other layout", "a layout nested deep")])
 def test_a_hostile_file_does_not_keep_the_others_from_being_adopted(tmp_path: Path, damage: str) -> None:
     store = open_store(tmp_path)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
-import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +20,9 @@ import pytest
 
 import tiny_models
 from kv_engines import BLOCK, SKIP, CachedEngine, answer, full_blocks, in_child
+from maintenance_helpers import purge
 from semkv import connectors
-from semkv.connectors import identity, shared
-from semkv.connectors.outcome import ConnectorOutcome, read_outcome
+from semkv.connectors import ConnectorOutcome, identity, read_outcome, shared
 from semkv.connectors.settings import ECSettings, KVSettings, read_settings
 from semkv.connectors.shared import BreakEven
 from semkv.errors import ConfigError
@@ -58,21 +54,6 @@ def engine(checkpoint: tiny_models.Checkpoint, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.engine
 class TestEngine:
-    def test_loaded_answers_equal_computed_ones(self, engine: CachedEngine) -> None:
-        prompt = engine.prompt("first", picture=1)
-        (cold,) = engine.run(prompt)
-        assert len(cold.prompt_token_ids) > 128
-        assert read_outcome(cold) == disk(0, fusion=(0, 1))
-        loaded = full_blocks(cold)
-        for host, source in ((False, "host"), (True, "disk")):
-            engine.forget(keep_host=not host)
-            (warm,) = engine.run(prompt)
-            assert read_outcome(warm) == ConnectorOutcome(loaded, {source: loaded}, 0, 0, loaded)
-            assert answer(warm) == answer(cold)
-        # A control that can fail: the model does look at its prompt and its picture.
-        assert answer(engine.run(engine.prompt("first", picture=2))[0]) != answer(cold)
-        assert answer(engine.run(engine.prompt("other", picture=1))[0]) != answer(cold)
-
     def test_encoder_output_is_loaded_when_the_kv_is_not(self, engine: CachedEngine) -> None:
         prompt = engine.prompt("encoder", picture=3)
         cold, _ = engine.one(prompt)
@@ -292,7 +273,7 @@ class TestEngine:
         assert sum(t.shape[1] for t in chunk.tensors.values()) <= chunk.rows.shape[1]
         assert adapter.capture("nobody") is None
         assert engine.cache_dir is not None
-        subprocess.run([sys.executable, "-m", "semkv", "purge", "--cache-dir", str(engine.cache_dir)], check=True)
+        purge(engine.cache_dir)
         engine.forget()
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
         llm_engine = engine.llm.llm_engine
@@ -300,7 +281,7 @@ class TestEngine:
             llm_engine.add_request(name, engine.prompt(text, picture=22), params)
         assert adapter.inject("mine", chunk)
         assert not adapter.inject("other", chunk)
-        assert "differ" in adapter.can_inject("other", chunk).reason
+        assert "differ" in adapter.refusal("other", chunk)
         assert not adapter.inject("unknown", chunk)
         done = {}
         while llm_engine.has_unfinished_requests():
@@ -318,8 +299,8 @@ class TestEngine:
             engine.forget(keep_host=True)
             assert engine.one(prompt)[1].loaded_tokens
             engine.forget(keep_host=True)
-            command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(engine.cache_dir)]
-            subprocess.run(command, check=True, capture_output=True)
+            assert engine.cache_dir is not None
+            purge(engine.cache_dir)
             assert not engine.files()
             assert engine.one(prompt) == (cold, disk(0, fusion=(0, 1)))
         engine.forget()
@@ -380,7 +361,7 @@ class TestEngine:
             again, outcome = engine.one(prompt)
             assert (again, bool(outcome.loaded_tokens)) == (fresh, True)
         engine.llm.llm_engine.add_request("late", yours, _one_token())
-        assert "reset" in adapter.can_inject("late", chunk).reason
+        assert "reset" in adapter.refusal("late", chunk)
         while engine.llm.llm_engine.has_unfinished_requests():
             engine.llm.llm_engine.step()
 
@@ -440,20 +421,24 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Ch
 
 
 @pytest.mark.engine
-def test_an_engine_whose_shared_memory_cannot_be_used_answers(
+@pytest.mark.parametrize("why", ["shared memory cannot be used", "too little host memory", "no prefix caching"])
+def test_an_engine_that_cannot_be_served_answers(
     checkpoint: tiny_models.Checkpoint,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    why: str,
 ) -> None:
     from semkv.connectors import kv
 
     def unusable(*args: Any) -> int:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(kv, "agreed_host_bytes", unusable)
-    engine = CachedEngine(checkpoint("opt"), tmp_path)
-    assert "stays idle" in caplog.text
+    if why == "shared memory cannot be used":
+        monkeypatch.setattr(kv, "agreed_host_bytes", unusable)
+    own = {"host_bytes": 1 << 12} if why == "too little host memory" else {}
+    engine = CachedEngine(checkpoint("opt"), tmp_path, own, enable_prefix_caching=why != "no prefix caching")
+    assert caplog.text.count("stays idle") == 1
     prompt = engine.prompt("idle")
     cold, outcome = engine.one(prompt)
     assert engine.llm.reset_prefix_cache(reset_connector=True)
@@ -537,15 +522,29 @@ def test_by_name_alone_in_an_engine_process(checkpoint: tiny_models.Checkpoint, 
 # ---------------------------------------------------------------------- the parts
 
 
-@pytest.mark.parametrize("name", connectors.PRIVATE)
-def test_every_private_name_of_vllm_is_there(name: str) -> None:
-    module_name, _, path = name.partition(":")
-    module = importlib.import_module(module_name)
-    first, _, attribute = path.partition(".")
-    found = getattr(module, first)
-    if attribute:
-        sources = (inspect.getsource(cls) for cls in inspect.getmro(found) if cls is not object)
-        assert hasattr(found, attribute) or any(attribute in source for source in sources)
+PRIVATE = {
+    "distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler": "_jobs",
+    "distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": "_registry",
+    "distributed.ec_transfer.ec_connector.factory:ECConnectorFactory": "_registry",
+    "v1.kv_offload.factory:OffloadingSpecFactory": "_registry",
+    "v1.kv_offload.tiering.factory:SecondaryTierFactory": "_registry",
+    "v1.kv_offload.base:ReqContext": "_offload_key_positions",
+    "v1.kv_offload.tiering.spec:TieringOffloadingSpec": "_manager _worker _engine_id _scheduler_mmap",
+    "v1.kv_offload.tiering.base:SecondaryTierManager": "_primary_kv_view",
+    "v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion": "_creator",
+    "v1.kv_offload.cpu.gpu_worker:CPUOffloadingWorker": "_mmap_region",
+    "v1.kv_offload.cpu.manager:CPUOffloadingManager": "_policy _free_chunk _num_evictable_cache_chunks _num_chunks",
+}
+"""What semkv touches of vLLM that is no public interface: a vLLM that renames one fails here, by that name."""
+
+
+@pytest.mark.parametrize("place", PRIVATE)
+def test_every_private_name_of_vllm_is_there(place: str) -> None:
+    module, _, name = place.partition(":")
+    found = getattr(importlib.import_module(f"vllm.{module}"), name)
+    sources = "".join(inspect.getsource(cls) for cls in inspect.getmro(found) if cls is not object)
+    for attribute in PRIVATE[place].split():
+        assert hasattr(found, attribute) or attribute in sources, attribute
 
 
 def test_an_older_vllm_is_named_with_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,9 +576,7 @@ def test_the_gate_reads_only_what_is_faster() -> None:
     assert any(gate.worth(1_000, 1 << 30) for _ in range(40))  # once in a while, to measure again
 
 
-def test_settings_name_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEMKV_CACHE_DIR", str(tmp_path))
     assert read_settings(KVSettings, None).cache_dir == tmp_path
     assert read_settings(KVSettings, {"max_age_s": 3}).bounds().max_age_s == 3
@@ -587,18 +584,13 @@ def test_settings_name_what_is_wrong(
         ({"hots_bytes": 1}, "hots_bytes"),
         ({"host_bytes": "4GiB"}, "host_bytes"),
         ({"host_bytes": -1}, "host_bytes"),
-        ({"queue_bytes": 0}, "queue_bytes"),
-        ({"blocks_per_chunk": 0}, "blocks_per_chunk"),
         ({"secondary_tiers": "p2p"}, "secondary_tiers"),
         ({"secondary_tiers": [{"type": "semkv"}, {"type": "semkv"}]}, "secondary_tiers"),
     ):
         with pytest.raises(ConfigError, match=word):
             read_settings(KVSettings, extra)
-    with pytest.raises(ConfigError, match="queue_bytes"):
-        read_settings(ECSettings, {"queue_bytes": 0})
-    with caplog.at_level(logging.WARNING):
-        read_settings(KVSettings, {"staging_bytes": 1})
-    assert "staging_bytes" in caplog.text
+    with pytest.raises(ConfigError, match="host_bytes"):
+        read_settings(ECSettings, {"host_bytes": -1})
 
 
 def test_our_tier_stands_where_it_is_put() -> None:
@@ -608,22 +600,34 @@ def test_our_tier_stands_where_it_is_put() -> None:
     assert KVSettings(Path(), secondary_tiers=(theirs, ours)).tiers() == [theirs, ours]
 
 
-def test_writer_bounds_what_waits_and_outlives_a_job_that_raises(caplog: pytest.LogCaptureFixture) -> None:
-    from semkv.connectors.ec import BackgroundWriter
+def test_encoder_outputs_that_wait_are_bounded_and_one_that_fails_stops_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
 
-    counters: Counter[str] = Counter()
-    writer, gate, done = BackgroundWriter("test", 100, counters), threading.Event(), []
-    assert writer.submit(gate.wait, 30)
-    assert writer.submit(lambda: [][0], 30)
-    assert writer.submit(lambda: done.append(1), 40)
-    assert not writer.submit(lambda: done.append(2), 1)
-    assert not writer.flush(0.05)
+    from semkv.connectors import ec
+
+    blocks, gate, done = BlockStore(tmp_path, "fusion"), threading.Event(), []
+
+    def save(store: FusionStore, state: FusionState, *_: Any) -> None:
+        done.append(state.key)
+        assert gate.wait(60)
+        assert state.key != "b", "scripted"
+
+    monkeypatch.setattr(FusionStore, "save", save)
+    monkeypatch.setattr(ec, "_QUEUE_BYTES", 100)
+    worker = ec.ECWorker(blocks, "cpu", 0.0, saves=True, host=ec.HostStates(0))
+    step = ec.SemECMetadata("ns", blocks.last_purge(), saves={name: name for name in "abcde"})
+    for name, floats in (("a", 10), ("b", 10), ("c", 10), ("d", 5)):  # the third is too much
+        worker.save(step, {name: torch.ones(1, floats)}, name)
+    assert not worker.flush(0.05)
     gate.set()
-    assert writer.flush(60)
-    assert writer.submit(lambda: done.append(3), 1000)  # alone, anything may wait
-    writer.close()
-    assert (done, counters["errors"]) == ([1, 3], 1)
-    assert "IndexError" in caplog.text
+    assert worker.flush(60)
+    worker.save(step, {"e": torch.ones(1, 1000)}, "e")  # alone, anything may wait
+    worker.close()
+    assert done == ["a", "b", "d", "e"]
+    assert (worker.counters["dropped"], blocks.counters["errors"]) == (1, 1)
+    assert "scripted" in caplog.text
 
 
 def test_weights_are_read_once_and_changes_are_seen_behind_a_link_too(
@@ -653,14 +657,16 @@ def test_outcome_of_other_engines() -> None:
     assert read_outcome(SimpleNamespace(kv_transfer_params=two)) == ConnectorOutcome(64, {"disk": 64})
 
 
+def media(name: str, salt: str | None, identifier: str = "cat.jpg") -> SimpleNamespace:
+    """A request with one media item of two positions, as vLLM's scheduler has it."""
+    position = SimpleNamespace(get_num_embeds=lambda: 2)
+    feature = SimpleNamespace(identifier=identifier, modality="image", mm_position=position)
+    fields = {"cache_salt": salt, "lora_request": None, "ec_transfer_params": None}
+    return SimpleNamespace(request_id=name, mm_features=[feature], **fields)
+
+
 def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
     from semkv.connectors.ec import ECScheduler, HostStates
-
-    def media(name: str, salt: str) -> SimpleNamespace:
-        position = SimpleNamespace(get_num_embeds=lambda: 2)
-        feature = SimpleNamespace(identifier="cat.jpg", modality="image", mm_position=position)
-        fields = {"cache_salt": salt, "lora_request": None, "ec_transfer_params": None}
-        return SimpleNamespace(request_id=name, mm_features=[feature], **fields)
 
     store = FusionStore.open(tmp_path, "ns")
     ec = ECScheduler(ECSettings(tmp_path), store, "ns", HostStates(0))
@@ -688,73 +694,47 @@ def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
     assert not ec.has("cat.jpg")  # three rows for two positions
 
 
-def test_host_memory_of_encoder_outputs_is_bounded_and_ages() -> None:
-    from semkv.connectors.ec import HostStates
-
-    def state(name: str) -> FusionState:
-        return FusionState.from_array(name, np.ones((4, 4), np.float32))  # 64 bytes
-
-    held = HostStates(200)
-    for name in "abc":
-        held.put(state(name), "g", time.time() + 60)
-    assert held.get("a", "g") is not None
-    held.put(state("d"), "g", time.time() + 60)
-    assert [held.get(name, "g") is not None for name in "abcd"] == [True, False, True, True]
-    assert held.get("a", "another generation") is None
-    held.put(state("old"), "g", time.time() - 1)
-    assert held.get("old", "g") is None
-    held.put(FusionState.from_array("large", np.ones((40, 40), np.float32)), "g", time.time() + 60)
-    assert held.get("large", "g") is None
-
-
 def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) -> None:
     """Without another picture: neither what is on disk and in host memory, nor what is on its way there."""
     import torch
 
     from semkv.connectors.ec import ECScheduler, ECWorker, HostStates
 
-    settings, followers = ECSettings(tmp_path), len(shared._FOLLOWERS)
+    settings, followers = ECSettings(tmp_path), len(shared.FOLLOWERS)
 
     def engine(name: str) -> tuple[ECScheduler, ECWorker]:
         blocks, host = BlockStore(tmp_path / "fusion", "fusion", writer=name), HostStates(1 << 22)
         scheduler = ECScheduler(settings, FusionStore(blocks, "ns"), "ns", host)
-        shared.follow(name, scheduler)
-        return scheduler, ECWorker(settings, blocks, "cpu", saves=True, host=host)
-
-    def asked(ec: ECScheduler, name: str) -> Any:
-        feature = SimpleNamespace(
-            identifier=name, modality="image", mm_position=SimpleNamespace(get_num_embeds=lambda: 2)
-        )
-        fields = {"cache_salt": None, "lora_request": None, "ec_transfer_params": None}
-        return SimpleNamespace(request_id=name, mm_features=[feature], **fields)
+        shared.FOLLOWERS[scheduler] = name
+        return scheduler, ECWorker(blocks, "cpu", 0.0, saves=True, host=host)
 
     def has(ec: ECScheduler, name: str) -> bool:
-        ec.observe(asked(ec, name))
+        ec.observe(media(name, None, name))
         return ec.has(name)
 
     def step(ec: ECScheduler, name: str) -> Any:
         assert not has(ec, name)
-        ec.allocated(asked(ec, name), 0)
+        ec.allocated(media(name, None, name), 0)
         return ec.build_step()
 
     (one, mine), (two, yours) = engine("one"), engine("two")
     mine.save(step(one, "cat"), {"cat": torch.ones(2, 4)}, "cat")
     yours.save(step(two, "dog"), {"dog": torch.ones(2, 4)}, "dog")
-    assert mine._writer.flush(60)
-    assert yours._writer.flush(60)
+    assert mine.flush(60)
+    assert yours.flush(60)
     under_way = step(one, "cow")
     assert shared.may_have_changed("one")
     assert not has(two, "cat")
     mine.save(under_way, {"cow": torch.ones(2, 4)}, "cow")
-    assert mine._writer.flush(60)
+    assert mine.flush(60)
     assert not has(two, "cow")
     assert has(two, "dog")
     mine.save(step(one, "dog"), {"dog": torch.ones(2, 4)}, "dog")
-    assert mine._writer.flush(60)
+    assert mine.flush(60)
     assert has(one, "dog")
     one.close()
     assert digest("ec", "dog", "") not in one.store
-    shared.leave(one)
+    shared.FOLLOWERS.pop(one)
     del two
     gc.collect()
-    assert len(shared._FOLLOWERS) == followers
+    assert len(shared.FOLLOWERS) == followers

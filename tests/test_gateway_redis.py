@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import redis
+import xxhash
 
-from gateway_helpers import Pair, wait_until
+from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, Served, Started, chat, wait_until
 from redis_server import RedisServer
+from scripted_upstream import Scripted
+from semkv.server.tenancy import named_tenant
+from semkv.stores.catalog_rows import Record, pack, unpack
+from semkv.stores.entry_log import EntryLog, LogBatch
+from semkv.stores.maintenance import purge_all, purge_entries
 from semkv.stores.responses.base import Selector
+from semkv.tiers.sharing import dump
+from semkv.types import Namespace, Request, TextSegment
 
 PROXY = {"trusted_proxies": ("127.0.0.0/8",)}
 
@@ -357,3 +368,245 @@ def says_of_the_store(pair: Pair) -> tuple[str, float, float]:
     ready = httpx.get(f"{pair.url}/readyz", timeout=60)
     assert ready.status_code == 200
     return ready.json()["store"], pair.metric("semkv_store_up"), pair.admin("stats").json()["gauges"]["store_up"]
+
+
+ENTRIES = "{semkv:answers:1}:entries"
+
+
+def entries_of(pair: Pair) -> list[tuple[str, str]]:
+    """Ids and texts of the entries in a gateway's catalog."""
+    with pair.semantic._catalog.database as db:
+        return list(db.execute("SELECT entry_id, chunk_text FROM entries"))
+
+
+def knows(pair: Pair, text: str) -> bool:
+    return any(text in said for _, said in entries_of(pair))
+
+
+def a_record(pair: Pair, text: str, encoder: str = "") -> Record:
+    """What a gateway would share of a question; with another ``encoder`` under a layer of that."""
+    request = Request("", Namespace("", "a model"), (TextSegment(text),))
+    matching = pair.semantic._matching
+    record: Record = matching.record(pair.semantic.try_reuse(request), "an answer", ("a tag",), {}, 1.0)
+    if not encoder:
+        return record
+    return replace(record, vectors={f"{layer.partition('@')[0]}@{encoder}": v for layer, v in record.vectors.items()})
+
+
+def forged(whole: bytes) -> list[bytes]:
+    """Shared entries whose checksum is right, and a value is not."""
+    body = json.loads(whole[32:])
+    vectors = {layer: base64.b64decode(text) for layer, text in body["vectors"].items()}
+    assert vectors
+    changes: list[dict[str, Any]] = [
+        {"format": 2},
+        {"id": "0" * 32},
+        {"tenant": "another"},
+        {"tenant": None},
+        {"segments": "[]"},
+        {"segments": json.dumps([{"role": "question", "text": 7}])},
+        {"segments": json.dumps([{"media": "../../etc/passwd", "name": ""}])},
+        {"chunk_text": "another"},
+        {"chunk_text": "\ud800"},
+        {"created": float("nan")},
+        {"tags": [1]},
+        {"metadata": 5},
+    ]
+    for form in (lambda v: v[:-4], lambda v: v * 2, lambda v: b"\xff" * len(v), lambda v: b"\x00" * len(v)):
+        changes.append({"vectors": {layer: base64.b64encode(form(v)).decode() for layer, v in vectors.items()}})
+    changes.append(
+        {
+            "vectors": {
+                layer: base64.b64encode(pack(unpack(v, len(v) // 4) * 2)).decode() for layer, v in vectors.items()
+            }
+        }
+    )
+    texts = [json.dumps({**body, **change}).encode() for change in changes]
+    return [xxhash.xxh3_128_hexdigest(text).encode() + text for text in texts]
+
+
+class TestDonors:
+    """Near-repeats of what another gateway was asked; each gateway has a directory of its own."""
+
+    @pytest.fixture(scope="class")
+    def near(self, server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+        with Two(tmp_path_factory.mktemp("near"), server, **NEAR) as running:
+            yield running
+
+    def test_a_near_repeat_hits_at_the_other_gateway(self, near: Two) -> None:
+        first = near.one.post(ONE)
+        assert first.headers["x-semkv"] == "miss"
+        wait_until(lambda: near.other.entries == 1)
+        second = near.other.post(OTHER)
+        assert second.headers["x-semkv"].startswith("hit tier=")
+        assert "exact" not in second.headers["x-semkv"]
+        assert second.content == first.content
+        assert near.other.upstream.total == 0
+
+    def test_tenants_stay_apart(self, near: Two) -> None:
+        ours, theirs = ({"X-Semkv-Tenant": name} for name in ("ours", "theirs"))
+        near.one.post("How tall is the highest mountain of Africa?", headers=ours)
+        before = near.other.upstream.total
+        self.known(near.other, "tall")
+        asked = "How high is the tallest mountain of Africa?"
+        assert near.other.post(asked, headers=theirs).headers["x-semkv"] == "miss"
+        assert near.other.upstream.total == before + 1
+
+    @pytest.mark.parametrize("by", ["wrong", "tenant", "everything"])
+    def test_what_is_removed_at_one_goes_at_the_other(self, near: Two, by: str) -> None:
+        text, tenant = f"Which river flows through the capital of country {by}?", {"X-Semkv-Tenant": f"gone by {by}"}
+        near.one.post(text, headers=tenant)
+        near.one.post("Who stays here?", headers={"X-Semkv-Tenant": "stays"})
+        self.known(near.other, by)
+        self.known(near.other, "stays")
+        folder = near.one.app.gateway.settings.cache_dir
+        if by == "wrong":
+            (entry_id,) = (name for name, said in entries_of(near.one) if by in said)
+            assert near.one.semantic.invalidate(entry_id=entry_id) == 1
+        elif by == "tenant":
+            purge_entries(folder, [named_tenant(SECRET.encode(), f"gone by {by}")], None, dry_run=False)
+        else:
+            purge_all(folder, dry_run=False)
+        wait_until(lambda: not knows(near.other, by))
+        assert knows(near.other, "stays") == (by != "everything")
+        with redis.Redis(port=near.server.port) as client:
+            wait_until(
+                lambda: not any(f"country {by}".encode() in f.get(b"entry", b"") for _, f in client.xrange(ENTRIES))
+            )
+        near.one.post(f"Where does it begin, by {by}?", headers=tenant)  # sharing goes on
+        self.known(near.other, "begin, by")
+
+    def test_what_is_no_entry_is_skipped_and_counted(self, near: Two) -> None:
+        whole = dump(a_record(near.one, "What was sent whole?"))
+        other = a_record(near.one, "What was sent of another encoder?", encoder="of-another")
+        with redis.Redis(port=near.server.port) as client:
+            for data in (b"", b"[]", b"\x80\x04pickle", whole[:-1], whole[:40] + b"x" + whole[41:], *forged(whole)):
+                client.xadd(ENTRIES, {"entry": data})
+                client.xadd(ENTRIES, {"removal": data})
+            client.xadd(ENTRIES, {"removal": b'{"everything": 1}'})
+            client.xadd(ENTRIES, {"neither": b"x"})
+            before = near.other.semantic.stats().entries
+            client.xadd(ENTRIES, {"entry": dump(other)})
+            client.xadd(ENTRIES, {"entry": whole})
+        self.known(near.other, "sent whole")
+        assert near.other.semantic.stats().entries == before + 2
+        assert other.entry.entry_id not in near.other.semantic._matching._similar.entries()
+        assert events(near.other, "semantic fault:shared entry") >= 10 + len(forged(whole))
+        assert near.other.post("What was sent, whole?").status_code == 200
+
+    @staticmethod
+    def known(pair: Pair, text: str) -> None:
+        wait_until(lambda: knows(pair, text))
+
+    @pytest.mark.parametrize("how", ["killed", "frozen", "full", "flushed"])
+    def test_a_store_that_fails_leaves_each_what_it_has(self, tmp_path: Path, how: str) -> None:
+        server = RedisServer(tmp_path)
+        try:
+            with Two(tmp_path, server, **{**NEAR, "store_timeout": 0.5}) as two:
+                two.one.post(ONE)
+                self.known(two.other, ONE)
+                with Traffic(two) as traffic:
+                    if how == "killed":
+                        server.kill()
+                    elif how == "frozen":
+                        server.freeze()
+                    else:
+                        with redis.Redis(port=server.port) as client:
+                            client.config_set("maxmemory", 1) if how == "full" else client.flushall()
+                    traffic.more()
+                    two.one.post("What came while it was away?")
+                    if how != "flushed":
+                        wait_until(lambda: events(two.one, "semantic fault:entry log") > 0)
+                    if how == "killed":
+                        server.start()
+                    elif how == "frozen":
+                        server.thaw()
+                    elif how == "full":
+                        with redis.Redis(port=server.port) as client:
+                            client.config_set("maxmemory", 0)
+                    traffic.more()
+                assert traffic.statuses == {200}
+                self.known(two.other, "while it was away")
+                assert all(knows(pair, ONE) for pair in (two.one, two.other))
+        finally:
+            server.kill()
+
+    def test_who_was_away_for_longer_than_the_log_hears_of_every_removal(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("semkv.stores.entry_log._REMOVALS", 3)
+        server = RedisServer(tmp_path)
+        try:
+            log = EntryLog(server.url, timeout_s=60)
+            log.add(b"first")
+            place = log.read("").cursor
+            assert log.read(place) == LogBatch(place)
+            log.remove(b"{1}", lambda entry: entry == b"first")
+            log.add(b"second")
+            with redis.Redis(port=server.port) as client:
+                assert [fields for _, fields in client.xrange(ENTRIES)] == [{b"removal": b"{1}"}, {b"entry": b"second"}]
+                client.xtrim(ENTRIES, maxlen=1, approximate=False)
+            assert log.read(place).rows == ((True, b"{1}"), (False, b"second"))
+            assert not log.read(place).lost
+            for number in range(3):
+                log.remove(b"{%d}" % number, lambda entry: False)
+            assert log.read(place).lost, "one removal is not there any more"
+            with redis.Redis(port=server.port) as client:
+                client.flushall()
+            assert log.read(place) == LogBatch(place)
+            log.add(b"third")
+            assert log.read(place).rows == ((False, b"third"),)
+            log.close()
+        finally:
+            server.kill()
+
+
+class TestKilled:
+    """Gateways in processes of their own, killed under traffic."""
+
+    def test_what_a_killed_gateway_shared_stays_and_it_catches_up(self, tmp_path: Path) -> None:
+        server, upstream = RedisServer(tmp_path, durable=True), Scripted()
+        folders = [tmp_path / name for name in ("one", "other")]
+        for folder in folders:
+            folder.mkdir()
+        flags = [f"--store={server.url}", "--semantic", "--store-timeout=10", "--workers=2"]
+
+        def asked(running: Started, text: str) -> str:
+            url = f"{running.url}/v1/chat/completions"
+            return httpx.post(url, json=chat(text), timeout=120).headers["x-semkv"]
+
+        try:
+            with (
+                Served(upstream) as behind,
+                Started(behind.url, folders[0], *flags) as one,
+                Started(behind.url, folders[1], *flags) as other,
+            ):
+                statuses, stop = set(), threading.Event()
+
+                def traffic() -> None:
+                    for number in itertools.count():
+                        statuses.add(asked(one, f"Which is house number {number}?").split()[0])
+                        if stop.is_set():
+                            return
+
+                asking = threading.Thread(target=traffic)
+                asking.start()
+                assert asked(other, "Which sea lies in the north?") == "miss"
+                wait_until(lambda: asked(one, "which sea lies in  the north?").startswith("hit tier=text"))
+                assert asked(other, "What was shared before the kill?") == "miss"
+                wait_until(lambda: shared(server, "before the kill"))
+                other.kill()
+                assert asked(one, "what was shared before  the kill?").startswith("hit")
+                assert asked(one, "What came while it was down?") == "miss"
+                with Started(behind.url, folders[1], *flags) as again:
+                    wait_until(lambda: asked(again, "what came while it  was down?").startswith("hit tier=text"))
+                stop.set()
+                asking.join()
+                assert statuses <= {"miss", "hit", "joined"}
+        finally:
+            server.kill()
+
+
+def shared(server: RedisServer, text: str) -> bool:
+    with redis.Redis(port=server.port) as client:
+        return any(text.encode() in fields.get(b"entry", b"") for _, fields in client.xrange(ENTRIES))

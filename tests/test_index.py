@@ -197,7 +197,7 @@ def test_a_purge_of_whole_clusters_hides_nothing_of_those_that_stay() -> None:
     index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
     assert index.settle()
     index.remove([str(i) for i in np.flatnonzero(label < 4)[:1500]])
-    index.apply_purges("")
+    index.apply_purges()
     assert index.settle()
     graph = index._partitions["p"].graph
     assert graph is not None
@@ -254,7 +254,7 @@ class AgainstBruteForce(RuleBasedStateMachine):
     @rule()
     def apply_purges(self) -> None:
         """Of what was removed no vector is left in memory."""
-        self.index.apply_purges("")
+        self.index.apply_purges()
         assert self.index.settle()
         for name, partition in self.index._partitions.items():
             there = np.stack([vector for home, vector in self.table.values() if home == name])

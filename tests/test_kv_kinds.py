@@ -1,6 +1,6 @@
 """The KV connector under every kind of request and engine: what is loaded changes no answer.
 
-Kinds of requests, an FP8 cache, drafts from n-grams, prompt embeddings, and models that cannot be served.
+Kinds of requests, an FP8 cache, drafts from n-grams, prompt embeddings.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from kv_engines import (
     SKIP,
     Answer,
     Engine,
-    Heard,
-    answered,
     connector,
     differs,
     in_child,
@@ -121,17 +119,6 @@ def ask_levels(engine: Engine, asked: list[Any]) -> dict[str, list[Answer]]:
     return found
 
 
-def latent(model: str, cache: str) -> dict[str, Any]:
-    """Answers of an engine without the connector, then of one with it at every level."""
-    asked, plain = some(130, 333), Engine(model)
-    found: dict[str, Any] = {"plain": plain.ask(asked, tokens=40)}
-    plain.close()
-    engine = Engine(model, connector(cache))
-    found |= {**ask_levels(engine, asked), "left": engine.left()}
-    engine.close()
-    return found
-
-
 def assert_alike(found: dict[str, Any], tie: float = 1e-3) -> None:
     for level in ("cold", "host", "disk"):
         for answer, plain in zip(found[level], found["plain"], strict=True):
@@ -185,27 +172,3 @@ def test_drafts_an_fp8_cache_and_prompt_embeddings(model: Path, tmp_path: Path) 
     first, other, again = found["embeddings"]
     assert [answer["loaded"] for answer in (first, other, again)] == [0, 0, 96]
     assert first["tokens"] == again["tokens"] != other["tokens"]
-
-
-@pytest.mark.engine
-def test_latent_attention(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Its blocks are latent vectors. On a CPU vLLM caches no prefixes of it: answers are right, and nothing is lost."""
-    assert_alike(in_child(latent, checkpoint("deepseek-v3"), tmp_path))
-
-
-@pytest.mark.engine
-def test_an_engine_that_cannot_be_served_starts_and_answers(model: Path, tmp_path: Path) -> None:
-    """Its host memory holds fewer blocks than a load needs: the connector says so once and stands aside."""
-    found = in_child(unserved, model, tmp_path)
-    assert len(found["answers"]) == 2
-    assert not any(answer["loaded"] for answer in found["answers"])
-    assert len(found["said"]) == 1, found["said"]
-    assert found["said"][0].startswith("semkv:")
-
-
-def unserved(model: str, cache: str) -> dict[str, Any]:
-    """The answers of an engine that cannot be served, and what the connector says of it."""
-    heard, engine = Heard(), Engine(model, connector(cache, host_bytes=1 << 12))
-    outputs = [engine.outputs(some(200))[0] for _ in range(2) if engine.llm.reset_prefix_cache()]
-    engine.close()
-    return {"answers": [answered(output) for output in outputs], "said": heard.ours()}

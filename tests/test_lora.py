@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kv_engines import NOTHING, CachedEngine, answer, full_blocks
+from semkv.connectors import read_outcome
 from semkv.connectors.adapter import KVAdapter
-from semkv.connectors.outcome import read_outcome
 from tiny_models import Checkpoint
 
 
@@ -68,7 +68,7 @@ def test_the_same_name_with_other_weights_loads_nothing(checkpoint: Checkpoint, 
         assert chunk is not None
         for name, request in (("with", lora), ("without", None)):
             engine.llm.llm_engine.add_request(name, engine.prompt("lora"), params, lora_request=request)
-            assert bool(adapter_of_blocks.can_inject(name, chunk)) == (request is None)
+            assert (not adapter_of_blocks.refusal(name, chunk)) == (request is None)
             engine.llm.llm_engine.abort_request([name])
         engine.forget()
         path.joinpath("adapter_config.json").touch()  # changed under the running engine

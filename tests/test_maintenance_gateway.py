@@ -20,7 +20,7 @@ from semkv.stores.block_file import tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import prepare
 from semkv.stores.catalog import Catalog
-from semkv.stores.database import CATALOG, RESPONSES_1
+from semkv.stores.database import CATALOG
 from semkv.stores.responses.ahead import AheadLog
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
@@ -254,16 +254,3 @@ def test_nothing_goes_where_the_folder_of_fusion_states_is_not_ours(tmp_path: Pa
     before = sorted(cache.iterdir())
     assert "is not a semkv cache" in refused("purge", "--cache-dir", str(cache), "--fusion-cache-dir", str(fusion))
     assert (sorted(cache.iterdir()), answers(cache)) == (before, 3)
-
-
-def test_a_lone_file_of_an_older_format_is_told_and_purged(tmp_path: Path) -> None:
-    old = tmp_path / RESPONSES_1[0]
-    with closing(sqlite3.connect(old)) as db, db:
-        db.execute("CREATE TABLE answers (key TEXT)")
-        db.execute(f"PRAGMA application_id={RESPONSES_1[1]}")
-    for words in ("stats", "gc", "verify", "purge --tenant alice", "purge --tag t"):
-        result = invoke([*words.split(), "--cache-dir", str(tmp_path)])
-        assert (result.exit_code, "older version" in result.stderr) == (2, True), words
-    assert old.exists()
-    assert "1 files deleted" in call("purge", "--cache-dir", str(tmp_path))
-    assert left(tmp_path) == []

@@ -16,16 +16,13 @@ from gateway_helpers import SECRET as GATEWAYS_SECRET
 from gateway_helpers import Pair, wait_until
 from maintenance_helpers import SECRET, block_files, call, files_of, make_used, store_kv
 from semkv.engines.base import EnginePrompt
-from semkv.keys import namespace_key
 from semkv.server.tenancy import tenant_salt
 from semkv.stores.block_file import tenant_tag
 from semkv.stores.database import CATALOG
 from semkv.stores.fusion import FusionState, FusionStore
-from semkv.stores.kept_graphs import KeptGraphs
 from semkv.stores.maintenance import inspect
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.types import Namespace
 
 
 @pytest.fixture
@@ -55,9 +52,6 @@ def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeyp
         answers.put(StoredResponse(os.urandom(32).hex(), tenant, "model", b"{}", time.time()))
     answers.put(StoredResponse("stale", "alice", "model", b"{}", 1.0, 2.0, 3.0))
     answers.close()
-    for tenant, size in (("alice", 100), ("bob", 2000)):
-        graphs = KeptGraphs(used / "graphs", "layer", lambda: "", pytest.fail)
-        graphs.save(namespace_key(Namespace(tenant, "model")), "p", lambda write, size=size: write(b"g" * size))
 
     def held(tenant: str) -> tuple[list[tuple[str, int]], dict[str, tuple[int, int]]]:
         found = json.loads(call("stats", "--cache-dir", str(used), "--tenant", tenant, "--json"))
@@ -66,7 +60,7 @@ def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeyp
         return entries, {s["store"]: (s["items"], s["blocks"]) for s in found["stores"]}
 
     monkeypatch.delenv("SEMKV_SECRET", raising=False)
-    rest = {"media": (1, 0), "graphs": (1, 0), "answers": (3, 0)}  # what has run out lies there too
+    rest = {"media": (1, 0), "answers": (3, 0)}  # what has run out lies there too
     assert held("alice") == ([("alice", 3)], {"kv": (2, 2), "fusion": (2, 2), **rest})
     words = ("stats", "--cache-dir", str(used), "--tenant", "alice")
     assert "set SEMKV_SECRET" in invoke(words).stderr
@@ -77,11 +71,8 @@ def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeyp
     assert held("bob") == bobs
     assert held("nobody") == ([], {})
     everything = {s.store: s for s in inspect(used).stores}
-    assert {name: s.items for name, s in everything.items()} == {
-        "kv": 8, "fusion": 7, "media": 2, "graphs": 2, "answers": 4,
-    }  # fmt: skip
+    assert {name: s.items for name, s in everything.items()} == {"kv": 8, "fusion": 7, "media": 2, "answers": 4}
     alices = {s.store: s.nbytes for s in inspect(used, tenants=["alice"]).stores}
-    assert alices["graphs"] < 1000 < everything["graphs"].nbytes
     assert alices["media"] == len(b"the picture of alice")
     assert "kv" not in alices, "nobody said which salts were hers"
     assert "tenant alice" in call(*words)

@@ -1,11 +1,9 @@
-"""What is purged from the catalog leaves running processes, too: indexes, the graphs they keep, words of texts."""
+"""What is purged from the catalog leaves running processes, too: indexes and words of texts."""
 
 from __future__ import annotations
 
 import gc
 import sqlite3
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -17,20 +15,16 @@ import pytest
 
 from cache_helpers import DIM, WrittenEncoder, WrittenHook, vector_of
 from gateway_helpers import wait_until
-from maintenance_helpers import left
+from maintenance_helpers import left, purge
 from other_process import Other, obey
 from semkv import guards
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError
-from semkv.index import VectorIndex, _empty_graph
+from semkv.index import VectorIndex
 from semkv.stores.cachedir import prepare
-from semkv.stores.catalog import Catalog
-from semkv.stores.kept_graphs import kept_beside, kept_files, read_graph
 from semkv.stores.maintenance import inspect, purge_entries
-from semkv.types import EmbeddingLayer, Namespace
-from test_kept_graphs import ask
-from test_kept_graphs import record as record_some
+from semkv.types import EmbeddingLayer, Namespace, Plan, Request, ReuseReport, TextSegment
 
 COUNT = 1100  # above `FLAT`, so that there are graphs
 TAGGED = range(0, COUNT, 25)
@@ -43,6 +37,11 @@ class Forgetful(WrittenEncoder):
 
     def forget(self) -> None:
         Forgetful.forgot += 1
+
+
+def ask(number: int, tenant: str) -> Request:
+    text = f"What color is {tenant}'s car with number {number}?"
+    return Request(str(number), Namespace(tenant, "m"), (TextSegment(text),))
 
 
 def vectors(tenant: str, numbers: Iterable[int]) -> np.ndarray:
@@ -61,7 +60,8 @@ def opened(folder: Path) -> SemanticCache:
 
 def record(cache: SemanticCache, tenant: str, count: int = COUNT) -> None:
     for number in range(count):
-        record_some(cache, tenant, [number], tags=("secret",) if number in TAGGED else ())
+        request, tags = ask(number, tenant), ("secret",) if number in TAGGED else ()
+        cache.add_observation(ReuseReport(request, Plan(request.segments), {}), "red", tags=tags)
 
 
 def indexes(cache: SemanticCache) -> list[VectorIndex]:
@@ -83,16 +83,6 @@ def in_memory(cache: SemanticCache, tenant: str, numbers: Sequence[int]) -> int:
             if (graph := partition.graph) is not None:  # the upkeep may put another in its place
                 rows.append(graph.index.reconstruct_n(0, graph.index.ntotal))
             count += found(np.concatenate(rows), tenant, numbers)
-    return count
-
-
-def on_disk(folder: Path, tenant: str, numbers: Sequence[int]) -> int:
-    """How many vectors the graphs' files have of some questions."""
-    count = 0
-    for file in kept_files(folder / "graphs"):
-        _, _, body = file.read_bytes()[:-16].split(b"\n", 2)
-        index, _ = read_graph(memoryview(body), _empty_graph(DIM))
-        count += found(index.reconstruct_n(0, index.ntotal), tenant, numbers)
     return count
 
 
@@ -132,15 +122,9 @@ def other(tmp_path: Path) -> Iterator[Other]:
     process.end()
 
 
-def purge(folder: Path, *selection: str) -> None:
-    """As an operator does it, in a process of its own."""
-    command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(folder), *selection]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
-
-
-def test_a_tenant_leaves_the_memory_and_the_graphs_of_an_idle_process(tmp_path: Path, other: Other) -> None:
+def test_what_is_purged_leaves_the_memory_of_an_idle_process(tmp_path: Path, other: Other) -> None:
     other("record", "alice"), other("record", "bob"), other("settle")
-    assert on_disk(tmp_path, "alice", range(COUNT)) > 1000
+    assert other("in memory", "alice", range(COUNT)) == 2 * COUNT
     assert other("ask", "alice")
     assert other("veto")
     assert other("words")
@@ -149,97 +133,30 @@ def test_a_tenant_leaves_the_memory_and_the_graphs_of_an_idle_process(tmp_path: 
     wait_until(lambda: not other("words") and other("forgot"))
     assert other("in memory", "alice", range(COUNT)) == 0
     assert other("in memory", "bob", range(COUNT)) == 2 * COUNT
+    purge(tmp_path, "--tag", "secret")
+    wait_until(lambda: other("known") == [COUNT - len(TAGGED)] * 2)
+    wait_until(lambda: (other("settle"), other("in memory", "bob", TAGGED))[1] == 0)
     other("close")
-    assert on_disk(tmp_path, "alice", range(COUNT)) == 0
-    assert on_disk(tmp_path, "bob", range(COUNT)) > 2000
     assert other("faults") == {"catalog": 1}, "which is closed now"
 
 
-def test_tagged_entries_leave_the_graphs_that_the_rest_stays_in(tmp_path: Path, other: Other) -> None:
+@pytest.mark.parametrize("by", ["an operator", "a run that begins with a purge"])
+def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, other: Other, by: str) -> None:
+    """It hears of it, and goes on with a new catalog."""
+    config = CacheConfig(tmp_path)
+    prepare(config)
     other("record", "bob"), other("settle")
-    assert on_disk(tmp_path, "bob", TAGGED) > 50
-    purge(tmp_path, "--tag", "secret")
-    left = COUNT - len(TAGGED)
-    wait_until(lambda: other("known") == [left, left])
-    wait_until(lambda: (other("settle"), other("in memory", "bob", TAGGED))[1] == 0)
-    assert on_disk(tmp_path, "bob", TAGGED) == 0
-    other("close")
-    assert kept_files(tmp_path / "graphs")
-    assert on_disk(tmp_path, "bob", TAGGED) == 0
-    stay = [number for number in range(COUNT) if number not in TAGGED]
-    assert on_disk(tmp_path, "bob", stay) > 1000
-    with opened(tmp_path) as cache:
-        assert cache.stats().faults == {}
-        for index in indexes(cache):
-            assert index.sizes().graph > 500, "what was kept is taken up"
-            names = {item.item for row in vectors("bob", stay) for item in index.search(_partition(index), row)}
-            assert len(names) >= 0.98 * left
-
-
-def _partition(index: VectorIndex) -> str:
-    (name,) = index._partitions
-    return name
-
-
-def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, other: Other) -> None:
-    other("record", "bob"), other("settle")
-    purge(tmp_path)
-    wait_until(lambda: other("known") == [0, 0])
-    assert not kept_files(tmp_path / "graphs")
-    assert other("in memory", "bob", range(COUNT)) == 0
-    other("record", "alice")
-    wait_until(lambda: (other("settle"), on_disk(tmp_path, "alice", range(COUNT)))[1])
-    other("close")
-    assert on_disk(tmp_path, "bob", range(COUNT)) == 0
-
-
-def test_a_run_that_begins_with_a_purge_empties_what_others_have_open(tmp_path: Path, other: Other) -> None:
-    """`semkv run --purge` beside a running process, which hears of it and goes on with a new catalog."""
-    prepare(CacheConfig(tmp_path))
-    other("record", "bob"), other("settle")
-    prepare(CacheConfig(tmp_path), purge=True)
-    assert not kept_files(tmp_path / "graphs")
+    if by == "an operator":
+        purge(tmp_path)
+    else:
+        prepare(config, purge=True)
     wait_until(lambda: other("known") == [0, 0])
     assert other("in memory", "bob", range(COUNT)) == 0
     other("record", "alice")
     assert [(use.tenant, use.entries) for use in inspect(tmp_path).entries] == [("alice", COUNT)]
     other("close")
-    prepare(CacheConfig(tmp_path), purge=True)
+    prepare(config, purge=True)
     assert (left(tmp_path), inspect(tmp_path).entries) == ([], ())
-
-
-@pytest.mark.parametrize("how", ["purged", "invalidated"])
-def test_who_closes_before_it_has_looked_writes_nothing_of_a_purge(tmp_path: Path, how: str) -> None:
-    cache = opened(tmp_path)
-    record(cache, "bob")
-    settled(cache)
-    if how == "purged":
-        purge_entries(tmp_path, None, "secret", dry_run=False)
-    else:
-        cache.invalidate(tag="secret")
-    cache.close()
-    assert kept_files(tmp_path / "graphs")
-    assert on_disk(tmp_path, "bob", TAGGED) == 0
-    assert in_memory(cache, "bob", TAGGED) == 0
-
-
-def test_an_invalidation_takes_graphs_that_this_process_has_no_tier_for(tmp_path: Path) -> None:
-    with opened(tmp_path) as cache:
-        record(cache, "bob")
-        record(cache, "alice")
-        settled(cache)
-    with SemanticCache(CacheConfig(tmp_path, semantic=False)) as cache:
-        assert cache.invalidate(tag="secret", namespace=Namespace("bob", "m")) == len(TAGGED)
-    assert on_disk(tmp_path, "bob", TAGGED) == 0
-    assert on_disk(tmp_path, "alice", range(COUNT)) > 1000
-
-
-def test_nothing_is_written_while_the_catalog_cannot_be_asked(tmp_path: Path) -> None:
-    catalog = Catalog(tmp_path / "catalog.sqlite")
-    kept = kept_beside(catalog, "layer", lambda error: pytest.fail(str(error)))
-    catalog.close()
-    kept.save("ns", "p", lambda write: write(b"x"))
-    assert kept_files(tmp_path / "graphs") == []
 
 
 def test_a_cache_that_nobody_has_any_more_is_not_followed(tmp_path: Path) -> None:

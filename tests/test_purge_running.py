@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -15,21 +12,12 @@ from typing import Any
 import pytest
 
 from block_helpers import files, found, lose_index, open_store, save, served
+from gateway_helpers import wait_until
+from maintenance_helpers import purge
 from other_process import Other, obey
 from semkv.stores import block_file
 from semkv.stores.cachedir import purge_directory
 from semkv.stores.database import opening
-
-
-def purge(cache: Path) -> None:
-    """As an operator does it, in a process of its own."""
-    command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(cache)]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def eventually(what: Callable[[], bool]) -> None:
-    while not what():  # the test's own timeout ends it
-        time.sleep(0.01)
 
 
 def _serve(cache: Path, pipe: Connection) -> None:
@@ -79,10 +67,10 @@ def test_a_find_alone_takes_up_another_index_without_waiting(tmp_path: Path) -> 
     assert save(store, 1)
     with opening(tmp_path / "index.sqlite"):
         lose_index(tmp_path)
-        eventually(lambda: not found(store, 1))  # as long as another process has the lock
+        wait_until(lambda: not found(store, 1))  # as long as another process has the lock
         assert store.last_purge() == 0
         assert store.purges_after(2**62)[0].owner is None
-    eventually(lambda: found(store, 1) == 1)
+    wait_until(lambda: found(store, 1) == 1)
     assert store.on
 
 

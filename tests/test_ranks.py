@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kv_engines import NOTHING, CachedEngine, in_child
+from maintenance_helpers import purge
 from tiny_models import Checkpoint
 
 
@@ -27,7 +26,7 @@ def ranks(model: str, cache: str) -> dict[str, Any]:
     ask("from host", keep_host=True)
     ask("from disk", keep_host=False)
     engine.settle()
-    subprocess.run([sys.executable, "-m", "semkv", "purge", "--cache-dir", cache], check=True, capture_output=True)
+    purge(Path(cache))
     ask("after a purge", keep_host=True)
     engine.settle()
     counts = dict(engine.counts())

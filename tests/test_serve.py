@@ -9,20 +9,25 @@ import re
 import resource
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
-from gateway_helpers import Served, Started, chat, wait_until
+from gateway_helpers import ADMIN, Served, Started, chat, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
 from semkv.errors import SemkvError
 from semkv.server.serve import described, listening
 from semkv.server.settings import ServerSettings
 
+ADMITTED = {"Authorization": f"Bearer {ADMIN}"}
 KEY = {"SEMKV_ADMIN_KEY": "an admin key of sufficient length"}
 
 
@@ -241,3 +246,89 @@ def test_a_library_that_prints_for_itself_is_logged_once() -> None:
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     (line,) = out.stderr.splitlines()
     assert json.loads(line)["message"] == "retrying"
+
+
+class TestWorkers:
+    """Two processes on one port and one directory."""
+
+    @pytest.fixture
+    def started(self, tmp_path: Path) -> Iterator[tuple[Started, Scripted]]:
+        upstream = Scripted()
+        with Served(upstream) as behind:
+            running = Started(behind.url, tmp_path, "--workers=2", SEMKV_ADMIN_KEY=ADMIN)
+            with running:
+                wait_until(lambda: running.log.read_text().count("startup complete") == 2)
+                yield running, upstream
+
+    def test_they_share_answers_figures_and_invalidations(self, started: tuple[Started, Scripted]) -> None:
+        running, upstream = started
+        both = workers_of(running)
+        assert len(both) == 2
+        for number in range(40):  # each on a connection of its own, so that both take some
+            assert ask(running, f"question {number % 4}").status_code == 200
+        assert upstream.total <= 4 * 2
+        wait_until(lambda: figure(running, "semkv_requests_total") >= 40)
+        stats = httpx.get(f"{running.url}/semkv/api/stats", headers=ADMITTED).json()
+        assert stats["workers"] == 2
+        assert sum(stats["totals"]["tiers"].values()) == figure(running, "semkv_requests_total")
+        assert figure(running, "semkv_response_entries") == 4
+        gone = {"prefix": "question", "dry_run": False}
+        assert httpx.post(f"{running.url}/semkv/api/invalidate", headers=ADMITTED, json=gone).json()["count"] == 4
+        upstream.script["question 1"] = {"status": "418"}  # so that what is old is told from what is new
+        wait_until(lambda: {ask(running, "question 1").status_code for _ in range(20)} == {418})
+
+    def test_one_that_is_killed_is_started_again_and_nothing_is_lost(self, started: tuple[Started, Scripted]) -> None:
+        running, _ = started
+        whole: list[str] = []
+        stop = threading.Event()
+
+        def traffic() -> None:
+            number = 0
+            while not stop.is_set():
+                number += 1
+                with suppress(httpx.HTTPError):  # on its way at the killed worker
+                    assert ask(running, f"traffic {number}").status_code == 200
+                    whole.append(f"traffic {number}")
+
+        asking = threading.Thread(target=traffic)
+        asking.start()
+        for _ in range(3):
+            before, so_far = workers_of(running), len(whole)
+            wait_until(lambda so_far=so_far: len(whole) > so_far + 5)
+            os.kill(before[0], signal.SIGKILL)
+            wait_until(lambda before=before: len(set(workers_of(running)) - set(before)) == 1)
+        wait_until(lambda: running.log.read_text().count("startup complete") == 5)
+        stop.set()
+        asking.join()
+        wait_until(lambda: all(ask(running, text).headers["x-semkv"].startswith("hit") for text in whole))
+        assert running.stop() == 0
+        assert all(not Path(f"/proc/{pid}").exists() for pid in before)
+        with sqlite3.connect(running.log.parent / "cache" / "catalog.sqlite") as db:
+            assert db.execute("SELECT COUNT(*) FROM responses").fetchone()[0] >= len(whole)
+
+    def test_they_end_with_their_parent(self, started: tuple[Started, Scripted]) -> None:
+        running, _ = started
+        both = workers_of(running)
+        running.kill()
+        wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in both))
+
+
+def test_workers_without_a_store_are_refused(tmp_path: Path) -> None:
+    out = semkv("serve", "--workers", 2, "--port", 0, "--store", "memory", "--cache-dir", tmp_path)
+    assert out.returncode == 2
+    assert "--workers: 2 is not allowed" in out.stderr
+
+
+def workers_of(running: Started) -> list[int]:
+    """The processes that answer."""
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def ask(running: Started, text: str) -> httpx.Response:
+    return httpx.post(f"{running.url}/v1/chat/completions", json=chat(text), timeout=120)
+
+
+def figure(running: Started, name: str) -> float:
+    lines = httpx.get(f"{running.url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.split("[{ ]", line)[0] == name)

@@ -1,4 +1,4 @@
-"""Two engines and four front ends on one cache directory, all at once."""
+"""Two engines and four front ends on one cache directory, all at once; two gateways on one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gateway_helpers import NEAR, ONE, OTHER, Pair, wait_until
 from kv_engines import in_child
 from semkv.engines.base import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
@@ -98,3 +99,16 @@ def test_two_engines_and_four_front_ends_share_a_directory(tmp_path: Path) -> No
     used = inspect(folder)
     assert sum(entry.entries for entry in used.entries) <= 300
     assert sum(store.blocks for store in used.stores if store.store == "kv") <= 60
+
+
+def test_a_near_repeat_hits_at_another_gateway_on_the_directory(tmp_path: Path) -> None:
+    with Pair(tmp_path, **NEAR) as one, Pair(tmp_path, **NEAR) as other:
+        first = one.post(ONE)
+        wait_until(lambda: other.entries == 1)
+        second = other.post(OTHER)
+        assert second.headers["x-semkv"].split()[:2] == ["hit", "tier=text:semantic"]
+        assert second.content == first.content
+        assert other.upstream.total == 0
+        (entry_id,) = one.semantic._matching._similar.entries()
+        assert one.semantic.invalidate(entry_id=entry_id) == 1
+        wait_until(lambda: other.semantic._matching._similar.entries() == set())

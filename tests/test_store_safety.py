@@ -362,19 +362,6 @@ def test_a_purge_frees_a_disk_that_answers_have_filled_under_a_running_process(s
         assert left.count(b"secret words") <= 1000
 
 
-def test_a_read_only_file_system_serves_what_is_there(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = open_store(small_disk / "kv")
-    save(store, 0, 4)
-    store.close()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    store = open_store(small_disk / "kv")
-    for first in range(8, 80, 8):
-        assert save(store, first, 8) is None
-        assert right(store, 0, 4) == 4
-    assert not store.writable
-    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
-
-
 # One that may read the directory and not write it, whatever it was started as.
 READER = """
 import logging, os, sys

@@ -210,10 +210,6 @@ _MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
     "mamba_expand": 2, "mamba_chunk_size": 32,
 }  # fmt: skip
-_MLA = {
-    "q_lora_rank": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-    "rope_interleave": True,
-}  # fmt: skip
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 TEXT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -231,14 +227,6 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_LLAMA, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64,
             "layer_types": [_SLIDING, _FULL] * 2,
-        },
-    ),
-    "deepseek-v3": (
-        "deepseek_v3",
-        {
-            **_WIDTHS, **_MLA, "num_key_value_heads": 4, "intermediate_size": 256, "moe_intermediate_size": 64,
-            "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
-            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "topk_method": "noaux_tc",
         },
     ),
     "granite4": (

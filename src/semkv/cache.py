@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 from semkv import plug
 from semkv.config import CacheConfig
-from semkv.encoders.hooks import EmbeddingHook, NoHook, build_hook, declared, image_roots, read_media
+from semkv.encoders.hooks import EmbeddingHook, JoinedHook, build_hook, declared, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import ConfigError, StoreError
 from semkv.guards import forget, no_veto, veto
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import Removed
-from semkv.stores.kept_graphs import forget_graphs
+from semkv.stores.entry_log import EntryLog
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import GuardedEncoder, Tally
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
@@ -43,6 +43,7 @@ from semkv.tiers.pending import PendingTier
 from semkv.tiers.plan import Planner
 from semkv.tiers.plugged import Index, Tier
 from semkv.tiers.policies import Decider, build_policy
+from semkv.tiers.sharing import Sharing
 from semkv.tiers.similar import wrong_dimension
 from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport
 
@@ -121,6 +122,7 @@ class SemanticCache:
         same_answer: compares answers in checks; by default short ones as strings and longer ones by meaning.
         index: makes an index of vectors of this length; by default a `semkv.index.VectorIndex`.
         tiers: asked after the built-in ones, in this order.
+        log: through which caches of other directories share entries; closed with the cache.
 
     Raises:
         ConfigError: a part or layer that does not exist or does not fit.
@@ -137,11 +139,12 @@ class SemanticCache:
         same_answer: Comparator | None = None,
         index: Callable[[int], Index] | None = None,
         tiers: Sequence[Tier] = (),
+        log: EntryLog | None = None,
     ) -> None:
         self.config = config
         on = config.mode is not CacheMode.OFF
         plain = text_encoder if text_encoder is not None else SentenceEncoder(config.index_encoder)
-        hook = _hook(config, hook, plain) if on and config.embedding_layers else NoHook()
+        hook = _hook(config, hook, plain) if on and config.embedding_layers else JoinedHook()
         encoder = GuardedEncoder(plain) if on and config.semantic else None
         if encoder is not None:
             _ = encoder.dim  # loads the model, so that a wrong name fails here
@@ -169,6 +172,9 @@ class SemanticCache:
         self._matching = Matching(
             config, self._catalog, hook, encoder, self._planner, guard, floor, self._tally, index, tiers
         )
+        self._sharing = None
+        if log is not None:
+            self._sharing = Sharing(log, self._catalog, self._matching, self._forget, self._forget_removed, self._tally)
 
     def __enter__(self) -> SemanticCache:
         return self
@@ -178,6 +184,8 @@ class SemanticCache:
 
     def close(self) -> None:
         """Keep what the policy learned and close the catalog. A later lookup is a counted miss."""
+        if self._sharing is not None:
+            self._sharing.close()
         self._checking.save()
         self._matching.close()
         self._catalog.close()
@@ -272,6 +280,8 @@ class SemanticCache:
             self._tally.add("recorded" if new else "repeats")
             self._forget(removed)
             self._matching.refresh()
+            if new and self._sharing is not None:
+                self._sharing.add(record)
             return record.entry.entry_id
         return None
 
@@ -354,11 +364,12 @@ class SemanticCache:
         except sqlite3.Error as error:
             raise StoreError(f"catalog {self._catalog.path}: {error}") from error
         if removed.entry_ids and not dry_run:
-            self._forget(removed)
-            with self._tally.boundary("graph"):  # also where no tier of this process has the vectors in them
-                forget_graphs(self._catalog, removed.spaces)
-            forget()  # pieces of the texts that are gone
+            self._forget_removed(removed)
         return len(removed.entry_ids)
+
+    def _forget_removed(self, removed: Removed) -> None:
+        self._forget(removed)
+        forget()  # pieces of the texts that are gone
 
     def stats(self) -> CacheStats:
         """Counters and sizes."""

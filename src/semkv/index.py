@@ -5,12 +5,12 @@ image can neither match nor crowd out a match. The index is built from the catal
 
 A new row is a plain one, compared exactly. From `FLAT` plain rows on, a background thread adds them to a copy of the
 partition's `Graph`, which then takes its place, so that no search and no write waits for it. The same thread rebuilds a
-graph with many removed rows and keeps graphs on disk (`semkv.stores.kept_graphs`) for the next start.
+graph with many removed rows. Graphs are in memory only: those of 100,000 vectors are built again within 40 s of
+processor time after a start, and until then the search is exact.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import mmap
 import os
@@ -22,9 +22,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from semkv.errors import CorruptValue
-from semkv.stores.kept_graphs import KeptGraphs, faiss_module, name_hashes, read_graph, write_graph
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -40,7 +37,6 @@ FLAT = 1024  # plain rows from which a partition gets a graph
 _CHUNK = 1024  # rows that are compared, or added to a graph, in one call
 _MOVED = 1 << 13  # plain rows that move into a graph at once
 _STALE = 0.2  # share of removed rows at which a graph is rebuilt
-_UNKEPT = 0.25  # share of new rows at which a graph is written to disk again
 _LINKS, _BUILD_BREADTH, _SEARCH_BREADTH = 16, 80, 96  # M, efConstruction and efSearch of HNSW
 _MANY = 1 << 18  # rows from which a graph is searched more broadly, by the root of their number: it would find less
 # A place is the number of a partition, a bit that says whether the row is in its graph, and the row.
@@ -57,12 +53,11 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One vector to be indexed: a unit vector of the index's dimension. ``namespace`` names the owner."""
+    """One vector to be indexed: a unit vector of the index's dimension."""
 
     item: str
     partition: str
     vector: Vector
-    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +104,15 @@ class Graph:
 
 
 class Partition:
-    """The plain rows of one partition, float32 and without holes, and the graph that has the others.
+    """The plain rows of one partition, float32 and without holes, and the graph that has the others."""
 
-    Attributes:
-        kept, kept_dead: rows of the graph when it was last written to disk, and how many of them were removed.
-    """
+    __slots__ = ("_room", "graph", "items", "name", "number")
 
-    __slots__ = ("_room", "graph", "items", "kept", "kept_dead", "name", "namespace", "number")
-
-    def __init__(self, number: int, name: str, namespace: str, dim: int) -> None:
-        self.number, self.name, self.namespace = number, name, namespace
+    def __init__(self, number: int, name: str, dim: int) -> None:
+        self.number, self.name = number, name
         self.graph: Graph | None = None
         self.items: list[str] = []
         self._room: Matrix = np.empty((0, dim), dtype=np.float32)
-        self.kept = self.kept_dead = 0
 
     @property
     def rows(self) -> Matrix:
@@ -174,13 +164,10 @@ class VectorIndex:
     Args:
         dim: length of every vector.
         flat: plain rows from which a partition gets a graph, 4 or more.
-        kept: keeps graphs on disk. What was added before `loaded` takes its row of a kept graph, where the vector is
-            the same to the last float16 bit, so that an old or foreign file costs time and no answer.
     """
 
-    def __init__(self, dim: int, *, flat: int = FLAT, kept: KeptGraphs | None = None) -> None:
-        self.dim, self._flat, self._kept = dim, flat, kept
-        self._reading = kept is not None  # until `loaded`
+    def __init__(self, dim: int, *, flat: int = FLAT) -> None:
+        self.dim, self._flat = dim, flat
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._partitions: dict[str, Partition] = {}
@@ -218,57 +205,25 @@ class VectorIndex:
         Raises:
             ValueError: a vector has another length than ``dim``; nothing was added.
         """
-        grouped: dict[tuple[str, str], dict[str, Vector]] = defaultdict(dict)
+        grouped: dict[str, dict[str, Vector]] = defaultdict(dict)
         for row in rows:
             if row.vector.shape != (self.dim,):
                 raise ValueError(f"vector of shape {row.vector.shape} in an index of dimension {self.dim}")
-            grouped[row.partition, row.namespace].setdefault(row.item, row.vector)
+            grouped[row.partition].setdefault(row.item, row.vector)
         with self._lock:
-            for (name, namespace), members in grouped.items():
+            for name, members in grouped.items():
                 items = [item for item in members if item not in self._place]
                 if not items:
                     continue
                 home = self._partitions.get(name)
                 if home is None:
                     self._made += 1
-                    home = Partition(self._made, name, namespace, self.dim)
+                    home = Partition(self._made, name, self.dim)
                     self._partitions[name] = self._numbered[self._made] = home
                 first = (home.number << _PARTITION_BITS) + len(home.items)
                 home.append(items, np.stack([members[item] for item in items]))
                 self._place.update(zip(items, range(first, first + len(items)), strict=True))
                 self._look_after(home)
-
-    def loaded(self) -> None:
-        """Say that the whole catalog has been read: the graphs of the last run are taken up now."""
-        if not self._reading:
-            return
-        with self._lock:
-            self._reading = False
-            for home in list(self._partitions.values()):
-                self._take_up(home)
-                self._tidy(home)
-            if self._kept is not None:
-                self._kept.drop_unread()
-
-    def _take_up(self, home: Partition) -> None:
-        """Move what a kept graph has, to the last bit, from a partition's plain rows into that graph."""
-        body = None if self._kept is None else self._kept.read(home.name)
-        if self._kept is None or body is None:
-            return
-        try:
-            index, hashes = read_graph(body, _empty_graph(self.dim))
-        except CorruptValue as error:
-            self._kept.reject(home.namespace, home.name, error)
-            return
-        rows = {hashed: row for row, hashed in enumerate(hashes.tolist()) if hashed}
-        row_of = np.array([rows.pop(hashed, -1) for hashed in name_hashes(home.items).tolist()])
-        encoded = faiss_module().downcast_index(index.storage).sa_encode(home.rows)
-        same = (row_of >= 0) & (codes_of(index)[row_of] == encoded).all(axis=1)
-        moved: list[str | None] = [None] * len(hashes)
-        for place in np.flatnonzero(same).tolist():
-            moved[row_of[place]] = home.items[place]
-        home.kept, home.kept_dead = len(hashes), int(np.count_nonzero(hashes == 0))
-        self._publish(home, None, index, moved)
 
     def remove(self, items: Iterable[str]) -> None:
         """Forget items; unknown ones are ignored. No search that ends after this finds one of them."""
@@ -297,35 +252,18 @@ class VectorIndex:
         """Drop what is empty; the worker does the rest."""
         if home.graph is not None and home.graph.dead == len(home.graph.items):
             home.graph = None
-            self._drop_file(home)
         if home.items or home.graph is not None:
             self._look_after(home)
         elif self._partitions.get(home.name) is home:
             del self._partitions[home.name], self._numbered[home.number]
 
-    def _drop_file(self, home: Partition) -> None:
-        if self._kept is not None and home.kept:
-            self._kept.drop(home.namespace, home.name)
-            home.kept = 0
-
-    def apply_purges(self, purge: str) -> None:
-        """Say that everything a purge deleted was removed here: its vectors leave memory and the kept graphs.
-
-        Args:
-            purge: the catalog's mark of that purge, read before it was asked which entries are gone.
-        """
+    def apply_purges(self) -> None:
+        """Say that everything a purge deleted was removed here: its vectors leave memory."""
         with self._lock:
             for home in self._partitions.values():
                 if home.graph is not None:
                     home.graph.blank()
-                    if home.graph.dead > home.kept_dead or not self._is_kept(home):
-                        self._drop_file(home)
                 self._look_after(home)
-            if self._kept is not None:
-                self._kept.apply_purges(purge)
-
-    def _is_kept(self, home: Partition) -> bool:
-        return self._kept is not None and self._kept.has(home.namespace, home.name)
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -367,32 +305,21 @@ class VectorIndex:
             return self._idle.wait_for(lambda: self._worker is None, timeout_s)
 
     def close(self) -> None:
-        """Stop the worker, within a second or so, and keep the graphs; the index stays searchable."""
+        """Stop the worker, within a second or so; the index stays searchable."""
         with self._lock:
             self._closed, worker = True, self._worker
         if worker is not None:
             worker.join()
-        for home in [] if self._reading else list(self._partitions.values()):
-            if home.graph is not None and (home.kept != len(home.graph.items) or not self._is_kept(home)):
-                self._keep(home)
 
     def _look_after(self, home: Partition) -> None:
-        if not self._closed and self._task(home) is not None:
+        if not self._closed and self._is_due(home):
             self._work[home.name] = None
             if self._worker is None:
                 self._worker = threading.Thread(target=self._run, name="semkv-index", daemon=True)
                 self._worker.start()
 
-    def _task(self, home: Partition) -> Callable[[], None] | None:
-        """The next thing to do for a partition."""
-        graph = home.graph
-        if self._reading:
-            return None
-        if len(home.items) >= self._flat or (graph is not None and self._is_stale(graph)):
-            return functools.partial(self._build, home)
-        if graph is not None and self._kept is not None and (1 - _UNKEPT) * len(graph.items) > home.kept:
-            return functools.partial(self._keep, home)
-        return None
+    def _is_due(self, home: Partition) -> bool:
+        return len(home.items) >= self._flat or (home.graph is not None and self._is_stale(home.graph))
 
     def _is_stale(self, graph: Graph) -> bool:
         return graph.dead > max(self._flat // 4, _STALE * len(graph.items))
@@ -400,21 +327,21 @@ class VectorIndex:
     def _run(self) -> None:
         try:
             faiss_module().omp_set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # for builds by this thread
-            while (task := self._next()) is not None:
-                task()
+            while (home := self._next()) is not None:
+                self._build(home)
         except Exception as error:  # short of memory, most likely: that costs speed, and no answer
             logger.warning("vector index: %r: left as it is until the next write", error)
             with self._lock:
                 self._rest()
 
-    def _next(self) -> Callable[[], None] | None:
-        """What to do; None ends the thread, which the next write starts again."""
+    def _next(self) -> Partition | None:
+        """The partition to build a graph for; None ends the thread, which the next write starts again."""
         with self._lock:
             while self._work and not self._closed:
                 name = next(iter(self._work))
                 home = self._partitions.get(name)
-                if home is not None and (task := self._task(home)) is not None:
-                    return task
+                if home is not None and self._is_due(home):
+                    return home
                 del self._work[name]
             self._rest()
             return None
@@ -466,19 +393,12 @@ class VectorIndex:
         self._place.update({item: first + row for row, item in enumerate(moved) if item is not None})
         self._place.update({item: plain + row for row, item in enumerate(home.items)})
 
-    def _keep(self, home: Partition) -> None:
-        """Write a partition's graph to disk, without the vectors of removed rows. One thread at a time may call."""
-        with self._lock:
-            graph = home.graph
-            if graph is None or self._kept is None:
-                return
-            graph.blank()
-            home.kept, home.kept_dead = len(graph.items), graph.dead
-            write = functools.partial(write_graph, graph.index, graph.items[:])
-        self._kept.save(home.namespace, home.name, write)
-        with self._lock:
-            if home.graph is None:  # all was removed meanwhile
-                self._kept.drop(home.namespace, home.name)
+
+def faiss_module() -> Any:
+    """FAISS, whose stubs lack what its classes have; imported when the first partition is large enough for a graph."""
+    import faiss
+
+    return faiss
 
 
 def codes_of(index: Any) -> npt.NDArray[np.uint8]:

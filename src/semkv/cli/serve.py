@@ -50,6 +50,7 @@ def _serve(
     *,
     host: str = "127.0.0.1",
     port: Annotated[int, PORT] = 8080,
+    workers: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))] = 1,
     log_level: LogLevel = LogLevel.INFO,
     log_format: LogFormat = LogFormat.JSON,
     config: Path | None = None,
@@ -65,6 +66,7 @@ def _serve(
     Args:
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
+        workers: Processes that answer on the port, one a core; each loads the encoder.
         log_level: The least that is logged: debug, info, warning or error.
         log_format: json (an object a line) or text.
         config: A TOML file of flags without the dashes, such as `ttl = 60`; flags and variables override it.
@@ -74,7 +76,13 @@ def _serve(
         from semkv.server.serve import run_server
 
     run_server(
-        settings or ServerSettings(), os.environ, host=host, port=port, log_level=log_level, log_format=log_format
+        settings or ServerSettings(),
+        os.environ,
+        host=host,
+        port=port,
+        workers=workers,
+        log_level=log_level,
+        log_format=log_format,
     )
 
 

@@ -214,7 +214,7 @@ def _gc(
     else:
         print(
             f"deleted: {found.kv} of KV, {found.fusion} of fusion states, {found.media} pictures, "
-            f"{found.graphs} graphs, {found.entries} entries, {found.answers} answers, {found.strays} temporary files"
+            f"{found.entries} entries, {found.answers} answers, {found.strays} temporary files"
         )
     if max_age_days and _has_gateway(_folder(cache_dir)):
         print(f"left: {_INVALIDATE}", file=sys.stderr)

@@ -12,6 +12,10 @@ All settings: `semkv.connectors.settings`.
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 KV_CONNECTOR = "SemKVConnector"
 EC_CONNECTOR = "SemECConnector"
@@ -62,32 +66,61 @@ def too_old() -> str | None:
     return None
 
 
-PRIVATE = {
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler._jobs": (
-        "which stores are under way when another connector's load fails"
-    ),
-    f"{KV_MODULE}:get_sliding_window_size_in_chunks": "whether vLLM can offload a KV cache group; it moved in 0.33",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config:build_offloading_config": (
-        "whether vLLM can offload this engine's cache"
-    ),
-    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory._registry": "whether ours are registered",
-    "vllm.distributed.ec_transfer.ec_connector.factory:ECConnectorFactory._registry": "whether ours are registered",
-    "vllm.v1.kv_offload.factory:OffloadingSpecFactory._registry": "whether ours is registered",
-    "vllm.v1.kv_offload.tiering.factory:SecondaryTierFactory._registry": "whether ours is registered",
-    "vllm.v1.kv_offload.base:ReqContext._offload_key_positions": "a request's keys, to look many up at once",
-    "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec._manager": "the manager is made once",
-    "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec._worker": "the worker is made once",
-    "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec._engine_id": "the name of the shared memory",
-    "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec._scheduler_mmap": "to take its name out of /dev/shm",
-    "vllm.v1.kv_offload.tiering.base:SecondaryTierManager._primary_kv_view": "let go of before vLLM closes it",
-    "vllm.v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion._creator": "who deletes the file in /dev/shm",
-    "vllm.v1.kv_offload.cpu.gpu_worker:CPUOffloadingWorker._mmap_region": "the same",
-    "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager._policy": "to forget a purged block of host memory",
-    "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager._free_chunk": "the same",
-    "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager._num_evictable_cache_chunks": "the same",
-    "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager._num_chunks": "how many blocks host memory holds",
-}
-"""Names of vLLM that are no public interface and that semkv touches all the same, with what for: vLLM calls its
-offloading interface experimental. A test resolves each, so that a vLLM which renames one fails by that name.
-``module:Class.attribute`` or ``module:function``. An attribute may be an instance's: then the class's source has
-``self.attribute``."""
+# -- what they did for one request, read from vLLM's output -----------------------------------------------------------
+
+REPORT_KEY = "semkv"
+"""The key of our report inside ``kv_transfer_params`` and ``ec_transfer_params``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOutcome:
+    """What came from the stores. A field is None when nothing is known: no connector, or its report is off.
+
+    Attributes:
+        loaded_tokens: prompt tokens whose KV was loaded from the KV store.
+        sources: of those, by where they came from: ``host``, ``disk``, ``p2p``.
+        fusion_loaded: media items whose encoder output was loaded from the fusion store.
+        fusion_encoded: media items that the encoder processed for this request. An item in neither count was in
+            vLLM's own encoder cache, or lay in a part of the prompt whose KV was there.
+        cached_tokens: prompt tokens vLLM did not compute, from its own prefix cache or from the store.
+    """
+
+    loaded_tokens: int | None = None
+    sources: Mapping[str, int] = field(default_factory=dict)
+    fusion_loaded: int | None = None
+    fusion_encoded: int | None = None
+    cached_tokens: int | None = None
+
+
+def _report(params: object, name: str = REPORT_KEY) -> Mapping[str, Any]:
+    report = params.get(name) if isinstance(params, Mapping) else None
+    return report if isinstance(report, Mapping) else {}
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def read_outcome(output: object) -> ConnectorOutcome:
+    """Read the outcome from a vLLM ``RequestOutput``, or from any object with the same attributes. The reports of
+    several SemKVConnectors in one MultiConnector, of which one loads for a request, are added up."""
+    params = getattr(output, "kv_transfer_params", None)
+    names = [name for name in params if name.startswith(REPORT_KEY)] if isinstance(params, Mapping) else []
+    reports = [_report(params, name) for name in names]
+    loaded = [n for report in reports if (n := _int(report.get("loaded_tokens"))) is not None]
+    sources: Counter[str] = Counter()
+    for report in reports:
+        sources.update(report.get("sources") or {})
+    ec = _report(getattr(output, "ec_transfer_params", None))
+    return ConnectorOutcome(
+        loaded_tokens=sum(loaded) if loaded else None,
+        sources=dict(sources),
+        fusion_loaded=_int(ec.get("loaded")),
+        fusion_encoded=_int(ec.get("encoded")),
+        cached_tokens=_int(getattr(output, "num_cached_tokens", None)),
+    )
+
+
+def wants_skip(params: object) -> bool:
+    """Whether a request's ``kv_transfer_params`` (or ``ec_transfer_params``) say ``{"semkv": {"skip": true}}``."""
+    return _report(params).get("skip") is True

@@ -33,17 +33,6 @@ _REMEMBERED = 256
 
 
 @dataclass(frozen=True, slots=True)
-class InjectCheck:
-    """Whether a chunk may be injected, and if not, why. True or false as a condition."""
-
-    ok: bool
-    reason: str = ""
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
-@dataclass(frozen=True, slots=True)
 class KVChunk:
     """A prompt's leading KV blocks.
 
@@ -146,32 +135,32 @@ class KVAdapter:
         name = request_name(request_id, requests)
         return None if name is None else requests[name]
 
-    def can_inject(self, request_id: str, chunk: KVChunk) -> InjectCheck:
-        """Whether ``chunk`` is exactly what this request would compute itself, and it has not started yet.
+    def refusal(self, request_id: str, chunk: KVChunk) -> str:
+        """Why ``chunk`` may not be injected; empty where it is exactly what this request would compute itself, and it
+        has not started yet.
 
         A block hash covers all tokens before it, the media items and the cache salt: equal hashes mean equal blocks.
         A chunk of another prompt is refused, since vLLM would keep it under this request's own hashes.
         """
-        request = self._live(request_id)
+        request, shared = self._live(request_id), self._connector.shared
         if request is None:
-            return InjectCheck(False, f"no live request {request_id}")
+            return f"no live request {request_id}"
         if request.num_computed_tokens:
-            return InjectCheck(False, "the request has started")
+            return "the request has started"
         if request.lora_request is not None:  # the engine's hashes do not say which weights the adapter had
-            return InjectCheck(False, "the request has a LoRA adapter")
-        if chunk.layout != self._connector.shared.layout:
-            return InjectCheck(False, "the chunk has another layout than this engine")
-        if chunk.namespace != self._connector.shared.namespace():
-            return InjectCheck(False, "the chunk is of another model, or of weights from before a reset")
+            return "the request has a LoRA adapter"
+        if chunk.layout != shared.layout:
+            return "the chunk has another layout than this engine"
+        if chunk.namespace != shared.namespace():
+            return "the chunk is of another model, or of weights from before a reset"
         if tuple(self._keys(request)[: len(chunk.block_hashes)]) != chunk.block_hashes:
-            return InjectCheck(False, "the chunk's block hashes differ from the request's")
-        return InjectCheck(True)
+            return "the chunk's block hashes differ from the request's"
+        return ""
 
     def inject(self, request_id: str, chunk: KVChunk) -> bool:
-        """Have the request load ``chunk`` when it is scheduled; False, with the reason logged, when it may not."""
-        check = self.can_inject(request_id, chunk)
-        if not check:
-            log.warning("semkv: not injected into %s: %s", request_id, check.reason)
+        """Have the request load ``chunk`` when it is scheduled; False, with the `refusal` logged, when it may not."""
+        if reason := self.refusal(request_id, chunk):
+            log.warning("semkv: not injected into %s: %s", request_id, reason)
             return False
         shared, request = self._connector.shared, self._live(request_id)
         assert shared.store is not None

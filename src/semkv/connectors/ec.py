@@ -8,7 +8,7 @@ A promised item that then cannot be loaded ends the engine, so `has_cache_item` 
 travel to the workers inside the step's metadata. What was encoded or read recently is kept in host memory.
 
 vLLM tells an encoder-cache connector nothing of weights that are exchanged in a running engine. Where the KV connector
-is in the same engine, it calls this one's `ECScheduler.reset` at each reset of its own (`shared.follow`). Without it
+is in the same engine, it calls this one's `ECScheduler.reset` at each reset of its own (`shared.FOLLOWERS`). Without it
 such an engine must not use this connector.
 """
 
@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cachetools import TLRUCache
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
-from semkv.connectors import identity, shared
+from semkv.connectors import REPORT_KEY, identity, shared, wants_skip
 from semkv.connectors.identity import Adapters
-from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.settings import ECSettings, read_settings
 from semkv.errors import StoreError
 from semkv.keys import digest
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("semkv.connectors")
 
 _T = TypeVar("_T")
+_QUEUE_BYTES = 512 << 20  # that may wait for the disk; what comes on top is dropped and counted
 
 
 @dataclass
@@ -92,7 +92,7 @@ class ECScheduler:
         """See `semkv.connectors.kv.SemKVConnector.reset_cache`, which calls this."""
         before = self.store
         self.namespace = shared.namespace_after(self.namespace)
-        self.store = self.store.apart(self.namespace)
+        self.store = FusionStore(before.blocks, self.namespace)
         self._promised.clear()
         self._step = SemECMetadata(self.namespace)
         return before.blocks.disown(before.namespace)
@@ -137,7 +137,7 @@ class ECScheduler:
         return True
 
     def _read(self, key: str) -> FusionState | None:
-        since = self.store.last_purge()
+        since = self.store.blocks.last_purge()
         if since and (held := self.host.get(key, _kept(self.store, since))) is not None:
             return held
         ends = self.store.ends(key)
@@ -160,7 +160,7 @@ class ECScheduler:
         live.encoded += 1
         self.counters["encoded"] += 1
         if identifier in live.rows and (key := self._key(identifier)) is not None:
-            self._step.since = self._step.since or self.store.last_purge()
+            self._step.since = self._step.since or self.store.blocks.last_purge()
             self._step.saves[identifier] = key
             self._step.owners[identifier] = tenant_tag(request.cache_salt)
 
@@ -234,65 +234,21 @@ def _page_locked(state: FusionState) -> FusionState:
     return dataclasses.replace(state, data=torch.from_numpy(state.data).pin_memory().numpy())
 
 
-class BackgroundWriter:
-    """Runs jobs one after the other in a thread. What still waits at the interpreter's end is written then.
-
-    A job that raises is counted, and the next one runs.
+class ECWorker:
+    """Loads into and saves from the runner's encoder cache; rank 0 of the tensor-parallel group saves, in a thread.
 
     Args:
-        name: of the thread.
-        max_bytes: bound on what waits.
-        counters: where ``errors`` are counted.
+        max_age_s: of `ECSettings`.
     """
 
-    def __init__(self, name: str, max_bytes: int, counters: Counter[str]) -> None:
-        self._max_bytes, self._counters = max_bytes, counters
-        self._lock, self._waiting_bytes = threading.Lock(), 0
-        self._pool = ThreadPoolExecutor(1, name)
-
-    def submit(self, job: Callable[[], object], nbytes: int) -> bool:
-        """Queue a job that holds ``nbytes``; False when too much waits already."""
-        with self._lock:
-            if self._waiting_bytes and self._waiting_bytes + nbytes > self._max_bytes:
-                return False
-            self._waiting_bytes += nbytes
-        self._pool.submit(self._run, job, nbytes)
-        return True
-
-    def _run(self, job: Callable[[], object], nbytes: int) -> None:
-        try:
-            job()
-        except Exception:
-            log.exception("semkv: an encoder output is not stored")
-            self._counters["errors"] += 1
-        finally:
-            with self._lock:
-                self._waiting_bytes -= nbytes
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything queued is written; False when ``timeout`` seconds did not suffice."""
-        try:
-            self._pool.submit(int).result(timeout)
-        except TimeoutError:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Write what waits, then end the thread."""
-        self._pool.shutdown()
-
-
-class ECWorker:
-    """Loads into and saves from the runner's encoder cache; rank 0 of the tensor-parallel group saves."""
-
     def __init__(
-        self, settings: ECSettings, blocks: BlockStore | None, device: str, *, saves: bool, host: HostStates
+        self, blocks: BlockStore | None, device: str, max_age_s: float, *, saves: bool, host: HostStates
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.host = host
-        self._settings, self._blocks, self._device, self._saves = settings, blocks, device, saves
-        counters = self.counters if blocks is None else blocks.counters
-        self._writer = BackgroundWriter("semkv-ec-writer", settings.queue_bytes, counters)
+        self._blocks, self._device, self._max_age_s, self._saves = blocks, device, max_age_s, saves
+        self._writer = ThreadPoolExecutor(1, "semkv-ec-writer")
+        self._waiting, self._lock = 0, threading.Lock()  # bytes that the writer has yet to write
         self._stream: torch.cuda.Stream | None = None
         self._landing: list[tuple[torch.cuda.Event, FusionState]] = []
 
@@ -319,25 +275,36 @@ class ECWorker:
         key = step.saves.get(identifier)
         if key is None or not self._saves or self._blocks is None:
             return
-        store, since = FusionStore(self._blocks, step.namespace), step.since
+        blocks, store, since = self._blocks, FusionStore(self._blocks, step.namespace), step.since
         if not since:  # the index does not answer
             self.counters["dropped"] += 1
             return
         tensor = encoder_cache[identifier].detach()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         flat, copied = self._to_host(tensor.contiguous().view(-1).view(torch.uint8))
-        ends = time.time() + self._settings.max_age_s if self._settings.max_age_s else math.inf
+        ends = time.time() + self._max_age_s if self._max_age_s else math.inf
         owner = step.owners.get(identifier, "")
+        with self._lock:
+            if self._waiting and self._waiting + flat.nbytes > _QUEUE_BYTES:
+                self.counters["dropped"] += 1
+                return
+            self._waiting += flat.nbytes
 
         def save() -> None:
-            if copied is not None:
-                copied.synchronize()
-            state = FusionState(key, flat.numpy(), shape, dtype)
-            self.host.put(state, _kept(store, since), ends)
-            store.save(state, owner, since)
+            try:
+                if copied is not None:
+                    copied.synchronize()
+                state = FusionState(key, flat.numpy(), shape, dtype)
+                self.host.put(state, _kept(store, since), ends)
+                store.save(state, owner, since)
+            except Exception:
+                log.exception("semkv: an encoder output is not stored")
+                blocks.counters["errors"] += 1
+            finally:
+                with self._lock:
+                    self._waiting -= flat.nbytes
 
-        if not self._writer.submit(save, flat.nbytes):
-            self.counters["dropped"] += 1
+        self._writer.submit(save)
 
     def _to_host(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Start a copy to the host that the engine does not wait for, and the event that ends it on a GPU."""
@@ -357,11 +324,15 @@ class ECWorker:
         return host, copied
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything saved is on disk and found by lookups."""
-        return self._writer.flush(timeout)
+        """Wait until everything saved is on disk and found by lookups; False when ``timeout`` seconds are too few."""
+        try:
+            self._writer.submit(int).result(timeout)
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
-        self._writer.close()
+        self._writer.shutdown()
         self._landing.clear()
         if self._blocks is not None:
             self._blocks.close()
@@ -397,14 +368,14 @@ class SemECConnector(ECConnectorBase):
                 return
             name = identity.namespace_digest(identity.model_facts(vllm_config, settings.cache_dir))
             self._scheduler = ECScheduler(settings, FusionStore(self._blocks, name), name, self._host)
-            shared.follow(str(vllm_config.instance_id), self._scheduler)
+            shared.FOLLOWERS[self._scheduler] = str(vllm_config.instance_id)
         else:
             from vllm.distributed.parallel_state import get_tp_group
             from vllm.platforms import current_platform
 
             first = get_tp_group().rank_in_group == 0
             device = current_platform.device_type
-            self._worker = ECWorker(settings, self._blocks, device, saves=first, host=self._host)
+            self._worker = ECWorker(self._blocks, device, settings.max_age_s, saves=first, host=self._host)
 
     def _try(self, otherwise: _T, what: Callable[..., _T], *arguments: Any) -> _T:
         """What a half of ours does for a hook of vLLM's. A fault in it is counted, and the engine goes on."""
@@ -464,5 +435,5 @@ class SemECConnector(ECConnectorBase):
         if self._worker is not None:
             self._worker.close()
         elif self._scheduler is not None:
-            shared.leave(self._scheduler)
+            shared.FOLLOWERS.pop(self._scheduler, None)
             self._scheduler.close()

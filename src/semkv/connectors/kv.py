@@ -19,11 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
-from semkv.connectors import SPEC, SPEC_MODULE, identity, register
+from semkv.connectors import REPORT_KEY, SPEC, SPEC_MODULE, identity, register, wants_skip
 from semkv.connectors.identity import Adapters
-from semkv.connectors.outcome import REPORT_KEY, wants_skip
 from semkv.connectors.settings import KVSettings, read_settings
-from semkv.connectors.shared import BreakEven, KVShared, RequestFacts, may_have_changed
+from semkv.connectors.shared import BreakEven, KVShared, may_have_changed
 from semkv.connectors.spec import SHM, SemKVManager, agreed_host_bytes
 from semkv.errors import StoreError
 from semkv.keys import digest
@@ -93,7 +92,7 @@ class SemKVConnector(OffloadingConnector):
             self._engine = digest("engine", *names)[:24]
             try:
                 self._host_bytes = agreed_host_bytes(self._engine, settings.host_bytes or default_host_bytes())
-                reason = too_small(config, kv_cache_config, settings, self._host_bytes)
+                reason = too_small(config, kv_cache_config, self._host_bytes)
             except OSError as error:
                 reason = f"{SHM} cannot be used ({error}); mount it, or give the container --ipc=host"
         if reason is None:
@@ -144,7 +143,7 @@ class SemKVConnector(OffloadingConnector):
             self._shared.fault("a request")
         if facts is None:
             params = {**params, "max_load_tokens": 0, "max_offload_tokens": 0}
-        request.kv_transfer_params = {**params, REPORT_KEY: (facts or RequestFacts()).params()}
+        request.kv_transfer_params = {**params, REPORT_KEY: facts or {}}
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -242,12 +241,13 @@ class SemKVConnector(OffloadingConnector):
         return super().build_prom_metrics(expand(vllm_config)[0], *args, **kwargs)
 
 
-def describe(request: Any, adapters: Adapters) -> RequestFacts | None:
-    """Whose request this is; None where it is left alone: it says so, or its adapter's weights are not known."""
+def describe(request: Any, adapters: Adapters) -> dict[str, str] | None:
+    """What `shared.request_fact` reads; None where the request is left alone: it says so, or its adapter's weights are
+    not known."""
     adapter = adapters.identity(request.lora_request)
     if adapter is None or wants_skip(request.kv_transfer_params):
         return None
-    return RequestFacts(tenant_tag(request.cache_salt), adapter)
+    return {"owner": tenant_tag(request.cache_salt), "adapter": adapter}
 
 
 def default_host_bytes() -> int:
@@ -272,9 +272,7 @@ def expand(vllm_config: Any) -> tuple[Any, KVSettings]:
         "cpu_bytes_to_use": settings.host_bytes or default_host_bytes(),
         "secondary_tiers": settings.tiers(),
         "offload_prompt_only": not settings.capture_decode,
-        "blocks_per_chunk": settings.blocks_per_chunk,
-        "eviction_policy": settings.eviction_policy,
-        "self_describing_kv_events": settings.self_describing_kv_events,
+        "blocks_per_chunk": 1,
     }
     return config, settings
 
@@ -316,11 +314,11 @@ def unsupported(config: Any, kv_cache_config: Any) -> str | None:
     return None
 
 
-def too_small(config: Any, kv_cache_config: Any, settings: KVSettings, host_bytes: int) -> str | None:
+def too_small(config: Any, kv_cache_config: Any, host_bytes: int) -> str | None:
     """Why so much host memory is of no use to an engine of this expanded configuration, or None."""
     offloading = build_offloading_config(config, kv_cache_config)
     ranks = 1 if offloading.replicated_layout else offloading.parallel.world_size
-    row = offloading.worker_kv_bytes_per_block * ranks * settings.blocks_per_chunk
+    row = offloading.worker_kv_bytes_per_block * ranks
     if row > 0 and host_bytes >= 8 * (row + 4096):
         return None
     return f"{host_bytes} bytes of host memory hold fewer than 8 blocks of {row}; raise host_bytes, or enlarge /dev/shm"

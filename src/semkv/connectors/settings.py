@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from semkv.config import NOT_NEGATIVE, POSITIVE, check, default_cache_dir
+from semkv.config import NOT_NEGATIVE, check, default_cache_dir
 from semkv.connectors import TIER
 from semkv.errors import ConfigError
 from semkv.stores.blocks import KV_MAX_BYTES, Bounds
 from semkv.stores.fusion import FUSION_MAX_BYTES
-
-log = logging.getLogger("semkv.connectors")
-
-RETIRED = {
-    "staging_bytes": "vLLM copies between GPU and host memory",
-    "read_threads": "the tier has its own number of threads",
-    "max_extent_blocks": "a block file holds at most 64 MiB",
-    "recompute_on_failure": "a block that cannot be read is a miss before a request counts on it",
-    "stable_hashes": "vLLM's block hashes are stable since 0.29",
-}
-"""Settings of earlier versions that have no effect any more, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +26,6 @@ class KVSettings:
         capture_decode: also store the blocks of generated tokens.
         host_bytes: host memory for KV blocks, of all ranks together, in ``/dev/shm``; 0 takes 4 GiB beside a GPU and
             256 MiB on a CPU. Where ``/dev/shm`` has less room, it gets four fifths of that.
-        queue_bytes: bytes that may wait for the disk; what comes on top is kept in host memory only, and counted.
         break_even: do not load from the disk what is computed faster, by what was measured in this engine.
         report: tell each request's outcome in its ``kv_transfer_params``, under ``semkv``.
         fixed_weights: the weights of a running engine are never exchanged. Then what is stored stays through sleep,
@@ -46,7 +33,6 @@ class KVSettings:
             what the old weights computed would be served.
         secondary_tiers: tiers of vLLM below host memory (``p2p``, ``obj``, ...) in the order of their lookup. The
             entry ``{"type": "semkv"}`` is ours; without it ours comes first.
-        blocks_per_chunk, eviction_policy, self_describing_kv_events: passed to vLLM's OffloadingConnector as they are.
     """
 
     cache_dir: Path = field(default_factory=default_cache_dir)
@@ -55,14 +41,10 @@ class KVSettings:
     max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
     capture_decode: bool = False
     host_bytes: Annotated[int, NOT_NEGATIVE] = 0
-    queue_bytes: Annotated[int, POSITIVE] = 2 << 30
     break_even: bool = True
     report: bool = True
     fixed_weights: bool = False
     secondary_tiers: tuple[dict[str, Any], ...] = ()
-    blocks_per_chunk: Annotated[int, POSITIVE] = 1
-    eviction_policy: str = "lru"
-    self_describing_kv_events: bool = False
 
     def __post_init__(self) -> None:
         check(self, flags=False)
@@ -91,7 +73,6 @@ class ECSettings:
         max_items: bound on their number; 0 for none.
         max_age_s: seconds after which a state is neither served, from host memory or the disk, nor kept; 0 for ever.
         host_bytes: bound of the host memory for fusion states; 0 keeps none.
-        queue_bytes: bytes that may wait for the disk; what comes on top is dropped and counted.
         report: tell each request's outcome in its ``ec_transfer_params``, under ``semkv``.
     """
 
@@ -101,7 +82,6 @@ class ECSettings:
     max_items: Annotated[int, NOT_NEGATIVE] = 0
     max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
     host_bytes: Annotated[int, NOT_NEGATIVE] = 1 << 30
-    queue_bytes: Annotated[int, POSITIVE] = 512 << 20
     report: bool = True
 
     def __post_init__(self) -> None:
@@ -125,12 +105,7 @@ def read_settings(kind: type[_S], extra: Mapping[str, Any] | None) -> _S:
         ConfigError: a key is unknown, or a value has the wrong type or range.
     """
     known = [item.name for item in fields(kind)]
-    values: dict[str, Any] = {}
-    for key, value in (extra or {}).items():
-        if key in known:
-            values[key] = value
-        elif key in RETIRED:
-            log.warning("semkv: the setting %s has no effect any more: %s", key, RETIRED[key])
-        else:
+    for key in extra or {}:
+        if key not in known:
             raise ConfigError(f"{kind.__name__} key", key, known)
-    return kind(**values)
+    return kind(**(extra or {}))

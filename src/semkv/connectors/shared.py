@@ -1,7 +1,7 @@
 """What the connectors of one engine share: its names in the stores, its counters, what was measured of its disk.
 
 A reset is vLLM's word for weights that may be others from now on. vLLM tells the KV connector only, which passes the
-word on to the encoder-cache connector of the same engine (`follow`): both have their scheduler halves in one thread.
+word on to the encoder-cache connector of the same engine (`FOLLOWERS`): both have their scheduler halves in one thread.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
+from semkv.connectors import REPORT_KEY
 from semkv.connectors.settings import KVSettings
 from semkv.keys import digest
 from semkv.stores.blocks import BlockStore
@@ -28,27 +29,14 @@ _RETRY = 32  # refusals after which one load is done all the same, to measure ag
 _BIG_STEP = 256  # tokens from which on a step's time says something of the rate
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """What the tier must know of a request, beyond its keys.
+def request_fact(params: Mapping[str, Any] | None, name: str) -> str:
+    """What the tier must know of a request beyond its keys: ``owner``, the tag of its tenant
+    (`semkv.stores.block_file.tenant_tag`), or ``adapter``, the digest of its LoRA adapter's weights; empty for none.
 
-    Attributes:
-        owner: the tag of its tenant (`semkv.stores.block_file.tenant_tag`).
-        adapter: digest of its LoRA adapter's weights; empty without one.
+    Both travel in the request's ``kv_transfer_params``, which vLLM hands to every tier; the connector writes them over
+    whatever a client sent.
     """
-
-    owner: str = ""
-    adapter: str = ""
-
-    def params(self) -> dict[str, str]:
-        """As they travel in the request's ``kv_transfer_params``, which vLLM hands to every tier."""
-        return {"owner": self.owner, "adapter": self.adapter}
-
-
-def request_facts(params: Mapping[str, Any] | None) -> RequestFacts:
-    """Read `RequestFacts.params` back. The connector writes them over whatever a client sent."""
-    found = (params or {}).get("semkv") or {}
-    return RequestFacts(str(found.get("owner", "")), str(found.get("adapter", "")))
+    return str(((params or {}).get(REPORT_KEY) or {}).get(name, ""))
 
 
 @dataclass
@@ -118,38 +106,21 @@ def namespace_after(namespace: str) -> str:
     return digest("after reset", namespace, uuid.uuid4().hex)
 
 
-class Follower(Protocol):
-    """Who must know of it."""
-
-    def reset(self) -> bool:
-        """The weights may be others from now on; whether nothing of the old ones is left to be served."""
-
-
-_FOLLOWERS: WeakKeyDictionary[Follower, str] = WeakKeyDictionary()
-
-
-def follow(engine: str, follower: Follower) -> None:
-    """Tell ``follower`` of the weights of ``engine`` (vLLM's ``instance_id``), until `leave` or its end."""
-    _FOLLOWERS[follower] = engine
-
-
-def leave(follower: Follower) -> None:
-    """Tell it nothing more."""
-    _FOLLOWERS.pop(follower, None)
+FOLLOWERS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Whose ``reset`` is called when the weights of an engine (by vLLM's ``instance_id``) may be others; it says whether
+nothing of the old ones is left to be served."""
 
 
 def may_have_changed(engine: str) -> bool:
     """The weights of ``engine`` may be others from now on; what all who follow it say."""
-    said = [_reset(follower) for follower, name in list(_FOLLOWERS.items()) if name == engine]
-    return all(said)
-
-
-def _reset(follower: Follower) -> bool:
-    try:
-        return follower.reset()
-    except Exception:
-        log.warning("semkv: a connector could not be told of other weights", exc_info=True)
-        return False
+    done = True
+    for follower in [follower for follower, name in FOLLOWERS.items() if name == engine]:
+        try:
+            done = follower.reset() and done
+        except Exception:
+            log.warning("semkv: a connector could not be told of other weights", exc_info=True)
+            done = False
+    return done
 
 
 # ---------------------------------------------------------------------- is the disk faster than computing?

@@ -12,11 +12,10 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -32,7 +31,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from semkv.connectors.shared import KVShared, request_facts
+from semkv.connectors.shared import KVShared, request_fact
 
 log = logging.getLogger("semkv.connectors")
 
@@ -130,7 +129,7 @@ class SemKVManager(TieringOffloadingManager):
             self._spoiled.difference_update(keys)
             success = False
         if success:
-            record = (request_facts(req_context.kv_transfer_params).owner, time.time())
+            record = (request_fact(req_context.kv_transfer_params, "owner"), time.time())
             self._shared.records.update(dict.fromkeys(keys, record))
         super().complete_store(keys, req_context, success)
 
@@ -214,7 +213,7 @@ class SemKVSpec(TieringOffloadingSpec):
                     kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                     cpu_page_size=self.cpu_page_size_per_worker,
                 )
-                self._worker = CPUWorker(kv_caches, self.blocks_per_chunk, region)
+                self._worker = CPUWorker(kv_caches, region)
             if region is not None and region._creator:
                 region._creator = False  # the scheduler unlinks it; where none ever comes, this does
                 atexit.register(Path(region.mmap_path).unlink, missing_ok=True)
@@ -224,40 +223,23 @@ class SemKVSpec(TieringOffloadingSpec):
 class CPUWorker(OffloadingWorker):
     """Copies blocks between the KV tensors of a CPU engine and the host memory's rows, at once."""
 
-    def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
-        self._per_chunk, self._region, self._groups = blocks_per_chunk, region, kv_caches.group_data_refs
+    def __init__(self, kv_caches: Any, region: SharedOffloadRegion) -> None:
+        self._region, self._groups, self._done = region, kv_caches.group_data_refs, list[TransferResult]()
         self._device = [tensor.tensor.numpy() for tensor in kv_caches.tensors]  # int8 [blocks, page], the same memory
-        self._host = [
-            region.create_next_worker_view(t.page_size_bytes * blocks_per_chunk).numpy() for t in kv_caches.tensors
-        ]
-        self._pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
-        self._done: list[TransferResult] = []
+        self._host = [region.create_next_worker_view(t.page_size_bytes).numpy() for t in kv_caches.tensors]
 
-    def _places(self, blocks: Any, chunks: Any) -> Iterator[tuple[int, Any, Any, Any]]:
-        """By group: its blocks, and for each of them its chunk and its place in the chunk.
-
-        The blocks come group after group; a group's first block may lie within a chunk, at ``block_indices``.
-        """
-        at = chunk_at = 0
-        for group, (size, index) in enumerate(zip(blocks.group_sizes, blocks.block_indices, strict=True)):
-            if size:
-                places = index % self._per_chunk + np.arange(size)
-                own = chunks[chunk_at + places // self._per_chunk]
-                yield group, blocks.block_ids[at : at + size], own, places % self._per_chunk
-                at += size
-                chunk_at += int(places[-1]) // self._per_chunk + 1
-
-    def _copy(self, job_id: int, blocks: Any, chunks: Any, *, store: bool) -> bool:
-        start, nbytes = time.perf_counter(), 0
-        for group, ids, rows, places in self._places(blocks, chunks):
+    def _copy(self, job_id: int, blocks: Any, rows: Any, *, store: bool) -> bool:
+        """Blocks come group after group, each with a row of host memory."""
+        start, nbytes, at = time.perf_counter(), 0, 0
+        for group, size in enumerate(blocks.group_sizes):
+            ids, own, at = blocks.block_ids[at : at + size], rows[at : at + size], at + size
             for ref in self._groups[group]:
-                device, page = self._device[ref.tensor_idx], self._pages[ref.tensor_idx]
-                host = self._host[ref.tensor_idx].reshape(len(self._host[ref.tensor_idx]), self._per_chunk, page)
+                device, host, page = self._device[ref.tensor_idx], self._host[ref.tensor_idx], ref.page_size_bytes
                 if store:
-                    host[rows, places, : ref.page_size_bytes] = device[ids, : ref.page_size_bytes]
+                    host[own, :page] = device[ids, :page]
                 else:
-                    device[ids, : ref.page_size_bytes] = host[rows, places, : ref.page_size_bytes]
-                nbytes += ref.page_size_bytes * len(ids)
+                    device[ids, :page] = host[own, :page]
+                nbytes += page * size
         self._done.append(TransferResult(job_id, True, nbytes, time.perf_counter() - start))
         return True
 

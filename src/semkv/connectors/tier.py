@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from semkv.connectors.disk_process import DiskProcess, FileDone
-from semkv.connectors.shared import KVShared, request_facts
+from semkv.connectors.shared import KVShared, request_fact
 from semkv.stores.block_index import BlockRef
 
 log = logging.getLogger("semkv.connectors")
@@ -36,6 +36,7 @@ log = logging.getLogger("semkv.connectors")
 FILE_BYTES = 64 << 20
 """Rows of one block file: large enough for the disk's full rate, and small enough to be evicted alone."""
 
+_QUEUE_BYTES = 2 << 30  # that may wait for the disk; what comes on top stays in host memory only, and is counted
 _MOST = 512  # keys asked for at once, and blocks of one file
 
 
@@ -79,10 +80,9 @@ class SemKVTier(SecondaryTierManager):
         self.locality = Locality.LOCAL
         self._shared: KVShared = offloading_spec.extra_config["semkv"]
         rows, self._row_bytes = primary_kv_view.shape or (0, 0)
-        self._queue_bytes = min(self._shared.settings.queue_bytes, primary_kv_view.nbytes // 4)
+        self._queue_bytes = min(_QUEUE_BYTES, primary_kv_view.nbytes // 4)
         self._most_promised = max(1, rows // 2)
-        per_chunk = offloading_spec.blocks_per_chunk
-        self._tokens = {g.group_id: g.tokens_per_block * per_chunk for g in offloading_spec.config.groups}
+        self._tokens = {group.group_id: group.tokens_per_block for group in offloading_spec.config.groups}
         self._disk: DiskProcess | None = None
         if self._shared.store is not None:
             memory = offloading_spec._scheduler_mmap.fd
@@ -138,7 +138,7 @@ class SemKVTier(SecondaryTierManager):
             self._shared.counters["refused_loads"] += lookups.refused
 
     def _namespace(self, context: Any) -> str:
-        return self._shared.namespace(request_facts(context.kv_transfer_params).adapter)
+        return self._shared.namespace(request_fact(context.kv_transfer_params, "adapter"))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         try:
@@ -155,10 +155,10 @@ class SemKVTier(SecondaryTierManager):
         if self._disk is None or store is None or full or not store.writable:
             self._shared.counters["dropped"] += len(keys)
             return False
-        facts, each = request_facts(job.req_context.kv_transfer_params), max(1, FILE_BYTES // self._row_bytes)
-        about = {"namespace": self._shared.namespace(facts.adapter), "layout": self._shared.layout}
-        about |= {"owner": facts.owner, "since": store.last_purge()}
-        parts = [slice(i, i + min(each, _MOST)) for i in range(0, len(keys), min(each, _MOST))]
+        each = min(max(1, FILE_BYTES // self._row_bytes), _MOST)
+        about = {"namespace": self._namespace(job.req_context), "layout": self._shared.layout}
+        about |= {"owner": request_fact(job.req_context.kv_transfer_params, "owner"), "since": store.last_purge()}
+        parts = [slice(i, i + each) for i in range(0, len(keys), each)]
         transfer, self._waiting_bytes = _Transfer(job, len(parts), nbytes), self._waiting_bytes + nbytes
         for part in parts:
             chunks = [int(chunk) for chunk in job.chunk_ids[part]]

@@ -63,16 +63,6 @@ class EmbeddingHook(Protocol):
         ...
 
 
-class NoHook:
-    """Fills nothing."""
-
-    dims: Mapping[str, int] = {}
-    fingerprint = "none"
-
-    def __call__(self, request: Request) -> Mapping[str, Vector]:
-        return {}
-
-
 class PromptHook:
     """``prompt``: the sentence vector of the question, where it fits the encoder's window.
 
@@ -136,7 +126,7 @@ class VisionHook:
 
 
 class JoinedHook:
-    """Several hooks as one."""
+    """Several hooks as one; of none, one that fills nothing."""
 
     def __init__(self, *hooks: EmbeddingHook) -> None:
         self._hooks = hooks
@@ -187,12 +177,10 @@ def build_hook(config: CacheConfig, text_encoder: TextEncoder) -> EmbeddingHook:
         return declared(hook, name)
     if name not in HOOKS:
         raise ConfigError(_KEY, name, f"one of {', '.join(HOOKS)}, or {plug.FORM}")
-    if name == "none":
-        return NoHook()
     hooks: list[EmbeddingHook] = []
-    if name != "vision":
+    if name.startswith("prompt"):
         hooks.append(PromptHook(text_encoder))
-    if name != "prompt":
+    if name.endswith("vision"):
         hooks.append(VisionHook(build_vision_encoder(config.vision_encoder), image_roots(config)))
     return hooks[0] if len(hooks) == 1 else JoinedHook(*hooks)
 

@@ -75,7 +75,7 @@ class FusionEngine:
 
     def generate(self, prompt: EnginePrompt) -> EngineResult:
         media = {segment.media_id: segment for segment in prompt.segments if isinstance(segment, MediaSegment)}
-        since = self._store.last_purge() if media else 0
+        since = self._store.blocks.last_purge() if media else 0
         new = [item for item in media.values() if not self._inject(prompt, item)]
         result = self._engine.generate(prompt)
         for item in new if since else ():  # without the last purge's number nothing may be stored

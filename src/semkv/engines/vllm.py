@@ -59,18 +59,14 @@ class ConnectorOptions:
     host_bytes: int = 0
 
     def kv_config(self) -> dict[str, Any]:
-        return {"cache_dir": str(self.cache_dir), **self._bounds(), **_given("max_blocks", self.max_blocks)}
+        return self._settings(max_blocks=self.max_blocks)
 
     def fusion_config(self) -> dict[str, Any]:
-        own = {"fusion_dir": str(self.fusion_cache_dir)} if self.fusion_cache_dir else {}
-        return {"cache_dir": str(self.cache_dir), **own, **self._bounds()}
+        return self._settings(fusion_dir=str(self.fusion_cache_dir or ""))
 
-    def _bounds(self) -> dict[str, Any]:
-        return {**_given("max_bytes", self.max_bytes), **_given("host_bytes", self.host_bytes)}
-
-
-def _given(key: str, value: int) -> dict[str, Any]:
-    return {key: value} if value else {}
+    def _settings(self, **own: Any) -> dict[str, Any]:
+        given = {"max_bytes": self.max_bytes, "host_bytes": self.host_bytes, **own}
+        return {"cache_dir": str(self.cache_dir), **{key: value for key, value in given.items() if value}}
 
 
 @dataclass(frozen=True)
@@ -242,7 +238,7 @@ class VllmEngine:
         connectors = self._options.connectors
         if connectors is None:
             return None, Status.SKIP, Status.SKIP
-        from semkv.connectors.outcome import read_outcome
+        from semkv.connectors import read_outcome
 
         outcome = read_outcome(output)
         loaded = (outcome.loaded_tokens or 0) if connectors.kv else None

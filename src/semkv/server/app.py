@@ -63,6 +63,7 @@ from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.server.upstream import AppUpstream, Call, HttpUpstream, Upstream, UpstreamError
 from semkv.stores.clock import SteadyClock
 from semkv.stores.database import CATALOG
+from semkv.stores.entry_log import open_entry_log
 from semkv.stores.responses import open_store
 from semkv.stores.responses.ahead import folder_of
 from semkv.stores.responses.base import Selector
@@ -247,15 +248,17 @@ class Middleware(App):
         await self._otherwise(scope, receive, closing)
 
 
-def app_of(settings: ServerSettings, environment: Mapping[str, str]) -> App:
+def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
     key = admin_key(environment)
     upstream = HttpUpstream(settings.upstream, settings.connect_timeout, settings.upstream_timeout)
-    return App(gateway_of(settings, environment, upstream), key, settings.admin_port)
+    return App(gateway_of(settings, environment, upstream, workers), key, settings.admin_port)
 
 
-def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream) -> Gateway:
-    """The gateway with its stores open and its encoder loaded.
+def gateway_of(
+    settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream, workers: int = 1
+) -> Gateway:
+    """The gateway with its stores open and its encoder loaded; one of ``workers`` processes.
 
     Raises:
         ConfigError: a setting does not fit.
@@ -264,14 +267,15 @@ def gateway_of(settings: ServerSettings, environment: Mapping[str, str], upstrea
     secret = secret_of(settings, environment)
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
-    metrics = Metrics()
+    metrics = Metrics(workers)
     log.info("starting semkv %s: responses are kept in %s", __version__, _named(settings))
     responses = _responses(settings)
+    entry_log = None if config is None else open_entry_log(settings.store, settings.store_timeout)
     semantic = None
     if config is not None:
         start = time.perf_counter()
         log.info("loading the encoder %s", settings.index_encoder)
-        semantic = SemanticCache(config)
+        semantic = SemanticCache(config, log=entry_log)
         semantic.warm_up()
         log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)
     store_s, sampled = settings.store_timeout, settings.sampled
@@ -451,9 +455,10 @@ class Operations:
 
     async def stats(self, _: Request) -> Response:
         gateway = self._gateway
-        sizes = await gateway.cache.figures(gateway.sizes)
+        figures = await gateway.cache.figures(gateway.metrics.figures)
         live = gateway.metrics.live.view()
-        return JSONResponse({**sizes, "totals": gateway.metrics.totals(), "live": live, "version": __version__})
+        about = {"version": __version__, "workers": gateway.metrics.workers}
+        return JSONResponse({**figures, "live": live, **about})
 
     async def hits(self, request: Request) -> Response:
         given = request.query_params.get("limit", "50")

@@ -6,17 +6,19 @@ Events are counters and durations histograms; only sizes are gauges. Labels have
 from __future__ import annotations
 
 import json
+import logging
 import secrets
+import threading
 import time
+import weakref
 from collections import Counter as Counts
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
 from semkv.server.logs import visible
@@ -35,6 +37,11 @@ _TEXT = 4_000  # characters of one text that are shown
 _TEXTS = 8_000  # of all texts of a prompt, each counted with the fields around it
 _FIELDS = 100
 _PAYLOAD = 64 * 1024  # bytes of an answer that is shown
+
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""prometheus_client reads this variable when it is imported."""
+
+log = logging.getLogger(__name__)
 
 MISS, JOINED, PASSED = "miss", "joined", "passed"  # beside the tiers that found an answer
 EQUAL, SIMILAR = "equal", "similar"  # kinds of joins
@@ -93,25 +100,6 @@ def _quantiles(values: Iterable[float]) -> dict[str, float]:
     return {"p50": ordered[len(ordered) // 2], "p95": ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)]}
 
 
-class _Sizes(Collector):
-    """Reads sizes and the cache's own counters when they are asked for."""
-
-    def __init__(self, read: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        found = self._read()
-        for name, value in found["gauges"].items():
-            yield GaugeMetricFamily(f"semkv_{name}", _HELP.get(name, name), value=value)
-        events = CounterMetricFamily("semkv_cache_events", "What the caches counted, by event.", labels=["event"])
-        for name, value in found["events"].items():
-            events.add_metric([name], value)
-        yield events
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-
 _HELP = {
     "response_bytes": "Bytes of stored answers.",
     "response_entries": "Stored answers.",
@@ -126,12 +114,32 @@ _HELP = {
     "wrong_hit_share_upper": "Upper end of its 95% interval, of chance alone.",
 }
 
+# How the gauges of several workers make one; all others are added up.
+_SHARED = ("response_entries", "response_bytes", "response_limit_bytes", "semantic_entries", "media_bytes")
+_MODES = dict.fromkeys((*_SHARED, "media_limit_bytes", "wrong_hit_share", "wrong_hit_share_upper"), "livemax")
+_MODES["store_up"] = "livemin"
+
 
 class Metrics:
-    """Counters and histograms."""
+    """Counters, histograms and gauges.
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+    Args:
+        workers: processes that count together, through files in the folder that the variable `FOLDER` names.
+    """
+
+    def __init__(self, workers: int = 1) -> None:
+        self.workers = workers
+        self.registry = self._all = CollectorRegistry()
+        if workers > 1:
+            self._all = CollectorRegistry()
+            MultiProcessCollector(self._all)  # type: ignore[no-untyped-call]
+        self._refreshing = threading.Lock()
+        self._read: Callable[[], Mapping[str, Mapping[str, float]]] = lambda: {"gauges": {}, "events": {}}
+        self._gauges: dict[str, Gauge] = {}
+        self._counted: dict[str, float] = {}
+        self._events = Counter(
+            "semkv_cache_events", "What the caches counted, by event.", ["event"], registry=self.registry
+        )
         self.live = Live()
         labels = ["tier", "status"]
         self._requests = Counter("semkv_requests", "Requests, by tier and status.", labels, registry=self.registry)
@@ -184,8 +192,25 @@ class Metrics:
         self._made: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def read_sizes(self, read: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Where gauges and the caches' own counters come from: ``{"gauges": ..., "events": ...}``."""
-        self.registry.register(_Sizes(read))
+        """Where gauges and the caches' own counters come from: ``{"gauges": ..., "events": ...}``. A worker of several
+        reads them every second, so that the others have them."""
+        self._read = read
+        if self._all is not self.registry:
+            threading.Thread(target=_every_second, args=(weakref.ref(self),), name="semkv-figures", daemon=True).start()
+
+    def refresh(self) -> None:
+        """Read sizes and the caches' own counters. Blocks."""
+        with self._refreshing:
+            found = self._read()
+            for name, value in found["gauges"].items():
+                if name not in self._gauges:
+                    mode: Any = _MODES.get(name, "livesum")
+                    text = _HELP.get(name, name)
+                    self._gauges[name] = Gauge(f"semkv_{name}", text, registry=self.registry, multiprocess_mode=mode)
+                self._gauges[name].set(value)
+            for name, value in found["events"].items():
+                self._events.labels(name).inc(max(0.0, value - self._counted.get(name, 0.0)))
+                self._counted[name] = value
 
     def request(self, tier: str, status: int, seconds: float) -> None:
         """Count one request that was answered."""
@@ -212,24 +237,47 @@ class Metrics:
     def lookup(self, seconds: float) -> None:
         self._lookup.observe(seconds)
 
-    def totals(self) -> dict[str, Any]:
-        """Requests by tier and why some went upstream, joins, tokens and seconds saved, faults; for the dashboard."""
-        tiers: Counts[str] = Counts()
-        for sample in _samples(self._requests):
-            tiers[sample.labels["tier"]] += int(sample.value)
-        names = {"joins": self.joins, "tokens_saved": self.tokens, "seconds_saved": self.saved}
-        single = {name: sum(s.value for s in _samples(counter)) for name, counter in names.items()}
-        faults = {sample.labels["part"]: sample.value for sample in _samples(self._faults)}
-        reasons = {sample.labels["reason"]: sample.value for sample in _samples(self._uncacheable)}
-        return {"tiers": tiers, "faults": faults, "reasons": reasons, **single}
+    def figures(self) -> dict[str, Any]:
+        """For the dashboard: ``gauges``, ``events``, and as ``totals`` requests by tier and why some went upstream,
+        joins, tokens and seconds saved, faults. Blocks."""
+        self.refresh()
+        found: dict[str, list[Sample]] = {}
+        for family in self._all.collect():
+            for sample in family.samples:
+                found.setdefault(sample.name.removeprefix("semkv_").removesuffix("_total"), []).append(sample)
+
+        def by(name: str, label: str) -> Counts[str]:
+            counts: Counts[str] = Counts()
+            for sample in found.get(name, ()):
+                counts[sample.labels[label]] += sample.value  # type: ignore[assignment]
+            return counts
+
+        names = {"joins": "single_flight_joins", "tokens_saved": "tokens_saved", "seconds_saved": "seconds_saved"}
+        return {
+            "gauges": {name: found[name][0].value for name in self._gauges if name in found},
+            "events": by("cache_events", "event"),
+            "totals": {
+                "tiers": by("requests", "tier"),
+                "faults": by("faults", "part"),
+                "reasons": by("uncacheable", "reason"),
+                **{ours: sum(sample.value for sample in found.get(name, ())) for ours, name in names.items()},
+            },
+        }
 
     def text(self) -> bytes:
-        """The Prometheus text format."""
-        return generate_latest(self.registry)
+        """The Prometheus text format. Blocks."""
+        self.refresh()
+        return generate_latest(self._all)
 
 
-def _samples(counter: Counter) -> list[Sample]:
-    return [sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")]
+def _every_second(metrics: weakref.ref[Metrics]) -> None:
+    while (found := metrics()) is not None:
+        try:
+            found.refresh()
+        except Exception:
+            log.exception("figures failed")
+        del found
+        time.sleep(1.0)
 
 
 # -- the latest hits ------------------------------------------------------------------------------------------------

@@ -19,11 +19,12 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from semkv import __version__
-from semkv.errors import SemkvError
+from semkv.errors import ConfigError, SemkvError
 from semkv.server.app import FULL, app_of
 from semkv.server.asgi import busy_answer
 from semkv.server.logs import set_up_logs
-from semkv.server.settings import LogFormat, LogLevel, ServerSettings, admin_key
+from semkv.server.settings import LogFormat, LogLevel, ServerSettings, admin_key, secret_of
+from semkv.server.workers import run_workers
 from semkv.types import CacheMode, PolicyName
 
 log = logging.getLogger(__name__)
@@ -194,31 +195,67 @@ def run_server(
     *,
     host: str,
     port: int,
+    workers: int,
     log_level: LogLevel,
     log_format: LogFormat,
 ) -> None:
     """Serve until a signal to stop; then no new connections, and open requests have 20 seconds.
 
+    Several workers are processes that take connections from the same sockets. One that ends is started again.
+
     Raises:
         ConfigError: a setting does not fit.
         StoreError: a store cannot be opened.
-        SemkvError: the address cannot be listened on.
+        SemkvError: the address cannot be listened on, or a worker does not start.
     """
     set_up_logs(log_level, log_format)
-    connections = raise_file_limit()
+    if workers > 1 and settings.store == "memory":
+        raise ConfigError("--workers", workers, "1 with --store memory: workers share answers through a store")
     sockets = listening(host, port)  # before the encoder is loaded, which takes seconds
     if settings.admin_port:
         sockets += listening(host, settings.admin_port, "--admin-port")
+    name, bound = sockets[0].getsockname()[:2]
+    said = described(settings, environment, f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}")
+    if workers == 1:
+        serve(settings, environment, sockets, said)
+        return
+    log.info("%s, %d workers", said, workers)
+    secret_of(settings, environment)  # made by one process
+    run_workers(workers, partial(_worker, settings, dict(environment), sockets, workers, log_level, log_format))
+
+
+def _worker(
+    settings: ServerSettings,
+    environment: Mapping[str, str],
+    sockets: list[socket.socket],
+    workers: int,
+    log_level: LogLevel,
+    log_format: LogFormat,
+) -> None:
+    set_up_logs(log_level, log_format)
+    serve(settings, environment, sockets, workers=workers)
+
+
+def serve(
+    settings: ServerSettings,
+    environment: Mapping[str, str],
+    sockets: list[socket.socket],
+    said: str = "",
+    workers: int = 1,
+) -> None:
+    """Serve on some sockets with one process, which is one of ``workers``. ``said``: logged when all is loaded."""
+    connections = raise_file_limit()
     # transformers imports torch's compiler, which imports triton, which lists what it leaks when the process ends.
     # Nothing is compiled here.
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
-    app = app_of(settings, environment)
+    app = app_of(settings, environment, workers)
     turned_away = partial(app.gateway.metrics.turned_away, "connections")
     bounded = type("Bounded", (Protocol,), {"most": connections, "turned_away": staticmethod(turned_away)})
     gc.collect()
     gc.freeze()  # what was loaded stays: with torch half a million objects, at which a collection looks half a second
-    name, bound = sockets[0].getsockname()[:2]
-    log.info(described(settings, environment, f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"))
+    if said:
+        log.info(said)
+    host, port = sockets[0].getsockname()[:2]
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -34,7 +34,7 @@ import xxhash
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
 from semkv.stores.database import delete_files
-from semkv.stores.files import check_private, check_regular, make_folder, open_file, replace_text
+from semkv.stores.files import check_private, make_folder, open_file, replace_text
 
 FORMAT_VERSION = 2
 """Version of the files. The store empties a directory of an older version, and refuses one of a newer version."""
@@ -380,8 +380,6 @@ def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
         OSError: it cannot be read or written.
     """
     check_private(root)
-    for suffix in ("", "-wal", "-shm"):
-        check_regular(root / f"{INDEX}{suffix}")
     if (root / FILES).is_symlink():
         raise StoreError(f"{root / FILES} is a link: delete it, or choose another cache directory")
     marker = read_marker(root)

@@ -19,7 +19,7 @@ from semkv.errors import StoreError
 from semkv.stores import database
 from semkv.stores.block_file import FILES, FORMAT_VERSION, INDEX, MARKER, discard_files, read_marker
 from semkv.stores.blocks import BlockStore, Bounds
-from semkv.stores.database import CATALOG, RESPONSES_1
+from semkv.stores.database import CATALOG
 from semkv.stores.files import make_folder as make_private
 from semkv.stores.files import matching, replace_text
 from semkv.stores.responses.ahead import replay
@@ -29,12 +29,12 @@ _STORES = ("kv", "fusion")
 _WAIT_S = 5.0  # for processes that write to the database
 _MARK = json.dumps({"format": FORMAT, "kind": "cache"})
 
+OLD_GRAPHS = ("graphs/*/*.graph", "graphs/*/*.tmp")  # vectors, which earlier versions kept a second time
 # What semkv writes into a cache directory besides databases and block stores.
 CACHE_FILES = (
     f"{CATALOG}.damaged",
     "media/??/*",
-    "graphs/*/*.graph",
-    "graphs/*/*.tmp",
+    *OLD_GRAPHS,
     "policy.json",
     "policy.json.*.tmp",
     f"weights/{'?' * 64}.json",  # what the connectors noted of checkpoints
@@ -82,8 +82,6 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
         raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
     stores = _stores(root)
     files = {file for pattern in CACHE_FILES for file in _files(root, pattern)}
-    if database.is_old_responses(old := root / RESPONSES_1[0]):
-        files |= {old, *_files(root, f"{old.name}[-.]*")}
     blocks = {file for store in stores for file in _files(root, f"{store.relative_to(root)}/{FILES}/??/*")}
     if dry_run:
         return len(files | blocks)
@@ -98,11 +96,19 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     for pattern in CACHE_FILES:  # what was written until then
         for file in _files(root, pattern):
             file.unlink(missing_ok=True)
-    if _version_of(root / MARKER) not in (None, FORMAT) and root not in stores:
+    if _version_of(root) not in (None, FORMAT) and root not in stores:
         replace_text(root / MARKER, _MARK, private=True)
     if left:
         raise StoreError(left)
     return len(files | blocks)
+
+
+def remove_old_graphs(root: Path) -> int:
+    """Delete the graphs of vectors that an earlier version left; how many."""
+    files = {file for pattern in OLD_GRAPHS for file in _files(root, pattern)}
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
 
 
 def _empty_store(root: Path) -> None:
@@ -163,28 +169,23 @@ def _files(root: Path, pattern: str) -> set[Path]:
 def is_ours(root: Path) -> bool:
     """Whether there is a sign that `purge_directory` goes by: a marker, or a database of ours."""
     markers = (root / MARKER, *(root / store / MARKER for store in _STORES))
-    databases = (root / CATALOG, root / RESPONSES_1[0])
-    return any(marker.is_file() for marker in markers) or any(database.is_ours(file) for file in databases)
+    return any(marker.is_file() for marker in markers) or bool(database.is_ours(root / CATALOG))
 
 
-def _version_of(marker: Path) -> object:
-    """The format that a marker names; None where there is no marker, a text where it is damaged."""
+def _version_of(folder: Path) -> object:
+    """The format that a folder's marker names; None where there is no marker, a text where it is damaged."""
     try:
-        found = json.loads(marker.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+        marker = read_marker(folder)
     except OSError as error:
-        raise _unusable(marker.parent, error) from error
-    except ValueError:
-        found = {}
-    version = found.get("format") if isinstance(found, dict) else None
-    return version if isinstance(version, int) else str(version)
+        raise _unusable(folder, error) from error
+    version = None if marker is None else marker.get("format")
+    return version if marker is None or isinstance(version, int) else str(version)
 
 
 def _check(root: Path) -> None:
     """Refuse a directory of another version, before an engine is started on it."""
     for folder in (root, *(root / store for store in _STORES)):
-        version = _version_of(folder / MARKER)
+        version = _version_of(folder)
         # Of an older format a block store empties itself.
         known = range(1, FORMAT_VERSION + 1) if folder in _stores(root) else (FORMAT,)
         if version is not None and version not in known:

@@ -27,12 +27,23 @@ from semkv.stores.catalog_rows import (
     pack,
     removal,
 )
-from semkv.stores.database import Database
+from semkv.stores.database import REMOVALS, Database
 from semkv.types import Entry, MediaSegment, Namespace
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
 _COUNT_HITS = "UPDATE entries SET hits=hits+?1, last_hit=MAX(last_hit, ?2), used=MAX(used, ?2) WHERE entry_id=?3"
 _HITS = 8192  # entries whose hits wait for a write
+_REMOVALS = 1000  # that are kept for those who share entries with this file
+_TESTS = {
+    "tag": "id IN (SELECT entry FROM tags WHERE tag=?)",
+    "entry_id": "entry_id=?",
+    "space": "space=?",
+    "before": "created<?",
+    "tenants": "tenant IN (SELECT value FROM json_each(?))",
+}
+
+Criteria = dict[str, str | float | list[str]]
+"""Which entries to remove: those that meet all of ``tag``, ``entry_id``, ``space``, ``before`` and ``tenants``."""
 
 
 class Catalog:
@@ -177,33 +188,83 @@ class Catalog:
     ) -> Removed:
         """Delete the entries that meet every criterion given, or with ``dry_run`` only name what would go.
 
-        Whoever shares the file hears of it (`purge`). ``before``, in seconds since the epoch, is a criterion of those
-        recorded before that time.
+        Whoever shares the file hears of it (`purge`), and whoever shares entries with it (`removals`). ``before``, in
+        seconds since the epoch, is a criterion of those recorded before that time.
 
         Raises:
             ValueError: no criterion was given.
         """
-        tests: dict[str, str | float] = {}
-        if tag is not None:
-            tests["id IN (SELECT entry FROM tags WHERE tag=?)"] = tag
-        if entry_id is not None:
-            tests["entry_id=?"] = entry_id
-        if namespace is not None:
-            tests["space=?"] = namespace_key(namespace)
+        space = None if namespace is None else namespace_key(namespace)
+        given = {"tag": tag, "entry_id": entry_id, "space": space, "before": before}
+        criteria: Criteria = {name: value for name, value in given.items() if value is not None}
         if tenants is not None:
-            tests["tenant IN (SELECT value FROM json_each(?))"] = json.dumps(list(tenants))
-        if before is not None:
-            tests["created<?"] = before
-        if not tests:
+            criteria["tenants"] = list(tenants)
+        if not criteria:
             raise ValueError("invalidate needs a tag, an entry_id, a namespace, tenants or a time")
-        statement = "SELECT id FROM entries WHERE " + " AND ".join(tests)  # noqa: S608 (our own words)
-        with self.database if dry_run else self._write() as db:
-            rows = [int(r[0]) for r in db.execute(statement, tuple(tests.values())).fetchall()]
-            if dry_run:
-                return removal(db, rows)
-            if rows:
-                db.execute("UPDATE purge SET mark=hex(randomblob(16))")
-            return delete(db, rows)
+        if dry_run:
+            with self.database as db:
+                return removal(db, self._meeting(db, criteria))
+        with self._write() as db:
+            db.execute(REMOVALS)  # files of earlier versions are without it
+            db.execute("INSERT INTO removals (criteria) VALUES (?)", (json.dumps(criteria),))
+            db.execute("DELETE FROM removals WHERE number<=(SELECT MAX(number) FROM removals)-?", (_REMOVALS,))
+            return self._remove(db, criteria)
+
+    def _meeting(self, db: sqlite3.Connection, criteria: Criteria) -> list[int]:
+        tests = " AND ".join(_TESTS[name] for name in criteria) or "1"
+        values = [json.dumps(value) if isinstance(value, list) else value for value in criteria.values()]
+        return [int(r[0]) for r in db.execute(f"SELECT id FROM entries WHERE {tests}", values)]  # noqa: S608 (our own words)
+
+    def _remove(self, db: sqlite3.Connection, criteria: Criteria) -> Removed:
+        rows = self._meeting(db, criteria)
+        if rows:
+            db.execute("UPDATE purge SET mark=hex(randomblob(16))")
+        return delete(db, rows)
+
+    # -- what is shared with other files ------------------------------------------------------------------------
+
+    def removals(self) -> list[tuple[int, str]]:
+        """What was removed here and not `sent` yet, in order: numbers and criteria (JSON)."""
+        with self._shared() as db:
+            return [
+                (int(number), str(criteria))
+                for number, criteria in db.execute(
+                    "SELECT number, criteria FROM removals WHERE number>(SELECT sent FROM shared) ORDER BY number"
+                )
+            ]
+
+    def sent(self, number: int) -> None:
+        """Others have been told of the removals up to this one."""
+        with self._write() as db:
+            db.execute("UPDATE shared SET sent=?", (number,))
+
+    def read_from(self) -> str:
+        """How far this file has what others share; empty at first."""
+        with self._shared() as db:
+            return str(db.execute("SELECT cursor FROM shared").fetchone()[0])
+
+    def read_to(self, cursor: str) -> None:
+        """Note it. `read_from` comes before."""
+        with self._write() as db:
+            db.execute("UPDATE shared SET cursor=?", (cursor,))
+
+    @contextmanager
+    def _shared(self) -> Iterator[sqlite3.Connection]:
+        with self.database as db:
+            there = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name IN ('removals', 'shared')").fetchone()
+            if there[0] == 2:
+                yield db
+                return
+        with self.database.write() as db:
+            db.execute(REMOVALS)
+            db.execute("CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL, sent INTEGER NOT NULL)")
+            db.execute("INSERT INTO shared SELECT '', 0 WHERE NOT EXISTS (SELECT 1 FROM shared)")
+            yield db
+
+    def apply_removal(self, criteria: Criteria) -> Removed:
+        """Delete what another file's `invalidate` deleted there; without a criterion everything."""
+        with self._write() as db:
+            return self._remove(db, criteria)
 
     def by_namespace(self, tenant: str | None = None) -> list[NamespaceUse]:
         """What each tenant, or one, has of each model here, most entries first."""
@@ -220,11 +281,6 @@ class Catalog:
         statement = "SELECT DISTINCT entry_media.media FROM entry_media JOIN entries ON id=entry WHERE tenant=?"
         with self.database as db:
             return {str(row[0]) for row in db.execute(statement, (tenant,))}
-
-    def spaces(self) -> list[str]:
-        """The `namespace_key` of every tenant and model that has entries here."""
-        with self.database as db:
-            return [str(row[0]) for row in db.execute("SELECT DISTINCT space FROM entries")]
 
     def has_media(self, media_id: str) -> bool:
         """Whether any entry has this image."""

@@ -92,19 +92,16 @@ class MediaRow:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What a deletion took away: entries, media items that no entry refers to any more, and from which namespaces."""
+    """What a deletion took away: entries, and media items that no entry refers to any more."""
 
     entry_ids: tuple[str, ...] = ()
     media: tuple[str, ...] = ()
-    spaces: tuple[str, ...] = ()
 
 
 def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
     """What `delete` would take away."""
     ids = (json.dumps(rows),)
-    gone = db.execute(
-        "SELECT entry_id, space FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids
-    ).fetchall()
+    gone = db.execute("SELECT entry_id FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids).fetchall()
     media = db.execute(
         "WITH gone AS (SELECT value FROM json_each(?)),"
         " shown AS (SELECT DISTINCT media FROM entry_media WHERE entry IN gone)"
@@ -112,7 +109,7 @@ def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
         " (SELECT 1 FROM entry_media WHERE entry_media.media=shown.media AND entry NOT IN gone) ORDER BY media",
         ids,
     ).fetchall()
-    return Removed(tuple(e for e, _ in gone), tuple(m for (m,) in media), tuple(sorted({space for _, space in gone})))
+    return Removed(tuple(e for (e,) in gone), tuple(m for (m,) in media))
 
 
 def delete(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:

@@ -24,10 +24,8 @@ CATALOG = "catalog.sqlite"
 """Name of the database below the cache directory: the catalog's entries, and a gateway's responses."""
 
 FORMAT = 2
-RESPONSES_1 = "responses.sqlite", 0x73656D72  # up to format 1 responses had a file of their own
 
 _APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
-_OURS = (_APPLICATION, RESPONSES_1[1])
 _POLL_S = 0.005
 _LOCK_S = 60.0  # for other processes that open or replace the file
 _BESIDE = ("-wal", "-shm")
@@ -94,13 +92,16 @@ INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
 INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 """
 
+REMOVALS = "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)"
+
 # An invalidation without a criterion is one of everything, and another mark says that entries went.
-_EMPTY = """
+_EMPTY = f"""
+{REMOVALS}; DELETE FROM removals; INSERT INTO removals (criteria) VALUES ('{{}}');
 DELETE FROM entry_keys; DELETE FROM vectors; DELETE FROM media_vectors; DELETE FROM entry_media; DELETE FROM tags;
 DELETE FROM sentences; DELETE FROM contexts; DELETE FROM entries; DELETE FROM responses; DELETE FROM invalidations;
 UPDATE purge SET mark=hex(randomblob(16));
-INSERT INTO invalidations (selector) VALUES ('{}')
-"""
+INSERT INTO invalidations (selector) VALUES ('{{}}')
+"""  # noqa: S608 (our own words)
 
 log = logging.getLogger("semkv")
 
@@ -379,7 +380,7 @@ class Database:
             return "ours"
         if self._schema.rebuild:
             return "old"
-        if application not in _OURS:
+        if application != _APPLICATION:
             raise StoreError(f"{self.path} is not a semkv database: choose another file or cache directory")
         if version > FORMAT:
             raise StoreError(
@@ -405,10 +406,6 @@ class Database:
         db.execute(f"PRAGMA application_id={_APPLICATION}")
         db.execute(f"PRAGMA user_version={self._schema.version}")
         db.execute("COMMIT")
-        if self.path.name == CATALOG and is_old_responses(old := self.path.with_name(RESPONSES_1[0])):
-            log.warning("semkv: %s was written by an older version of semkv; it is deleted", old)
-            delete_files(old)
-            old.with_name(f"{old.name}.lock").unlink(missing_ok=True)
 
     def _put_aside(self, why: str) -> None:
         self.damaged += 1
@@ -445,24 +442,13 @@ def _code(error: BaseException) -> int:
 
 def is_ours(path: Path) -> bool | None:
     """Whether a database is semkv's; None where there is none, or none that can be read. Leaves nothing behind."""
-    application = _application(path)
-    return None if application is None else application in _OURS
-
-
-def is_old_responses(path: Path) -> bool:
-    """Whether a file has the responses of a gateway of format 1."""
-    return _application(path) == RESPONSES_1[1]
-
-
-def _application(path: Path) -> int | None:
-    """The id of the program whose database a file is; None where it is none, or an empty one."""
     if not is_filled(path):
         return None
     # An immutable file is read without its log: the id is in the first page since the file was made.
     with suppress(sqlite3.Error), closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as db:
         application = int(db.execute("PRAGMA application_id").fetchone()[0])
         if application or db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
-            return application
+            return application == _APPLICATION
     return None
 
 

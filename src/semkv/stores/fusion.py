@@ -82,10 +82,6 @@ class FusionStore:
         """
         return cls(BlockStore(directory, "fusion", bounds or Bounds(FUSION_MAX_BYTES)), namespace_digest)
 
-    def apart(self, namespace_digest: str) -> FusionStore:
-        """The states of another namespace in the same directory."""
-        return FusionStore(self.blocks, namespace_digest)
-
     def _find(self, key: str) -> tuple[bytes, BlockRef | None]:
         block = bytes.fromhex(digest("item", key))
         return block, self.blocks.find(self.namespace, [block])[0]
@@ -106,14 +102,7 @@ class FusionStore:
             if not self.blocks.read(document, self.namespace, [block], [ref], [row])[0]:
                 return None
             return FusionState(key, row, tuple(int(n) for n in document["shape"]), str(document["dtype"]))
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            OverflowError,
-            RecursionError,
-            CorruptValue,
-        ):  # another writer's header
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError, CorruptValue):  # another writer's
             self.blocks.reject(ref.file)
             return None
 
@@ -129,10 +118,6 @@ class FusionStore:
         """
         block, layout = self._find(state.key)[0], {"shape": list(state.shape), "dtype": state.dtype}
         return self.blocks.write(self.namespace, layout, [block], [state.data], owner=owner, since=since) is not None
-
-    def last_purge(self) -> int:
-        """See `BlockStore.last_purge`."""
-        return self.blocks.last_purge()
 
     def close(self) -> None:
         self.blocks.close()

@@ -16,22 +16,18 @@ from functools import partial
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
-from semkv.keys import namespace_key
 from semkv.stores.block_file import MARKER, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
-from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory
+from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory, remove_old_graphs
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import NamespaceUse
-from semkv.stores.database import CATALOG, RESPONSES_1, is_damage, is_filled, is_old_responses
+from semkv.stores.database import CATALOG, is_damage, is_filled
 from semkv.stores.database import is_ours as is_our_database
 from semkv.stores.files import described, matching, remove_strays
-from semkv.stores.kept_graphs import FOLDER as GRAPHS
-from semkv.stores.kept_graphs import damage_of, forget_kept, kept_files
 from semkv.stores.media import MediaStore
 from semkv.stores.responses.ahead import deliver, folder_of, replay
 from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
-from semkv.types import Namespace
 
 _UNBOUNDED = Bounds(max_bytes=0)
 _DAY_S = 86_400.0
@@ -44,9 +40,9 @@ class StoreUse:
     """One store on disk; times are seconds since the epoch, None where it is empty.
 
     Attributes:
-        store: ``kv``, ``fusion``, ``media``, ``graphs`` (of the vector indexes) or ``answers`` (of a gateway).
+        store: ``kv``, ``fusion``, ``media`` or ``answers`` (of a gateway).
         namespace: digest of the model, its settings and the rank; empty for all but ``kv`` and ``fusion``.
-        items: block files, fusion states, images, graphs or responses.
+        items: block files, fusion states, images or responses.
         blocks: KV blocks or fusion states.
         nbytes: bytes of the files; of responses, those of heads and payloads, so that tenants' sizes add up.
         oldest: when the oldest was written.
@@ -137,7 +133,6 @@ class Collected:
     Attributes:
         kv, fusion: block files and stray files.
         media: images that no entry has any more.
-        graphs: of vector indexes of which no entries are left.
         entries: of the catalog, for their age.
         answers: a gateway's responses, for their age.
         strays: temporary files that crashed writers left in addition to those.
@@ -147,7 +142,6 @@ class Collected:
     kv: int
     fusion: int
     media: int
-    graphs: int
     entries: int
     answers: int
     strays: int
@@ -163,9 +157,7 @@ def check_is_cache(cache_dir: Path) -> None:
     Raises:
         StoreError: nothing there was written by semkv.
     """
-    places = (cache_dir, cache_dir / "kv", cache_dir / "fusion")
-    signs = (cache_dir / CATALOG, cache_dir / RESPONSES_1[0], *(place / MARKER for place in places))
-    if not any(is_filled(sign) for sign in signs):
+    if not is_filled(cache_dir / CATALOG) and not is_ours(cache_dir):
         raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
 
 
@@ -179,11 +171,6 @@ def _database(cache_dir: Path) -> Iterator[tuple[Catalog, SqliteStore] | None]:
     """
     file = cache_dir / CATALOG
     if not is_filled(file):
-        if is_old_responses(old := cache_dir / RESPONSES_1[0]):
-            raise StoreError(
-                f"{old} was written by an older version of semkv: a gateway that is started there deletes it, as does "
-                "a purge without --tenant and --tag"
-            )
         yield None
         return
     try:
@@ -269,13 +256,10 @@ def inspect(
                 answers = [use for use in responses.by_tenant() if tenants is None or use.tenant in tenants]
     except StoreError as error:
         unread.append(str(error))
-    spaces = None if tenants is None else [namespace_key(Namespace(row.tenant, row.model)) for row in entries]
     media = [file for file in _images(cache_dir) if tenants is None or file.name in theirs]
-    for name, listed in (("media", media), ("graphs", kept_files(cache_dir / GRAPHS, spaces))):
-        files = [status for _, status in described(listed)]
-        if files:
-            times, nbytes = [status.st_mtime for status in files], sum(status.st_size for status in files)
-            stores.append(StoreUse(name, "", len(files), 0, nbytes, min(times), max(times)))
+    if files := [status for _, status in described(media)]:
+        times, nbytes = [status.st_mtime for status in files], sum(status.st_size for status in files)
+        stores.append(StoreUse("media", "", len(files), 0, nbytes, min(times), max(times)))
     if answers:
         count, nbytes = sum(use.answers for use in answers), sum(use.nbytes for use in answers)
         oldest, used = min(use.oldest for use in answers), max(use.used for use in answers)
@@ -309,11 +293,9 @@ def verify(
             # Deleted when a lost index was built again.
             damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
             checks += [(name, partial(store.damage, file), partial(store.reject, file)) for file in store.files()]
-        images, graphs = _images(cache_dir), kept_files(cache_dir / GRAPHS)
-        if images:
+        if images := _images(cache_dir):
             media = MediaStore(cache_dir / "media")
             checks += [("media", partial(media.damage, i.name), partial(media.delete, i.name)) for i in images]
-        checks += [("graphs", partial(damage_of, g), partial(g.unlink, missing_ok=True)) for g in graphs]
         files = len(checks)
         for done, (name, check, delete) in enumerate(checks, 1):
             if reason := check():
@@ -362,7 +344,7 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     max_age_s, old = (max_age_days or 0.0) * _DAY_S, Purged()
     if max_age_s:
         old = purge_entries(cache_dir, None, None, before=time.time() - max_age_s, dry_run=False)
-    swept, graphs, images, unread = {"kv": 0, "fusion": 0}, 0, old.files, list(old.unread)
+    swept, images, unread = {"kv": 0, "fusion": 0}, old.files, list(old.unread)
     with _blocks(cache_dir, fusion_dir, Bounds(max_bytes=0, max_age_s=max_age_s)) as opened:
         for name, store in opened:
             swept[name] += store.swept
@@ -370,7 +352,6 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
         with _database(cache_dir) as database:
             if database is not None:
                 catalog, _ = database
-                graphs = forget_kept(cache_dir / GRAPHS, catalog.spaces())
                 for image, status in described(_images(cache_dir)):
                     young = time.time() - status.st_mtime < _DAY_S  # its entry may be about to be written
                     if not young and not catalog.has_media(image.name):
@@ -379,25 +360,21 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     except StoreError as error:
         unread.append(str(error))
     lines = tuple(dict.fromkeys(unread))
-    return Collected(
-        **swept, media=images, graphs=graphs, entries=old.entries, answers=old.answers, strays=strays, unread=lines
-    )
+    return Collected(**swept, media=images, entries=old.entries, answers=old.answers, strays=strays, unread=lines)
 
 
 def _drop_strays(cache_dir: Path) -> int:
     """Delete what crashed writers left under temporary names, but for block files; how many files that were."""
-    return sum(
-        remove_strays(cache_dir, pattern) for pattern in ("media/??/*.tmp", *CACHE_FILES) if pattern.endswith(".tmp")
-    )
+    patterns = [pattern for pattern in ("media/??/*.tmp", *CACHE_FILES) if pattern.endswith(".tmp")]
+    return sum(remove_strays(cache_dir, pattern) for pattern in patterns) + remove_old_graphs(cache_dir)
 
 
 def purge_entries(
     cache_dir: Path, tenants: Sequence[str] | None, tag: str | None, *, before: float | None = None, dry_run: bool
 ) -> Purged:
     """Delete the catalog's entries and a gateway's responses of a tenant (by its names), with a tag, made before a time
-    (in seconds since the epoch), or those that meet all that is given. With them go the images that only they had, and
-    the graphs in which their vectors are. Running engines and gateways forget them within a second or so, and write new
-    graphs.
+    (in seconds since the epoch), or those that meet all that is given. With them go the images that only they had.
+    Running engines and gateways forget them within a second or so.
 
     The text of a request that is under way is recorded afterwards.
 
@@ -422,7 +399,6 @@ def purge_entries(
             if responses.usage()[0] or any(cache_dir.glob("ahead*")):  # a gateway was here: it looks for what is logged
                 answers = responses.purge(selectors, dry_run=dry_run)
             removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
-            others = set(catalog.spaces()).difference(removed.spaces)
             if not dry_run and not catalog.database.truncate_log():
                 unread.append(f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again")
     except StoreError as error:
@@ -430,7 +406,6 @@ def purge_entries(
     loose = set(removed.media)
     images = [image for image in _images(cache_dir) if image.name in loose]
     if not dry_run:
-        forget_kept(cache_dir / GRAPHS, others)
         for image in images:
             image.unlink(missing_ok=True)
         _drop_strays(cache_dir)

@@ -19,10 +19,10 @@ import numpy as np
 
 from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook
-from semkv.errors import ConfigError
+from semkv.errors import ConfigError, CorruptValue
 from semkv.guards import Guard, forget
 from semkv.stores.catalog import Catalog
-from semkv.stores.catalog_rows import Record
+from semkv.stores.catalog_rows import Record, unpack
 from semkv.tiers.base import EXACT, Candidate, GuardedEncoder, PartError, Tally
 from semkv.tiers.contexts import SimilarContext, context_rows
 from semkv.tiers.plan import Planner
@@ -123,10 +123,10 @@ class Matching:
         self._follower.start()
 
     def close(self) -> None:
-        """Stop the indexes' upkeep and keep their graphs, without what was purged."""
+        """Forget what was purged, and stop the indexes' upkeep."""
         self._closing.set()
         self._follower.join()
-        with self._tally.boundary("purge"):  # graphs are not written then
+        with self._tally.boundary("purge"):
             self.apply_purges()
         for index in self._similar.indexes():
             index.close()
@@ -289,11 +289,9 @@ class Matching:
         while VISION in self._similar.keys and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
             self._similar.load_media(media)
             self._seen_media = media[-1].number
-        for index in self._similar.indexes():
-            index.loaded()
 
     def apply_purges(self) -> None:
-        """Forget what was purged since the last time, by this process or another: vectors, graphs, words of texts."""
+        """Forget what was purged since the last time, by this process or another: vectors, words of texts."""
         if self._catalog.changed() or self._behind:
             self.refresh()
         purge = self._catalog.purge()
@@ -303,7 +301,7 @@ class Matching:
             known = list(self._similar.entries())
         self.remove(known)
         for index in self._similar.indexes():
-            index.apply_purges(purge)
+            index.apply_purges()
         forget()
         if self._encoder is not None:
             self._encoder.forget()
@@ -325,10 +323,40 @@ class Matching:
         self, report: ReuseReport, response: str, tags: tuple[str, ...], metadata: Mapping[str, Any], now: float
     ) -> Record:
         """What the catalog keeps of ``report.plan.segments`` and their answer."""
-        vectors = self._vectors_to_keep(report)
+        return self._record(report, response, self._vectors_to_keep(report), tags, metadata, now)
+
+    def _record(
+        self,
+        report: ReuseReport,
+        response: str,
+        vectors: Mapping[str, Vector],
+        tags: tuple[str, ...],
+        metadata: Mapping[str, Any],
+        now: float,
+    ) -> Record:
         record = make_record(report, response, vectors, self._similar.keys, tags, metadata, now)
         own = self._plugged.entry_keys(record.entry, Keyed.of(record.entry.namespace, record.entry.segments))
         return replace(record, keys=(*record.keys, *own)) if own else record
+
+    def shared_record(self, entry: Entry, packed: Mapping[str, bytes]) -> Record:
+        """The record of an entry that another cache has made. All by which it is found is computed anew, but for its
+        vectors by layer and encoder: those of other encoders are left out.
+
+        Raises:
+            CorruptValue: a vector of this cache's encoders is not of their length and of length 1, or the entry's id is
+                another's.
+        """
+        request = Request("", entry.namespace, entry.segments, entry.chunk_text, entry.tags)
+        vectors = {}
+        for name, key in self._similar.keys.items():
+            if (data := packed.get(key)) is not None:
+                rows = len(request.media) if name == VISION else 1
+                vectors[name] = unit_rows(data, self._similar.dims[name], rows)
+        report = ReuseReport(request, Plan(entry.segments), {})
+        record = self._record(report, entry.response, vectors, entry.tags, entry.metadata, entry.created)
+        if record.entry.entry_id != entry.entry_id:
+            raise CorruptValue(f"entry {entry.entry_id}: under another key")
+        return record
 
     def lacks_vectors(self, report: ReuseReport, entry_id: str) -> bool:
         """Whether there is a vector to add for a request that is byte-equal to an entry, as for all after a change of
@@ -398,6 +426,18 @@ def make_record(
         vectors={layers[n]: v for n, v in vectors.items() if n in layers and n != VISION},
         media_vectors=media,
     )
+
+
+def unit_rows(data: bytes, dim: int, count: int) -> Vector:
+    """Packed unit vectors of one length: [dim], or [count, dim].
+
+    Raises:
+        CorruptValue: they are not.
+    """
+    vectors = unpack(data, dim * count).reshape(count, dim)
+    if not count or not np.allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-3):
+        raise CorruptValue("a vector that has not length 1")
+    return vectors[0] if count == 1 else vectors
 
 
 def _follow(matching: weakref.ref[Matching], closing: threading.Event) -> None:

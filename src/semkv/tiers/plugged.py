@@ -117,10 +117,7 @@ class PluggedIndex:
             return None if found is None else _cosine(found)
         return None
 
-    def loaded(self) -> None:
-        """Nothing is kept on disk."""
-
-    def apply_purges(self, purge: str) -> None:
+    def apply_purges(self) -> None:
         """What a purge deleted was removed before."""
 
     def close(self) -> None:

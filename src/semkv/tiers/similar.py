@@ -14,7 +14,6 @@ donor, whatever the other layers say. It exists to be measured.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from semkv.index import Row, VectorIndex
 from semkv.keys import digest
 from semkv.stores.catalog import Catalog
 from semkv.stores.catalog_rows import MediaRow, VectorRow, unpack
-from semkv.stores.kept_graphs import kept_beside
 from semkv.tiers.base import Candidate, PartError, Tally
 from semkv.tiers.plugged import Index, PluggedIndex
 from semkv.tiers.prompt_keys import SPELLINGS, Keyed, same_texts, with_media
@@ -110,11 +108,12 @@ class SimilarTier:
         self._within_media = config.scope is Scope.MEDIA
         self._vision = next((layer for layer in layers if layer.name == VISION), None)
         self.keys = {layer.name: f"{layer.name}:{layer.dim}@{hook}" for layer in layers}
+        self.dims = {layer.name: layer.dim for layer in layers}
 
         def text_layer(
             name: str, status: str, dim: int, threshold: float, partition: Callable[[VectorRow], str]
         ) -> _TextLayer:
-            return _TextLayer(name, status, self.keys[name], threshold, self._index(dim, self.keys[name]), partition)
+            return _TextLayer(name, status, self.keys[name], threshold, self._index(dim), partition)
 
         # The prompt layer is searched first; the others are asked whether they agree.
         self._layers = [
@@ -124,7 +123,7 @@ class SimilarTier:
         ]
         self._question: _TextLayer | None = None
         if encoder is not None:
-            self.keys[SEMANTIC] = f"{SEMANTIC}@{encoder.fingerprint}"
+            self.keys[SEMANTIC], self.dims[SEMANTIC] = f"{SEMANTIC}@{encoder.fingerprint}", encoder.dim
             self._question = text_layer(
                 *(SEMANTIC, SEMANTIC, encoder.dim, floor),
                 lambda row: row.frame if self._within_media else row.loose_frame,
@@ -132,17 +131,16 @@ class SimilarTier:
         self._texts = [*self._layers, *([] if self._question is None else [self._question])]
         self._run_indexes: dict[int, VectorIndex | PluggedIndex] = {}  # by number of media items
         if index is not None and self._vision is not None:  # a wrong one fails here
-            self._run_indexes[1] = self._index(self._vision.dim, f"{self.keys[VISION]} of 1")
+            self._run_indexes[1] = self._index(self._vision.dim)
         self._members: dict[str, dict[str, None]] = {}  # run item -> its entries, oldest first
         self._run_of: dict[str, str] = {}  # entry -> run item
         self._media_of: dict[str, tuple[str, ...]] = {}  # run item -> media ids
         self._lock = threading.RLock()
 
-    def _index(self, dim: int, key: str) -> VectorIndex | PluggedIndex:
+    def _index(self, dim: int) -> VectorIndex | PluggedIndex:
         if self._make_index is not None:
             return PluggedIndex(dim, self._make_index, self._tally)
-        kept = kept_beside(self._catalog, key, functools.partial(self._tally.fault, "graph"))
-        return VectorIndex(dim, kept=kept)
+        return VectorIndex(dim)
 
     # -- keeping the indexes ------------------------------------------------------------------------------------
 
@@ -158,7 +156,7 @@ class SimilarTier:
                 if row.layer == layer.key and (partition := layer.partition(row)):
                     try:
                         vector = unpack(row.data, layer.index.dim)
-                        ready.append(Row(row.entry_id, partition, vector, row.space))
+                        ready.append(Row(row.entry_id, partition, vector))
                     except CorruptValue as error:
                         self._tally.fault("vector", error)
             layer.index.extend(ready)
@@ -177,7 +175,7 @@ class SimilarTier:
         self._run_of[row.entry_id] = item
         self._media_of[item] = row.media
         if count not in self._run_indexes:
-            self._run_indexes[count] = self._index(dim * count, f"{self.keys[VISION]} of {count}")
+            self._run_indexes[count] = self._index(dim * count)
         index = self._run_indexes[count]
         if item in index:
             return
@@ -191,7 +189,7 @@ class SimilarTier:
             except CorruptValue as error:
                 self._tally.fault("vector", error)
                 return
-        index.extend([Row(item, partition, _joined(parts), row.space)])
+        index.extend([Row(item, partition, _joined(parts))])
 
     def indexes(self) -> list[VectorIndex | PluggedIndex]:
         """Those of all layers."""

@@ -298,7 +298,7 @@ async function refresh() {
     $("board").hidden = false;
     $("leave").hidden = false;
     const away = stats.gauges.store_up === 0;
-    $("state").textContent = `version ${stats.version}, refreshed ${new Date().toLocaleTimeString()}`
+    $("state").textContent = `version ${stats.version}, ${stats.workers > 1 ? `${stats.workers} workers, ` : ""}refreshed ${new Date().toLocaleTimeString()}`
       + (away ? ", the store is away: answers come from memory alone" : "");
     $("state").className = away ? "bad" : "";
     showStats(stats);

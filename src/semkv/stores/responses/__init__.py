@@ -14,6 +14,11 @@ from semkv.stores.responses.base import ResponseStore
 _REDIS = ("redis://", "rediss://", "unix://")
 
 
+def is_redis(where: str) -> bool:
+    """Whether a setting names a Redis."""
+    return where.startswith(_REDIS)
+
+
 def open_store(
     where: str,
     default: Path,
@@ -45,7 +50,7 @@ def open_store(
         )
     if where == "memory":
         return None
-    if where.startswith(_REDIS):
+    if is_redis(where):
         from semkv.stores.responses.redis import RedisStore
 
         return RedisStore(where, max_bytes=max_bytes, max_entries=max_entries, timeout_s=timeout_s, clock=clock)

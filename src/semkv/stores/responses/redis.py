@@ -119,42 +119,17 @@ class RedisStore(ResponseStore):
         name: str = "answers",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        try:
-            import redis
-        except ImportError:
-            raise ConfigError(
-                "--store", "redis", "the redis extra to be installed: pip install 'semkv[redis]'"
-            ) from None
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-
         self.max_bytes, self.max_entries = max_bytes, max_entries
-        self._clock, self._errors = clock, (redis.RedisError, OSError)
-        try:
-            self._db: Any = redis.Redis.from_url(
-                url,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                retry=Retry(NoBackoff(), 0),
-                health_check_interval=30,
-            )
-        except ValueError:
-            raise ConfigError("--store", _without_password(url), "a URL such as redis://host:6379/0") from None
-        root = f"{{semkv:{name}:{FORMAT}}}"
+        self._clock = clock
+        self._db: Any = connect(url, timeout_s)
+        root = root_of(name)
         self._answer, self._log, self._refusals = f"{root}:a:", f"{root}:log", f"{root}:refused"
         self._keys = [f"{root}:{part}" for part in ("used", "sizes", "bytes")] + [self._log]
         scripts = (self._db.register_script(text) for text in (_PUT, _DELETE, _SLIDE, _NOTE))
         self._put, self._delete, self._slide, self._note = scripts
 
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        try:
-            yield
-        except self._errors as error:
-            raise StoreError(f"redis: {type(error).__name__}: {error}") from error
-
     def get(self, key: str) -> StoredResponse | None:
-        with self._asking():
+        with asking():
             pipe = self._db.pipeline(transaction=False)
             pipe.hmget(self._answer + key, "head", "payload")
             pipe.zscore(self._keys[0], key)
@@ -174,7 +149,7 @@ class RedisStore(ResponseStore):
         return None if response.stale_until <= self._clock() else response
 
     def _remove(self, keys: Sequence[str]) -> None:
-        with self._asking():
+        with asking():
             for start in range(0, len(keys), _BATCH):
                 self._delete(keys=self._keys, args=[self._answer, *keys[start : start + _BATCH]])
 
@@ -191,7 +166,7 @@ class RedisStore(ResponseStore):
                     return False
                 expected = news.cursor
             now = self._clock()
-            with self._asking():
+            with asking():
                 arguments = (response.key, head, payload, now, self._left(response, now), *bounds, expected)
                 if self._put(keys=self._keys, args=[self._answer, *arguments]):
                     return True
@@ -204,7 +179,7 @@ class RedisStore(ResponseStore):
 
     def slide(self, response: StoredResponse) -> None:
         name = self._answer + response.key
-        with self._asking():
+        with asking():
             head = self._db.hget(name, "head")
             if head is not None and decode_head(response.key, head).created == response.created:
                 left = self._left(response, self._clock())
@@ -237,7 +212,7 @@ class RedisStore(ResponseStore):
         cursor = 0
         while True:
             keys = only
-            with self._asking():
+            with asking():
                 if keys is None:
                     cursor, found = self._db.zscan(self._keys[0], cursor, count=_BATCH)
                     keys = [key.decode() for key, _ in found]
@@ -254,21 +229,21 @@ class RedisStore(ResponseStore):
         return self._add_to_log(_NOTHING, only_first=True)
 
     def _add_to_log(self, selector: str, *, only_first: bool) -> str:
-        with self._asking():
+        with asking():
             end = self._note(keys=[self._log], args=[selector, "1" if only_first else "", _LOG])
         return cast("str", end.decode())
 
     def news(self, cursor: str) -> News:
         if not cursor:
             return News(self._begin_log())
-        with self._asking():
+        with asking():
             rows = self._db.xrange(self._log, min=cursor)
         if not rows or rows[0][0].decode() != cursor:
             return News(self._begin_log(), None)
         return News(rows[-1][0].decode(), read_selectors(row[1].get(b"selector", b"") for row in rows[1:]))
 
     def refuse(self, name: str, *, refused: bool) -> None:
-        with self._asking():
+        with asking():
             if refused:
                 self._db.zadd(self._refusals, {name: self._clock()})
                 self._db.zremrangebyrank(self._refusals, 0, -REFUSALS - 1)
@@ -276,12 +251,12 @@ class RedisStore(ResponseStore):
                 self._db.zrem(self._refusals, name)
 
     def refused(self, name: str) -> bool:
-        with self._asking():
+        with asking():
             at = self._db.zscore(self._refusals, name)
         return at is not None and self._clock() - at < REFUSED_S
 
     def usage(self) -> tuple[int, int]:
-        with self._asking():
+        with asking():
             pipe = self._db.pipeline(transaction=False)
             pipe.zcard(self._keys[0])
             pipe.get(self._keys[2])
@@ -290,6 +265,43 @@ class RedisStore(ResponseStore):
 
     def close(self) -> None:
         self._db.close()
+
+
+def root_of(name: str) -> str:
+    """What the names of all keys of a deployment begin with."""
+    return f"{{semkv:{name}:{FORMAT}}}"
+
+
+def connect(url: str, timeout_s: float) -> Any:
+    """A client that connects when it is first used. Raises as `RedisStore`."""
+    try:
+        import redis
+    except ImportError:
+        raise ConfigError("--store", "redis", "the redis extra to be installed: pip install 'semkv[redis]'") from None
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    try:
+        return redis.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            health_check_interval=30,
+        )
+    except ValueError:
+        raise ConfigError("--store", _without_password(url), "a URL such as redis://host:6379/0") from None
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """A block in which the client's errors are a `StoreError`."""
+    from redis import RedisError
+
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise StoreError(f"redis: {type(error).__name__}: {error}") from error
 
 
 def _without_password(url: str) -> str:

@@ -1,0 +1,117 @@
+"""The log through which gateways with a directory each share what they record: two streams in Redis.
+
+    {semkv:<name>}:entries    what was recorded, and what was removed, in order: the latest 8,192, of one day
+    {semkv:<name>}:removals   the latest 1,000 removals again, under the same ids, for who was away for longer
+
+Gateways that share a directory need no log: they read the catalog's rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from semkv.stores.responses import is_redis
+from semkv.stores.responses.redis import asking, connect, root_of
+
+_ENTRIES, _KEPT_S = 8192, 86_400
+_REMOVALS = 1000
+_BATCH = 256
+
+# KEYS: entries, removals. ARGV: a removal, how many are kept. A full Redis refuses XADD, but not in a script that has
+# written before: so make room first.
+_REMOVE = """
+redis.call('XTRIM', KEYS[2], 'MAXLEN', ARGV[2] - 1)
+local id = redis.call('XADD', KEYS[1], '*', 'removal', ARGV[1])
+redis.call('XADD', KEYS[2], id, 'removal', ARGV[1])
+return id
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LogBatch:
+    """What a log has after a cursor.
+
+    Attributes:
+        cursor: the place of the last one; hand it in next time.
+        rows: in order, each with whether it is a removal.
+        lost: removals came meanwhile that the log has no more: any entry may have been removed.
+    """
+
+    cursor: str
+    rows: tuple[tuple[bool, bytes], ...] = ()
+    lost: bool = False
+
+
+class EntryLog:
+    """Entries and removals, of any form. Every method blocks and may raise `StoreError` (unreachable, full).
+
+    Args:
+        url: of Redis.
+        timeout_s: longest wait for a connection and for an answer.
+        name: deployments with different names share nothing.
+
+    Raises:
+        ConfigError: as `RedisStore`.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 0.25, name: str = "answers") -> None:
+        self._db: Any = connect(url, timeout_s)
+        root = root_of(name)
+        self._entries, self._removals = f"{root}:entries", f"{root}:removals"
+        self._remove = self._db.register_script(_REMOVE)
+
+    def add(self, entry: bytes) -> None:
+        """Append an entry."""
+        with asking():
+            pipe = self._db.pipeline()  # one transaction, which a full Redis refuses as a whole
+            pipe.xadd(self._entries, {"entry": entry}, maxlen=_ENTRIES, approximate=True)
+            pipe.xtrim(self._entries, minid=int((time.time() - _KEPT_S) * 1000), approximate=True)
+            pipe.expire(self._entries, _KEPT_S)
+            pipe.execute()
+
+    def remove(self, removal: bytes, concerns: Callable[[bytes], bool]) -> None:
+        """Append a removal, and delete the entries before it that it concerns."""
+        with asking():
+            last = self._remove(keys=[self._entries, self._removals], args=[removal, _REMOVALS])
+            start = "-"
+            while rows := self._db.xrange(self._entries, min=start, max=last, count=_BATCH):
+                gone = [name for name, fields in rows if b"entry" in fields and concerns(fields[b"entry"])]
+                if gone:
+                    self._db.xdel(self._entries, *gone)
+                start = f"({rows[-1][0].decode()}"
+
+    def read(self, cursor: str) -> LogBatch:
+        """What comes after a cursor; an empty one asks for all that there is. At most `_BATCH` of it at once."""
+        with asking():
+            rows = self._db.xrange(self._entries, min=cursor or "-", count=_BATCH + 1)
+            if not cursor or (rows and rows[0][0].decode() == cursor):
+                return _batch(cursor, rows[bool(cursor) :])
+            # The place is not there any more, and with it perhaps others after it. So all of it is read again.
+            pipe = self._db.pipeline()
+            pipe.xrange(self._removals)
+            pipe.xrange(self._entries, count=_BATCH)
+            removals, rows = pipe.execute()
+            lost = len(removals) >= _REMOVALS and _place(removals[0][0]) > _place(cursor.encode())
+            missed = [row for row in removals if _place(row[0]) > _place(cursor.encode())]
+            return _batch(cursor, [*missed, *rows], lost=lost)
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._db.close()
+
+
+def open_entry_log(where: str, timeout_s: float) -> EntryLog | None:
+    """The log in the store that a setting names; None where that is no Redis. Raises as `EntryLog`."""
+    return EntryLog(where, timeout_s=timeout_s) if is_redis(where) else None
+
+
+def _batch(cursor: str, rows: list[Any], *, lost: bool = False) -> LogBatch:
+    found = ((b"removal" in fields, fields.get(b"removal", fields.get(b"entry", b""))) for _, fields in rows)
+    return LogBatch(rows[-1][0].decode() if rows else cursor, tuple(found), lost)
+
+
+def _place(name: bytes) -> tuple[int, ...]:
+    return tuple(int(part) for part in name.split(b"-"))

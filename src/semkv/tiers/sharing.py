@@ -1,0 +1,259 @@
+"""What a cache records and removes, for the caches of other directories, and theirs for it.
+
+A thread sends what was recorded here to a log, and brings what others sent into the catalog, from where it goes the way
+of all entries: every process of the directory indexes it. Of the processes of a directory one at a time reads the log.
+How far it is read lies in the catalog. A log that cannot be reached is a counted fault: what waits is sent later.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from semkv.errors import CorruptValue
+from semkv.keys import namespace_key
+from semkv.stores.catalog import Catalog, Criteria
+from semkv.stores.catalog_rows import Record, Removed, dump_segments, load_segments, pack
+from semkv.stores.entry_log import EntryLog
+from semkv.stores.files import lock
+from semkv.tiers.base import Tally
+from semkv.tiers.matching import Matching
+from semkv.types import Entry, MediaSegment, Namespace
+
+FORMAT = 1
+LOCK = "entry-log.lock"
+_LARGEST = 32 * 1024  # bytes of an entry that is shared, so that a whole log has 256 MiB at most
+_WAITING = 1024  # entries that wait for the log
+_POLL_S, _PAUSE_S = 0.25, 1.0
+_CHECKSUM = 32
+_KINDS = {"tag": str, "entry_id": str, "space": str, "before": (int, float), "tenants": list}
+
+
+class Sharing:
+    """Follows a log until it is closed. Any thread may call any method.
+
+    Args:
+        log: where entries and removals come and go.
+        catalog: of the directory.
+        matching: makes records of entries, and indexes them.
+        evicted: forgets what went from the catalog to make room.
+        removed: forgets what was removed from it.
+        tally: counts faults, ``shared out``, ``shared in``, ``shared removals``, and what was not shared.
+    """
+
+    def __init__(
+        self,
+        log: EntryLog,
+        catalog: Catalog,
+        matching: Matching,
+        evicted: Callable[[Removed], None],
+        removed: Callable[[Removed], None],
+        tally: Tally,
+    ) -> None:
+        self._log, self._catalog, self._matching, self._tally = log, catalog, matching, tally
+        self._evicted, self._removed = evicted, removed
+        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._some, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="semkv-sharing", daemon=True)
+        self._thread.start()
+
+    def add(self, record: Record) -> None:
+        """Share what was recorded. Never waits."""
+        data = dump(record)
+        if len(data) > _LARGEST or len(self._waiting) >= _WAITING:
+            self._tally.add("not shared: too large" if len(data) > _LARGEST else "not shared: too many wait")
+            return
+        self._waiting.append((record.entry.entry_id, data))
+        self._some.set()
+
+    def close(self) -> None:
+        """Send what waits, where the log can be reached, and stop."""
+        self._closing.set()
+        self._some.set()
+        self._thread.join(5.0)
+        self._log.close()
+
+    def _work(self) -> None:
+        closing = False
+        while not closing:
+            self._some.wait(_POLL_S)
+            self._some.clear()
+            closing = self._closing.is_set()
+            pause_s = _PAUSE_S
+            with self._tally.boundary("entry log"):
+                self._exchange()
+                pause_s = 0.0
+            self._closing.wait(pause_s)
+
+    def _exchange(self) -> None:
+        try:
+            with lock(self._catalog.path.with_name(LOCK), 0.0):
+                self._send_removals()  # first, so that nothing removed is read again
+                while self._read() and not self._closing.is_set():
+                    pass
+        except BlockingIOError:  # another process of this directory does it
+            pass
+        self._send_entries()
+
+    def _send_removals(self) -> None:
+        for number, text in self._catalog.removals():
+            self._log.remove(text.encode(), partial(_concerns, read_criteria(text.encode())))
+            self._catalog.sent(number)
+
+    def _send_entries(self) -> None:
+        while self._waiting:
+            entry_id, data = self._waiting[0]
+            if not self._catalog.missing([entry_id]):  # else it was removed meanwhile
+                self._log.add(data)
+                self._tally.add("shared out")
+            self._waiting.popleft()
+
+    def _read(self) -> bool:
+        """Bring the next rows of the log into the catalog; whether there were any."""
+        cursor = self._catalog.read_from()
+        batch = self._log.read(cursor)
+        if batch.lost:
+            self._remove({})
+        new = False
+        for removes, data in batch.rows:
+            try:
+                if removes:
+                    self._remove(read_criteria(data))
+                else:
+                    new = self._add(data) or new
+            except CorruptValue as error:
+                self._tally.fault("shared entry", error)
+        if batch.cursor != cursor:
+            self._catalog.read_to(batch.cursor)
+        if new:
+            self._matching.refresh()
+        return batch.cursor != cursor
+
+    def _add(self, data: bytes) -> bool:
+        entry, packed = load(data)
+        if not self._catalog.missing([entry.entry_id]):
+            return False
+        record = self._matching.shared_record(entry, packed)
+        if packed and not record.vectors and not record.media_vectors:
+            self._tally.add("shared entry of another encoder")
+        new, removed = self._catalog.add(record)
+        self._tally.add("shared in")
+        self._evicted(removed)
+        return new
+
+    def _remove(self, criteria: Criteria) -> None:
+        removed = self._catalog.apply_removal(criteria)
+        self._tally.add("shared removals")
+        if removed.entry_ids:
+            self._removed(removed)
+
+
+# -- the form of what is shared -----------------------------------------------------------------------------------
+
+
+def dump(record: Record) -> bytes:
+    """A checksum, and JSON of an entry and its vectors by layer and encoder."""
+    entry = record.entry
+    vectors = {layer: pack(vector) for layer, vector in record.vectors.items()}
+    media = [segment.media_id for segment in entry.segments if isinstance(segment, MediaSegment)]
+    for layer in {layer for layer, _ in record.media_vectors}:
+        if all((layer, item) in record.media_vectors for item in media):
+            vectors[layer] = pack(np.stack([record.media_vectors[layer, item] for item in media]))
+    body = {
+        "format": FORMAT,
+        "id": entry.entry_id,
+        "tenant": entry.namespace.tenant,
+        "model": entry.namespace.model,
+        "segments": dump_segments(entry.segments),
+        "chunk_text": entry.chunk_text,
+        "response": entry.response,
+        "tags": entry.tags,
+        "created": entry.created,
+        "metadata": dict(entry.metadata),
+        "vectors": {layer: base64.b64encode(data).decode() for layer, data in vectors.items()},
+    }
+    text = json.dumps(body, default=str).encode()
+    return xxhash.xxh3_128_hexdigest(text).encode() + text
+
+
+def load(data: bytes) -> tuple[Entry, dict[str, bytes]]:
+    """The reverse of `dump`: an entry, and its packed vectors.
+
+    Raises:
+        CorruptValue: the checksum, the format or a value is not what it should be.
+    """
+    body = _body(data)
+    try:
+        words = [body[name] for name in ("id", "tenant", "model", "chunk_text", "response")]
+        segments, created = load_segments(body["segments"]), float(body["created"])
+        texts = [s.media_id if isinstance(s, MediaSegment) else s.text for s in segments]
+        names = [s.name for s in segments if isinstance(s, MediaSegment)]
+        vectors = {str(layer): base64.b64decode(text, validate=True) for layer, text in body["vectors"].items()}
+        ids = [s.media_id for s in segments if isinstance(s, MediaSegment)]
+        if not all(isinstance(word, str) for word in (*words, *texts, *names, *body["tags"])):
+            raise CorruptValue("shared entry: a text that is none")
+        "".join((*words, *texts, *names, *body["tags"])).encode()  # no half of a character
+        if not segments or not all(re.fullmatch(r"[0-9a-f]{64}", item) for item in ids) or not math.isfinite(created):
+            raise CorruptValue("shared entry: no segments, no digest of an image, or no time")
+        entry_id, tenant, model, chunk_text, response = words
+        return Entry(
+            entry_id, Namespace(tenant, model), segments, chunk_text, response, tags=tuple(body["tags"]),
+            created=min(created, time.time()), metadata=dict(body["metadata"]),
+        ), vectors  # fmt: skip
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptValue(f"shared entry: {error!r}") from error
+
+
+def _body(data: bytes) -> Mapping[str, Any]:
+    text = data[_CHECKSUM:]
+    try:
+        if len(data) > _LARGEST or data[:_CHECKSUM] != xxhash.xxh3_128_hexdigest(text).encode():
+            raise CorruptValue("shared entry: too large, or it fails its checksum")
+        body: Mapping[str, Any] = json.loads(text)
+        if body["format"] == FORMAT:
+            return body
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptValue(f"shared entry: {error!r}") from error
+    raise CorruptValue("shared entry: of another format")
+
+
+def read_criteria(data: bytes) -> Criteria:
+    """The criteria of a removal.
+
+    Raises:
+        CorruptValue: they are none. So nothing is removed, rather than too much.
+    """
+    try:
+        criteria: Criteria = json.loads(data)
+        right = all(isinstance(value, _KINDS[name]) for name, value in criteria.items())  # type: ignore[arg-type]
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptValue(f"shared removal: {error!r}") from error
+    if not right:
+        raise CorruptValue("shared removal: a criterion of another type")
+    return criteria
+
+
+def _concerns(criteria: Criteria, data: bytes) -> bool:
+    """Whether a removal is one of a shared entry, or that cannot be said."""
+    try:
+        entry, _ = load(data)
+    except CorruptValue:
+        return True
+    own = {"entry_id": entry.entry_id, "space": namespace_key(entry.namespace)}
+    tests: dict[str, Callable[[Any], bool]] = {
+        "tag": lambda tag: tag in entry.tags,
+        "before": lambda before: entry.created < before,
+        "tenants": lambda tenants: entry.namespace.tenant in tenants,
+    }
+    return all(tests[name](value) if name in tests else own[name] == value for name, value in criteria.items())
