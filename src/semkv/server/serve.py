@@ -211,6 +211,8 @@ def run_server(
     set_up_logs(log_level, log_format)
     if workers > 1 and settings.store == "memory":
         raise ConfigError("--workers", workers, "1 with --store memory: workers share answers through a store")
+    if settings.admin_port and settings.admin_port == port:
+        raise ConfigError("--admin-port", port, "another port than --port")
     sockets = listening(host, port)  # before the encoder is loaded, which takes seconds
     if settings.admin_port:
         sockets += listening(host, settings.admin_port, "--admin-port")
