@@ -243,7 +243,7 @@ def gateway_of(
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     metrics = Metrics(workers)
     responses = _responses(settings)
-    log = None if config is None else open_entry_log(settings.store, settings.store_timeout)
+    log = None if config is None else open_entry_log(settings.store, settings.store_timeout, secret)
     semantic = None if config is None else SemanticCache(config, log=log)
     if semantic is not None:
         semantic.warm_up()
@@ -399,7 +399,8 @@ class Operations:
         number = body.get("id") if body else None
         shown = self._gateway.recent_hits.find(number) if isinstance(number, str) else None
         if shown is None:
-            return _error(404, "no such hit")
+            elsewhere = self._gateway.metrics.workers > 1
+            return _error(404, "no such hit at this worker: try again" if elsewhere else "no such hit")
         return JSONResponse({"removed": await self._gateway.wrong(shown)})
 
 
