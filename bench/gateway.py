@@ -38,6 +38,7 @@ from common import ROOT, machine, write_json
 
 KINDS: dict[str, tuple[str, ...]] = {
     "exact": ("--no-semantic",),
+    "exact_2_workers": ("--no-semantic", "--workers", "2"),
     "semantic": (),
     "waiting": ("--no-overlap",),
     "waiting_int8": ("--no-overlap", "--index-encoder", "all-MiniLM-L6-v2@onnx-int8"),
@@ -222,7 +223,7 @@ def measure(
                 for name, url in {"proxy": proxy, **urls}.items():
                     found[f"{name}_miss_1"].append(wrk(url, 1, seconds, share=1, run=f"miss {number}"))
                     found[f"{name}_miss_1_slow"].append(wrk(url, 1, seconds, share=1, run=f"slow {number}", slow=True))
-                    if misses_only or name not in ("exact", "semantic"):
+                    if misses_only or name not in ("exact", "exact_2_workers", "semantic"):
                         continue
                     found[f"{name}_hit_64"].append(wrk(url, 64, seconds))
                     found[f"{name}_hit_8"].append(wrk(url, 8, seconds))

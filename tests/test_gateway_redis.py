@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hmac
 import itertools
 import json
 import threading
@@ -370,7 +371,8 @@ def says_of_the_store(pair: Pair) -> tuple[str, float, float]:
     return ready.json()["store"], pair.metric("semkv_store_up"), pair.admin("stats").json()["gauges"]["store_up"]
 
 
-ENTRIES = "{semkv:answers:1}:entries"
+DIGEST = hmac.digest(SECRET.encode(), b"entry log", "sha256").hex()[:16]
+ENTRIES = f"{{semkv:log:{DIGEST}:1}}:entries"
 
 
 def entries_of(pair: Pair) -> list[tuple[str, str]]:
@@ -537,7 +539,7 @@ class TestDonors:
         monkeypatch.setattr("semkv.stores.entry_log._REMOVALS", 3)
         server = RedisServer(tmp_path)
         try:
-            log = EntryLog(server.url, timeout_s=60)
+            log = EntryLog(server.url, timeout_s=60, name=f"log:{DIGEST}")
             log.add(b"first")
             place = log.read("").cursor
             assert log.read(place) == LogBatch(place)

@@ -270,7 +270,7 @@ def gateway_of(
     metrics = Metrics(workers)
     log.info("starting semkv %s: responses are kept in %s", __version__, _named(settings))
     responses = _responses(settings)
-    entry_log = None if config is None else open_entry_log(settings.store, settings.store_timeout)
+    entry_log = None if config is None else open_entry_log(settings.store, settings.store_timeout, secret)
     semantic = None
     if config is not None:
         start = time.perf_counter()
@@ -486,7 +486,8 @@ class Operations:
         number = body.get("id") if body else None
         shown = self._gateway.recent_hits.find(number) if isinstance(number, str) else None
         if shown is None:
-            return _error(404, "no such hit")
+            elsewhere = self._gateway.metrics.workers > 1
+            return _error(404, "no such hit at this worker: try again" if elsewhere else "no such hit")
         return JSONResponse({"removed": await self._gateway.wrong(shown)})
 
 

@@ -27,13 +27,13 @@ from semkv.stores.catalog_rows import (
     pack,
     removal,
 )
-from semkv.stores.database import REMOVALS, Database
+from semkv.stores.database import SHARED, Database
 from semkv.types import Entry, MediaSegment, Namespace
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
 _COUNT_HITS = "UPDATE entries SET hits=hits+?1, last_hit=MAX(last_hit, ?2), used=MAX(used, ?2) WHERE entry_id=?3"
 _HITS = 8192  # entries whose hits wait for a write
-_REMOVALS = 1000  # that are kept for those who share entries with this file
+_SHARES = "SELECT COUNT(*) FROM sqlite_master WHERE name='shared'"
 _TESTS = {
     "tag": "id IN (SELECT entry FROM tags WHERE tag=?)",
     "entry_id": "entry_id=?",
@@ -205,9 +205,8 @@ class Catalog:
             with self.database as db:
                 return removal(db, self._meeting(db, criteria))
         with self._write() as db:
-            db.execute(REMOVALS)  # files of earlier versions are without it
-            db.execute("INSERT INTO removals (criteria) VALUES (?)", (json.dumps(criteria),))
-            db.execute("DELETE FROM removals WHERE number<=(SELECT MAX(number) FROM removals)-?", (_REMOVALS,))
+            if db.execute(_SHARES).fetchone()[0]:
+                db.execute("INSERT INTO removals (criteria) VALUES (?)", (json.dumps(criteria),))
             return self._remove(db, criteria)
 
     def _meeting(self, db: sqlite3.Connection, criteria: Criteria) -> list[int]:
@@ -226,17 +225,12 @@ class Catalog:
     def removals(self) -> list[tuple[int, str]]:
         """What was removed here and not `sent` yet, in order: numbers and criteria (JSON)."""
         with self._shared() as db:
-            return [
-                (int(number), str(criteria))
-                for number, criteria in db.execute(
-                    "SELECT number, criteria FROM removals WHERE number>(SELECT sent FROM shared) ORDER BY number"
-                )
-            ]
+            return list(db.execute("SELECT number, criteria FROM removals ORDER BY number"))
 
     def sent(self, number: int) -> None:
         """Others have been told of the removals up to this one."""
         with self._write() as db:
-            db.execute("UPDATE shared SET sent=?", (number,))
+            db.execute("DELETE FROM removals WHERE number<=?", (number,))
 
     def read_from(self) -> str:
         """How far this file has what others share; empty at first."""
@@ -250,15 +244,14 @@ class Catalog:
 
     @contextmanager
     def _shared(self) -> Iterator[sqlite3.Connection]:
+        """To read; from the first time on removals are noted."""
         with self.database as db:
-            there = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name IN ('removals', 'shared')").fetchone()
-            if there[0] == 2:
+            if db.execute(_SHARES).fetchone()[0]:
                 yield db
                 return
-        with self.database.write() as db:
-            db.execute(REMOVALS)
-            db.execute("CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL, sent INTEGER NOT NULL)")
-            db.execute("INSERT INTO shared SELECT '', 0 WHERE NOT EXISTS (SELECT 1 FROM shared)")
+        with self._write() as db:
+            for statement in SHARED:
+                db.execute(statement)
             yield db
 
     def apply_removal(self, criteria: Criteria) -> Removed:

@@ -92,11 +92,15 @@ INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
 INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 """
 
-REMOVALS = "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)"
+# Of a file that shares entries with others: removals that they have not heard of, and how far theirs are read.
+# Files of earlier versions are without them.
+_REMOVALS = "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)"
+SHARED = (_REMOVALS, "CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL)", "INSERT INTO shared VALUES ('')")
 
 # An invalidation without a criterion is one of everything, and another mark says that entries went.
 _EMPTY = f"""
-{REMOVALS}; DELETE FROM removals; INSERT INTO removals (criteria) VALUES ('{{}}');
+{_REMOVALS}; DELETE FROM removals;
+INSERT INTO removals (criteria) SELECT '{{}}' FROM sqlite_master WHERE name='shared';
 DELETE FROM entry_keys; DELETE FROM vectors; DELETE FROM media_vectors; DELETE FROM entry_media; DELETE FROM tags;
 DELETE FROM sentences; DELETE FROM contexts; DELETE FROM entries; DELETE FROM responses; DELETE FROM invalidations;
 UPDATE purge SET mark=hex(randomblob(16));

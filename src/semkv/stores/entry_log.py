@@ -8,6 +8,7 @@ Gateways that share a directory need no log: they read the catalog's rows.
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class EntryLog:
         ConfigError: as `RedisStore`.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 0.25, name: str = "answers") -> None:
+    def __init__(self, url: str, *, timeout_s: float = 0.25, name: str = "log") -> None:
         self._db: Any = connect(url, timeout_s)
         root = root_of(name)
         self._entries, self._removals = f"{root}:entries", f"{root}:removals"
@@ -103,9 +104,12 @@ class EntryLog:
         self._db.close()
 
 
-def open_entry_log(where: str, timeout_s: float) -> EntryLog | None:
-    """The log in the store that a setting names; None where that is no Redis. Raises as `EntryLog`."""
-    return EntryLog(where, timeout_s=timeout_s) if is_redis(where) else None
+def open_entry_log(where: str, timeout_s: float, secret: bytes) -> EntryLog | None:
+    """The log in the store that a setting names, for those who know a secret; None where that is no Redis. Raises as
+    `EntryLog`."""
+    if not is_redis(where):
+        return None
+    return EntryLog(where, timeout_s=timeout_s, name=f"log:{hmac.digest(secret, b'entry log', 'sha256').hex()[:16]}")
 
 
 def _batch(cursor: str, rows: list[Any], *, lost: bool = False) -> LogBatch:
