@@ -5,7 +5,7 @@
 - ``literal``: the original design. The donor's KV stands under the request's own tokens, position by position.
 - ``blend``: after CacheBlend (Yao et al., EuroSys 2025, arXiv:2405.16444). KV of tokens that donor and request share is
   moved to the request's positions; a share of it, where the values of the second layer deviate most, is computed again,
-  and so are all other tokens. Equal tokens at the beginning have exact KV: these are used as they are.
+  and so are all other tokens. Before that it uses what ``prefix`` would: equal tokens at the beginning have exact KV.
 
 KV lies in the memory of this process. Only what a prompt's own tokens gave is kept, so nothing that ``literal`` and
 ``blend`` make up can be read again, by whomever. Arithmetic is in float32: arms differ by what they use, not by
@@ -146,11 +146,13 @@ class TransformersEngine:
             return result if kept else replace(result, kv=Status.MISS)
         tokens = self._tokens(prompt)
         kv, most = self._room(len(tokens) + prompt.max_tokens), len(tokens) - 1  # the last token is always computed
-        first = min(_shared(kept.tokens, tokens), most)  # exact up to here
         if self._settings.reuse is Reuse.BLEND:
+            exact = max(kept, self._find(prompt) or kept, key=lambda one: _shared(one.tokens, tokens))
+            first = min(_shared(exact.tokens, tokens), most)
             blocks = SequenceMatcher(None, kept.tokens[first:], tokens[first:-1], autojunk=False).get_matching_blocks()
             moved = [(first + b.a + n, first + b.b + n) for b in blocks for n in range(b.size)]
-            self._take(kv, kept, [(n, n) for n in range(first)] + moved)
+            self._take(kv, exact, [(n, n) for n in range(first)])
+            self._take(kv, kept, moved)
             return self._answer(start, prompt, tokens, kv, first, {own for _, own in moved})
         stand = len(kept.tokens)
         if kept.name != self._names(canonical)[-1]:  # the request's own segments follow the donor's
