@@ -22,7 +22,8 @@ from semkv.types import MediaSegment, Namespace, Request, Role, Segment, Status,
 from semkv_lab.console import Listener
 from semkv_lab.run import execute, run
 from semkv_lab.samples import Sample
-from semkv_lab.settings import resolve
+from semkv_lab.settings import Reuse, resolve
+from semkv_lab.sweep import _group, read_spec
 
 torch = pytest.importorskip("torch")
 
@@ -233,6 +234,18 @@ def test_cold_and_cached_answers_come_in_turn(tmp_path: Path) -> None:
     assert asked[-2:] == ["cold", "cached"]
     assert asked.count("cached") == 40
     assert asked.index("cached") < 3
+
+
+def test_the_comparison_has_every_use_at_every_setting_with_a_baseline_of_its_own() -> None:
+    experiments = read_spec(Path(__file__).parents[1] / "specs" / "reuse-minigqa.json")
+    uses: dict[str, list[tuple[str, float]]] = {}
+    for e in experiments:
+        uses.setdefault(e.name.split("-")[0], []).append((e.settings.reuse, e.settings.blend_share))
+    assert list(uses) == ["default", "loose", "any"]
+    assert {use for use, _ in uses["default"]} == set(Reuse)
+    assert uses["default"] == uses["loose"] == uses["any"]
+    assert all(e.settings.in_turn for e in experiments)
+    assert len({_group(e.settings) for e in experiments}) == len(experiments)
 
 
 def test_only_experiments_reach_a_donors_kv() -> None:

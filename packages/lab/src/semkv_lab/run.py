@@ -116,7 +116,12 @@ def _each(stage: str, answer: Callable[[Sample], None], done: Sized, progress: P
 
 def run_cold(engine: Engine, builder: RequestBuilder, progress: Progress) -> None:
     """Answer every sample with the engine's own prefix cache alone, adding to ``progress.cold``."""
-    answer = _cold_answers(engine, builder, progress)
+    ask = _cold_answers(engine, builder, progress)
+
+    def answer(sample: Sample) -> None:
+        ask(sample)
+        progress.listener.cold(sample, progress.cold[sample.sample_id])
+
     _each("cold", answer, progress.cold, progress)
 
 
@@ -137,7 +142,7 @@ def _cold_answers(engine: Engine, builder: RequestBuilder, progress: Progress) -
         again = None
         if sample.sample_id in twice:
             again = engine.generate(replace(prompt, tenant=f"{settings.tenant} noise floor {sample.sample_id}"))
-        cold = Cold(
+        progress.cold[sample.sample_id] = Cold(
             image=sample.image_name,
             text=result.text,
             match=_match(result.text, sample),
@@ -148,8 +153,6 @@ def _cold_answers(engine: Engine, builder: RequestBuilder, progress: Progress) -
             asked=asked(request),
             **_counted(result),
         )
-        progress.cold[sample.sample_id] = cold
-        progress.listener.cold(sample, cold)
 
     return answer
 
