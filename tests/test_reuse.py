@@ -185,7 +185,10 @@ def test_other_models_are_refused(family: str, checkpoint: tiny_models.Checkpoin
 
 def test_a_literal_run_stores_nothing_that_a_donor_gave(tmp_path: Path, checkpoint: tiny_models.Checkpoint) -> None:
     data, folder, typed = tmp_path / "prompts.jsonl", tmp_path / "cache", DONOR.lower().replace(" ", "  ")
-    data.write_text("".join(json.dumps({"question": q}) + "\n" for q in (DONOR, OTHER, typed, typed)), "utf-8")
+    facts = "The red car stands left of the tree, and the dog lies right of it."
+    asked = [{"question": q} for q in (DONOR, OTHER, typed, typed)]
+    asked += [{"context": facts, "question": DONOR}, {"context": facts.replace(" ", "  "), "question": OTHER}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in asked), "utf-8")
     out = tmp_path / "samples.jsonl"
     flags = {"semantic": False, "baseline": True, "cache_dir": folder, "samples_out": out, "verify_rate": 1.0}
     model, found = str(checkpoint("llama")), {}
@@ -193,7 +196,8 @@ def test_a_literal_run_stores_nothing_that_a_donor_gave(tmp_path: Path, checkpoi
         settings = resolve(model=model, engine="transformers", dataset=str(data), reuse=reuse, purge=True, **flags)
         summary = execute(settings, quiet=True)
         rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
-        assert [row["provenance"] for row in rows] == ["", "", "text:normalised", "text:normalised"]
+        whole, part = "text:normalised", "text:normalised/context"
+        assert [row["provenance"] for row in rows] == ["", "", whole, whole, "", part]
         assert rows[2]["statuses"]["kv_cache"] == ("hit" if reuse == "literal" else "miss")
         found[reuse] = rows[2]["token_ids"]
         assert summary.against_cold is not None
@@ -201,7 +205,7 @@ def test_a_literal_run_stores_nothing_that_a_donor_gave(tmp_path: Path, checkpoi
         assert (summary.against_cold.saved_tokens.value or 0) > 5  # the last one asks what was asked before
         model_key = engine(Path(model)).fingerprint()
         with SemanticCache(CacheConfig(folder, semantic=False)) as cache:
-            assert cache.stats().entries == 2
+            assert cache.stats().entries == 3
             report = cache.try_reuse(Request("r", Namespace("", model_key), (TextSegment(typed),)))
             assert (report.provenance, report.donor_response) == ("text:normalised", rows[0]["text"])
         assert not (folder / "kv").exists()

@@ -467,6 +467,7 @@ def against_cold(records: Sequence[SampleRecord]) -> AgainstCold | None:
         return None
     hits = [(r, c) for r, c in pairs if r.hit and r.applied]
     exact = [(r, c) for r, c in pairs if not r.applied or r.exactness == "exact"]
+    timed = [(r, c.ttft_s, r.ttft_s) for r, c in hits if r.ttft_s is not None and c.ttft_s is not None]
     judged = [(r.match, c.match) for r, c in hits if r.match is not None and c.match is not None]
     return AgainstCold(
         n=len(hits),
@@ -479,7 +480,7 @@ def against_cold(records: Sequence[SampleRecord]) -> AgainstCold | None:
         gained_hits=sum(now and not before for now, before in judged),
         speedup=median([(r.image, c.latency_s / r.latency_s) for r, c in hits if r.latency_s > 0]),
         same_tokens=share([(r.image, r.token_ids == c.token_ids) for r, c in hits]),
-        first_token=median([(r.image, c.ttft_s / (r.ttft_s - r.lookup_s)) for r, c in hits if r.ttft_s and c.ttft_s]),
+        first_token=median([(r.image, before / (now - r.lookup_s)) for r, before, now in timed if now > r.lookup_s]),
         saved_tokens=mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in hits]),
         consistency=consistency(records, cold=True),
     )
