@@ -94,6 +94,13 @@ def test_hits_against_cold() -> None:
     assert (compared.identical_tokens.n, compared.identical_tokens.value) == (1, 1.0)
     assert compared.agreement_all.value == 0.5
     assert compared.speedup.value == pytest.approx(2.0)
+    # Cold 100 ms, cached 30 ms with a lookup of 2 ms in it.
+    assert compared.first_token.value == pytest.approx(100 / 28)
+    assert (compared.same_tokens.value, compared.saved_tokens.value) == (1.0, 0.0)
+    other = [record(provenance="p", applied=True, cached_tokens=7, token_ids=(3,), cold=records[0].cold)]
+    compared = metrics.against_cold([*records, *other])
+    assert compared is not None
+    assert (compared.same_tokens.value, compared.saved_tokens.value) == (0.8, pytest.approx(1.4))
     assert [metrics.wrong_hit(r) for r in records] == [False, True, False, False]
     assert metrics.summarise(records).wrong_hit_share.value == 0.25
 

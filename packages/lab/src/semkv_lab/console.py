@@ -268,6 +268,9 @@ def _cold_rows(summary: Summary) -> list[tuple[str, str]]:
             rows += [
                 ("hits run cold: accuracy", percent(cold.cold_accuracy_on_hits)),
                 ("hits: same answer as cold", percent(cold.agreement)),
+                ("hits: same tokens as cold", percent(cold.same_tokens)),
+                ("hits: tokens saved", interval(cold.saved_tokens)),
+                ("hits: cold TTFT / cached, without lookup", interval(cold.first_token, 2, "x")),
                 ("wrong hits / gained", f"{cold.wrong_hits} / {cold.gained_hits}"),
                 ("hits: cold latency / cached", interval(cold.speedup, 2, "x")),
             ]

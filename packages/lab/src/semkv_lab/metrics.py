@@ -391,9 +391,12 @@ class AgainstCold:
         agreement: share of hits whose answer equals the cold one (`answers_match`); ``agreement_all`` of all samples.
         identical_tokens: share of all samples that sent their own prompt or a byte-equal one, whose tokens equal the
             cold run's one by one.
+        same_tokens: share of hits whose tokens equal the cold run's one by one.
         wrong_hits: hits that answer wrongly where the cold run was right.
         gained_hits: hits that answer rightly where the cold run was wrong.
         speedup: median of cold latency over cached latency, sample by sample, over hits.
+        first_token: median of cold over cached time to first token, the lookup left out, over hits.
+        saved_tokens: prompt tokens that the cold run computed less those that the hit did, mean.
         consistency: GQA's, of the cold answers.
     """
 
@@ -406,6 +409,9 @@ class AgainstCold:
     wrong_hits: int
     gained_hits: int
     speedup: Estimate
+    same_tokens: Estimate
+    first_token: Estimate
+    saved_tokens: Estimate
     consistency: Estimate
 
 
@@ -461,6 +467,7 @@ def against_cold(records: Sequence[SampleRecord]) -> AgainstCold | None:
         return None
     hits = [(r, c) for r, c in pairs if r.hit and r.applied]
     exact = [(r, c) for r, c in pairs if not r.applied or r.exactness == "exact"]
+    timed = [(r, c.ttft_s, r.ttft_s) for r, c in hits if r.ttft_s is not None and c.ttft_s is not None]
     judged = [(r.match, c.match) for r, c in hits if r.match is not None and c.match is not None]
     return AgainstCold(
         n=len(hits),
@@ -472,6 +479,9 @@ def against_cold(records: Sequence[SampleRecord]) -> AgainstCold | None:
         wrong_hits=sum(not now and before for now, before in judged),
         gained_hits=sum(now and not before for now, before in judged),
         speedup=median([(r.image, c.latency_s / r.latency_s) for r, c in hits if r.latency_s > 0]),
+        same_tokens=share([(r.image, r.token_ids == c.token_ids) for r, c in hits]),
+        first_token=median([(r.image, before / (now - r.lookup_s)) for r, before, now in timed if now > r.lookup_s]),
+        saved_tokens=mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in hits]),
         consistency=consistency(records, cold=True),
     )
 

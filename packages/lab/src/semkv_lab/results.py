@@ -165,7 +165,7 @@ def load_table(path: Path) -> pd.DataFrame:
 _INSIDE = (
     "preset", "baseline", "purge", "samples_out", "summary_out", "cache.cache_dir", "cache.fusion_cache_dir",
     "cache.exact", "cache.semantic", "cache.fusion", "cache.embedding_hook", "cache.embedding_layers",
-    "cache.similarity_threshold", "data.data_dir", "cache.image_roots", "baseline_from",
+    "cache.similarity_threshold", "data.data_dir", "cache.image_roots", "baseline_from", "reuse", "blend_share",
 )  # fmt: skip
 _WORST = 12
 

@@ -1,7 +1,8 @@
 """A run: the same samples cold and cached, one record a sample.
 
 A cold pass, when asked for, goes first, on an engine of its own with vLLM's prefix cache alone, which is closed before
-the cached pass starts. The cached pass asks the tiers, sends the canonical prompt, and tells the cache what came back.
+the cached pass starts; with ``--engine transformers`` each sample is answered cold and cached in turn, so that both
+meet the same load. The cached pass asks the tiers, sends the canonical prompt, and tells the cache what came back.
 
 - ``live`` sends the canonical prompt.
 - ``dry-run`` looks up and records, but sends each request unchanged; exact caches (KV blocks, encoder outputs) stay
@@ -18,11 +19,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from semkv import plug
 from semkv.cache import CacheStats
@@ -46,10 +47,11 @@ from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Summary, summarise
 from semkv_lab.records import Cold, SampleRecord, answers_match, at
 from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers, read_json, read_jsonl
-from semkv_lab.settings import RunSettings
+from semkv_lab.settings import Reuse, RunSettings
 
 if TYPE_CHECKING:
     from semkv.cache import SemanticCache
+    from semkv_lab.reuse import TransformersEngine
 
 _COMMON = ("color", "material", "shape")  # GQA's evaluation script has them too
 NOISE_SAMPLES = 32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
@@ -113,7 +115,18 @@ def _each(stage: str, answer: Callable[[Sample], None], done: Sized, progress: P
 
 
 def run_cold(engine: Engine, builder: RequestBuilder, progress: Progress) -> None:
-    """Answer every sample with the engine's own prefix cache alone, adding to ``progress.cold``.
+    """Answer every sample with the engine's own prefix cache alone, adding to ``progress.cold``."""
+    ask = _cold_answers(engine, builder, progress)
+
+    def answer(sample: Sample) -> None:
+        ask(sample)
+        progress.listener.cold(sample, progress.cold[sample.sample_id])
+
+    _each("cold", answer, progress.cold, progress)
+
+
+def _cold_answers(engine: Engine, builder: RequestBuilder, progress: Progress) -> Callable[[Sample], None]:
+    """Answers a sample cold.
 
     `NOISE_SAMPLES` of them, evenly spread, are asked a second time under a tenant, and so a cache salt, of their own:
     vLLM computes all of the prompt again, and what it keeps of that serves nobody else.
@@ -129,7 +142,7 @@ def run_cold(engine: Engine, builder: RequestBuilder, progress: Progress) -> Non
         again = None
         if sample.sample_id in twice:
             again = engine.generate(replace(prompt, tenant=f"{settings.tenant} noise floor {sample.sample_id}"))
-        cold = Cold(
+        progress.cold[sample.sample_id] = Cold(
             image=sample.image_name,
             text=result.text,
             match=_match(result.text, sample),
@@ -140,16 +153,21 @@ def run_cold(engine: Engine, builder: RequestBuilder, progress: Progress) -> Non
             asked=asked(request),
             **_counted(result),
         )
-        progress.cold[sample.sample_id] = cold
-        progress.listener.cold(sample, cold)
 
-    _each("cold", answer, progress.cold, progress)
+    return answer
 
 
-def run_cached(engine: Engine, cache: SemanticCache | None, builder: RequestBuilder, progress: Progress) -> None:
-    """Answer every sample through the cache, adding to ``progress`` as it goes."""
+def run_cached(
+    engine: Engine,
+    cache: SemanticCache | None,
+    builder: RequestBuilder,
+    progress: Progress,
+    cold: Callable[[Sample], None] = lambda _: None,
+) -> None:
+    """Answer every sample through the cache, adding to ``progress`` as it goes; ``cold`` is called before each."""
 
     def answer(sample: Sample) -> None:
+        cold(sample)
         record = _answer(sample, builder.build(sample), engine, cache, progress)
         progress.records.append(record)
         progress.listener.record(record)
@@ -163,7 +181,7 @@ def _answer(
     settings = progress.settings
     report = cache.try_reuse(request) if cache is not None else ReuseReport(request, Plan(request.segments), {})
     try:
-        result = engine.generate(_prompt(report.plan.segments, settings))
+        result = _send(report, engine, settings)
     except MediaError:
         if not report.plan.substituted:
             raise
@@ -173,7 +191,8 @@ def _answer(
         report = replace(report, plan=Plan(request.segments), statuses=missed)
         result = engine.generate(_prompt(request.segments, settings))
     start = time.perf_counter()
-    if cache is not None:
+    # What foreign KV made of a prompt is recorded nowhere, and no policy learns from it.
+    if cache is not None and (settings.reuse is Reuse.INPUTS or not report.plan.substituted):
         cache.add_observation(report, result.text, metadata=_metadata(result, settings))
         if report.plan.substituted and cache.should_check(report):
             _check(report, result.text, engine, cache, settings)
@@ -214,6 +233,13 @@ def _answer(
         plausible=_among(result.text, sample.plausible, sample),
         **_counted(result),
     )
+
+
+def _send(report: ReuseReport, engine: Engine, settings: RunSettings) -> EngineResult:
+    sent = _prompt(report.plan.segments, settings)
+    if settings.reuse is Reuse.INPUTS or not report.plan.substituted:
+        return engine.generate(sent)
+    return cast("TransformersEngine", engine).reuse(_prompt(report.request.segments, settings), sent)
 
 
 def _counted(result: EngineResult) -> dict[str, Any]:
@@ -320,15 +346,20 @@ def run(
     try:
         if settings.baseline_from is not None:
             progress.cold.update(read_cold(settings.baseline_from, samples, settings))
-        elif settings.baseline:
+        elif settings.baseline and not settings.in_turn:
             with started(attach=False) as (engine, builder):
                 run_cold(engine, builder, progress)
-        with started(attach=cache is not None) as (engine, builder):
+        with ExitStack() as engines:
+            engine, builder = engines.enter_context(started(attach=cache is not None))
             if settings.baseline_from is not None:
                 check_asked(
                     settings.baseline_from, progress.cold, [builder.build(sample) for sample in progress.samples]
                 )
-            run_cached(engine, cache, builder, progress)
+            if settings.in_turn:
+                beside = engines.enter_context(started(attach=False))
+                run_cached(engine, cache, builder, progress, _cold_answers(*beside, progress))
+            else:
+                run_cached(engine, cache, builder, progress)
     except KeyboardInterrupt:
         progress.interrupted = True
     finally:
@@ -426,7 +457,7 @@ def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False
     """
     if not verbose:
         os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; ours stays
-    if settings.engine == "vllm":
+    if settings.engine in ("vllm", "transformers"):
         from semkv.engines.vllm import check_model, set_environment
 
         check_model(settings.model, settings.revision)  # before a data set is loaded, which may be a download
@@ -463,6 +494,10 @@ def engine_factory(samples: list[Sample], verbose: bool = False) -> EngineFactor
                 return ScriptedEngine(name=settings.model)
             answers = label_answers(samples, settings.instruction)
             return ScriptedEngine(answer=answers, name="labels", store=set() if attach else None)
+        if settings.engine == "transformers":
+            from semkv_lab.reuse import TransformersEngine
+
+            return TransformersEngine(settings, attach)
         from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 
         cache = settings.cache

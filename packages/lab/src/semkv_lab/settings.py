@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_origin
@@ -14,6 +15,7 @@ from cyclopts import App, Argument, ArgumentCollection, Parameter, Token
 
 from semkv import plug
 from semkv.config import (
+    COSINE,
     EXISTS,
     IMAGE_ROOT_VARIABLES,
     NO_FOLDER,
@@ -36,7 +38,7 @@ from semkv_lab.datasets import DATASETS
 from semkv_lab.records import at
 from semkv_lab.samples import ChunkSource, DatasetOptions, Trace
 
-ENGINES = ("labels", "scripted", "vllm")
+ENGINES = ("labels", "scripted", "transformers", "vllm")
 ENGINE = Allowed(f"one of {', '.join(ENGINES)}, or {plug.FORM}", lambda name: name in ENGINES or plug.is_path(name))
 MODEL, MATCHED = Parameter(group="Model"), Parameter(group="What the tiers match on")
 DATA, RESULTS = Parameter(group="Data"), Parameter(group="Results")
@@ -45,6 +47,17 @@ FLAT, SWITCH = Parameter(name="*"), Parameter(negative="")
 # Layers that a built-in hook cannot fill are dropped from a preset when the user names that hook.
 _HOOK_LAYERS = {"none": frozenset[str](), "prompt": frozenset({"prompt"}), "vision": frozenset({"vision"})}
 _LARGEST = 10**18
+
+
+class Reuse(StrEnum):
+    """What is used of a donor; see `semkv_lab.reuse`."""
+
+    INPUTS = "inputs"
+    PREFIX = "prefix"
+    LITERAL = "literal"
+    BLEND = "blend"
+
+
 _PLACES = ("cache_dir", "fusion_cache_dir", "data_dir", "samples_out", "summary_out", "baseline_from", "purge")
 
 
@@ -60,8 +73,12 @@ class RunSettings:
         trust_remote_code: Run model code that the checkpoint brings.
         max_model_len: Longest prompt plus answer, in tokens.
         max_tokens: Longest answer, in tokens; by default the preset's, then 16.
-        engine: vllm; scripted: no model, for trying settings; labels: the data set's own answers; or
-            package.module:Factory.
+        engine: vllm; transformers: plain and slow, to compare --reuse; scripted: no model, for trying settings;
+            labels: the data set's own answers; or package.module:Factory.
+        reuse: What a hit uses: inputs (semkv: the donor's prompt is sent); or, to compare, with --engine transformers:
+            prefix (a prefix cache alone), literal (the donor's KV under the request's own tokens), blend (KV of shared
+            tokens, a part computed again).
+        blend_share: Share of the shared tokens that blend computes again.
         tenant: Partitions every cache; tenants share nothing.
         dataset: minigqa, gqa, gqa-text, jsonl, a .jsonl file, or package.module:Factory; by default the preset's.
         chunk_source: What L1 compares: question, semantic, group, combined or full.
@@ -81,6 +98,8 @@ class RunSettings:
     max_model_len: Annotated[int | None, POSITIVE, MODEL] = None
     max_tokens: Annotated[int, POSITIVE, MODEL] = 16
     engine: Annotated[str, ENGINE, MODEL] = "vllm"
+    reuse: Annotated[Reuse, MODEL] = Reuse.INPUTS
+    blend_share: Annotated[float, COSINE, MODEL] = 0.15
     tenant: str = ""
     dataset: Annotated[str, DATA] = "gqa"
     chunk_source: Annotated[ChunkSource, MATCHED] = ChunkSource.QUESTION
@@ -101,6 +120,8 @@ class RunSettings:
             _check_extremes(part)
         if not (self.dataset in DATASETS or self.dataset.endswith(".jsonl") or plug.is_path(self.dataset)):
             raise ConfigError("--dataset", self.dataset, [*DATASETS, "a file that ends in .jsonl", plug.FORM])
+        if self.reuse is not Reuse.INPUTS and self.engine != "transformers":
+            raise ConfigError("--reuse", self.reuse, "inputs, or another one with --engine transformers")
         for key, path in (("--calibration", self.cache.calibration), ("--dataset-root", self.data.root)):
             if path is not None and not path.exists():
                 raise ConfigError(key, str(path), EXISTS.text)
@@ -112,6 +133,11 @@ class RunSettings:
     def instruction(self) -> str:
         """Appended to every question."""
         return get_preset(self.preset).instruction if self.preset and self.dataset == "gqa" else ""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether each sample is answered cold and cached in turn, not in two passes."""
+        return self.engine == "transformers" and self.baseline and self.baseline_from is None
 
     def to_json(self) -> dict[str, Any]:
         """The settings as plain values, for the header of a results file."""

