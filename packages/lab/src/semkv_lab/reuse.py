@@ -9,7 +9,7 @@
 
 KV lies in the memory of this process. Only what a prompt's own tokens gave is kept, so nothing that ``literal`` and
 ``blend`` make up can be read again, by whomever. Arithmetic is in float32: arms differ by what they use, not by
-rounding. Attention is transformers' own; one token more or less costs what it costs there.
+rounding.
 """
 
 from __future__ import annotations
