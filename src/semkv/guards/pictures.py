@@ -31,10 +31,10 @@ _SIZES = 1.13  # between the two pictures' sides
 _GAINS, _OFFSET = (0.75, 1.33), 60.0  # of the contrast; levels of 255 by which black or white may move
 _FLAT = 50.0  # variance that is taken for noise
 
-# A change is at least so many levels of 255 in a window of 3 x 3 (more where the whole picture differs more, up to the
-# second number) and such a share of the contrast there; colors, at half size, change by `_COLORS` levels. From
-# bench/images.py, on its tuned scenes.
-_LEVELS, _NOISY, _SHARE, _COLORS = (6.0, 22.0), 4.5, 0.8, 24.0
+# A change is at least so many levels of 255 in a window of 3 x 3, and such a share of the contrast there: both are more
+# where contours differ more all over the picture, up to the second number. Colors, at half size, change by `_COLORS`
+# levels. Chosen with bench/images.py, on its tuned scenes.
+_LEVELS, _NOISY, _SHARE, _COLORS = (5.0, 22.0), 4.5, 0.8, 24.0
 _STRIP = 48.0  # levels, at an edge that only one picture has
 
 
@@ -198,7 +198,9 @@ def _changed(a: Any, b: Any) -> float:
         noise = float(np.sqrt((power * contrast).sum() / (contrast.sum() + 1)))
         levels = np.clip(_NOISY * noise, *_LEVELS)
         share = power / (contrast + _FLAT)
-        most = max(most, float(np.minimum(abs(_mean3(rest)) / levels, share / _SHARE).max(initial=0.0)))
+        most = max(
+            most, float(np.minimum(abs(_mean3(rest)) / levels, share / (_SHARE * levels / _LEVELS[1])).max(initial=0.0))
+        )
     return most
 
 
