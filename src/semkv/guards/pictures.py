@@ -21,7 +21,7 @@ Plane = np.ndarray[Any, np.dtype[np.float32]]
 LIMIT = 1.0
 """Least `difference` of two pictures that may not stand in for each other."""
 
-MOST_PIXELS = 4_000_000
+MOST_PIXELS = 2_100_000
 """Larger pictures are not compared: they match only themselves."""
 
 _SIDES = (32, 64, 128, 256)  # of the copies that are aligned, coarse to fine
