@@ -324,6 +324,15 @@ def test_what_cannot_be_told_is_something_else() -> None:
         assert [difference(one, other) < LIMIT for other in plain] == [i == j for j in range(len(plain))]
 
 
+def test_highlights_that_are_burnt_out_are_no_change() -> None:
+    page = scene().point(lambda level: min(255, level + 40))
+    assert difference(page, ImageEnhance.Brightness(page).enhance(1.13)) < LIMIT
+    assert (
+        difference(page, ImageEnhance.Brightness(scene("Gate 31").point(lambda level: level + 40)).enhance(1.13))
+        >= LIMIT
+    )
+
+
 def test_a_line_that_is_cut_off_is_missed() -> None:
     page = Image.new("RGB", (400, 400), (255, 255, 255))
     pen = ImageDraw.Draw(page)

@@ -29,6 +29,7 @@ _FARTHEST = 0.09  # share of half a side: a pixel near an edge is moved by 4.5% 
 _STRETCH = 0.03  # between the scales of the two axes: a circle is no ellipse
 _SIZES = 1.13  # between the two pictures' sides
 _GAINS, _OFFSET = (0.75, 1.33), 60.0  # of the contrast; levels of 255 by which black or white may move
+_BURNT = 40.0  # levels that white or black may hide
 _FLAT = 50.0  # variance that is taken for noise
 
 # A change is at least so many levels of 255 in a window of 3 x 3, and such a share of the contrast there: both are more
@@ -61,7 +62,9 @@ def difference(a: Image, b: Image) -> float:
     gain, offset = _light(mine @ _GRAY, other @ _GRAY)
     if not _GAINS[0] < gain < _GAINS[1] or max(abs(offset), abs(255 * gain + offset - 255)) > _OFFSET:
         return np.inf
-    return _changed(mine, (gain * other + offset).clip(0, 255))
+    laid = (gain * other + offset).clip(0, 255)
+    burnt = (other > 253.5) & (laid < mine) | (other < 1.5) & (laid > mine)  # what was brighter, or darker, is lost
+    return _changed(mine, np.where(burnt & (abs(mine - laid) < _BURNT), mine, laid))
 
 
 _GRAY = np.array((0.299, 0.587, 0.114), np.float32)
