@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import doctest
+import io
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image, ImageDraw, ImageFont
 
 import semkv.cache
 from cache_helpers import LAYERS, Bench, WrittenEncoder, WrittenHook, direction, line, seen
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError
-from semkv.keys import segment_key
+from semkv.keys import media_id, segment_key
 from semkv.tiers.policies import FEATURES, Calibration, Decision, Stateless
 from semkv.types import (
     CacheMode,
@@ -37,6 +39,7 @@ from semkv.types import (
     Request,
     Role,
     Scope,
+    Segment,
     TextSegment,
 )
 
@@ -773,3 +776,102 @@ def test_a_guard_vetoes_a_similar_question_and_a_similar_sentence(make: Make) ->
     bench.ask("one", context=DOCUMENT + " You could take 5 grams.")
     assert not bench.look("two", context=DOCUMENT + " You could take 50 grams.").hit
     assert bench.look("two", context=DOCUMENT + " You could have 5 grams.").hit
+
+
+# -- the guard of images ----------------------------------------------------------------------------------------------
+
+
+class OneSpot:
+    """A hook to which all images are the same."""
+
+    dims: Mapping[str, int] = {"vision": 2}
+    fingerprint = "one spot"
+
+    def __init__(self, config: CacheConfig | None = None) -> None:
+        pass
+
+    def __call__(self, request: Request) -> dict[str, Any]:
+        return {"vision": np.tile(np.array([1.0, 0.0], np.float32), (len(request.media), 1))}
+
+
+def card(text: str, dx: int = 0) -> bytes:
+    image = Image.new("RGB", (220, 80), (250, 245, 230))
+    pen = ImageDraw.Draw(image)
+    pen.text((20 + dx, 20), text, (30, 30, 60), ImageFont.load_default(14))
+    pen.ellipse((150 + dx, 30, 180 + dx, 60), (200, 40, 40))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def shown(folder: Path, *images: bytes, text: str = "Which gate?") -> Request:
+    segments: list[Segment] = []
+    for data in images:
+        (folder / media_id(data)).write_bytes(data)
+        segments.append(MediaSegment(media_id(data), folder / media_id(data)))
+    return Request("", Namespace(), (*segments, TextSegment(text)))
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Iterator[Callable[..., SemanticCache]]:
+    made: list[SemanticCache] = []
+
+    def make(**settings: Any) -> SemanticCache:
+        layers = (EmbeddingLayer("vision", 2, 0.9),)
+        config = CacheConfig(
+            tmp_path / "cache", embedding_layers=layers, embedding_hook="own", semantic=False, **settings
+        )
+        made.append(SemanticCache(config, hook=OneSpot(), text_encoder=WrittenEncoder()))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.close()
+
+
+def test_pixels_decide_whether_a_similar_image_stands_in(images: Callable[..., SemanticCache], tmp_path: Path) -> None:
+    cache = images()
+    cache.add_observation(cache.try_reuse(shown(tmp_path, card("Gate 37"))), "37")
+    moved = cache.try_reuse(shown(tmp_path, card("Gate 37", dx=1)))
+    assert (moved.provenance, moved.donor_response) == ("embedding:vision", "37")
+    assert moved.plan.segments[0].media_id == media_id(card("Gate 37"))  # type: ignore[union-attr]
+    for request in (
+        shown(tmp_path, card("Gate 31")),
+        shown(tmp_path, card("Gate 31"), text="Which color is the disc?"),  # the image's prefix, as well
+        shown(tmp_path, b"no image"),
+    ):
+        report = cache.try_reuse(request)
+        assert not report.hit
+        assert report.plan.segments == request.segments
+    assert cache.stats().vetoes["image"] >= 3
+    assert not cache.stats().faults
+
+
+def test_each_of_several_images_is_compared(images: Callable[..., SemanticCache], tmp_path: Path) -> None:
+    cache = images()
+    first, second = card("Gate 37"), card("Row 5")
+    cache.add_observation(cache.try_reuse(shown(tmp_path, first, second)), "37")
+    assert cache.try_reuse(shown(tmp_path, card("Gate 37", dx=2), second)).hit
+    assert not cache.try_reuse(shown(tmp_path, first, card("Row 6"))).hit
+    assert not cache.try_reuse(shown(tmp_path, second, first)).hit
+
+
+def test_an_image_that_is_gone_is_compared_with_nothing(images: Callable[..., SemanticCache], tmp_path: Path) -> None:
+    cache = images()
+    entry = cache.add_observation(cache.try_reuse(shown(tmp_path, card("Gate 37"))), "37")
+    other = shown(tmp_path, card("Gate 37", dx=1))
+    (tmp_path / other.media[0].media_id).unlink()
+    assert not cache.try_reuse(other).hit
+    assert cache.try_reuse(shown(tmp_path, card("Gate 37", dx=1))).hit  # a fault is not remembered
+    cache.invalidate(entry_id=entry)
+    assert cache.media.path(media_id(card("Gate 37"))) is None
+    assert not cache.try_reuse(shown(tmp_path, card("Gate 37", dx=1))).hit
+
+
+@pytest.mark.parametrize("settings", [{"guards": False}, {"scope": Scope.ANY}, {"match": MatchPolicy.ANY}])
+def test_the_literal_reading_compares_no_pixels(
+    images: Callable[..., SemanticCache], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    cache = images(**settings)
+    cache.add_observation(cache.try_reuse(shown(tmp_path, card("Gate 37"))), "37")
+    assert cache.try_reuse(shown(tmp_path, card("Gate 31"))).hit

@@ -38,6 +38,7 @@ from semkv.stores.entry_log import EntryLog
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import GuardedEncoder, Tally
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
+from semkv.tiers.images import ImageGuard
 from semkv.tiers.matching import Matching
 from semkv.tiers.pending import PendingTier
 from semkv.tiers.plan import Planner
@@ -45,7 +46,7 @@ from semkv.tiers.plugged import Index, Tier
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.sharing import Sharing
 from semkv.tiers.similar import wrong_dimension
-from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport
+from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport, Scope
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -167,7 +168,10 @@ class SemanticCache:
             self._tally,
         )
         folds = config.normalised
-        self._planner = Planner(self.media, self._decider, guard, self._checking, self._tally, normalised=folds)
+        images = ImageGuard(self.media, self._roots) if guard is veto and config.scope is Scope.MEDIA else None
+        self._planner = Planner(
+            self.media, self._decider, guard, self._checking, self._tally, images=images, normalised=folds
+        )
         self.pending = PendingTier(config, floor, self._planner, self._checking, self._tally)
         self._matching = Matching(
             config, self._catalog, hook, encoder, self._planner, guard, floor, self._tally, index, tiers

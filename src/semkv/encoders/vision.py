@@ -42,7 +42,7 @@ _FORMATS = (
 CLIP = "clip-ViT-B-32"
 _KEY = "--vision-encoder"
 _MOST_PIXELS = 40_000_000  # 120 MB when unpacked, however small the file
-_READ = f"{READING}, by shape"  # part of fingerprints: vectors of another reading are never compared
+_READ = f"{READING}, squeezed"  # part of fingerprints: vectors of another reading are never compared
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))  # the engine needs the rest
 
 
@@ -98,33 +98,24 @@ class VisionEncoder(Protocol):
     def encode(self, data: bytes) -> Vector: ...
 
 
-def open_picture(data: bytes) -> tuple[Any, int]:
-    """A square PIL image in RGB, and the shape that the picture had.
+def open_picture(data: bytes) -> Any:
+    """A square PIL image in RGB.
 
     As `read_picture`, and the whole of a wide picture is squeezed into a square of as many pixels: image processors
     cut out the middle of it, and pictures that differ at the ends would be the same.
-
-    Returns:
-        The image, and the shape: 0 for a square, one more for each 2.5% that it is wider, one less where it is higher.
 
     Raises:
         OSError: the bytes are not an image that can be read, or one of too many pixels.
     """
     image = read_picture(data, most_pixels=_MOST_PIXELS)
     side = math.isqrt(image.width * image.height)
-    squeezed = image if image.width == image.height else image.resize((side, side))
-    return squeezed, round(math.log(image.width / image.height, 1.025))
+    return image if image.width == image.height else image.resize((side, side))
 
 
-def _unit(vector: Vector, shape: int) -> Vector:
-    """The vector at length 1. Every shape but the square turns signs of its own, so that no picture is similar to one
-    which is it but squeezed: a circle is no ellipse."""
+def _unit(vector: Vector) -> Vector:
     length = float(np.linalg.norm(vector))
     if not np.isfinite(length) or length == 0.0:
         raise ValueError("an image without features")
-    if shape:
-        bits = np.frombuffer(hashlib.shake_256(b"shape %d" % shape).digest(len(vector)), np.uint8) & 1
-        vector = np.where(bits, -vector, vector)
     return (vector / length).astype(np.float32)
 
 
@@ -149,8 +140,7 @@ class ClipEncoder:
             return np.asarray(self._model.encode([image], show_progress_bar=False)[0], dtype=np.float32)
 
     def encode(self, data: bytes) -> Vector:
-        image, shape = open_picture(data)
-        return _unit(self._run(image), shape)
+        return _unit(self._run(open_picture(data)))
 
 
 class TowerEncoder:
@@ -209,12 +199,11 @@ class TowerEncoder:
     def encode(self, data: bytes) -> Vector:
         import torch
 
-        image, shape = open_picture(data)
-        features = self.patches(image).permute(2, 0, 1)[None]
+        features = self.patches(open_picture(data)).permute(2, 0, 1)[None]
         cells = torch.nn.functional.adaptive_avg_pool2d(features, self._grid)[0].flatten(1).T  # [grid**2, hidden]
         if self._grid > 1:
             cells = cells - cells.mean(dim=0, keepdim=True)
-        return _unit(cells.flatten().numpy(), shape)
+        return _unit(cells.flatten().numpy())
 
 
 def _vision_config(directory: Path) -> dict[str, Any]:

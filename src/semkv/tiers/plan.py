@@ -8,6 +8,7 @@ from semkv.guards import Guard, wording
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Candidate, PartError, Tally
 from semkv.tiers.checking import Checking
+from semkv.tiers.images import ImageGuard
 from semkv.tiers.policies import Decider, Decision
 from semkv.tiers.prompt_keys import exactness_of
 from semkv.types import Entry, Exactness, Match, MediaSegment, Near, Plan, Request, Segment
@@ -35,6 +36,7 @@ class Planner:
         media: where donors' images are.
         decider: the policy.
         guard: may veto an approximate match of the whole prompt.
+        images: may veto one in which another image stands in; None goes without.
         checking: knows the pairs that were found wrong.
         tally: counts vetoes, refusals and lost images.
         normalised: False has texts that are equal after folding alone judged as approximate matches are.
@@ -48,10 +50,11 @@ class Planner:
         checking: Checking,
         tally: Tally,
         *,
+        images: ImageGuard | None = None,
         normalised: bool = True,
     ) -> None:
         self._media, self._decider, self._guard, self._tally = media, decider, guard, tally
-        self._checking, self._normalised = checking, normalised
+        self._checking, self._images, self._normalised = checking, images, normalised
 
     def plan(self, request: Request, candidate: Candidate) -> Verdict:
         """The plan; none where a guard or the policy refuses, or a donor's image is gone (all counted)."""
@@ -67,6 +70,9 @@ class Planner:
                     self._tally.add(f"veto:{reason}")
                     return Verdict()
                 match = replace(match, wording=wording(request.chunk_text, donor.chunk_text))
+            if self._images is not None and self._images.changed(own, donor.segments[:run]):
+                self._tally.add("veto:image")
+                return Verdict()
             decision = self._judge(request, donor, match)
             if not decision.accept:
                 return Verdict(near=Near(match, donor.response) if whole else None)
