@@ -64,6 +64,14 @@ class TestKey:
         assert len({*map(name_of, answers)}) == 3
         assert [*map(name_of, answers[:3])] == [*map(name_of, answers[3:])]
 
+    def test_the_query_is_part_of_it(self, pair: Pair) -> None:
+        ways = ["", "?beta=true", "?beta=false"]
+        urls = [f"{pair.url}/v1/chat/completions{query}" for query in ways * 2]
+        answers = [httpx.post(url, json=chat("with a query"), timeout=120) for url in urls]
+        assert [kind(answer) for answer in answers] == ["miss"] * 3 + ["hit"] * 3
+        assert [*map(name_of, answers[:3])] == [*map(name_of, answers[3:])]
+        assert len({*map(name_of, answers)}) == 3
+
     def test_any_other_header_is_not(self, pair: Pair) -> None:
         assert kind(pair.post("others", headers={"X-Other": "a", "Accept-Language": "*"})) == "miss"
         assert kind(pair.post("others", headers={"X-Other": "b"})) == "hit"

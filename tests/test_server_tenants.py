@@ -49,7 +49,7 @@ CHAT = "/v1/chat/completions"
 PASSED: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "cacheable": (CHAT, json.dumps(chat("salted")).encode(), {}),
     "bypass": (CHAT, json.dumps(chat("salted")).encode(), {"X-Semkv-Bypass": "1"}),
-    "query": (CHAT + "?a=b", json.dumps(chat("salted")).encode(), {}),
+    "with a query": (CHAT + "?a=b", json.dumps(chat("salted")).encode(), {}),
     "name twice": (CHAT, b'{"model": "m", "model": "m", "cache_salt": "x", "messages": [{"content": "a"}]}', {}),
     "no number": (CHAT, b'{"model": "m", "extra": NaN, "messages": [{"content": "a"}]}', {}),
     "lone surrogate": (CHAT, b'{"model": "m", "messages": [{"content": "\\ud800"}]}', {}),

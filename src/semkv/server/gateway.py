@@ -504,8 +504,6 @@ class Gateway:
         return await self.upstream.send(call)
 
     def _canonicalise(self, call: Call, tenant: str) -> CanonicalRequest | Uncacheable:
-        if call.scope.get("query_string"):
-            return Uncacheable("query")
         if not is_plain_json(call.scope):
             return Uncacheable("content type")
         try:

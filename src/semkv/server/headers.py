@@ -39,9 +39,12 @@ class Vary:
         self._names = _IN_KEY | {name.lower().encode() for name in more}
 
     def read(self, scope: Scope) -> tuple[tuple[str, str], ...]:
-        """What goes into the key, in one order. ``Accept-Language: *`` says what no such header says."""
+        """What goes into the key, in one order, the query (``?beta=true``) under a name that no header has.
+        ``Accept-Language: *`` says what no such header says."""
         found = [(k, v) for k, v in scope["headers"] if k in self._names and (k, v) != (b"accept-language", b"*")]
         found.sort(key=lambda pair: pair[0])
+        if query := scope.get("query_string"):
+            found.append((b"?", query))
         return tuple((k.decode("latin-1"), v.decode("latin-1")) for k, v in found)
 
     def refusal(self, headers: Headers, *, by_credentials: bool) -> str:
