@@ -3,7 +3,8 @@
     python bench/images.py verifier     the comparison of pixels, pair by pair (results/cpu/images.json)
     python bench/images.py cache        the same through the cache (results/cpu/images-cache.json)
 
-Limits were chosen on the tuned part; the other part has kinds of scenes, fonts and seeds of its own.
+Limits were chosen on the tuned part; the other part has fonts, seeds and, MiniGQA apart, kinds of
+scenes of its own.
 """
 
 from __future__ import annotations
