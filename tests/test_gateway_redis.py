@@ -6,9 +6,11 @@ import base64
 import hmac
 import itertools
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -594,14 +596,16 @@ class TestKilled:
                 asking = threading.Thread(target=traffic)
                 asking.start()
                 assert asked(other, "Which sea lies in the north?") == "miss"
-                wait_until(lambda: asked(one, "which sea lies in  the north?").startswith("hit tier=text"))
+                wait_until(lambda: recorded(folders[0], "in the north"))
+                assert asked(one, "which sea lies in  the north?").startswith("hit tier=text")
                 assert asked(other, "What was shared before the kill?") == "miss"
-                wait_until(lambda: shared(server, "before the kill"))
+                wait_until(lambda: recorded(folders[0], "before the kill"))
                 other.kill()
                 assert asked(one, "what was shared before  the kill?").startswith("hit")
                 assert asked(one, "What came while it was down?") == "miss"
                 with Started(behind.url, folders[1], *flags) as again:
-                    wait_until(lambda: asked(again, "what came while it  was down?").startswith("hit tier=text"))
+                    wait_until(lambda: recorded(folders[1], "while it was down"))
+                    assert asked(again, "what came while it  was down?").startswith("hit tier=text")
                 stop.set()
                 asking.join()
                 assert statuses <= {"miss", "hit", "joined"}
@@ -612,3 +616,9 @@ class TestKilled:
 def shared(server: RedisServer, text: str) -> bool:
     with redis.Redis(port=server.port) as client:
         return any(text.encode() in fields.get(b"entry", b"") for _, fields in client.xrange(ENTRIES))
+
+
+def recorded(folder: Path, text: str) -> bool:
+    """Whether a gateway's catalog has an entry with this text."""
+    with closing(sqlite3.connect(folder / "cache" / "catalog.sqlite", timeout=60)) as db:
+        return any(text in said for (said,) in db.execute("SELECT chunk_text FROM entries"))
