@@ -188,6 +188,16 @@ def test_invalidation_by_tag_entry_and_namespace(tmp_path: Path) -> None:
         catalog.invalidate()
 
 
+def test_removals_that_nobody_fetches_become_one_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "_REMOVALS", 3)
+    with closing(Catalog(tmp_path / "catalog.sqlite")) as catalog:
+        assert catalog.removals() == []  # from here on they wait for others
+        for n in range(5):
+            catalog.invalidate(tag=f"t{n}")
+        waiting = catalog.removals()
+    assert [text for _, text in waiting] == ["{}", '{"tag": "t3"}', '{"tag": "t4"}']
+
+
 def test_the_context_with_the_most_shared_sentences_comes_first(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path / "c.sqlite")
     catalog.add(replace(record("a"), contexts={"x": [1, 2, 3], "y": [1, 2], "z": [1]}))

@@ -33,6 +33,7 @@ from semkv.types import Entry, MediaSegment, Namespace
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
 _COUNT_HITS = "UPDATE entries SET hits=hits+?1, last_hit=MAX(last_hit, ?2), used=MAX(used, ?2) WHERE entry_id=?3"
 _HITS = 8192  # entries whose hits wait for a write
+_REMOVALS = 1000  # that wait for others; one of everything stands for more
 _SHARES = "SELECT COUNT(*) FROM sqlite_master WHERE name='shared'"
 _TESTS = {
     "tag": "id IN (SELECT entry FROM tags WHERE tag=?)",
@@ -206,6 +207,11 @@ class Catalog:
                 return removal(db, self._meeting(db, criteria))
         with self._write() as db:
             if db.execute(_SHARES).fetchone()[0]:
+                if (
+                    db.execute("SELECT COUNT(*) FROM removals").fetchone()[0] >= _REMOVALS
+                ):  # the others were away for long
+                    db.execute("DELETE FROM removals")
+                    db.execute("INSERT INTO removals (criteria) VALUES ('{}')")
                 db.execute("INSERT INTO removals (criteria) VALUES (?)", (json.dumps(criteria),))
             return self._remove(db, criteria)
 
