@@ -315,6 +315,44 @@ class TestWorkers:
         wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in both))
 
 
+STARTS = """
+import os, signal, sys
+from functools import partial
+from pathlib import Path
+from semkv.errors import SemkvError
+from semkv.server.workers import run_workers
+
+def work(folder):
+    if (folder / "broken").exists():
+        raise SemkvError("cannot start")
+    (folder / f"{os.getpid()}.pid").touch()
+    signal.pause()
+
+if __name__ == "__main__":
+    run_workers(2, partial(work, Path(sys.argv[1])))
+"""
+
+
+def test_a_worker_that_cannot_start_again_leaves_the_others_alone(tmp_path: Path) -> None:
+    script = tmp_path / "starts.py"
+    script.write_text(STARTS)
+    started = lambda: sorted(int(file.stem) for file in tmp_path.glob("*.pid"))  # noqa: E731
+    with (tmp_path / "log").open("w") as out:
+        running = subprocess.Popen([sys.executable, script, tmp_path], stderr=out)
+    wait_until(lambda: len(started()) == 2)
+    first, second = started()
+    (tmp_path / "broken").touch()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: (tmp_path / "log").read_text().count("cannot start") >= 2)
+    os.kill(second, 0)  # is there
+    (tmp_path / "broken").unlink()
+    wait_until(lambda: len(started()) == 3)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(120) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(second, 0)
+
+
 def test_workers_without_a_store_are_refused(tmp_path: Path) -> None:
     out = semkv("serve", "--workers", 2, "--port", 0, "--store", "memory", "--cache-dir", tmp_path)
     assert out.returncode == 2
