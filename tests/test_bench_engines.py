@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from command_line import invoke
+from semkv_lab import conformance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import engines
@@ -116,3 +120,35 @@ engines.child(sys.argv[2], work)
     assert failed["error"] == "KeyError: 'number'"
     assert "KeyError" in failed["log"]
     assert engines.run_child({"sleep": 600}, log, 2, {})["error"] == "more than 2 s"
+
+
+@pytest.mark.engine
+def test_a_connector_that_loads_across_salts_fails_and_ours_does_not(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
+    out = tmp_path / "found.json"
+    names = ["SemKVConnector", "ExampleConnector", "OffloadingConnector"]
+    command = [sys.executable, "-m", "semkv", "bench", "connector", "--only", "salt", "--out", str(out)]
+    done = subprocess.run([*command, *(f"--connector={name}" for name in names)], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr[-2000:]
+    found = json.loads(out.read_text())
+    verdicts = [found["connectors"][name]["salt"]["verdict"] for name in names]
+    assert verdicts == ["pass", "fail", "cannot"]  # vLLM's own offloading does not start on a CPU
+    assert "544 tokens of one cache_salt" in found["connectors"]["ExampleConnector"]["salt"]["detail"]
+
+
+def test_failures_of_ours_are_the_first_rows() -> None:
+    verdicts = {"reload": ("pass", "fail"), "salt": ("pass", "pass"), "update": ("fail", "pass")}
+    connectors = {
+        name: {case: {"verdict": verdict[number]} for case, verdict in verdicts.items()}
+        for number, name in enumerate(("SemKVConnector", "ExampleConnector"))
+    }
+    rows = conformance.table({"connectors": connectors}).splitlines()[2:]
+    assert [row.split(" | ")[1:] for row in rows] == [["fail", "pass |"], ["pass", "fail |"], ["pass", "pass |"]]
+
+
+@pytest.mark.parametrize("flags", [["--connector", "Other"], ["--only", "none"], ["--extra", "[1"]])
+def test_what_the_command_does_not_know_is_named(flags: list[str]) -> None:
+    done = invoke(["bench", "connector", *flags])
+    assert done.exit_code != 0
+    assert flags[0] in done.output
+    assert flags[1] in done.output

@@ -46,6 +46,7 @@ _LAB = {
     "calibrate": "Fit the chance of a wrong answer from labelled pairs.",
     "eval-pairs": "Precision and recall of a policy on labelled pairs.",
     "eval-stream": "Hits and wrong answers of a policy along a stream.",
+    "bench": "What a KV connector of vLLM stands.",
 }
 
 

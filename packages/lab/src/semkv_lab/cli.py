@@ -247,6 +247,50 @@ def _eval_stream(
     _evaluate("REQUESTS", requests, flags, out, plot)
 
 
+bench = command_line(name="bench", help="Benchmarks that anyone can rerun.")
+
+
+@bench.command(
+    name="connector",
+    help_epilogue=_examples("""
+  semkv bench connector --connector SemKVConnector --connector ExampleConnector
+      ours and one of vLLM's
+  semkv bench connector --connector MyConnector --extra '{"folder": "$DIR"}' --only salt --only flipped
+      one of your own, which vLLM knows by a plugin
+"""),
+)
+def _bench_connector(
+    *,
+    connector: tuple[str, ...] = ("SemKVConnector",),
+    only: tuple[str, ...] = (),
+    extra: str | None = None,
+    out: Path | None = None,
+) -> None:
+    """Whether a KV connector of vLLM ever changes an answer; needs vLLM and a CPU.
+
+    Each case says pass, fail, or cannot with the reason. The exit status is 1 where one failed.
+
+    Args:
+        connector: Its name in vLLM; several are compared.
+        only: Cases, by default all.
+        extra: Its kv_connector_extra_config as JSON; $DIR in it is an empty folder.
+        out: Write versions, settings and verdicts to this JSON file.
+    """
+    from semkv_lab import conformance
+
+    _check_outputs(out, None, {})
+    try:
+        settings = None if extra is None else dict(json.loads(extra))
+    except (TypeError, ValueError):
+        raise ConfigError("--extra", str(extra), "a JSON object") from None
+    found = conformance.run(connector, only or tuple(conformance.CASES), settings, lambda line: print(line, flush=True))
+    print("\n" + conformance.table(found))
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if any(case["verdict"] == "fail" for cases in found["connectors"].values() for case in cases.values()):
+        sys.exit(EXIT_FAILED)
+
+
 def _evaluate(what: str, path: Path, flags: QualityFlags | None, out: Path | None, plot: Path | None) -> None:
     flags = flags or QualityFlags()
     _check_outputs(out, plot, {what: path, "--calibration": flags.calibration})
