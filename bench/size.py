@@ -38,7 +38,12 @@ def main() -> None:
     words = sum(len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8"))) for page in pages)
     print(f"| pages | {len(pages)} | {words:,} words |")
     stated = {(item.name, str(item.type)) for kind in SETTINGS for item in fields(kind)}
-    commands = [app[name] for name in app if not name.startswith("-")]
+    groups = [app[name] for name in app if not name.startswith("-")]
+    commands = [
+        command
+        for group in groups
+        for command in ([group] if group.default_command else [group[name] for name in group if name[0] != "-"])
+    ]
     flags = {a.name for command in commands for a in command.assemble_argument_collection() if not a.children}
     threads = [
         path

@@ -158,7 +158,7 @@ def test_flags_and_variables_on_the_page_exist() -> None:
     known = {
         name
         for command in app
-        if not command.startswith("-")
+        if not command.startswith("-") and app[command].default_command
         for argument in app[command].assemble_argument_collection()
         for name in argument.names
     }

@@ -38,7 +38,7 @@ _OTHERS = {
     "--retry-delay",
     "--shm-size",
 }  # uv's, docker's, curl's
-_OTHERS_CLASSES = {"OffloadingConnector", "MultiConnector"}
+_OTHERS_CLASSES = {"OffloadingConnector", "MultiConnector", "ExampleConnector"}
 
 
 def prose(page: Path) -> str:
@@ -79,7 +79,7 @@ def classes() -> dict[str, set[str]]:
 def flags(command: str) -> set[str]:
     """The flags that the command's help shows. There is no such command without any."""
     done = subprocess.run(
-        ["semkv", command, "--help"],
+        ["semkv", *command.split(), "--help"],
         env={**ENVIRONMENT, "COLUMNS": "200", "TERM": "dumb"},
         capture_output=True,
         text=True,
@@ -93,7 +93,7 @@ def commands(page: Path) -> list[tuple[str, set[str]]]:
         line for _, text in _FENCE.findall(page.read_text("utf-8")) for line in text.replace("\\\n", " ").splitlines()
     ]
     shown = [line.removeprefix("$ ") for line in shown] + quoted(page)
-    found = (re.match(r"(?:\w+=\S+ )*semkv ([a-z][a-z-]*)(.*)", line) for line in shown)
+    found = (re.match(r"(?:\w+=\S+ )*semkv ((?:bench )?[a-z][a-z-]*)(.*)", line) for line in shown)
     return [(match[1], set(_FLAG.findall(match[2].partition(" #")[0]))) for match in found if match]
 
 

@@ -193,10 +193,10 @@ class Halves:
         self.skipped += facts is None
         if facts is not None:
             keys = [make_offload_key(h, 0) for h in one.block_hashes]
-            name = self.shared.namespace(facts.adapter)
+            name = self.shared.namespace(facts["adapter"])
             found = next((i for i, ref in enumerate(self.kv.find(name, keys)) if ref is None), len(keys))
             new = [np.ones(ROW, np.uint8)] * (len(keys) - found)
-            assert not new or self.kv.write(name, {}, keys[found:], new, owner=facts.owner)
+            assert not new or self.kv.write(name, {}, keys[found:], new, owner=facts["owner"])
         self.ec.observe(one)
         encoded = self.ec.has(one.mm_features[0].identifier)
         self.ec.allocated(one, 0)

@@ -416,7 +416,7 @@ def leaving(*_: Any) -> None:
         ("--policy", "fixd", "'fixd' is not allowed; expected one of fixed, calibrated, bounded, or package.module:F"),
         ("--policy", "no_such:Policy", "No module named 'no_such'); PYTHONPATH=. finds modules of this folder"),
         ("--policy", f"{__name__}:nothing", "expected a semkv.Decider with learns, floor"),
-        ("--engine", "hugging", "one of labels, scripted, vllm, or package.module:Factory"),
+        ("--engine", "hugging", "one of labels, scripted, transformers, vllm, or package.module:Factory"),
         ("--engine", f"{__name__}:gone", "has no attribute 'gone'"),
         ("--engine", f"{__name__}:nothing", "expected a semkv.Engine with accepts_images, generate"),
         ("--engine", f"{__name__}:broken", "a factory that takes the RunSettings, bool (RuntimeError('no license'))"),

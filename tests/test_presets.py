@@ -86,7 +86,7 @@ def test_words_become_values() -> None:
         ({"cache_mode": "on"}, "--cache-mode", "dry-run, live, off"),
         ({"match": "some"}, "--match", "all, any"),
         ({"scope": "all"}, "--scope", "any, media"),
-        ({"engine": "tpu"}, "--engine", "labels, scripted, vllm"),
+        ({"engine": "tpu"}, "--engine", "labels, scripted, transformers, vllm"),
         ({"similarity_threshold": 1.2}, "--similarity-threshold", "from 0 to 1"),
         ({"similarity_threshold": -0.1}, "--similarity-threshold", "from 0 to 1"),
         ({"embedding_layer": ("prompt:384:7",)}, "--embedding-layer", "from 0 to 1"),

@@ -267,7 +267,7 @@ def closing_once() -> Iterator[tuple[str, list[str]]]:
         ("POST", "/v1/chat/completions", True),
         ("GET", "/v1/models", True),
         ("POST", "/v1/files", False),
-        ("POST", "/v1/chat/completions?a=b", False),
+        ("POST", "/v1/chat/completions?a=b", True),
     ],
 )
 def test_what_may_have_had_an_effect_is_sent_once(tmp_path: Path, method: str, path: str, again: bool) -> None:

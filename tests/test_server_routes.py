@@ -500,7 +500,7 @@ class TestHostileBodies:
             if not kind(answer).startswith("pass"):
                 assert digest_of(path, body) in answer.text
             if not kind(answer).startswith("pass") and not ROUTES[path].converts:
-                assert given.setdefault(digest_of(path, body), answer.content) == answer.content, "byte for byte"
+                assert given.setdefault(json.dumps(body), answer.content) == answer.content, "byte for byte"
 
     @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(
