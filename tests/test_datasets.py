@@ -44,12 +44,10 @@ QUESTIONS = {
         "imageId": "2405722",
         "question": "What is this bird called?",
         "answer": "parrot",
-        "fullAnswer": "This is a parrot.",
         "semanticStr": "select: bird (329774)->query: name [0]",
         "groups": {"global": "bird", "local": "03s-bird"},
         "types": {"detailed": "categoryThis", "semantic": "cat", "structural": "query"},
-        "equivalent": ["05515938", "05515939"],
-        "entailed": ["05515940"],
+        "entailed": ["05515938", "05515940"],
     },
     "05515940": {"imageId": "2405723", "question": "Is it red?", "answer": "no", "groups": {"global": None}},
 }
@@ -152,28 +150,20 @@ def test_official_gqa(gqa_root: Path, tmp_path: Path) -> None:
         images=(ImageRef("2405722", gqa_root / "images" / "2405722.jpg"),),
         semantic_str="select: bird (329774)->query: name [0]",
         groups=("bird", "03s-bird"),
-        group="bird",
-        types=("query", "cat", "categoryThis"),
-        full_answer="This is a parrot.",
-        equivalent=("05515938", "05515939"),
         entailed=("05515940",),
     )
     assert red.images == (ImageRef("2405723", None),)
     assert red.groups == ()
 
 
-def test_parts_and_choices_of_the_official_archive(gqa_root: Path, tmp_path: Path) -> None:
+def test_parts_of_the_official_archive(gqa_root: Path, tmp_path: Path) -> None:
     parts = gqa_root / "questions" / "train_all_questions"
     parts.mkdir(parents=True)
     for number in range(11):
         row = {str(number): {**QUESTIONS["05515940"], "question": f"Is it {number}?"}}
         (parts / f"train_all_questions_{number}.json").write_text(json.dumps(row), encoding="utf-8")
-    (gqa_root / "eval").mkdir()
-    choices = {"3": {"valid": ["yes", "no"], "plausible": ["yes"]}}
-    (gqa_root / "eval" / "train_choices.json").write_text(json.dumps(choices), encoding="utf-8")
     samples = load_samples("gqa", options(tmp_path, root=gqa_root, config="train_all_instructions"))
     assert [s.question for s in samples] == [f"Is it {number}?" for number in range(11)]
-    assert (samples[3].valid, samples[3].plausible, samples[4].valid) == (("yes", "no"), ("yes",), ())
 
 
 def test_gqa_root_and_image_root_from_the_environment(
@@ -211,7 +201,6 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"entailed": 5}, "'entailed' must be a list of ids, found int"),
-        ({"equivalent": {"a": 1}}, "'equivalent' must be a list of ids, found dict"),
         ({"groups": {"global": ["x"]}}, "'global' must be text, found list"),
     ],
 )
@@ -224,12 +213,6 @@ def test_a_field_of_the_wrong_type_is_named(
         load_samples("gqa", options(tmp_path, root=gqa_root))
 
 
-def test_a_question_does_not_entail_itself(gqa_root: Path, tmp_path: Path) -> None:
-    rows = {"17": {"imageId": "1", "question": "Is it red?", "entailed": ["17", "18"]}}
-    (gqa_root / "val_balanced_questions.json").write_text(json.dumps(rows), encoding="utf-8")
-    assert load_samples("gqa", options(tmp_path, root=gqa_root))[0].entailed == ("18",)
-
-
 def test_the_hugging_face_layout(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'semkv[datasets]'")
     import pyarrow.parquet as pq
@@ -237,9 +220,9 @@ def test_the_hugging_face_layout(tmp_path: Path) -> None:
     root = tmp_path / "hf"
     rows = [
         {"id": "1", "imageId": "n1", "question": "Is it red?", "answer": "yes", "semanticStr": "s",
-         "groups": {"global": "color", "local": None}, "equivalent": "['1', '2']", "entailed": ""},
+         "groups": {"global": "color", "local": None}, "entailed": "['1', '2']"},
         {"id": "2", "imageId": "n2", "question": "Is it blue?", "answer": "no", "semanticStr": "t",
-         "groups": {"global": "color", "local": "l"}, "equivalent": None, "entailed": None},
+         "groups": {"global": "color", "local": "l"}, "entailed": None},
     ]  # fmt: skip
     pictures = [{"id": "n1", "image": {"bytes": jpeg("red"), "path": None}}, {"id": "../n2", "image": None}]
     for folder, table in (("val_balanced_instructions", rows), ("val_balanced_images", pictures)):
@@ -249,7 +232,7 @@ def test_the_hugging_face_layout(tmp_path: Path) -> None:
     path = first.images[0].path
     assert path is not None
     assert path.read_bytes() == jpeg("red")
-    assert first.equivalent == ("1", "2")
+    assert first.entailed == ("2",)
     assert first.groups == ("color",)
     assert second.images == (ImageRef("n2", None),)
 

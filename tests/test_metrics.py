@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from lab_helpers import record
 from semkv.types import Status
 from semkv_lab import metrics
-from semkv_lab.metrics import resamples
 from semkv_lab.records import Cold, SampleRecord
 
 
@@ -133,16 +132,6 @@ def test_a_median_takes_whole_images() -> None:
     assert metrics.median([*slow, *apart]) == metrics.Estimate(210, 1.0, 1.0, 1.0)
 
 
-def test_the_interval_of_a_median_is_that_of_the_medians_of_all_draws() -> None:
-    values = {"a": [0.0], "b": [1.0, 7.0], "c": [10.0], "d": [100.0], "e": [1000.0, 1001.0]}
-    images = list(values.values())
-    medians = [
-        np.median([v for image in draw for v in images[image]]) for draws in resamples(len(images)) for draw in draws
-    ]
-    found = metrics.median([(name, v) for name, numbers in values.items() for v in numbers])
-    assert (found.low, found.high) == tuple(np.percentile(medians, [2.5, 97.5]))
-
-
 # --- how right the answers are
 
 
@@ -175,13 +164,6 @@ def test_precision_against_the_cache_hit_ratio() -> None:
     assert area.reached == pytest.approx(0.4)
     assert area.area.value == pytest.approx((0.1 + 0.2 * (1 + 2 / 3) / 2 + 0.1 * (2 / 3 + 0.5) / 2) / 0.4)
     assert area.area.n == 4
-
-
-def test_a_score_that_ranks_well_has_the_larger_area() -> None:
-    best = metrics.chr_area([hit(1 - i / 100, i < 50, image=str(i)) for i in range(100)]).area
-    worst = metrics.chr_area([hit(1 - i / 100, i >= 50, image=str(i)) for i in range(100)]).area
-    assert (best.low or 0) > (worst.high or 1)
-    assert metrics.chr_area([hit(0.9, True)] * 3).area.value == 1.0
     assert metrics.chr_area([record()]).area.value is None
 
 
@@ -237,29 +219,6 @@ def test_a_dry_run_is_judged_by_what_its_hits_would_have_given() -> None:
     assert (summary.wrong_hit_share.n, summary.wrong_hit_share.value) == (5, 0.2)
     blind = [dry("red", "blue", None), dry("red", "red", None), record(answer=None, match=None)]
     assert metrics.wrong_hit_share(blind).value == pytest.approx(1 / 3)
-
-
-# --- GQA's own measures
-
-
-def test_gqas_measures_by_hand() -> None:
-    query, verify = ("query", "attr", "categoryAttr"), ("verify", "obj", "existC")
-    records = [
-        record(text="red", answer="red", match=True, group="color", types=query, valid=True, plausible=True),
-        record(text="red", answer="blue", match=False, group="color", types=query, valid=True, plausible=False),
-        record(text="wood", answer="red", match=False, group="color", types=query, valid=False, plausible=False),
-        record(text="yes", answer="yes", match=True, group="there", types=verify),
-    ]
-    found = metrics.gqa(records)
-    assert (found.validity.value, found.plausibility.value) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
-    # color: red expected twice and given twice, blue once and never: 1, weighted 3 of 4; there: 0.
-    assert found.distribution == pytest.approx(0.75)
-    values = {name: value.value for name, value in found.by_type.items()}
-    assert values == {
-        "binary": 1.0, "open": pytest.approx(1 / 3), "structural query": pytest.approx(1 / 3),
-        "structural verify": 1.0, "semantic attr": pytest.approx(1 / 3), "semantic obj": 1.0,
-    }  # fmt: skip
-    assert metrics.gqa([record()]) == metrics.Gqa(metrics.Estimate(0, None), metrics.Estimate(0, None), None, {})
 
 
 # --- savings, noise, files

@@ -92,7 +92,7 @@ sweep = command_line(
       go on where it was stopped
   semkv sweep --specs my.json --log-file x.csv --samples-dir x --dry-run
       check the file and show what would run
-  semkv sweep --specs specs/ablation.json --log-file b.csv --samples-dir b --executor ray --ray-address auto
+  RAY_ADDRESS=auto semkv sweep --specs specs/ablation.json --log-file b.csv --samples-dir b --executor ray
       spread over the GPUs of a Ray cluster
 """)
 )
@@ -131,7 +131,6 @@ report = command_line(
 def _report(
     *logs: Annotated[Path, Parameter(required=True)],
     out: Path = Path("report.html"),
-    figures: Path | None = None,
     markdown: Path | None = None,
     title: str = "",
 ) -> None:
@@ -141,14 +140,13 @@ def _report(
 
     Args:
         logs: sweep.csv or sweep.jsonl, one or several sweeps together.
-        out: The page.
-        figures: Folder for the figures as PNG; by default PAGE_files next to the page.
+        out: The page; its figures as PNG go to PAGE_files next to it.
         markdown: Write the same as markdown to this file.
         title: Heading of page and markdown.
     """
     from semkv_lab.report import write_report
 
-    for path in write_report(logs, out, figures=figures, markdown=markdown, title=title):
+    for path in write_report(logs, out, markdown=markdown, title=title):
         print(path)
 
 

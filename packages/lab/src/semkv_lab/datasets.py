@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -68,31 +68,11 @@ def _own(name: str, options: DatasetOptions) -> list[Sample]:
     return samples
 
 
-def locate_images(name: str, options: DatasetOptions, wanted: Collection[str]) -> dict[str, Path]:
-    """Files of these images as far as they are there now; nothing is drawn, unpacked or fetched."""
-    if name.endswith(".jsonl") or name == "jsonl":
-        try:
-            samples = load_samples(name, options)
-        except (ConfigError, DatasetError):
-            return {}
-        return {i.name: i.path for s in samples for i in s.images if i.path is not None and i.name in wanted}
-    config, split = resolve_config(options)
-    if name == "gqa":
-        root, unpacked = _gqa_root(options), options.data_dir / "gqa" / (config.removesuffix(_KIND) + "_images")
-        folders = [*(_below(root) if root else []), *_image_roots(), unpacked]
-    elif name == "minigqa":
-        folders = [(options.root or _minigqa_folder(options, split)) / "images"]
-    else:
-        folders = [options.data_dir / "gqa-text"]
-    found = {image: find_image(image, folders) for image in wanted}
-    return {image: path for image, path in found.items() if path is not None}
-
-
 # -- GQA --------------------------------------------------------------------------------------------------------
 
 ROOT_VARIABLE = "GQA_ROOT"
+_REPO = "lmms-lab/GQA"  # on the hub
 _KIND = "_instructions"
-TYPES = ("structural", "semantic", "detailed")
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 _SAFE_NAME = re.compile(r"[\w.-]{1,128}")
 
@@ -103,21 +83,21 @@ def load_gqa(options: DatasetOptions) -> list[Sample]:
     Where it is looked for, in this order: ``--dataset-root``, the environment variable ``GQA_ROOT``, the hub. A folder
     may hold
 
-    - ``val_balanced_questions.json`` (or ``questions/...``; ``train_all_questions/`` is a folder of parts), images as
-      ``<imageId>.jpg`` in ``images/`` or under one of the image roots (``GQA_IMAGE_ROOT`` ...), and, for validity and
-      plausibility, ``val_choices.json`` (or ``eval/...``): the official download;
+    - ``val_balanced_questions.json`` (or ``questions/...``; ``train_all_questions/`` is a folder of parts) and images
+      as ``<imageId>.jpg`` in ``images/`` or under one of the image roots (``GQA_IMAGE_ROOT`` ...): the official
+      download;
     - ``val_balanced_instructions/val-*.parquet`` and ``val_balanced_images/val-*.parquet``: a copy of ``lmms-lab/GQA``.
 
-    Without a folder, ``datasets`` reads ``--dataset-repo`` from the hub or from its local cache.
+    Without a folder, ``datasets`` reads ``lmms-lab/GQA`` from the hub or from its local cache.
 
     Raises:
         ConfigError: ``config`` is no name of GQA's form.
         DatasetError: nothing was found, or a file cannot be read.
     """
     config, split = resolve_config(options)
-    root = _gqa_root(options)
+    root = options.root or (Path(os.environ[ROOT_VARIABLE]) if os.environ.get(ROOT_VARIABLE) else None)
     if root is None:
-        return _load_tables(options, config, options.repo, lambda name, _: _read_hub(options.repo, name, split))
+        return _load_tables(options, config, _REPO, lambda name, _: _read_hub(name, split))
     if not root.is_dir():
         raise DatasetError(f"{root}: no such folder")
     if any((root / config).glob(f"{split}-*.parquet")):
@@ -143,10 +123,10 @@ def load_official(root: Path, options: DatasetOptions, config: str) -> list[Samp
     if files is None:
         raise DatasetError(f"{root}: neither {name} (also in questions/) nor {config}/*.parquet was found there")
     rows = [(str(key), row, file) for file in files for key, row in _objects(file).items()]
-    choices = next((_objects(p) for p in _choices(places[0].parent, config) if p.is_file()), {})
-    roots = [*_below(root), *_image_roots()]
+    roots = [root / "images", root / "allImages" / "images", root]
+    roots += [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
     return [
-        to_sample(key, row, f"{file}, question {key}", lambda name: find_image(name, roots), choices.get(key))
+        to_sample(key, row, f"{file}, question {key}", lambda name: find_image(name, roots))
         for key, row, file in select(rows, options)
     ]
 
@@ -156,11 +136,6 @@ def _parts(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{folder.name}_*.json"), key=lambda part: (len(part.name), part.name))
 
 
-def _choices(root: Path, config: str) -> list[Path]:
-    name = f"{config.removesuffix(_KIND).rsplit('_', 1)[0]}_choices.json"
-    return [folder / name for folder in (root, root / "questions", root / "eval", root / "choices")]
-
-
 def _objects(file: Path) -> dict[str, Any]:
     data = read_json(file)
     if not isinstance(data, dict):
@@ -168,15 +143,14 @@ def _objects(file: Path) -> dict[str, Any]:
     return data
 
 
-def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None], choices: Any = None) -> Sample:
+def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None]) -> Sample:
     """One GQA row, official or Hugging Face, as a `Sample`; ``where`` is for messages."""
     if not isinstance(row, Mapping):
         raise DatasetError(f"{where}: expected an object, found {type(row).__name__}")
     image = text_field(row, "imageId", where)
-    groups, types, choices = row.get("groups") or {}, row.get("types") or {}, choices or {}
-    for name, value in (("groups", groups), ("types", types), ("choices", choices)):
-        if not isinstance(value, Mapping):
-            raise DatasetError(f"{where}: {name!r} must be an object")
+    groups = row.get("groups") or {}
+    if not isinstance(groups, Mapping):
+        raise DatasetError(f"{where}: 'groups' must be an object")
     return Sample(
         sample_id=check_unicode(key, "id", where),
         question=text_field(row, "question", where, required=True),
@@ -184,13 +158,7 @@ def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None]
         images=(ImageRef(image, find(image)),) if image else (),
         semantic_str=text_field(row, "semanticStr", where),
         groups=tuple(text for k in ("global", "local") if (text := text_field(groups, k, f"{where}, groups"))),
-        group=text_field(groups, "global", where),
-        types=tuple(text_field(types, name, where) for name in TYPES) if types else (),
-        full_answer=text_field(row, "fullAnswer", where),
-        valid=tuple(map(str, choices.get("valid", ()))),
-        plausible=tuple(map(str, choices.get("plausible", ()))),
-        equivalent=_ids(row, "equivalent", where),
-        entailed=tuple(name for name in _ids(row, "entailed", where) if name != key),
+        entailed=tuple(name for name in _entailed(row, where) if name != key),
         variant=text_field(row, "variant", where),
     )
 
@@ -206,23 +174,11 @@ def is_safe_name(name: str) -> bool:
     return _SAFE_NAME.fullmatch(name) is not None and not name.startswith(".")
 
 
-def _gqa_root(options: DatasetOptions) -> Path | None:
-    return options.root or (Path(os.environ[ROOT_VARIABLE]) if os.environ.get(ROOT_VARIABLE) else None)
-
-
-def _below(root: Path) -> list[Path]:
-    return [root / "images", root / "allImages" / "images", root]
-
-
-def _image_roots() -> list[Path]:
-    return [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
-
-
-def _ids(row: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+def _entailed(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """Ids as a list, or as the Hugging Face layout writes a list: one string."""
-    value = row.get(key)
+    value = row.get("entailed")
     if value is not None and not isinstance(value, str | list):
-        raise DatasetError(f"{where}: {key!r} must be a list of ids, found {type(value).__name__}")
+        raise DatasetError(f"{where}: 'entailed' must be a list of ids, found {type(value).__name__}")
     return tuple(re.findall(r"[\w-]+", value)) if isinstance(value, str) else tuple(str(v) for v in value or ())
 
 
@@ -256,21 +212,21 @@ def _read_parquet(root: Path, split: str, config: str, wanted: set[str] | None) 
             raise DatasetError(f"{file}: not a readable parquet file ({str(e).splitlines()[0][:200]})") from e
 
 
-def _read_hub(repo: str, config: str, split: str) -> _Rows:
+def _read_hub(config: str, split: str) -> _Rows:
     try:
         from datasets import Image, load_dataset
     except ImportError as e:
         raise DatasetError(
-            f"no GQA folder was given (--dataset-root or {ROOT_VARIABLE}) and the package 'datasets' that reads {repo} "
-            "from the hub is not installed: pip install datasets"
+            f"no GQA folder was given (--dataset-root or {ROOT_VARIABLE}) and the package 'datasets' that reads "
+            f"{_REPO} from the hub is not installed: pip install datasets"
         ) from e
     try:
-        table = load_dataset(repo, config, split=split)
+        table = load_dataset(_REPO, config, split=split)
         if "image" in table.column_names:
             table = table.cast_column("image", Image(decode=False))
     except (OSError, ValueError, RuntimeError) as e:
         raise DatasetError(
-            f"{repo} ({config}, {split}) cannot be read from the hub: {str(e).splitlines()[0][:200]}; where there is "
+            f"{_REPO} ({config}, {split}) cannot be read from the hub: {str(e).splitlines()[0][:200]}; where there is "
             f"no network give a folder with --dataset-root or {ROOT_VARIABLE}, or take --dataset minigqa, which needs "
             "no download"
         ) from e
@@ -373,37 +329,27 @@ def load_minigqa(options: DatasetOptions) -> list[Sample]:
         DatasetError: a file cannot be read, or the folder cannot be written.
     """
     config, split = resolve_config(options)
-    root = options.root or _minigqa_folder(options, split)
-    if options.root is None and not root.is_dir():
-        _draw(root, _knobs(options), split)
+    root = options.root or _drawn(options, split)
     return _with_variants(load_official(root, options, config), root / "provenance.json", split)
 
 
-def _knobs(options: DatasetOptions) -> Knobs:
-    return Knobs(images=max(Knobs().images, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE)))
-
-
-def _minigqa_folder(options: DatasetOptions, split: str) -> Path:
-    return options.data_dir / f"minigqa-{split}-{keys.digest(repr(_knobs(options)), str(_SEED), _generator())[:12]}"
-
-
-def _draw(folder: Path, knobs: Knobs, split: str) -> None:
-    """Drawn into a temporary folder and renamed when complete."""
+def _drawn(options: DatasetOptions, split: str) -> Path:
+    """The folder of the data, drawn where it is not there yet; another version of the generator draws it again."""
+    knobs = Knobs(images=max(Knobs().images, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE)))
+    source = Path(minigqa.__file__).parent
+    generator = keys.digest(*(f.read_bytes() for f in sorted([*source.glob("*.py"), *source.glob("*.toml")])))
+    folder = options.data_dir / f"minigqa-{split}-{keys.digest(repr(knobs), str(_SEED), generator)[:12]}"
+    if folder.is_dir():
+        return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".minigqa-", dir=folder.parent) as part:
             drawn = generate(Path(part) / "data", knobs, seed=_SEED, split=split)
             if not folder.is_dir():
-                drawn.replace(folder)
+                drawn.replace(folder)  # whole, or not at all
     except OSError as e:
         raise DatasetError(f"{folder.parent}: MiniGQA cannot be written there ({e.strerror or e})") from e
-
-
-def _generator() -> str:
-    """Digest of the generator's source: data drawn by another version is drawn again."""
-    folder = Path(minigqa.__file__).parent
-    files = sorted([*folder.glob("*.py"), *folder.glob("*.toml")])
-    return keys.digest(*(file.read_bytes() for file in files))
+    return folder
 
 
 def _with_variants(samples: list[Sample], path: Path, split: str) -> list[Sample]:

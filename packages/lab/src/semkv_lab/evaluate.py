@@ -252,7 +252,7 @@ def eval_pairs(path: Path, flags: QualityFlags) -> tuple[Judgement, dict[str, An
     items = [(pair.group, text) for pair in pairs for text in (pair.a, pair.b)]
     with progress() as start:
         corpus, policy = _prepare(flags, items, start)
-        judged = judge(pairs, corpus, policy, verify_rate=rate, seed=flags.seed, tick=start("judging", len(pairs)))
+        judged = judge(pairs, corpus, policy, verify_rate=rate, tick=start("judging", len(pairs)))
     counts = {name: getattr(judged, name) for name in ("pairs", "same", "accepted", "right", "vetoed")}
     shares = {name: _short(getattr(judged, name)) for name in ("precision", "recall", "false_positive_rate")}
     return judged, {**flags.header(), **counts, **shares, "p_chr_auc": _short(judged.area)}
@@ -264,7 +264,7 @@ def eval_stream(path: Path, flags: QualityFlags) -> tuple[Outcome, dict[str, Any
     with progress() as start:
         corpus, policy = _prepare(flags, [(asked.group, asked.text) for asked in stream], start)
         tick = start("replaying", len(stream))
-        outcome = Replay(stream, corpus).play(policy, verify_rate=rate, seed=flags.seed, tick=tick)
+        outcome = Replay(stream, corpus).play(policy, verify_rate=rate, tick=tick)
     return outcome, {
         **flags.header(),
         "verify_rate": rate,

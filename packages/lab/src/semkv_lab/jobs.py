@@ -39,11 +39,12 @@ _TAIL = 2_000  # characters of a crashed experiment's output that go into the lo
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a process is given. Settings are complete: cache directory, samples file and baseline are in them."""
+    """What a process is given; ``baseline`` is the file of an experiment whose cold answers it takes."""
 
     name: str
     settings: RunSettings
     output: Path
+    baseline: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,11 @@ one that runs."""
 
 
 @contextmanager
-def executor(name: str, ray_address: str | None, *, preload: bool) -> Iterator[Execute]:
+def executor(name: str, *, preload: bool) -> Iterator[Execute]:
     """What runs the jobs of a sweep.
 
     Args:
-        name: ``local`` or ``ray``.
-        ray_address: of a running cluster; None starts one on this machine.
+        name: ``local``, or ``ray``: on the cluster that ``RAY_ADDRESS`` names, else on one started on this machine.
         preload: import the heavy libraries once for all jobs (``local`` only).
 
     Raises:
@@ -80,11 +80,13 @@ def executor(name: str, ray_address: str | None, *, preload: bool) -> Iterator[E
     try:
         import ray
 
-        ray.init(address=ray_address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
     except ImportError as error:
         raise ConfigError("--executor", "ray", "local, or ray once installed: pip install ray") from error
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError("--ray-address", ray_address, f"the address of a running cluster ({error})") from error
+        raise ConfigError(
+            "RAY_ADDRESS", os.environ.get("RAY_ADDRESS"), f"the address of a running cluster ({error})"
+        ) from error
     try:
         yield partial(_run_on_ray, ray)
     finally:
@@ -176,7 +178,7 @@ def run_here(job: Job) -> Outcome:
     from semkv_lab.run import execute
 
     try:
-        summary = execute(job.settings, quiet=True)
+        summary = execute(job.settings, quiet=True, baseline=job.baseline)
     except SemkvError as error:
         return Outcome(None, environment(), str(error))
     except Exception:

@@ -83,9 +83,7 @@ class SampleRecord:
         after_s: recording, and the check of an approximate hit: after the answer, and in no latency.
         cached_tokens: prompt tokens not computed; ``loaded_tokens`` of them from our KV store (None: no connector),
             ``prefix_tokens`` from vLLM's own prefix cache.
-        group, types, full_answer: GQA's annotations of the question (`samples.Sample`).
-        valid, plausible: whether the answer is of the question's kind, and occurs with its objects; None without GQA's
-            choices.
+        image_file: where the image was; empty without one.
         entailed: ids of samples whose answer follows from this one's.
         cold: the same sample without our caches, when a baseline was run.
     """
@@ -118,11 +116,7 @@ class SampleRecord:
     entailed: tuple[str, ...] = ()
     cold: Cold | None = None
     after_s: float = 0.0
-    group: str = ""
-    types: tuple[str, ...] = ()
-    full_answer: str = ""
-    valid: bool | None = None
-    plausible: bool | None = None
+    image_file: str = ""
 
     @property
     def hit(self) -> bool:

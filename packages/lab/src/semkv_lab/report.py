@@ -7,6 +7,7 @@ import difflib
 import io
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from semkv import __version__
 from semkv.errors import ConfigError
 from semkv_lab.console import interval, keep_apart, percent, writing
-from semkv_lab.datasets import DATASETS, locate_images
 from semkv_lab.figures import Drawing, draw_all
 from semkv_lab.results import (
     Experiment,
@@ -34,8 +34,7 @@ from semkv_lab.results import (
     worst,
     wrong_hits,
 )
-from semkv_lab.samples import DatasetOptions
-from semkv_lab.settings import run_command
+from semkv_lab.settings import arguments
 
 _SPECIAL = re.compile(r"([\\`*_<>|#~&$]|\](?=[(\[:]))")  # "[" needs no escape unless "](" could make it a link
 # Of the wide table of experiments; the other columns are on the page and in the log.
@@ -45,15 +44,12 @@ _IN_MARKDOWN = (
 )  # fmt: skip
 
 
-def write_report(
-    logs: Sequence[Path], out: Path, *, figures: Path | None = None, markdown: Path | None = None, title: str = ""
-) -> list[Path]:
+def write_report(logs: Sequence[Path], out: Path, *, markdown: Path | None = None, title: str = "") -> list[Path]:
     """Write the page, its figures as PNG, and the markdown file where one is asked for.
 
     Args:
         logs: ``.csv`` or ``.jsonl`` files of sweeps.
-        out: the page.
-        figures: folder of the PNG files; ``<page>_files`` beside the page when not given.
+        out: the page; the PNG files go to ``<page>_files`` beside it.
         markdown: the markdown file.
         title: of page and markdown.
 
@@ -70,7 +66,7 @@ def write_report(
     keep_apart({"--out": out, "--markdown": markdown}, read)
     experiments = read_logs(logs)
     drawings = draw_all(experiments)
-    folder = figures or out.with_name(f"{out.stem}_files")
+    folder = out.with_name(f"{out.stem}_files")
     shown = _shown(experiments, drawings, title or "What each tier is worth", [log.name for log in logs])
     files: dict[Path, bytes] = {out: _render("report.html.j2", shown).encode()}
     files |= {folder / f"{d.name}.png": d.png for d in drawings}
@@ -111,8 +107,16 @@ def _shown(
         "hits": judged(*count_hits(experiments)),
         "environments": environments(experiments),
         "traces": traces(experiments),
-        "commands": [(e.name, run_command(e.settings)) for e in experiments if e.settings],
+        "commands": [(e.name, command) for e in experiments if (command := _command(e))],
     }
+
+
+def _command(experiment: Experiment) -> str:
+    """The run that an experiment is; empty where the log is another version's."""
+    try:
+        return shlex.join(["semkv", "run", *arguments(experiment.given)]) if experiment.given else ""
+    except ConfigError:
+        return ""
 
 
 def _render(name: str, shown: Mapping[str, Any]) -> str:
@@ -289,10 +293,9 @@ def _uri(kind: str, data: bytes) -> str:
 
 
 def _card(wrong: Wrong) -> WrongCard:
-    record, settings = wrong.record, wrong.experiments[0].settings
+    record = wrong.record
     own, donor = differing(record.question, record.donor_question)
-    names = {record.image, record.donor_image} - {""}
-    files = image_files(settings, names)
+    files = {r.image: Path(r.image_file) for e in wrong.experiments for r in e.records if r.image_file}
     other = record.donor_image not in ("", record.image)
     return WrongCard(
         wrong=wrong,
@@ -315,20 +318,6 @@ def differing(a: str, b: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple
             out += [(piece.rstrip(), kind != "equal"), (" " * (piece != piece.rstrip()), False)]
     own, donor = (tuple(p for p in text if p[0]) for text in pieces)
     return own, donor
-
-
-def image_files(settings: Mapping[str, Any], names: set[str]) -> dict[str, Path]:
-    """Files of images, looked for where the settings say the data set is."""
-    data, dataset = settings.get("data"), str(settings.get("dataset") or "")
-    if not isinstance(data, Mapping) or not (dataset in DATASETS or dataset.endswith(".jsonl")):
-        return {}
-    known = {k: v for k, v in data.items() if k in DatasetOptions.__dataclass_fields__}
-    known["data_dir"] = Path(str(data.get("data_dir") or "."))
-    known["root"] = Path(str(data["root"])) if data.get("root") else None
-    try:
-        return locate_images(dataset, DatasetOptions(**known), names)
-    except (ConfigError, TypeError, OSError):
-        return {}  # settings of another version: the page does without pictures
 
 
 def _picture(name: str, files: Mapping[str, Path]) -> Picture:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ class Experiment:
     Attributes:
         name: unique on the page; where several logs use it, the log's name stands before it.
         status: ``ok``, ``failed`` or ``interrupted``.
-        settings, environment, trace: as the sweep wrote them.
+        given, settings, environment, trace: as the sweep wrote them; ``given`` are the flags that the spec has.
         summary: `Summary.to_json`, or empty where the experiment failed.
         records: its samples; empty where the log names no file of samples or the file is gone.
         missing: the file of samples that the log names and that is not there.
@@ -46,6 +46,7 @@ class Experiment:
     summary: Mapping[str, Any]
     records: tuple[SampleRecord, ...] = ()
     missing: Path | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def estimate(self, *path: str) -> Estimate:
         """A figure of the summary with its interval; empty where the summary has none."""
@@ -101,7 +102,7 @@ def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
         raise DatasetError(f"{where}: no 'name': not a log of a sweep")
     if status not in STATUSES:
         raise DatasetError(f"{where}: 'status' is {status!r}; expected one of {', '.join(STATUSES)}")
-    objects = {key: row.get(key) or {} for key in ("settings", "environment", "trace", "summary")}
+    objects = {key: row.get(key) or {} for key in ("given", "settings", "environment", "trace", "summary")}
     for key, value in objects.items():
         if not isinstance(value, Mapping):
             raise DatasetError(f"{where}: {key!r} must be an object, found {type(value).__name__}")

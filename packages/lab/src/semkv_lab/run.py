@@ -12,13 +12,12 @@ meet the same load. The cached pass asks the tiers, sends the canonical prompt, 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +33,6 @@ from semkv.stores.files import described
 from semkv.types import CacheMode, MediaSegment, Namespace, Plan, Request, ReuseReport, Role, Status, TextSegment
 from semkv_lab.console import (
     SAMPLES_OUT,
-    SETTINGS,
     SUMMARY_OUT,
     Listener,
     console_listener,
@@ -45,15 +43,14 @@ from semkv_lab.console import (
 )
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Summary, summarise
-from semkv_lab.records import Cold, SampleRecord, answers_match, at
-from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers, read_json, read_jsonl
+from semkv_lab.records import Cold, SampleRecord, answers_match
+from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers, read_jsonl
 from semkv_lab.settings import Reuse, RunSettings
 
 if TYPE_CHECKING:
     from semkv.cache import SemanticCache
     from semkv_lab.reuse import TransformersEngine
 
-_COMMON = ("color", "material", "shape")  # GQA's evaluation script has them too
 NOISE_SAMPLES = 32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
 _GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
 
@@ -226,11 +223,7 @@ def _answer(
         entailed=sample.entailed,
         cold=progress.cold.get(sample.sample_id),
         after_s=after_s,
-        group=sample.group,
-        types=sample.types,
-        full_answer=sample.full_answer,
-        valid=_among(result.text, sample.valid, sample),
-        plausible=_among(result.text, sample.plausible, sample),
+        image_file=str(sample.images[0].path or "") if sample.images else "",
         **_counted(result),
     )
 
@@ -278,14 +271,6 @@ def _match(text: str, sample: Sample) -> bool | None:
     return None if sample.answer is None else answers_match(text, sample.answer)
 
 
-def _among(text: str, choices: Sequence[str], sample: Sample) -> bool | None:
-    """Whether an answer is one of GQA's choices; what two objects have in common is one of three words."""
-    if not choices:
-        return None
-    common = bool(sample.types) and "Common" in sample.types[2]
-    return any(answers_match(text, choice) for choice in (_COMMON if common else choices))
-
-
 def make_builder(engine: Engine, settings: RunSettings) -> RequestBuilder:
     """The builder of requests for this engine: its namespace, and images only where it takes them."""
     return RequestBuilder(
@@ -301,14 +286,14 @@ def leave_out(progress: Progress) -> None:
     """Drop the samples that lack an image file.
 
     Raises:
-        DatasetError: no sample is left, or with ``--strict`` one lacks an image: how many, and where to put them.
+        DatasetError: no sample is left: how many images lack, and where to put them.
     """
     lacking = [s for s in progress.samples if not s.complete]
     if not lacking:
         return
     progress.skipped = tuple(s.sample_id for s in lacking)
     progress.samples = [s for s in progress.samples if s.complete]
-    if progress.settings.strict or not progress.samples:
+    if not progress.samples:
         missing = sorted({image.name for s in lacking for image in s.images if image.path is None})
         raise DatasetError(
             f"{len(missing)} images have no file (the first is {missing[0]!r}): put them under the data set's images/ "
@@ -326,8 +311,12 @@ def run(
     make_engine: EngineFactory,
     make_cache: Callable[[RunSettings], SemanticCache],
     listener: Listener,
+    baseline: Path | None = None,
 ) -> tuple[list[SampleRecord], Summary]:
     """Run both passes and sum up. An interrupt (Ctrl-C) ends the pass; what was answered is kept and summed up.
+
+    Args:
+        baseline: a file of samples with cold answers, in place of a cold pass.
 
     Raises:
         SemkvError: a setting, a file or the engine is at fault.
@@ -344,18 +333,15 @@ def run(
             yield engine, make_builder(engine, settings)
 
     try:
-        if settings.baseline_from is not None:
-            progress.cold.update(read_cold(settings.baseline_from, samples, settings))
-        elif settings.baseline and not settings.in_turn:
+        if settings.baseline and not settings.in_turn and baseline is None:
             with started(attach=False) as (engine, builder):
                 run_cold(engine, builder, progress)
         with ExitStack() as engines:
             engine, builder = engines.enter_context(started(attach=cache is not None))
-            if settings.baseline_from is not None:
-                check_asked(
-                    settings.baseline_from, progress.cold, [builder.build(sample) for sample in progress.samples]
-                )
-            if settings.in_turn:
+            if baseline is not None:
+                progress.cold.update(read_cold(baseline, progress.samples, builder))
+                run_cached(engine, cache, builder, progress)
+            elif settings.in_turn:
                 beside = engines.enter_context(started(attach=False))
                 run_cached(engine, cache, builder, progress, _cold_answers(*beside, progress))
             else:
@@ -387,70 +373,39 @@ def bytes_on_disk(settings: RunSettings) -> int:
 
 # -- cold answers of an earlier run ------------------------------------------------------------
 
-# What a cold answer, its time or its cached tokens depend on; the model itself is in `asked`.
-_SAME = ("engine", "tenant", "max_model_len", "max_tokens", "instruction", "trace.kind", "trace.seed", "trace.exponent",
-         "data.shuffle_seed")  # fmt: skip
 
-
-def read_cold(path: Path, samples: Sequence[Sample], settings: RunSettings) -> dict[str, Cold]:
+def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) -> dict[str, Cold]:
     """The cold answers in a file of ``--samples-out``, by sample id.
 
     Raises:
-        DatasetError: the file lacks a sample, has another question or answer under its id, or was made with settings
-            under which cold answers differ.
+        DatasetError: the file is none, or lacks a sample as it is asked now.
     """
-    _check_settings(path.with_name(path.name + SETTINGS), settings.to_json())
-    found: dict[str, tuple[str, Any, Cold]] = {}
+    there: dict[str, Cold] = {}
     for number, row in read_jsonl(path):
-        if row.get("cold"):
-            try:
-                found[str(row["sample_id"])] = (str(row["question"]), row["answer"], Cold.from_json(row["cold"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise DatasetError(f"{path}, line {number}: no sample of a run ({error})") from error
-    for s in samples:
-        if s.sample_id not in found:
-            if not s.complete:  # left out there, as it will be here
-                continue
-            raise DatasetError(f"{path} has no cold answer for sample {s.sample_id}: run it with --baseline")
-        question, answer, _ = found[s.sample_id]
-        if question != s.question:
-            raise DatasetError(f"{path}: sample {s.sample_id} is another question there")
-        if answer != s.answer:
+        try:
+            if row["cold"] is not None:
+                there[row["sample_id"]] = Cold.from_json(row["cold"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DatasetError(f"{path}, line {number}: no sample of a run ({error})") from error
+    found = {}
+    for sample in samples:
+        cold = there.get(sample.sample_id)
+        if cold is None or cold.asked != asked(builder.build(sample)):
             raise DatasetError(
-                f"{path}: sample {s.sample_id} expects {answer!r} there, and {s.answer!r} in the data set"
+                f"{path} has no cold answer for sample {sample.sample_id} with this model, text and picture: begin "
+                "another log"
             )
-    return {s.sample_id: found[s.sample_id][2] for s in samples if s.sample_id in found}
-
-
-def check_asked(path: Path, cold: Mapping[str, Cold], requests: Sequence[Request]) -> None:
-    """Refuse cold answers to something else than these requests.
-
-    Raises:
-        DatasetError: names the sample.
-    """
-    for request in requests:
-        if cold[request.request_id].asked != asked(request):
-            raise DatasetError(
-                f"{path}: sample {request.request_id} was asked of another model, or with another text or picture: run "
-                "it with --baseline again"
-            )
-
-
-def _check_settings(path: Path, now: Mapping[str, Any]) -> None:
-    before = at(read_json(path), "settings")
-    if not isinstance(before, dict):
-        raise DatasetError(f"{path}: no settings of a run")
-    for name in _SAME:
-        there, here = (json.dumps(at(settings, *name.split("."))) for settings in (before, now))
-        if there != here:
-            raise DatasetError(f"{path}: {name} was {there} when the cold answers were given, and is {here} now")
+        found[sample.sample_id] = replace(cold, match=_match(cold.text, sample))
+    return found
 
 
 # -- what `semkv run` does ------------------------------------------------------------
 
 
-def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False) -> Summary:
-    """Run, print and write what the settings ask for.
+def execute(
+    settings: RunSettings, *, quiet: bool = False, verbose: bool = False, baseline: Path | None = None
+) -> Summary:
+    """Run, print and write what the settings ask for; ``baseline`` as in `run`.
 
     Raises:
         SemkvError: a setting, a file or the engine is at fault; nothing was lost.
@@ -470,7 +425,7 @@ def execute(settings: RunSettings, *, quiet: bool = False, verbose: bool = False
         prepare(settings.cache, purge=settings.purge)
     console = make_console()
     with console_listener(console, settings, quiet=quiet) as listener:
-        _, summary = run(settings, samples, engine_factory(samples, verbose), make_cache, listener)
+        _, summary = run(settings, samples, engine_factory(samples, verbose), make_cache, listener, baseline)
         if not summary.interrupted:
             listener.finish()
     print_summary(console, summary, settings)

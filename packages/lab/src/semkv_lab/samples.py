@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 from cyclopts import Parameter
 
 from semkv import keys
-from semkv.config import POSITIVE, Allowed, check
+from semkv.config import POSITIVE, check
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Request, Role, Segment, TextSegment
 
@@ -50,11 +50,7 @@ class Sample:
         images: in prompt order.
         system, context: texts before the question, such as a retrieved document; empty for none.
         semantic_str: GQA's functional program of the question, ``select: car [..]->query: color [..]``.
-        groups: GQA's group names, global and local; ``group`` is the global one.
-        types: GQA's: structural, semantic and detailed.
-        full_answer: the answer as a sentence.
-        valid, plausible: GQA's choices: answers of the question's kind, and those that occur with its objects.
-        equivalent: ids of questions that ask the same.
+        groups: GQA's group names, global and local.
         entailed: ids of questions whose answer follows from this one's.
         variant: how MiniGQA made this question from another (``repeat``, ``paraphrase`` ...); empty for an original.
         repeats: the id of the sample that a trace asks again under this one's; empty for the first time.
@@ -68,12 +64,6 @@ class Sample:
     context: str = ""
     semantic_str: str = ""
     groups: tuple[str, ...] = ()
-    group: str = ""
-    types: tuple[str, ...] = ()
-    full_answer: str = ""
-    valid: tuple[str, ...] = ()
-    plausible: tuple[str, ...] = ()
-    equivalent: tuple[str, ...] = ()
     entailed: tuple[str, ...] = ()
     variant: str = ""
     repeats: str = ""
@@ -103,7 +93,6 @@ class DatasetOptions:
         split: train, val or testdev; by default the one that the config names, else val.
         max_samples: At most so many samples.
         shuffle_seed: Shuffle with this seed before cutting; by default the order of the files.
-        repo: Hub id of GQA.
     """
 
     data_dir: Annotated[Path, DATA] = field(default_factory=lambda: Path("~/.cache/semkv-data").expanduser())
@@ -112,7 +101,6 @@ class DatasetOptions:
     split: Annotated[str, DATA] = ""
     max_samples: Annotated[int | None, POSITIVE, DATA] = None
     shuffle_seed: Annotated[int | None, DATA] = None
-    repo: Annotated[str, Parameter(name="--dataset-repo"), DATA] = "lmms-lab/GQA"
 
     def __post_init__(self) -> None:
         check(self)
@@ -402,15 +390,11 @@ class Trace:
         kind: in-order, shuffled, zipf (over images) or sessions.
         seed: Seed of every draw.
         requests: So many requests, samples repeating as need be; by default as many as there are samples.
-        exponent: Exponent of zipf; 0 draws images evenly.
     """
 
     kind: Annotated[TraceKind, Parameter(name="--trace"), REQUESTS] = TraceKind.IN_ORDER
     seed: Annotated[int, Parameter(name="--trace-seed"), REQUESTS] = 0
     requests: Annotated[int | None, POSITIVE, Parameter(name="--trace-requests"), REQUESTS] = None
-    exponent: Annotated[
-        float, Allowed("a number from 0 to 10", lambda n: 0 <= n <= 10), Parameter(name="--trace-exponent"), REQUESTS
-    ] = ZIPF_EXPONENT
 
     def __post_init__(self) -> None:
         check(self)
@@ -442,7 +426,7 @@ def _shuffled(samples: Sequence[Sample], trace: Trace, draws: random.Random) -> 
 def _zipf(samples: Sequence[Sample], trace: Trace, draws: random.Random) -> Iterator[Sample]:
     images = list(_by_image(samples).values())
     draws.shuffle(images)
-    weights = list(accumulate(rank**-trace.exponent for rank in range(1, len(images) + 1)))
+    weights = list(accumulate(rank**-ZIPF_EXPONENT for rank in range(1, len(images) + 1)))
     while True:
         (questions,) = draws.choices(images, cum_weights=weights)
         yield draws.choice(questions)

@@ -3,8 +3,7 @@
 
 import json
 import os
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache
@@ -35,7 +34,6 @@ from semkv.presets import DEFAULT_PRESET, get_preset
 from semkv.types import PolicyName
 from semkv_lab.console import SETTINGS, keep_apart
 from semkv_lab.datasets import DATASETS
-from semkv_lab.records import at
 from semkv_lab.samples import ChunkSource, DatasetOptions, Trace
 
 ENGINES = ("labels", "scripted", "transformers", "vllm")
@@ -56,9 +54,6 @@ class Reuse(StrEnum):
     PREFIX = "prefix"
     LITERAL = "literal"
     BLEND = "blend"
-
-
-_PLACES = ("cache_dir", "fusion_cache_dir", "data_dir", "samples_out", "summary_out", "baseline_from", "purge")
 
 
 @dataclass(frozen=True)
@@ -83,9 +78,7 @@ class RunSettings:
         dataset: minigqa, gqa, gqa-text, jsonl, a .jsonl file, or package.module:Factory; by default the preset's.
         chunk_source: What L1 compares: question, semantic, group, combined or full.
         chunk_window: Match on the first N characters only; 0 for all.
-        strict: Stop where an image has no file, instead of leaving its samples out.
         baseline: Run the samples with vLLM's prefix cache alone first.
-        baseline_from: Take the baseline from the samples file of an earlier run with a baseline.
         purge: Empty the cache first; touches nothing that semkv did not write.
         samples_out: Write a JSON object for each sample to this file.
         summary_out: Write the figures to this JSON file.
@@ -107,9 +100,7 @@ class RunSettings:
     data: Annotated[DatasetOptions, FLAT] = field(default_factory=DatasetOptions)
     trace: Annotated[Trace, FLAT] = field(default_factory=Trace)
     cache: Annotated[CacheConfig, FLAT] = field(default_factory=CacheConfig)
-    strict: Annotated[bool, DATA] = False
     baseline: Annotated[bool, RESULTS] = False
-    baseline_from: Annotated[Path | None, EXISTS, RESULTS] = None
     purge: bool = False
     samples_out: Annotated[Path | None, NO_FOLDER, RESULTS] = None
     summary_out: Annotated[Path | None, NO_FOLDER, RESULTS] = None
@@ -125,7 +116,6 @@ class RunSettings:
         for key, path in (("--calibration", self.cache.calibration), ("--dataset-root", self.data.root)):
             if path is not None and not path.exists():
                 raise ConfigError(key, str(path), EXISTS.text)
-        object.__setattr__(self, "baseline", self.baseline or self.baseline_from is not None)
         object.__setattr__(self, "cache", replace(self.cache, image_roots=_image_roots(self.data.root)))
         check_files(self)
 
@@ -137,7 +127,7 @@ class RunSettings:
     @property
     def in_turn(self) -> bool:
         """Whether each sample is answered cold and cached in turn, not in two passes."""
-        return self.engine == "transformers" and self.baseline and self.baseline_from is None
+        return self.engine == "transformers" and self.baseline
 
     def to_json(self) -> dict[str, Any]:
         """The settings as plain values, for the header of a results file."""
@@ -179,7 +169,6 @@ def check_files(settings: RunSettings) -> None:
     inputs = {
         "--dataset": Path(settings.dataset) if settings.dataset.endswith(".jsonl") else None,
         "--dataset-root": settings.data.root,
-        "--baseline-from": settings.baseline_from,
         "--calibration": settings.cache.calibration,
     }
     keep_apart(outputs, inputs)
@@ -215,9 +204,14 @@ def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSetti
         ConfigError: a key is no flag, or a value is not allowed; the message names the flag, the value and what is
             allowed.
     """
+    return parse(RunSettings, arguments({**(given or {}), **flags}), fill_from_preset)
+
+
+def arguments(given: Mapping[str, Any]) -> list[str]:
+    """Flags by name as arguments of a command line. Raises as `resolve`."""
     known = {name: argument for argument in _arguments() for name in argument.names}
     chosen: dict[str, list[str]] = {}  # the last value for each flag, whichever of its names it has
-    for key, value in {**(given or {}), **flags}.items():
+    for key, value in given.items():
         option = "--" + key.replace("_", "-")
         if option not in known:
             raise ConfigError("semkv run", key, [name.lstrip("-") for name in known])
@@ -232,7 +226,7 @@ def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSetti
             chosen[argument.name] = list(argument.negatives[:1])
         elif value is not None:
             chosen[argument.name] = [f"{option}={one}" for one in values]
-    return read_run([word for words in chosen.values() for word in words])
+    return [word for words in chosen.values() for word in words]
 
 
 @cache
@@ -244,47 +238,9 @@ def _arguments() -> list[Argument]:
     return [a for a in app.assemble_argument_collection() if a.parse and not a.children]
 
 
-def read_run(arguments: Sequence[str]) -> RunSettings:
-    """The settings that these arguments of ``semkv run`` make. Raises as `resolve`."""
-    return parse(RunSettings, arguments, fill_from_preset)
-
-
-def run_command(settings: Mapping[str, Any]) -> str:
-    """The command that makes settings as `RunSettings.to_json` gives them; where files lie is left to the user.
-
-    Settings of another version are followed as far as they are still flags.
-    """
-    preset = str(settings.get("preset") or "")
-    try:
-        default = resolve(preset=preset) if preset else resolve(model="none")
-    except ConfigError:
-        default, preset = resolve(model="none"), ""
-    words = ["semkv", "run", *([f"--preset={preset}"] if preset else [])]
-    plain = default.to_json()
-    for argument in _arguments():
-        path = argument.keys
-        value, usual = at(settings, *path), at(plain, *path)
-        if value is None or value == usual or path == ("preset",) or path[-1] in _PLACES:
-            continue
-        if path[-1] == "embedding_layers":
-            specs = [":".join(map(str, layer.values())) for layer in value]
-            words += [f"{argument.name}={spec}" for spec in specs] or list(argument.negatives[:1])
-        elif isinstance(value, bool):
-            words.append(argument.names[0] if value else argument.negatives[-1])
-        else:
-            words.append(f"{argument.name}={value}")
-    return shlex.join(words)
-
-
 @dataclass(frozen=True, kw_only=True)
 class QualityFlags(PolicyConfig):
-    """Flags of ``eval-pairs`` and ``eval-stream``.
-
-    Attributes:
-        seed: Seed of the sample that is checked.
-    """
-
-    seed: int = 0
+    """Flags of ``eval-pairs`` and ``eval-stream``."""
 
     def config(self) -> CacheConfig:
         """The same as settings of a cache."""
@@ -312,8 +268,7 @@ class SweepFlags:
         retry_failed: With --resume: run again what failed.
         purge_cache_between_runs: Empty the cache even where the spec names one.
         only: Run only this experiment; may be repeated.
-        executor: local: one after the other. ray: over a cluster.
-        ray_address: Of a running Ray cluster, such as auto.
+        executor: local: one after the other. ray: over the cluster that RAY_ADDRESS names, else one started here.
     """
 
     specs: Path
@@ -324,7 +279,6 @@ class SweepFlags:
     purge_cache_between_runs: Annotated[bool, SWITCH] = False
     only: tuple[str, ...] = ()
     executor: str = "local"
-    ray_address: str | None = None
 
     def __post_init__(self) -> None:
         if self.retry_failed and not self.resume:

@@ -44,7 +44,7 @@ from semkv_lab.settings import RunSettings, SweepFlags, check_files, is_unicode,
 # -- the file of experiments ------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
-_OURS = ("samples_out", "summary_out", "purge", "baseline_from")  # the sweep's own business
+_OURS = ("samples_out", "summary_out", "purge")  # the sweep's own business
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class SweepLog:
 # -- the sweep ------------------------------------------------------------
 
 _OWNER = "sweep.txt"  # in a samples folder: the log that it belongs to
-_PATHS = ("samples_out", "summary_out", "baseline_from")  # where things lie changes no result
+_PATHS = ("samples_out", "summary_out")  # where things lie changes no result
 
 
 def run_sweep(flags: SweepFlags, console: Console) -> int:
@@ -242,7 +242,7 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
         if left:
             _claim(flags)
             heavy = any(e.settings.engine != "scripted" for e in left)
-            with executor(flags.executor, flags.ray_address, preload=heavy) as execute:
+            with executor(flags.executor, preload=heavy) as execute:
                 _run(left, done, execute, log, flags, console)
     errors = {row["name"]: str(row["error"]).strip().splitlines()[-1] for row in log.rows if row["status"] == FAILED}
     for name, error in errors.items():
@@ -393,9 +393,8 @@ def _job(experiment: Experiment, cold: dict[str, Path], flags: SweepFlags) -> Jo
     if not _names_a_cache(experiment):  # what another experiment, or a killed try of this one, left would be its hits
         prepare(replace(settings.cache, fusion_cache_dir=None), purge=True)
     source = cold.get(_group(settings)) if settings.baseline else None
-    if source is not None and source.is_file():
-        settings = replace(settings, baseline_from=source)
-    return Job(experiment.name, settings, _output(experiment, flags))
+    there = source is not None and source.is_file()
+    return Job(experiment.name, settings, _output(experiment, flags), source if there else None)
 
 
 def _output(experiment: Experiment, flags: SweepFlags) -> Path:
@@ -417,13 +416,14 @@ def _row(experiment: Experiment, job: Job, outcome: Outcome, started: float, fla
         "notes": experiment.notes,
         "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         "seconds": round(time.time() - started, 1),
+        "given": dict(experiment.given),
         "settings": settings,
         "environment": outcome.environment,
         "trace": settings["trace"],
         "summary": outcome.summary if ok else None,
         "samples": _relative(samples, flags.log_file.parent) if ok else "",
         "baseline_group": _group(experiment.settings) if experiment.settings.baseline else "",
-        "baseline_from": _relative(job.settings.baseline_from, flags.log_file.parent),
+        "baseline_from": _relative(job.baseline, flags.log_file.parent),
     }
 
 
