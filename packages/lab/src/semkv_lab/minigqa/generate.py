@@ -21,19 +21,21 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from semkv.errors import ConfigError
-from semkv_lab.minigqa.gqa_format import needs, question_record, scene_graph, settles
 from semkv_lab.minigqa.questions import (
     KINDS,
+    NOUN,
     Program,
+    Ref,
     ask,
     ask_any,
+    axis_of,
     change_case,
     change_whitespace,
     draw_wording,
     fill,
     restate,
 )  # fmt: skip
-from semkv_lab.minigqa.scenes import Scene, draw, jpeg, make_scene, recolor
+from semkv_lab.minigqa.scenes import RELATIONS, WIDTH, Scene, draw, jpeg, make_scene, recolor, relation_holds
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,7 +49,7 @@ IMAGE_VARIANTS = ("reencoded", "resized", "brightness", "shifted", "lookalike")
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """The size of a data set and the rates of what returns in it. Raises `ConfigError` on a value out of range.
+    """The size of a data set and the rates of what returns in it; those of questions have a sum of at most 0.8.
 
     The defaults describe a service whose users come back. In GQA's balanced testdev split almost nothing returns: of
     12,578 questions on 398 images 8 are exact repeats.
@@ -83,19 +85,6 @@ class Knobs:
     shifted: float = 0.17
     lookalike: float = 0.25
     asked_again: float = 0.25
-
-    def __post_init__(self) -> None:
-        shares = dict.fromkeys((*QUESTION_VARIANTS, *IMAGE_VARIANTS, "asked_again"), (0.0, 1.0, "a share from 0 to 1"))
-        for name, (low, high, allowed) in {
-            "images": (1, float("inf"), "at least 1"),
-            "questions_per_image": (1, 200, "1 to 200"),
-            "questions_spread": (0, float("inf"), "0 or more"),
-            **shares,
-        }.items():
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"minigqa.{name}", getattr(self, name), allowed)
-        if sum(getattr(self, name) for name in QUESTION_VARIANTS) > 0.8:
-            raise ConfigError("minigqa", "the rates of the question variants", "a sum of at most 0.8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +125,10 @@ def generate(out: Path, knobs: Knobs, *, seed: int = 0, split: str = "val") -> P
     replaced, other splits are left.
 
     Raises:
-        ConfigError: an unknown split, or a seed outside 0 to 9999.
+        ConfigError: an unknown split.
     """
     if split not in SPLITS:
         raise ConfigError("split", split, SPLITS)
-    if not 0 <= seed <= 9999:
-        raise ConfigError("seed", seed, "0 to 9999")
     rng = Random(f"minigqa:{split}:{seed}")  # noqa: S311
     prefix = f"{SPLITS.index(split) + 1}{seed:04d}"  # ids are unique over splits and seeds, and digits, as GQA's are
     pictures = list(_pictures(knobs, rng, prefix))
@@ -174,24 +161,28 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def _records(pictures: Sequence[_Picture], asked: Sequence[_Asked]) -> dict[str, Any]:
+    """Every question in GQA's schema, as far as a cache has use for it."""
     object_ids = {p.image_id: p.object_ids for p in pictures}
     by_image: dict[str, list[_Asked]] = {}
     for question in asked:
         by_image.setdefault(question.image_id, []).append(question)
     records = {}
     for question in asked:
-        around, settled = by_image[question.image_id], settles(question.program)
-        records[question.question_id] = question_record(
-            question.program,
-            question.template,
-            question.text,
-            image_id=question.image_id,
-            object_ids=object_ids[question.image_id],
-            equivalent=sorted(q.question_id for q in around if q.program == question.program),
-            entailed=sorted(
-                q.question_id for q in around if q is not question and needs(q.program) and needs(q.program) <= settled
+        program, settled = question.program, settles(question.program)
+        steps = semantic(program, object_ids[question.image_id])
+        records[question.question_id] = {
+            "question": question.text,
+            "imageId": question.image_id,
+            "answer": program.answer,
+            "groups": {"global": KINDS[program.kind].group or None, "local": _local_group(program)},
+            "semantic": steps,
+            "semanticStr": semantic_str(steps),
+            "entailed": sorted(
+                q.question_id
+                for q in by_image[question.image_id]
+                if q is not question and needs(q.program) and needs(q.program) <= settled
             ),
-        )
+        }
     return records
 
 
@@ -337,3 +328,136 @@ def _ask_again(
     for source, program in (changed + rest)[:wanted]:
         of = source.question_id
         yield _Asked(next(ids), picture.image_id, program, source.template, source.text, rng.random(), of=of)
+
+
+# -- as GQA writes it ------------------------------------------------------------
+
+Step = dict[str, Any]
+"""``{"operation": str, "dependencies": list[int], "argument": str}``."""
+
+_GQA_NAME = {"shape": "name", "color": "color", "size": "size"}
+
+
+def semantic_str(steps: Sequence[Step]) -> str:
+    """GQA's one-line form: ``select: cube (7)->query: color [0]``."""
+    return "->".join(
+        f"{s['operation']}: {s['argument']}" + (f" {s['dependencies']}" if s["dependencies"] else "") for s in steps
+    )
+
+
+def semantic(program: Program, object_ids: Sequence[str]) -> list[Step]:
+    """The program as GQA's operations."""
+    done: list[Step] = []
+    kind, a, b = program.kind, program.a, program.b
+    task, _, name = kind.partition("_")
+    choice = f"{program.value}|{program.other}"
+
+    def add(operation: str, argument: str, *dependencies: int) -> int:
+        done.append({"operation": operation, "dependencies": list(dependencies), "argument": argument})
+        return len(done) - 1
+
+    def one(ref: Ref) -> str:
+        return f"({object_ids[ref.index] if ref.index >= 0 else '-'})"
+
+    def narrow(ref: Ref, at: int) -> int:
+        if ref.color:
+            at = add("filter color", ref.color, at)
+        return add("filter size", ref.size, at) if ref.size else at
+
+    def select(ref: Ref) -> int:
+        return narrow(ref, add("select", f"{ref.shape or NOUN} {one(ref)}"))
+
+    def value(task: str, what: str, at: int) -> int:
+        if task == "query":
+            return add("query", what, at)
+        return add(f"{task} {what}", program.value if task == "verify" else choice, at)
+
+    if task == "ground":
+        value(name, "location", add("select", "scene"))
+    elif a is None:
+        raise ValueError(f"a {kind} program names no object")
+    elif kind.startswith(("rel_query", "rel_exist")) and b is not None:
+        noun = (a.shape or NOUN) if name == "exist" else "_"
+        at = add("relate", f"{noun},{program.value},s {one(a)}", select(b))
+        if name == "exist":
+            add("exist", "?", narrow(a, at))
+        else:
+            add("query", _GQA_NAME[name.removeprefix("query_")], at)
+    elif task == "exist":
+        at = add("exist", "?", select(a))
+        if b is not None:
+            add(name, "", at, add("exist", "?", select(b)))
+    elif b is not None:
+        both = select(a), select(b)
+        if task == "rel":
+            relation = program.value if name == "verify" else choice
+            add(f"{name} rel", f"{b.shape or NOUN},{relation},o {one(b)}", *both)
+        else:
+            add(f"choose {program.value}" if kind == "compare_size" else kind.replace("_", " "), "", *both)
+    elif task == "position":
+        value(name, axis_of(program), select(a))
+    elif name == "both":
+        at = select(a)
+        add("and", "", add("verify color", program.value, at), add("verify size", program.other, at))
+    else:
+        value(task, _GQA_NAME[name], select(a))
+    return done
+
+
+def _local_group(program: Program) -> str:
+    number = list(KINDS).index(program.kind)
+    subject = program.a.text if program.a and program.a.text != NOUN else program.b.text if program.b else "ground"
+    values = "_".join(v for v in (program.value, program.other) if v) or program.kind.rsplit("_", 1)[-1]
+    return f"{number:02d}-{subject}_{values}".replace(" ", "-")
+
+
+def scene_graph(scene: Scene, object_ids: Sequence[str], *, scale: float = 1.0, shift: int = 0) -> dict[str, Any]:
+    """The scene in GQA's scene graph schema, boxes in pixels of a picture that was scaled and then shifted."""
+    objects = {}
+    for i, thing in enumerate(scene.things):
+        relations = [
+            {"name": relation, "object": object_ids[j]}
+            for j in range(len(scene.things))
+            if j != i
+            for relation in RELATIONS
+            if relation_holds(scene, i, relation, j)
+        ]
+        objects[object_ids[i]] = {
+            "name": thing.shape,
+            "x": round((thing.x - thing.radius) * scale) + shift,
+            "y": round((thing.y - thing.radius) * scale) + shift,
+            "w": round(2 * thing.radius * scale),
+            "h": round(2 * thing.radius * scale),
+            "attributes": [thing.color, thing.size],
+            "relations": relations,
+        }
+    side = round(WIDTH * scale)
+    return {"width": side, "height": side, "location": scene.ground, "objects": objects}
+
+
+Fact = tuple[str, ...]
+
+
+def settles(program: Program) -> frozenset[Fact]:
+    """The facts of the scene that the question and its answer together state."""
+    if program.kind.startswith(("verify", "ground_verify")) and program.answer != "yes":
+        return frozenset()
+    return needs(program)
+
+
+def needs(program: Program) -> frozenset[Fact]:
+    """The facts from which the question can be answered; empty where no single question states them."""
+    kind, a, b = program.kind, program.a, program.b
+    task, _, name = kind.partition("_")
+    if task == "ground":
+        return frozenset({("ground",)})
+    if a is None:
+        return frozenset()
+    if kind in ("rel_verify", "rel_choose") and b is not None:
+        axis = "x" if program.value in ("to the left of", "to the right of") else "y"
+        return frozenset({("rel", axis, *sorted((str(a.index), str(b.index))))})
+    if task == "position":
+        return frozenset({(axis_of(program), str(a.index))})
+    if kind == "verify_both":
+        return frozenset({("color", str(a.index)), ("size", str(a.index))})
+    return frozenset({(name, str(a.index))} if task in ("query", "verify", "choose") else ())

@@ -33,8 +33,7 @@ class Kind:
     """One kind of question, as ``kinds.toml`` describes it."""
 
     weight: float
-    types: Sequence[str]
-    full: Sequence[str]
+    group: str
     wordings: Sequence[str]
 
 
@@ -122,25 +121,13 @@ def yes_no(truth: bool) -> str:
 
 def fill(template: str, program: Program) -> str:
     """A template with the program's words in its slots. Raises `KeyError` on a slot the program has nothing for."""
-    return template.format_map(slots(program))
-
-
-def slots(program: Program) -> dict[str, str]:
-    """The words for every slot that a template of ``kinds.toml`` may have."""
-    # "chosen" is the relation that a one-word answer such as "left" stands for.
-    chosen = program.value if program.answer in program.value.split() else program.other
-    words = {"value": program.value, "other": program.other, "answer": program.answer, "chosen": chosen}
+    words = {"value": program.value, "other": program.other}
     for name, ref in (("a", program.a), ("b", program.b)):
         if ref is not None:
             text = ref.text
             words |= {name: text, f"{name}s": text + ("es" if text.endswith("s") else "s")}
             words[f"an_{name}"] = f"{'an' if text[0] in 'aeiou' else 'a'} {text}"
-    return words
-
-
-def slot_ref(slot: str, program: Program) -> Ref | None:
-    """The object that a slot names, or None for a slot of words."""
-    return program.a if slot in ("a", "an_a", "as") else program.b if slot in ("b", "an_b") else None
+    return template.format_map(words)
 
 
 def word(program: Program, rng: Random) -> str:
