@@ -60,8 +60,7 @@ def test_rows_are_read_plain_and_packed(tmp_path: Path) -> None:
         ('{"a": "", "b": "y", "same": 1}', "line 2: 'a' must be a text"),
         ('{"a": 1, "b": "y", "same": 1}', "line 2: 'a' must be a text"),
         ('{"a": "x", "b": "y", "same": 1, "group": [1]}', "line 2: 'group'"),
-        ('{"a": "\\ud800", "b": "y", "same": 1}', "line 2: 'a' must be valid Unicode"),
-        ('{"a": "x", "b": "y", "same": 1, "group": "\\udfff"}', "line 2: 'group' must be valid Unicode"),
+        ('{"a": "\\ud800", "b": "y", "same": 1}', "line 2: not valid JSON .*surrogates not allowed"),
         ('{"a":' * 99_999, "line 2: not valid JSON"),
     ],
 )

@@ -24,7 +24,6 @@ from semkv_lab.samples import (
     DatasetOptions,
     ImageRef,
     Sample,
-    check_unicode,
     load_jsonl,
     read_json,
     read_jsonl,
@@ -152,7 +151,7 @@ def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None]
     if not isinstance(groups, Mapping):
         raise DatasetError(f"{where}: 'groups' must be an object")
     return Sample(
-        sample_id=check_unicode(key, "id", where),
+        sample_id=key,
         question=text_field(row, "question", where, required=True),
         answer=text_field(row, "answer", where) or None,
         images=(ImageRef(image, find(image)),) if image else (),

@@ -9,7 +9,7 @@ that the same pairs make. A file too small for that is fitted pair by pair.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +20,7 @@ import numpy as np
 
 from semkv.encoders.text import SentenceEncoder
 from semkv.errors import ConfigError, DatasetError
-from semkv.guards import Wording, no_veto, veto
+from semkv.guards import Guard, Wording, no_veto, veto
 from semkv.tiers.checking import wilson
 from semkv.tiers.policies import FEATURES, Calibration, Decider, build_policy, features
 from semkv_lab.quality import (
@@ -80,9 +80,7 @@ class Fit:
     simulated: bool
 
 
-def lookups(
-    pairs: Sequence[Pair], corpus: Corpus, *, seed: int = 0, tick: Callable[[int], None] = lambda _: None
-) -> list[Lookup]:
+def lookups(pairs: Sequence[Pair], corpus: Corpus, *, seed: int = 0) -> list[Lookup]:
     """What every text finds that no guard objects to, in rounds in which a growing part of the texts is stored."""
     cluster = clusters(pairs)
     of = [cluster[item] for item in corpus.items]
@@ -96,7 +94,6 @@ def lookups(
             if near is not None:
                 m, score = near
                 found[n, m] = Lookup(score, of[n] != of[m], of[n], corpus.wording(n, m))
-        tick(1)
     return list(found.values())
 
 
@@ -111,14 +108,7 @@ def labelled(pairs: Sequence[Pair], corpus: Corpus) -> list[Lookup]:
     return rows
 
 
-def fit(
-    pairs: Sequence[Pair],
-    corpus: Corpus,
-    fingerprint: str,
-    *,
-    precision: float = 0.95,
-    tick: Callable[[int], None] = lambda _: None,
-) -> Fit:
+def fit(pairs: Sequence[Pair], corpus: Corpus, fingerprint: str, *, precision: float = 0.95) -> Fit:
     """Fit the chance of a wrong answer.
 
     Args:
@@ -126,7 +116,6 @@ def fit(
         corpus: of their texts.
         fingerprint: of the encoder.
         precision: least chance of a right answer with which a donor may be used.
-        tick: hears of each of five rounds.
 
     Raises:
         ConfigError: ``precision`` is no share.
@@ -136,7 +125,7 @@ def fit(
         raise ConfigError("--precision", precision, "a share above 0 and below 1")
     if len(pairs) < _LEAST_PAIRS or len({pair.same for pair in pairs}) < 2:
         raise DatasetError(f"a calibration needs at least {_LEAST_PAIRS} pairs, same and different ones")
-    rows = lookups(pairs, corpus, tick=tick)
+    rows = lookups(pairs, corpus)
     simulated = len(rows) >= _ENOUGH and 0 < sum(row.wrong for row in rows) < len(rows)
     rows = rows if simulated else labelled(pairs, corpus)
     if len({row.wrong for row in rows}) < 2:
@@ -189,22 +178,15 @@ def _loss(rows: Sequence[Lookup], named: int) -> float:
 
 # -- the commands ------------------------------------------------------------
 
-Tick = Callable[[int], None]
 
-
-@contextmanager
-def progress() -> Iterator[Callable[[str, int], Tick]]:
-    """Bars on stderr: call what is yielded with a name and a total, and the result with each step."""
+def _corpus(items: Sequence[Item], encoder: SentenceEncoder, guard: Guard) -> Corpus:
+    """The corpus, with a bar on stderr while texts are encoded."""
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bars:
-
-        def start(name: str, total: int) -> Tick:
-            bar = bars.add_task(name, total=total)
-            return lambda steps: bars.advance(bar, steps)
-
-        yield start
+        bar = bars.add_task("encoding", total=len(set(items)))
+        return build_corpus(items, encoder, guard, lambda steps: bars.advance(bar, steps))
 
 
 def calibrate_file(path: Path, encoder_name: str, precision: float) -> tuple[Fit, dict[str, Any]]:
@@ -219,9 +201,7 @@ def calibrate_file(path: Path, encoder_name: str, precision: float) -> tuple[Fit
     pairs = read_pairs(path)
     encoder = SentenceEncoder(encoder_name)
     items = list(clusters(pairs))
-    with progress() as start:
-        corpus = build_corpus(items, encoder, veto, start("encoding", len(items)))
-        fitted = fit(pairs, corpus, encoder.fingerprint, precision=precision, tick=start("looking up", 5))
+    fitted = fit(pairs, _corpus(items, encoder, veto), encoder.fingerprint, precision=precision)
     curve = fitted.calibration
     summary = {
         "pairs": len(pairs),
@@ -238,21 +218,20 @@ def calibrate_file(path: Path, encoder_name: str, precision: float) -> tuple[Fit
     return fitted, summary
 
 
-def _prepare(flags: QualityFlags, items: list[Item], start: Callable[[str, int], Tick]) -> tuple[Corpus, Decider]:
+def _prepare(flags: QualityFlags, items: list[Item]) -> tuple[Corpus, Decider]:
     config = flags.config()
     encoder = SentenceEncoder(config.index_encoder)
     policy = build_policy(config, encoder.fingerprint if config.calibration else "")
     guard = veto if config.guards else no_veto
-    return build_corpus(items, encoder, guard, start("encoding", len(set(items)))), policy
+    return _corpus(items, encoder, guard), policy
 
 
 def eval_pairs(path: Path, flags: QualityFlags) -> tuple[Judgement, dict[str, Any]]:
     """Send labelled pairs through a policy. Raises `ConfigError` and `DatasetError`."""
     pairs, rate = read_pairs(path), flags.checked_share
     items = [(pair.group, text) for pair in pairs for text in (pair.a, pair.b)]
-    with progress() as start:
-        corpus, policy = _prepare(flags, items, start)
-        judged = judge(pairs, corpus, policy, verify_rate=rate, tick=start("judging", len(pairs)))
+    corpus, policy = _prepare(flags, items)
+    judged = judge(pairs, corpus, policy, verify_rate=rate)
     counts = {name: getattr(judged, name) for name in ("pairs", "same", "accepted", "right", "vetoed")}
     shares = {name: _short(getattr(judged, name)) for name in ("precision", "recall", "false_positive_rate")}
     return judged, {**flags.header(), **counts, **shares, "p_chr_auc": _short(judged.area)}
@@ -261,10 +240,8 @@ def eval_pairs(path: Path, flags: QualityFlags) -> tuple[Judgement, dict[str, An
 def eval_stream(path: Path, flags: QualityFlags) -> tuple[Outcome, dict[str, Any]]:
     """Play a stream through a policy. Raises `ConfigError` and `DatasetError`."""
     stream, rate = read_stream(path), flags.checked_share
-    with progress() as start:
-        corpus, policy = _prepare(flags, [(asked.group, asked.text) for asked in stream], start)
-        tick = start("replaying", len(stream))
-        outcome = Replay(stream, corpus).play(policy, verify_rate=rate, tick=tick)
+    corpus, policy = _prepare(flags, [(asked.group, asked.text) for asked in stream])
+    outcome = Replay(stream, corpus).play(policy, verify_rate=rate)
     return outcome, {
         **flags.header(),
         "verify_rate": rate,

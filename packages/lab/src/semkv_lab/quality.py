@@ -22,7 +22,7 @@ from semkv.errors import DatasetError
 from semkv.guards import Guard, Wording, wording
 from semkv.tiers.policies import Decider, Decision
 from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
-from semkv_lab.samples import check_unicode, read_jsonl
+from semkv_lab.samples import read_jsonl
 
 if TYPE_CHECKING:
     from semkv.encoders.text import Matrix
@@ -120,14 +120,14 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value.strip():
         raise DatasetError(f"{where}: {name!r} must be a text, not {value!r}")
-    return check_unicode(value, name, where)
+    return value
 
 
 def _label(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row.get(name, "")
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise DatasetError(f"{where}: {name!r} must be a text or a whole number, not {value!r}")
-    return check_unicode(str(value), name, where)
+    return str(value)
 
 
 # -- texts and their neighbours ------------------------------------------------------------
@@ -260,7 +260,6 @@ def judge(
     *,
     verify_rate: float = 0.0,
     seed: int = 0,
-    tick: Callable[[int], None] = lambda _: None,
 ) -> Judgement:
     """Ask the policy about every pair, in order. A policy that learns gets the refused and the checked pairs."""
     random = Random(seed)  # noqa: S311
@@ -282,7 +281,6 @@ def judge(
         ranked.append((2.0 if veto else 1.0 - score if risk is None else risk, pair.same))
         accepted += yes
         right += yes and pair.same
-        tick(1)
     curve, area = _pair_curve(ranked)
     return Judgement(len(pairs), sum(p.same for p in pairs), accepted, right, vetoed, curve, area)
 
@@ -349,16 +347,13 @@ class Replay:
         self._asked = [(corpus.number[asked.group, asked.text], asked.answer) for asked in stream]
         self._corpus = corpus
 
-    def play(
-        self, policy: Decider, *, verify_rate: float = 0.0, seed: int = 0, tick: Callable[[int], None] = lambda _: None
-    ) -> Outcome:
+    def play(self, policy: Decider, *, verify_rate: float = 0.0, seed: int = 0) -> Outcome:
         """Send every request.
 
         Args:
             policy: judges; a new one for each play.
             verify_rate: share of approximate hits to check; with 0 nothing is checked, whatever the policy asks.
             seed: of the sample.
-            tick: hears of each request.
         """
         random = Random(seed)  # noqa: S311
         stored: dict[int, str] = {}
@@ -391,7 +386,6 @@ class Replay:
                 worst = max(worst or 0.0, counts["wrong"] / count)
             if count % every == 0:
                 curve.append((count, counts["exact"] + counts["approximate"], counts["wrong"]))
-            tick(1)
         return Outcome(len(self._asked), **counts, worst=worst, curve=tuple(curve))
 
     def _judge(
