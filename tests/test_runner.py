@@ -27,7 +27,7 @@ from semkv.types import (
     Status,
     TextSegment,
 )
-from semkv_lab.console import Listener, console_listener, figures, print_summary, sample_line
+from semkv_lab.console import ConsoleListener, Listener, figures, print_summary, sample_line
 from semkv_lab.metrics import Summary
 from semkv_lab.records import SampleRecord
 from semkv_lab.run import NOISE_SAMPLES, execute, run
@@ -261,7 +261,7 @@ def test_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
     engine = Failing(ANSWERS, interrupt=SKY.question, store=set())
     chosen = settings(tmp_path, samples_out=tmp_path / "out" / "samples.jsonl")
     cache = ExactCache(chosen)
-    with console_listener(Console(quiet=True), chosen, quiet=True) as listener:
+    with ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener:
         records, summary = go([CAR, CAR_AGAIN, SKY, CAR], chosen, engine, cache=cache, listener=listener)
     assert summary.interrupted
     assert len(records) == summary.samples == 2
@@ -286,7 +286,7 @@ def test_a_baseline_of_an_earlier_run_is_taken_where_the_same_is_asked(tmp_path:
     sample = Sample("1", "What is it?", "red", images=(ImageRef("a", picture(tmp_path / "a.png", "red")),))
     path = tmp_path / "cold.jsonl"
     chosen = settings(tmp_path, samples_out=path, baseline=True)
-    with console_listener(Console(quiet=True), chosen, quiet=True) as listener:
+    with ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener:
         go([sample, SKY], chosen, listener=listener)
     cold = ScriptedEngine()
     records, summary = go([replace(sample, answer="blue"), SKY], settings(tmp_path), cold=cold, baseline=path)
@@ -325,7 +325,7 @@ def test_the_line_of_a_sample() -> None:
 def test_samples_and_settings_are_written(tmp_path: Path) -> None:
     path = tmp_path / "s\udcff.jsonl"  # a name that is no Unicode
     chosen = settings(tmp_path, samples_out=path, baseline=True)
-    with console_listener(Console(quiet=True), chosen, quiet=False) as listener:
+    with ConsoleListener(Console(quiet=True), chosen, quiet=False) as listener:
         go([CAR, CAR_AGAIN], chosen, ScriptedEngine(ANSWERS, store=set()), ScriptedEngine(ANSWERS), listener=listener)
     first, second = (json.loads(x) for x in path.read_text(encoding="utf-8").splitlines())
     assert first["hit"] is False
@@ -341,10 +341,10 @@ def test_an_earlier_file_stays_until_there_is_something_in_its_place(tmp_path: P
     path.write_text("of an earlier run\n", encoding="utf-8")
     chosen = settings(tmp_path, samples_out=path)
     failing = Failing(fails=frozenset({"q"}), store=set())
-    with console_listener(Console(quiet=True), chosen, quiet=True) as listener, pytest.raises(EngineError):
+    with ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener, pytest.raises(EngineError):
         go([Sample(str(i), "q") for i in range(9)], chosen, failing, listener=listener)
     assert path.read_text(encoding="utf-8") == "of an earlier run\n"
-    with console_listener(Console(quiet=True), chosen, quiet=True) as listener:
+    with ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener:
         listener.finish()
     assert path.read_bytes() == b""
 
@@ -384,7 +384,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     chosen = settings(tmp_path, samples_out=tmp_path / "s.jsonl")
     with (
         pytest.raises(ConfigError, match=r"--samples-out: .*s\.jsonl.*No space left on device"),
-        console_listener(Console(quiet=True), chosen, quiet=True) as listener,
+        ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener,
     ):
         go([CAR], chosen, listener=listener)
 

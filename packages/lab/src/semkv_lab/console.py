@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -53,31 +53,6 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=max(console.width, 120))
 
 
-class SamplesFile:
-    """``--samples-out FILE``: one JSON object a line; the settings go beside it, to ``FILE.settings.json``.
-
-    What an earlier run left there stays until there is a record to put in its place, or the run has come to its end.
-    Every method raises `ConfigError` where the file cannot be written.
-    """
-
-    def __init__(self, path: Path, settings: RunSettings) -> None:
-        self._path, self._settings = path, settings
-        self._file: BinaryIO | None = None
-
-    def write(self, *records: SampleRecord) -> None:
-        with writing(SAMPLES_OUT, self._path):
-            if self._file is None:
-                write_json(self._path.with_name(self._path.name + SETTINGS), run_header(self._settings))
-                self._file = self._path.open("wb")
-            self._file.writelines(to_json(record.to_json()) for record in records)
-            self._file.flush()
-
-    def close(self) -> None:
-        with writing(SAMPLES_OUT, self._path):
-            if self._file is not None:
-                self._file.close()
-
-
 class Listener:
     """Told how a run goes; a subclass draws progress, prints lines, writes files."""
 
@@ -95,18 +70,22 @@ class Listener:
 
 
 class ConsoleListener(Listener):
-    """Draws progress on a console and writes records to a file as they come.
+    """Draws progress on a console, and writes records to ``--samples-out`` as they come.
+
+    The file has one JSON object a line; the settings go beside it, to ``FILE.settings.json``. What an earlier run left
+    there stays until there is a record to put in its place, or the run has come to its end.
 
     Args:
         console: where to draw; a console that is no terminal gets lines without a bar.
-        progress: the bar.
+        settings: of the run.
         quiet: no line a sample.
-        samples: the file, or None.
     """
 
-    def __init__(self, console: Console, progress: Progress, *, quiet: bool, samples: SamplesFile | None) -> None:
-        self._console, self._progress, self._quiet, self._samples = console, progress, quiet, samples
+    def __init__(self, console: Console, settings: RunSettings, *, quiet: bool) -> None:
+        self._console, self._settings, self._quiet = console, settings, quiet
+        self._progress = progress_bar(console, transient=True, refresh_per_second=4, disable=not console.is_terminal)
         self._task: TaskID | None = None
+        self._file: BinaryIO | None = None
 
     def stage(self, name: str, total: int) -> None:
         if self._task is not None:
@@ -117,8 +96,7 @@ class ConsoleListener(Listener):
         self._advance()
 
     def record(self, record: SampleRecord) -> None:
-        if self._samples is not None:
-            self._samples.write(record)
+        self._write(record)
         self._advance("" if self._quiet else sample_line(record))
 
     def failed(self, sample: Sample, error: Exception) -> None:
@@ -126,8 +104,19 @@ class ConsoleListener(Listener):
 
     def finish(self) -> None:
         """The run has come to its end, maybe without a record."""
-        if self._samples is not None:
-            self._samples.write()
+        self._write()
+
+    def _write(self, *records: SampleRecord) -> None:
+        """Raises `ConfigError` where the file cannot be written."""
+        path = self._settings.samples_out
+        if path is None:
+            return
+        with writing(SAMPLES_OUT, path):
+            if self._file is None:
+                write_json(path.with_name(path.name + SETTINGS), run_header(self._settings))
+                self._file = path.open("wb")
+            self._file.writelines(to_json(record.to_json()) for record in records)
+            self._file.flush()
 
     def _advance(self, line: str = "") -> None:
         if line:
@@ -135,24 +124,21 @@ class ConsoleListener(Listener):
         if self._task is not None:
             self._progress.advance(self._task)
 
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        if self._file is not None:
+            with writing(SAMPLES_OUT, Path(self._file.name)):
+                self._file.close()
+
 
 def progress_bar(console: Console, **options: Any) -> Progress:
     """A bar with counts and times; ``options`` are those of `rich.progress.Progress`."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(TextColumn("{task.description}"), *columns, console=console, **options)
-
-
-@contextmanager
-def console_listener(console: Console, settings: RunSettings, *, quiet: bool) -> Iterator[ConsoleListener]:
-    """A listener with its bar drawn and its `SamplesFile`."""
-    progress = progress_bar(console, transient=True, refresh_per_second=4, disable=not console.is_terminal)
-    samples = SamplesFile(settings.samples_out, settings) if settings.samples_out is not None else None
-    try:
-        with progress:
-            yield ConsoleListener(console, progress, quiet=quiet, samples=samples)
-    finally:
-        if samples is not None:
-            samples.close()
 
 
 def run_header(settings: RunSettings) -> dict[str, object]:

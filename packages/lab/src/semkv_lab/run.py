@@ -34,8 +34,8 @@ from semkv.types import CacheMode, MediaSegment, Namespace, Plan, Request, Reuse
 from semkv_lab.console import (
     SAMPLES_OUT,
     SUMMARY_OUT,
+    ConsoleListener,
     Listener,
-    console_listener,
     make_console,
     print_summary,
     try_to_write,
@@ -424,7 +424,7 @@ def execute(
     if settings.cache.mode is not CacheMode.OFF:
         prepare(settings.cache, purge=settings.purge)
     console = make_console()
-    with console_listener(console, settings, quiet=quiet) as listener:
+    with ConsoleListener(console, settings, quiet=quiet) as listener:
         _, summary = run(settings, samples, engine_factory(samples, verbose), make_cache, listener, baseline)
         if not summary.interrupted:
             listener.finish()
