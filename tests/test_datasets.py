@@ -83,12 +83,10 @@ def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
         ("{", "not valid JSON"),
         ("[1]", "expected an object, found list"),
         ({"answer": "x"}, "no 'question'"),
-        ({"question": ["x"]}, "'question' must be text"),
         ({"question": "x", "images": [3]}, "'images' must be a path"),
         ({"question": "x", "prompt": "y"}, "unknown field 'prompt'"),
         ({"question": "x", "id": "1"}, "id '1' was used in line 1"),
         ('{"question": "q", "answer": ' + "[" * 99_999, "not valid JSON"),
-        ('{"question": ' + "9" * 5_000 + "}", "not valid JSON"),
         ('{"question": "\\uD800?"}', r"not valid JSON ('utf-8' codec can't encode character '\ud800'"),
     ],
 )

@@ -30,7 +30,7 @@ from semkv.types import (
 from semkv_lab.console import ConsoleListener, Listener, figures, print_summary, sample_line
 from semkv_lab.metrics import Summary
 from semkv_lab.records import SampleRecord
-from semkv_lab.run import NOISE_SAMPLES, execute, run
+from semkv_lab.run import execute, run
 from semkv_lab.samples import ImageRef, Sample
 from semkv_lab.settings import RunSettings, resolve
 
@@ -147,26 +147,6 @@ def test_the_cold_pass_goes_first_on_an_engine_of_its_own(tmp_path: Path) -> Non
     console = Console(record=True, width=120, quiet=False, file=(tmp_path / "x").open("w"))
     print_summary(console, summary, chosen)
     assert "4 tokens (40.0% of what it left to compute)" in console.export_text()
-
-
-class Unsteady(ScriptedEngine):
-    """Gives another answer every third time, whatever the prompt."""
-
-    def generate(self, prompt: EnginePrompt) -> EngineResult:
-        result = super().generate(prompt)
-        return replace(result, text="green", token_ids=(9,)) if len(self.prompts) % 3 == 0 else result
-
-
-def test_the_noise_floor_counts_answers_that_differ_by_themselves(tmp_path: Path) -> None:
-    samples = [Sample(str(i), f"question {i} of many", images=(ImageRef(f"n{i % 7}", None),)) for i in range(100)]
-    cold = Unsteady(accepts_images=False)
-    engine = ScriptedEngine(accepts_images=False, store=set())
-    _, summary = go(samples, settings(tmp_path, baseline=True), engine, cold)
-    noise = summary.noise_floor
-    assert noise is not None
-    assert noise.tokens.n == NOISE_SAMPLES == len({p.cache_salt for p in cold.prompts if p.tenant})
-    assert len(cold.prompts) == 100 + NOISE_SAMPLES
-    assert 0.2 < (noise.tokens.value or 0) < 0.9
 
 
 def test_a_record_names_what_stood_in(tmp_path: Path) -> None:

@@ -64,14 +64,10 @@ def table(folder: Path) -> list[dict[str, str]]:
         ({"name": "a", "similarity-threshold": 1.5}, ("experiment a", "--similarity-threshold", "1.5", "from 0 to 1")),
         ({"name": "a", "similarity_threshold": "high"}, ("experiment a", "--similarity-threshold", "'high'", "number")),
         ({"name": "a", "max-samples": True}, ("experiment a", "max-samples", "True", "a whole number")),
-        ({"name": "a", "disable-normalised-hits": 1}, ("experiment a", "disable-normalised-hits", "true or false")),
         ({"name": "a", "preset": "gpt"}, ("experiment a", "--preset", "'gpt'", "minigqa", "qwen3-vl-2b")),
         ({"name": "a", "samples-out": "x"}, ("experiment a", "samples-out")),
-        ({"name": "a", "notes": "\ud800"}, ("experiment a: notes", "valid Unicode")),
         ({"name": "a", "tenant": "\ud800"}, ("experiment a: --tenant", "valid Unicode")),
-        ({"name": "a", "similarity-threshold": 10**400}, ("experiment a", "similarity-threshold", "a finite number")),
         ({"name": "a", "max-samples": 10**400}, ("experiment a", "--max-samples", "less than 19 digits")),
-        ({"name": "a/b"}, ("name of experiment 2", "'a/b'", "letters")),
         ({"name": "../a"}, ("name of experiment 2", "letters")),
         ({"preset": "minigqa"}, ("name of experiment 2", "None")),
         ({"name": "first"}, ("name of experiment 2", "'first'", "no other")),
@@ -240,17 +236,11 @@ def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path) -> None:
         with open_log(tmp_path / "log.csv", resume=True) as mended:
             mended.append({"name": "c", "status": "ok"})
         assert [json.loads(line)["name"] for line in lines.read_bytes().splitlines()] == [*left, "c"]
-
-
-def test_a_table_that_a_kill_left_behind_the_log_is_written_again(tmp_path: Path) -> None:
-    log = SweepLog(tmp_path / "log.csv", resume=False)
-    log.append({"name": "a", "status": "ok"})
     older = (tmp_path / "log.csv").read_bytes()
-    log.append({"name": "b", "status": "ok"})
-    (tmp_path / "log.csv").write_bytes(older)
+    mended.append({"name": "d", "status": "ok"})
+    (tmp_path / "log.csv").write_bytes(older)  # a kill between the two files: the table is written again
     with open_log(tmp_path / "log.csv", resume=True):
-        pass
-    assert [row["name"] for row in table(tmp_path)] == ["a", "b"]
+        assert [row["name"] for row in table(tmp_path)] == [*left, "c", "d"]
 
 
 def test_two_sweeps_never_write_one_log(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from semkv.errors import ConfigError
-from semkv_lab.samples import SESSION_USERS, ZIPF_EXPONENT, ImageRef, Sample, Trace, TraceKind, arrange
+from semkv_lab.samples import ZIPF_EXPONENT, ImageRef, Sample, Trace, TraceKind, arrange
 from semkv_lab.settings import resolve
 
 SAMPLES = [
@@ -50,12 +50,6 @@ def test_a_repeat_takes_no_id_of_the_data_set_and_counts_with_its_original() -> 
     assert [r.image_name for r in requests] == ["a", "a#2", "a#2#2"] * 3
 
 
-def test_shuffled_asks_everything_once_before_anything_twice() -> None:
-    order = ids(Trace(TraceKind.SHUFFLED))
-    assert order != [s.sample_id for s in SAMPLES]
-    assert sorted(order) == sorted(ORIGINALS)
-
-
 def test_zipf_asks_for_the_image_of_rank_r_in_proportion_to_r_to_the_minus_exponent() -> None:
     asked = Counter(r.image_name for r in arrange(SAMPLES, Trace(TraceKind.ZIPF, requests=40_000)))
     counts = [n for _, n in asked.most_common()]
@@ -64,19 +58,9 @@ def test_zipf_asks_for_the_image_of_rank_r_in_proportion_to_r_to_the_minus_expon
         assert counts[rank - 1] / 40_000 == pytest.approx(rank**-ZIPF_EXPONENT / total, rel=0.1)
 
 
-def test_sessions_stay_with_an_image_and_come_interleaved() -> None:
-    images = [r.image_name for r in arrange(SAMPLES, Trace(TraceKind.SESSIONS, requests=4_000))]
-    window = [len(set(images[i : i + SESSION_USERS])) for i in range(0, 4_000, SESSION_USERS)]
-    assert max(window) > 1  # several users at a time
-    again = sum(images[i] in images[max(0, i - 3 * SESSION_USERS) : i] for i in range(len(images))) / len(images)
-    evenly = [r.image_name for r in arrange(SAMPLES, Trace(TraceKind.SHUFFLED, requests=4_000))]
-    by_chance = sum(evenly[i] in evenly[max(0, i - 3 * SESSION_USERS) : i] for i in range(4_000)) / 4_000
-    assert again > by_chance + 0.1
-
-
 def test_wrong_values_are_named(tmp_path: Path) -> None:
     for flags, words in (
-        ({"trace": "random"}, ("--trace", "'random'", "in-order", "sessions")),
+        ({"trace": "random"}, ("--trace", "'random'", "in-order", "zipf")),
         ({"trace_requests": 0}, ("--trace-requests", "0", "positive")),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -6,12 +6,13 @@ import re
 import string
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
 
+from semkv.config import typed
+from semkv.errors import ConfigError
 from semkv.types import Status
 
-HUGE = 1e18
-"""No time, count or score of a run is as large; what is, infinity too, cannot be drawn or added up."""
 _PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}](?!\d)")
 
 _T = TypeVar("_T")
@@ -143,29 +144,22 @@ class SampleRecord:
         return _make(cls, {**row, "statuses": statuses, "cold": None if cold is None else Cold.from_json(cold)})
 
 
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def _make(kind: type[_T], row: Mapping[str, Any]) -> _T:
     if not isinstance(row, Mapping):
         raise ValueError(f"{kind.__name__} is {row!r}")
-    values = {}
+    values, hints = {}, _types(kind)  # type: ignore[arg-type]
     for f in fields(kind):  # type: ignore[arg-type]
-        if f.name not in row:
-            if f.default is MISSING:
-                raise ValueError(f"no field {f.name!r}")
-            continue
-        value = row[f.name]
-        if not _is_a(value, str(f.type)):
-            raise ValueError(f"{f.name!r} is {repr(value)[:80]}; expected {f.type}")
-        values[f.name] = tuple(value) if isinstance(value, list) else value
+        if f.name in row:
+            value = row[f.name]
+            try:
+                values[f.name] = value if f.name == "statuses" else typed(f.name, value, hints[f.name])
+            except ConfigError as error:
+                raise ValueError(f"{f.name!r} is {repr(value)[:80]}; expected {error.allowed}") from None
+        elif f.default is MISSING:
+            raise ValueError(f"no field {f.name!r}")
     return kind(**values)
-
-
-def _is_a(value: Any, kind: str) -> bool:
-    """Whether a JSON value is of the type of a field, as the dataclasses above write it."""
-    if kind.endswith(" | None"):
-        return value is None or _is_a(value, kind.removesuffix(" | None"))
-    if kind.startswith("tuple["):
-        return isinstance(value, list) and all(_is_a(v, kind[len("tuple[") : -len(", ...]")]) for v in value)
-    if kind in ("int", "float"):
-        there = isinstance(value, int if kind == "int" else int | float) and not isinstance(value, bool)
-        return there and abs(value) < HUGE
-    return isinstance(value, {"str": str, "bool": bool}.get(kind, object))

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from semkv.errors import DatasetError
 from semkv_lab.console import milliseconds, percent
 from semkv_lab.metrics import Estimate, given, wrong_hit
-from semkv_lab.records import HUGE, SampleRecord, at
+from semkv_lab.records import SampleRecord, at
 from semkv_lab.samples import read_jsonl
 
 if TYPE_CHECKING:
     import pandas as pd
 
+_HUGE = 1e18  # what is as large, infinity too, cannot be drawn or added up
 STATUSES = ("ok", "failed", "interrupted")
 
 
@@ -130,7 +131,7 @@ def listed(value: Any) -> list[Any]:
 
 def number(value: Any) -> float | None:
     """The value where it is a number that can be drawn, else None."""
-    there = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < HUGE
+    there = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HUGE
     return float(value) if there else None
 
 

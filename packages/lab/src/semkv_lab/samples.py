@@ -352,25 +352,16 @@ def asked(request: Request) -> str:
 
 # YCSB's default for requests over keys (Cooper et al., "Benchmarking Cloud Serving Systems with YCSB", SoCC 2010).
 ZIPF_EXPONENT = 0.99
-# GQA's testdev asks 12,578 questions on 398 images: a user asks so many of one image on average.
-SESSION_QUESTIONS = 31.6
-SESSION_USERS = 8  # at the same time; a choice, no measurement
 
 
 class TraceKind(StrEnum):
-    """How requests are drawn from samples.
+    """How requests are drawn from samples: as the data set has them, or by images.
 
-    - ``in-order``: as the data set has them.
-    - ``shuffled``: every sample once before any comes again.
-    - ``zipf``: an image by a Zipf law over a random ranking, then one of its questions, with repeats.
-    - ``sessions``: `SESSION_USERS` users, each with one image for a geometric number of questions (`SESSION_QUESTIONS`
-      on average), interleaved at random; a session never asks the same twice before it has asked all.
+    ``zipf``: an image by a Zipf law over a random ranking, then one of its questions, with repeats.
     """
 
     IN_ORDER = "in-order"
-    SHUFFLED = "shuffled"
     ZIPF = "zipf"
-    SESSIONS = "sessions"
 
 
 REQUESTS = Parameter(group="Order of requests")
@@ -381,7 +372,7 @@ class Trace:
     """A workload.
 
     Attributes:
-        kind: in-order, shuffled, zipf (over images) or sessions.
+        kind: in-order or zipf (over images).
         seed: Seed of every draw.
         requests: So many requests, samples repeating as need be; by default as many as there are samples.
     """
@@ -401,52 +392,22 @@ def arrange(samples: Sequence[Sample], trace: Trace) -> list[Sample]:
     """
     if not samples:
         return []
-    draw = {
-        TraceKind.IN_ORDER: lambda samples, *_: cycle(samples),
-        TraceKind.SHUFFLED: _shuffled,
-        TraceKind.ZIPF: _zipf,
-        TraceKind.SESSIONS: _sessions,
-    }[trace.kind]
-    requests = draw(samples, trace, random.Random(trace.seed))  # noqa: S311 (an order, no secret)
+    requests = _zipf(samples, trace.seed) if trace.kind is TraceKind.ZIPF else cycle(samples)
     many = len(samples) if trace.requests is None else trace.requests
     return _with_own_ids(islice(requests, many), {sample.sample_id for sample in samples})
 
 
-def _shuffled(samples: Sequence[Sample], trace: Trace, draws: random.Random) -> Iterator[Sample]:
-    while True:
-        yield from draws.sample(samples, len(samples))
-
-
-def _zipf(samples: Sequence[Sample], trace: Trace, draws: random.Random) -> Iterator[Sample]:
-    images = list(_by_image(samples).values())
+def _zipf(samples: Sequence[Sample], seed: int) -> Iterator[Sample]:
+    draws = random.Random(seed)  # noqa: S311 (an order, no secret)
+    by_image: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_image.setdefault(sample.image_name, []).append(sample)
+    images = list(by_image.values())
     draws.shuffle(images)
     weights = list(accumulate(rank**-ZIPF_EXPONENT for rank in range(1, len(images) + 1)))
     while True:
         (questions,) = draws.choices(images, cum_weights=weights)
         yield draws.choice(questions)
-
-
-def _sessions(samples: Sequence[Sample], trace: Trace, draws: random.Random) -> Iterator[Sample]:
-    images = list(_by_image(samples).values())
-    users = [_user(images, draws) for _ in range(SESSION_USERS)]
-    while True:
-        yield next(draws.choice(users))
-
-
-def _user(images: Sequence[Sequence[Sample]], draws: random.Random) -> Iterator[Sample]:
-    while True:
-        questions = draws.choice(images)
-        asked = cycle(draws.sample(questions, len(questions)))
-        yield next(asked)
-        while draws.random() >= 1 / SESSION_QUESTIONS:
-            yield next(asked)
-
-
-def _by_image(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    found: dict[str, list[Sample]] = {}
-    for sample in samples:
-        found.setdefault(sample.image_name, []).append(sample)
-    return found
 
 
 def _with_own_ids(requests: Iterator[Sample], taken: Collection[str]) -> list[Sample]:
