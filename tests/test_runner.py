@@ -230,13 +230,6 @@ def test_a_failing_sample_is_counted_and_the_run_goes_on(tmp_path: Path) -> None
     assert summary.faults["failed samples"] == 1
 
 
-def test_an_engine_that_fails_on_everything_ends_the_run(tmp_path: Path) -> None:
-    engine = Failing(fails=frozenset({"q"}), store=set())
-    with pytest.raises(EngineError, match="prompt too long"):
-        go([Sample(str(i), "q") for i in range(9)], settings(tmp_path), engine)
-    assert engine.closed
-
-
 def test_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
     engine = Failing(ANSWERS, interrupt=SKY.question, store=set())
     chosen = settings(tmp_path, samples_out=tmp_path / "out" / "samples.jsonl")
@@ -321,8 +314,12 @@ def test_an_earlier_file_stays_until_there_is_something_in_its_place(tmp_path: P
     path.write_text("of an earlier run\n", encoding="utf-8")
     chosen = settings(tmp_path, samples_out=path)
     failing = Failing(fails=frozenset({"q"}), store=set())
-    with ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener, pytest.raises(EngineError):
+    with (
+        ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener,
+        pytest.raises(EngineError, match="prompt too long"),  # an engine that fails on everything ends the run
+    ):
         go([Sample(str(i), "q") for i in range(9)], chosen, failing, listener=listener)
+    assert failing.closed
     assert path.read_text(encoding="utf-8") == "of an earlier run\n"
     with ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener:
         listener.finish()

@@ -252,16 +252,6 @@ def test_two_sweeps_never_write_one_log(tmp_path: Path) -> None:
         assert log.named("a")
 
 
-def test_other_settings_under_a_logged_name_are_refused(folder: Path) -> None:
-    spec(folder, [{"name": "a", "max-samples": 5}])
-    assert sweep(folder).returncode == 0
-    spec(folder, [{"name": "a", "max-samples": 6}, {"name": "b"}])
-    done = sweep(folder, "--resume")
-    assert done.returncode == 2
-    assert "experiment a" in done.stderr
-    assert [row["name"] for row in rows(folder)] == ["a"]
-
-
 def hits(folder: Path, name: str = "a") -> int:
     lines = (folder / "samples" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return sum(json.loads(line)["hit"] for line in lines)
