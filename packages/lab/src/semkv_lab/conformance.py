@@ -19,11 +19,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from semkv.errors import ConfigError
+from semkv_lab.jobs import version
 from semkv_lab.local_engine import BLOCK, Answer, LocalEngine, answered, differs, prompt, token_ids
 
 LIMIT_S = 300
@@ -347,13 +347,13 @@ def run(
     for name in connectors:
         found[name] = {}
         for case in cases:
-            if (package := NEEDS.get(name)) and not _version(package):
+            if (package := NEEDS.get(name)) and not version(package):
                 result = {"verdict": "cannot", "detail": f"{package} is not installed: pip install {package}"}
             else:
                 result = run_case(case, name, extra, references)
             said(f"{name} {case}: {result['verdict']}: {result['detail']}")
             found[name][case] = result
-    versions = {package: version for package in PACKAGES if (version := _version(package))}
+    versions = {package: installed for package in PACKAGES if (installed := version(package))}
     settings = {name: EXTRA[name] if extra is None else extra for name in connectors}
     return {
         "versions": versions | {"python": platform.python_version(), "machine": platform.machine()},
@@ -374,12 +374,6 @@ def table(found: dict[str, Any], first: str = "SemKVConnector") -> str:
         [CASES[case][1], *(column[case]["verdict"] for column in columns)] for case in sorted(columns[0], key=rank)
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
 
 
 # ---------------------------------------------------------------------- processes and checkpoints

@@ -183,7 +183,7 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Ta
 
 
 def _tier_cells(row: TierRow) -> tuple[str, ...]:
-    latency = (_seconds(row.latency.p50_s), _seconds(row.latency.p95_s), _seconds(row.ttft.p50_s))
+    latency = (seconds(row.latency.p50_s), seconds(row.latency.p95_s), seconds(row.ttft.p50_s))
     return (row.tier, str(row.n), f"{row.rate:.1%}", *latency, percent(row.accuracy))
 
 
@@ -220,12 +220,12 @@ def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
 def _token_rows(t: Tokens) -> list[tuple[str, str]]:
     rows = [
         ("prompt tokens", f"{t.prompt:,}"),
-        ("not computed", f"{t.not_computed:,} ({_part(t.not_computed, t.prompt)})"),
+        ("not computed", f"{t.not_computed:,} ({part(t.not_computed, t.prompt)})"),
         ("  loaded from the KV store", f"{t.from_store:,}"),
         ("  vLLM's own prefix cache", f"{t.from_prefix_cache:,}"),
     ]
     if t.beyond is not None and t.baseline_prompt is not None and t.baseline_not_computed is not None:
-        alone, left = _part(t.baseline_not_computed, t.baseline_prompt), _part(t.beyond, t.baseline_computed or 0)
+        alone, left = part(t.baseline_not_computed, t.baseline_prompt), part(t.beyond, t.baseline_computed or 0)
         rows.append(("vLLM's prefix cache alone", f"{t.baseline_not_computed:,} ({alone}) not computed"))
         rows.append(("saved beyond it", f"{t.beyond:,} tokens ({left} of what it left to compute)"))
     return rows
@@ -289,7 +289,7 @@ def milliseconds(value: Estimate) -> str:
 
 def times(value: Times) -> str:
     """``12 ms / 30 ms``."""
-    return f"{_seconds(value.p50_s)} / {_seconds(value.p95_s)}"
+    return f"{seconds(value.p50_s)} / {seconds(value.p95_s)}"
 
 
 def size(count: int) -> str:
@@ -298,13 +298,13 @@ def size(count: int) -> str:
     return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{count} B"
 
 
-def _seconds(value: float | None) -> str:
+def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _part(count: int, total: int) -> str:
+def part(count: int, total: int) -> str:
     return f"{count / total:.1%}" if total else "-"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from semkv.errors import SemkvError
-from semkv_lab.console import make_console, table
+from semkv_lab.console import make_console, part, seconds, table
 from semkv_lab.records import at
 
 _PASSES: Mapping[str, tuple[str, list[str]]] = {
@@ -72,33 +72,28 @@ def comparison(cold: Mapping[str, Any], warm: Mapping[str, Any], same: tuple[int
     def hits(summary: Mapping[str, Any], tier: str) -> str:
         return str(at(summary, "statuses", tier, "hit") or 0)
 
+    def saved(count: int, total: int) -> str:
+        return f"{count:,} ({part(count, total)})"
+
     def add_times(name: str, kind: str, quantile: str) -> None:
-        add(name, lambda s: _ms(tier(s, "all")[kind][quantile]), _ms(cold[f"baseline_{kind}"][quantile]))
+        add(name, lambda s: seconds(tier(s, "all")[kind][quantile]), seconds(cold[f"baseline_{kind}"][quantile]))
 
     add("questions", lambda s: str(s["samples"]), str(cold["samples"]))
     add("hits", lambda s: f"{s['hits']} ({s['hit_rate']:.0%})")
     for name in sorted({row["tier"] for s in (cold, warm) for row in s["tiers"]} - {"all", "miss"}):
         add(f"  {name}", lambda s, name=name: str(tier(s, name)["n"]))  # type: ignore[misc]
-    alone = _part(cold["tokens"]["baseline_not_computed"], cold["tokens"]["baseline_prompt"])
-    add("prompt tokens not computed", lambda s: _part(s["tokens"]["not_computed"], s["tokens"]["prompt"]), alone)
+    alone = saved(cold["tokens"]["baseline_not_computed"], cold["tokens"]["baseline_prompt"])
+    add("prompt tokens not computed", lambda s: saved(s["tokens"]["not_computed"], s["tokens"]["prompt"]), alone)
     add("  loaded from disk", lambda s: f"{s['tokens']['from_store']:,}")
     add("requests that loaded KV", lambda s: hits(s, "kv_cache"))
     add("requests that loaded an encoder output", lambda s: hits(s, "fusion"))
     add_times("latency p50", "latency", "p50_s")
     add_times("latency p95", "latency", "p95_s")
-    add("  of it lookup, p50", lambda s: _ms(s["lookup"]["p50_s"]))
+    add("  of it lookup, p50", lambda s: seconds(s["lookup"]["p50_s"]))
     add_times("TTFT p50", "ttft", "p50_s")
     add("accuracy", lambda s: _percent(s["accuracy"]), _percent(cold["baseline_accuracy"]))
     rows.append(("answers with the same tokens as before", "", "", f"{same[0]} of {same[1]}"))
     return table("the same questions three times", ("", "vLLM alone", "semkv, empty cache", "semkv, new process"), rows)
-
-
-def _part(count: int, total: int) -> str:
-    return f"{count:,} ({count / total:.0%})" if total else "-"
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1000 * seconds:.1f} ms"
 
 
 def _percent(share: Mapping[str, Any] | None) -> str:

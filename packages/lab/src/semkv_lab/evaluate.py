@@ -270,19 +270,18 @@ def _short(value: float | None) -> float | None:
 
 @contextmanager
 def figure(path: Path, x: str, y: str) -> Iterator[Any]:
-    """One set of axes, written to ``path``. No global state of matplotlib is touched."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """One set of axes in the style of a report's figures, written to ``path``."""
+    import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(6.4, 4.0), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = drawn.add_subplot()
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    yield axes
-    drawn.savefig(path, dpi=144)
+    from semkv_lab.figures import STYLE
+
+    with mpl.rc_context(STYLE):
+        drawn = Figure(figsize=(6.4, 4.0), layout="constrained")
+        axes = drawn.add_subplot()
+        axes.set(xlabel=x, ylabel=y)
+        yield axes
+        drawn.savefig(path, dpi=144)
 
 
 def plot_fit(fitted: Fit, path: Path) -> None:
@@ -295,7 +294,7 @@ def plot_fit(fitted: Fit, path: Path) -> None:
         bands = [band for low in _LOWS if (band := (low <= risks) & (risks < low + _BAND)).sum() >= 5]
         axes.plot([risks[b].mean() for b in bands], [wrong[b].mean() for b in bands], "o", color="black")
         axes.axvline(curve.limit, color="gray", linestyle="--", label=f"limit {curve.limit:.2f}")
-        axes.legend(frameon=False)
+        axes.legend()
 
 
 _BAND = 0.1
@@ -310,7 +309,7 @@ def plot_pairs(judged: Judgement, path: Path) -> None:
             axes.plot(judged.accepted / judged.pairs, judged.precision, "o", color="black", label="the policy")
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1.02)
-        axes.legend(frameon=False)
+        axes.legend()
 
 
 def plot_stream(outcome: Outcome, bound: float | None, path: Path) -> None:
@@ -319,7 +318,7 @@ def plot_stream(outcome: Outcome, bound: float | None, path: Path) -> None:
         axes.plot([n for n, _, _ in outcome.curve], [100 * wrong / n for n, _, wrong in outcome.curve], color="tab:red")
         if bound is not None:
             axes.axhline(100 * bound, color="gray", linestyle="--", label="bound")
-            axes.legend(frameon=False)
+            axes.legend()
         hits = axes.twinx()
         hits.plot([n for n, _, _ in outcome.curve], [100 * h / n for n, h, _ in outcome.curve], color="tab:blue")
         hits.set_ylabel("hits, % of requests", color="tab:blue")

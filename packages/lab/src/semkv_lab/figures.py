@@ -34,7 +34,7 @@ MARKERS = "osD^vPX*"
 
 _PNG_DPI = 150
 _WIDTH = 10.6  # inches
-_STYLE: Any = {
+STYLE: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
     **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9.0),
@@ -74,7 +74,7 @@ class Drawing:
 def render(name: str, title: str, caption: str, draw: Callable[[Figure], None]) -> Drawing:
     """Draw a figure; equal data gives equal bytes. Matplotlib's global state stays as it is."""
     svg, png = io.StringIO(), io.BytesIO()
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, 4), layout="constrained")
         draw(figure)
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

@@ -339,7 +339,7 @@ class AgainstCold:
     """Hits compared with the same samples run cold.
 
     Attributes:
-        accuracy_on_hits, cold_accuracy_on_hits: on the same samples.
+        cold_accuracy_on_hits: of the cold answers to what hit.
         agreement: share of hits whose answer equals the cold one (`answers_match`); ``agreement_all`` of all samples.
         identical_tokens: share of all samples that sent their own prompt or a byte-equal one, whose tokens equal the
             cold run's one by one.
@@ -353,7 +353,6 @@ class AgainstCold:
     """
 
     n: int
-    accuracy_on_hits: Estimate
     cold_accuracy_on_hits: Estimate
     agreement: Estimate
     agreement_all: Estimate
@@ -423,7 +422,6 @@ def against_cold(records: Sequence[SampleRecord]) -> AgainstCold | None:
     judged = [(r.match, c.match) for r, c in hits if r.match is not None and c.match is not None]
     return AgainstCold(
         n=len(hits),
-        accuracy_on_hits=accuracy(r for r, _ in hits),
         cold_accuracy_on_hits=accuracy(c for _, c in hits),
         agreement=share([(r.image, answers_match(r.text, c.text)) for r, c in hits]),
         agreement_all=share([(r.image, answers_match(r.text, c.text)) for r, c in pairs]),
