@@ -85,7 +85,7 @@ class Sweep:
         row: dict[str, Any] = {
             "name": name, "status": "ok", "error": "", "notes": "", "started": "2026-01-01T00:00:00", "seconds": 1.5,
             "settings": settings.to_json(), "environment": {"vllm": "0.32.0", "device": "cpu"},
-            "trace": {"order": "zipf"}, "summary": None, "samples": None, **values,
+            "summary": None, "samples": None, **values,
         }  # fmt: skip
         self.rows.append(row)
         lines = [json.dumps(r) + "\n" for r in self.rows]
@@ -204,7 +204,7 @@ def wrong_record(score: float, **values: Any) -> SampleRecord:
 
 def test_wrong_hits_are_told_once_and_the_surest_first() -> None:
     def experiment(name: str, *records: SampleRecord) -> Experiment:
-        return Experiment(name, "ok", "", "", None, {"preset": "x"}, {}, {}, {}, records)
+        return Experiment(name, "ok", "", "", None, {"preset": "x"}, {}, {}, records)
 
     cold_was_wrong = replace(wrong_record(1.0), cold=Cold("a", "green", False, 0.1, None, 10, 0))
     first = experiment("one", wrong_record(0.9), wrong_record(0.99, question="other?"), cold_was_wrong)
@@ -223,7 +223,7 @@ def test_wrong_hits_are_told_once_and_the_surest_first() -> None:
 def summed(name: str, *records: SampleRecord, mode: str = "live") -> Experiment:
     """An experiment as the log has it: its figures as JSON."""
     summary = json.loads(json.dumps(summarise(records).to_json()))
-    return Experiment(name, "ok", "", "", None, {"preset": "x", "cache": {"mode": mode}}, {}, {}, summary, records)
+    return Experiment(name, "ok", "", "", None, {"preset": "x", "cache": {"mode": mode}}, {}, summary, records)
 
 
 def headlines(*experiments: Experiment) -> dict[str, str]:

@@ -250,7 +250,8 @@ def environments(experiments: Sequence[Experiment]) -> list[tuple[dict[str, str]
 
 def traces(experiments: Sequence[Experiment]) -> list[tuple[str, int]]:
     """Every workload trace that occurs, as text, with the number of its experiments."""
-    texts = [", ".join(f"{k} {_value(v)}" for k, v in e.trace.items()) for e in experiments if e.trace]
+    found = [e.setting("trace") for e in experiments]
+    texts = [", ".join(f"{k} {_value(v)}" for k, v in trace.items()) for trace in found if isinstance(trace, Mapping)]
     return list(Counter(texts).items())
 
 

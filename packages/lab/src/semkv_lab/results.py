@@ -30,7 +30,7 @@ class Experiment:
     Attributes:
         name: unique on the page; where several logs use it, the log's name stands before it.
         status: ``ok``, ``failed`` or ``interrupted``.
-        given, settings, environment, trace: as the sweep wrote them; ``given`` are the flags that the spec has.
+        given, settings, environment: as the sweep wrote them; ``given`` are the flags that the spec has.
         summary: `Summary.to_json`, or empty where the experiment failed.
         records: its samples; empty where the log names no file of samples or the file is gone.
         missing: the file of samples that the log names and that is not there.
@@ -43,7 +43,6 @@ class Experiment:
     seconds: float | None
     settings: Mapping[str, Any]
     environment: Mapping[str, Any]
-    trace: Mapping[str, Any]
     summary: Mapping[str, Any]
     records: tuple[SampleRecord, ...] = ()
     missing: Path | None = None
@@ -103,7 +102,7 @@ def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
         raise DatasetError(f"{where}: no 'name': not a log of a sweep")
     if status not in STATUSES:
         raise DatasetError(f"{where}: 'status' is {status!r}; expected one of {', '.join(STATUSES)}")
-    objects = {key: row.get(key) or {} for key in ("given", "settings", "environment", "trace", "summary")}
+    objects = {key: row.get(key) or {} for key in ("given", "settings", "environment", "summary")}
     for key, value in objects.items():
         if not isinstance(value, Mapping):
             raise DatasetError(f"{where}: {key!r} must be an object, found {type(value).__name__}")
@@ -157,7 +156,7 @@ def load_table(path: Path) -> pd.DataFrame:
     first = {} if path.suffix == ".csv" else next((row for _, row in read_jsonl(path, cut_off=True)), {})
     if "sample_id" in first:
         return pd.json_normalize([record.to_json() for record in read_samples(path)])
-    shown = ("name", "status", "error", "notes", "seconds", "settings", "environment", "trace", "summary")
+    shown = ("name", "status", "error", "notes", "seconds", "settings", "environment", "summary")
     return pd.json_normalize([{key: getattr(e, key) for key in shown} for e in read_logs([path])])
 
 

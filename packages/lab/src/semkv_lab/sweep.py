@@ -419,7 +419,6 @@ def _row(experiment: Experiment, job: Job, outcome: Outcome, started: float, fla
         "given": dict(experiment.given),
         "settings": settings,
         "environment": outcome.environment,
-        "trace": settings["trace"],
         "summary": outcome.summary if ok else None,
         "samples": _relative(samples, flags.log_file.parent) if ok else "",
         "baseline_group": _group(experiment.settings) if experiment.settings.baseline else "",
