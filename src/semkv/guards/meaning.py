@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from semkv.guards.language import Language, Token
-from semkv.guards.order import agreeing, asks_for_one, participle
+from semkv.guards.order import agreeing
 from semkv.guards.pairs import MOST, Pair, Tokens
 from semkv.guards.text import END, STOPS, Text
 
@@ -153,21 +153,25 @@ def _contrary(x: str, y: str, language: Language) -> bool:
 
 
 def form(p: Pair) -> str | None:
-    """Another form or mood of a word that is itself asked about: its spelling, letters, sound, grammar, translation."""
-    if not _mentions(p.a, p.language) and not _mentions(p.b, p.language):
+    """The same words, one of them in another time; or any other form of a word that is itself asked about: its
+    spelling, letters, sound, grammar, translation."""
+    mentioned = _mentions(p.a, p.language) or _mentions(p.b, p.language)
+    first, second = (("", "", *[t.word for t in text.spine], "") for text in (p.a, p.b))
+    if [t.stem for t in p.a.spine] == [t.stem for t in p.b.spine]:
+        for i, (x, y) in enumerate(zip(p.a.spine, p.b.spine, strict=True)):
+            polite = x.word in p.language.modals and first[i + 3] in p.language.persons  # "can I get", "could I get"
+            helped = not p.language.helpers.isdisjoint((*first[i : i + 2], *second[i : i + 2]))  # "did he lived"
+            if p.language.is_past(x) != p.language.is_past(y) and (mentioned or not (polite or helped)):
+                return "tense"
+    if not mentioned:
         return None
     mine, other = ([t for t in x.tokens if t.word not in y.words] for x, y in ((p.a, p.b), (p.b, p.a)))
-    if min(len(mine), len(other)) > MOST:
-        return None
-    tenses, function, aside = p.language.tenses, p.language.function, p.language.aside
+    function, aside = p.language.function, p.language.aside
     for x, y in itertools.product(mine[:MOST], other[:MOST]):
-        if x.stem == y.stem and len({"", tenses.get(x.word, ""), tenses.get(y.word, "")}) > 2:
-            return "tense"
         quiet = aside if x.stem == y.stem else aside | p.language.quiet
         if x.word not in function and y.word not in function and quiet.isdisjoint((x.stem, y.stem)) and p.akin(x, y):
             return "substitution"
-    first, second = _moods(p.a, p.language), _moods(p.b, p.language)
-    return "modality" if first and second and first != second else None
+    return None
 
 
 def _mentions(text: Text, language: Language) -> bool:
@@ -178,12 +182,6 @@ def _mentions(text: Text, language: Language) -> bool:
     if asks or (says and not language.tongues.isdisjoint(text.words)):
         return True
     return counts and any(len(t.word) == 1 and t.word.isalpha() and t.word not in language.alone for t in text.tokens)
-
-
-def _moods(text: Text, language: Language) -> set[str]:
-    """The auxiliaries of what is mentioned, not of the question itself ("can you translate", "how can I say")."""
-    following = itertools.pairwise((*text.tokens[2:], END))
-    return {x.word for x, y in following if x.word in language.moods and y.word not in language.hearer}
 
 
 def question(p: Pair) -> str | None:
@@ -251,9 +249,8 @@ def modality(p: Pair) -> str | None:
     first, second = _modal(p.a, p.language), _modal(p.b, p.language)
     if not first or not second or first == second:
         return None
-    if p.language.modals[first] == p.language.modals[second]:  # "can birds swim", "could birds swim"
-        nouns = all(_closed(t, p.language) and t.words.isdisjoint(p.language.persons) for t in (p.a, p.b))
-        return "modality" if nouns and p.language.stem(first) == p.language.stem(second) else None
+    if p.language.modals[first] == p.language.modals[second]:
+        return None
     asked = _asked(p.a, p.language) | _asked(p.b, p.language)
     near = {first, second} <= p.language.advice and not p.language.questions.keys().isdisjoint(p.words)
     strength = list(dict.fromkeys(p.language.modals.values()))
@@ -275,10 +272,8 @@ def tense(p: Pair) -> str | None:
     """What was against what will be, or against what is where nothing else differs or yes or no is asked for."""
     tenses = p.language.tenses
     first, second = ({tenses[t.word] for t in text.tokens if t.word in tenses} for text in (p.a, p.b))
-    if _another_time(p):
-        return "tense"
     if first == second:
-        return "tense" if not first and _past_alone(p) else None
+        return None
     for mine, other in ((first, second), (second, first)):
         if "future" in mine - other and other & {"past", "perfect"} and not mine & {"past", "perfect"}:
             return "tense"
@@ -290,26 +285,6 @@ def tense(p: Pair) -> str | None:
         return None
     times = {tenses.get(text.tokens[0].word, "") for text in (p.a, p.b)}
     return "tense" if times == {"past", "present"} else None
-
-
-def _another_time(p: Pair) -> bool:
-    """Whether an auxiliary is past in one text and present in the other, and all else is the same: "where does he
-    live", "where did he live"."""
-    if any(p.only) or p.a.words == p.b.words or len(p.a.tokens) != len(p.b.tokens):
-        return False
-    tenses = p.language.tenses
-    apart = [{tenses.get(x.word), tenses.get(y.word)} for x, y in zip(p.a.tokens, p.b.tokens, strict=True) if x != y]
-    return apart == [{"past", "present"}]
-
-
-def _past_alone(p: Pair) -> bool:
-    """Whether a verb without an auxiliary is past in one text alone: "who rules Spain", "who ruled Spain"."""
-    if any(p.only) or p.a.words == p.b.words or not asks_for_one(p.a, p.language):
-        return False
-    if not p.language.modals.keys().isdisjoint(p.words):
-        return False
-    apart = [(x, y) for x, y in zip(p.a.tokens[:_VERB], p.b.tokens, strict=False) if x.word != y.word]
-    return len(apart) == 1 and participle(apart[0][0], p.language) != participle(apart[0][1], p.language)
 
 
 def person(p: Pair) -> str | None:
@@ -376,28 +351,6 @@ def _ways(text: Text, only: Tokens, language: Language) -> dict[str, str]:
         for x, y in (itertools.pairwise((*text.spine, END)) if own else ())
         if x.word in own
     }
-
-
-def initials(p: Pair) -> str | None:
-    """Other letters before the same word: "J. R. Smith", "J. R. R. Smith"."""
-    first, second = (_initials(text, p.language) for text in (p.a, p.b))
-    return "entity" if any(second.get(word, letters) != letters for word, letters in first.items()) else None
-
-
-def _initials(text: Text, language: Language) -> dict[str, list[str]]:
-    """Words of content with the letters before them that are no words."""
-    found: dict[str, list[str]] = {}
-    letters: list[str] = []
-    for token in text.tokens:
-        word = token.word
-        letter = len(word) == 1 and word.isalpha() and word not in language.alone
-        if letter and (letters or token.name or word not in language.function):
-            letters.append(word)
-        elif letters:
-            if word[0].isalpha() and word not in language.function:
-                found.setdefault(token.stem, letters)
-            letters = []
-    return found
 
 
 def nation(p: Pair) -> str | None:

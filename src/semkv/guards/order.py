@@ -42,14 +42,17 @@ def _around(tokens: Iterable[Token], shared: Collection[str], around: Collection
 
 
 def focus(p: Pair) -> str | None:
-    """An "only" or "even" that has moved to another word: "only I saw her", "I saw only her"."""
-    words = p.language.focusing
+    """An "only" that has moved to another word: "only I saw her", "I saw only her"; "the only", "only the"."""
+    words, articles = p.language.focusing, p.language.articles
     if words.isdisjoint(p.a.words) or words.isdisjoint(p.b.words):
         return None
     first, second = _focused(p.a, p.language), _focused(p.b, p.language)
     both = p.a.stems.keys() & p.b.stems.keys()
-    moved = (x.isdisjoint(y) and x | y <= both for x, y in zip(first, second, strict=False))
-    return "word order" if len(first) == len(second) and any(moved) else None
+    moved = any(x.isdisjoint(y) and x | y <= both for x, y in zip(first, second, strict=False))
+    one, other = (
+        sum(x.word in articles and y.word in words for x, y in itertools.pairwise(text.tokens)) for text in (p.a, p.b)
+    )
+    return "word order" if len(first) == len(second) and (moved or one != other) else None
 
 
 def _focused(text: Text, language: Language) -> list[set[str]]:
@@ -60,7 +63,7 @@ def _focused(text: Text, language: Language) -> list[set[str]]:
         after = itertools.takewhile(lambda t: t.word not in STOPS, text.spine[i + 1 : i + 1 + _REACH])
         said = [t.stem for t in after if t.word not in language.tenses and t.word not in language.modals][:3]
         own = [stem for stem in said if stem not in language.ties]
-        both = len(own) == 2 and said[0] == own[0] and said[1] != own[1]
+        both = len(own) == 2 and said[1] != own[1]
         found.append(set(own[: 1 + both]) or {t.stem for t in text.spine[max(0, i - 1) : i]})
     return found
 
@@ -252,11 +255,6 @@ def agreeing(first: Sequence[str], second: Sequence[str]) -> int:
     return next((n for n in range(short) if first[n] != second[n]), short)
 
 
-def participle(token: Token, language: Language) -> bool:
-    """Whether a word may be the participle of a passive."""
-    return token.word != token.stem and token.word.endswith(language.participles)
-
-
 def asks_for_one(text: Text, language: Language) -> bool:
     """Whether a text starts with "who", "what" or "which"."""
     return bool(text.tokens) and language.questions.get(text.tokens[0].word) in ("", "person")
@@ -305,9 +303,7 @@ def _participles(text: Text, language: Language) -> set[str]:
             left = _REACH
         elif token.stem in language.ties or token.word in STOPS:
             left = 0
-        elif (
-            left and token.word not in language.function and (after.word == language.by or participle(token, language))
-        ):
+        elif left and token.word not in language.function and (after.word == language.by or language.is_past(token)):
             found.add(token.stem)
         left = max(0, left - 1)
     return found
@@ -367,7 +363,7 @@ def _acts(text: Text, one: Mapping[str, bool], language: Language) -> _Acts:
             k = next((k for k in range(start, min(start + _VERB, len(spine))) if _verb(spine[k], language)), None)
             if k is None or any(t.word in STOPS or t.word in language.parting for t in spine[start:k]):
                 continue
-            if spine[k - 1].word in language.passive and participle(spine[k], language):
+            if spine[k - 1].word in language.passive and language.is_past(spine[k]):
                 suffers.add(spine[k].stem)
             else:
                 acts.setdefault(spine[k].stem, spine[k + 1].stem if k + 1 < len(spine) else "")
