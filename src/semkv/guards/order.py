@@ -25,20 +25,24 @@ def word_order(p: Pair) -> str | None:
 
 
 def sides(p: Pair) -> str | None:
-    """Shared words in another order around a side or a "than": "left of the cone", where the cone moved, is
-    another place."""
-    around = p.language.around
-    if around.isdisjoint(p.a.words) or around.isdisjoint(p.b.words) or p.converse:
+    """Another word after a side or a "than", or after the "that" of a noun: "above the ring"; "birds that eat
+    owls", "birds that owls eat"."""
+    first, second = (_after(text, p.language) for text in (p.a, p.b))
+    if first == second or first.keys() != second.keys() or p.converse:
         return None
-    shared = {stem for stem, times in p.a.stems.items() if times == 1 and p.b.stems.get(stem) == 1} - p.language.quiet
-    first, second = (_around(text.tokens, shared, around) for text in (p.a, p.b))
-    return "word order" if first != second else None
+    shared = p.a.stems.keys() & p.b.stems.keys()
+    return "word order" if {*first.values(), *second.values()} <= {"", *shared} else None
 
 
-def _around(tokens: Iterable[Token], shared: Collection[str], around: Collection[str]) -> list[str]:
-    """The shared words in order; sides that follow one another, as in a choice of two, are one."""
-    found = ["" if t.word in around else t.stem for t in tokens if t.word in around or t.stem in shared]
-    return [stem for stem, before in zip(found, ["-", *found], strict=False) if stem or before]
+def _after(text: Text, language: Language) -> dict[str, str]:
+    """The first word of content after each of them in its clause."""
+    found = {}
+    for i, token in enumerate(text.tokens):
+        pivot = token.word in language.around
+        if pivot or (token.word in language.relatives and i and text.tokens[i - 1].word not in language.function):
+            after = (t.stem for t in text.tokens[i + 1 : i + _HELPER] if t.word not in language.function)
+            found[token.word] = next(after, "")
+    return found
 
 
 def focus(p: Pair) -> str | None:
@@ -76,10 +80,6 @@ class _Spines:
         self.first, self.second = ([t.stem for t in text.spine if t.word not in STOPS] for text in (p.a, p.b))
 
     @cached_property
-    def names(self) -> set[str]:
-        return {t.stem for text in (self.p.a, self.p.b) for t in text.tokens if t.name}
-
-    @cached_property
     def participles(self) -> set[str]:
         """Verbs that one text alone has in the passive."""
         return _participles(self.p.a, self.language) ^ _participles(self.p.b, self.language)
@@ -115,12 +115,12 @@ class _Spines:
         order = [j for _, j in shared]
         if not passive and order == sorted(order):
             return _fronted(a, language) != _fronted(b, language)
-        if self._asks_other_side() or self._turned_clause():
+        if self._asks_other_side():
             return True
         return any(self._contradicts(*moved, passive) for moved in self._moved(shared, passive))
 
     def quiet(self, stem: str) -> bool:
-        return stem in self.language.quiet and stem not in self.names
+        return stem in self.language.quiet
 
     def _transposed(self) -> bool:
         """Whether two words have changed places, wherever they come, and nothing else: "Mary's father's boss", "Mary's
@@ -161,31 +161,15 @@ class _Spines:
         passive = not self.participles.isdisjoint(_participles(text, self.language))
         return (helped or passive) and self.language.by not in (words[0], words[-1])
 
-    def _turned_clause(self) -> bool:
-        """Whether a clause has its subject and its object exchanged: "birds that eat owls", "birds that owls eat"."""
-        if sorted(self.first) != sorted(self.second):
-            return False
-        first, second = self._clauses(self.p.a), self._clauses(self.p.b)
-        return any((y, x) in second and (x, y) not in second for x, y in first)
-
-    def _clauses(self, text: Text) -> set[tuple[str, str]]:
-        """The first content word behind each "that" or "which", with the next."""
-        found = set()
-        for i in [i for i, t in enumerate(text.tokens) if t.word in self.language.relatives]:
-            after = [t.stem for t in text.tokens[i + 1 : i + _HELPER] if t.word not in self.language.joints]
-            if len(after) > 1 and not (self.quiet(after[0]) or self.quiet(after[1])):
-                found.add((after[0], after[1]))
-        return found
-
     def _moved(self, shared: list[Places], passive: bool) -> Iterator[tuple[Places, Places, list[Places]]]:
         """Content words that may have changed places, or kept them in a passive, with the ties between them."""
         stems = [self.first[i] for i, _ in shared]
-        quiet, names, fillers = self.language.quiet, self.names, self.language.fillers
+        quiet, fillers = self.language.quiet, self.language.fillers
         telling = [
-            stem not in quiet or stem in names or (stem in fillers and self._goal(*places))
+            stem not in quiet or (stem in fillers and self._goal(*places))
             for stem, places in zip(stems, shared, strict=True)
         ]
-        ties = self._ties([stem for stem in stems if stem not in quiet or stem in names or stem in self.language.ties])
+        ties = self._ties([stem for stem in stems if stem not in quiet or stem in self.language.ties])
         kept = passive and bool(self.participles)
         for x, one in enumerate(shared):
             for y in range(x + 2, min(x + _REACH, len(shared))) if telling[x] else ():
@@ -386,24 +370,9 @@ def _subject(tokens: Tokens, language: Language) -> str:
 
 
 def _owns_another(p: Pair) -> bool:
-    """Whether an owner has one thing in one text and another in the other, and both texts speak of both."""
-    if p.language.owns not in p.a.words or p.language.owns not in p.b.words:
-        return False
-    first, second = _owners(p.a, p.language), _owners(p.b, p.language)
-    both = p.a.stems.keys() & p.b.stems.keys()
-    return any(
-        things & both and second[owner] & both and things.isdisjoint(second[owner])
-        for owner, things in first.items()
-        if owner in second
+    """Whether an owner has another of two things that both texts speak of."""
+    first, second = (
+        {x.stem: z.stem for x, y, z in _triples(text.tokens) if y.word == p.language.owns and _verb(x, p.language)} for text in (p.a, p.b)
     )
-
-
-def _owners(text: Text, language: Language) -> dict[str, set[str]]:
-    """Owners with the words for what they own: "Ann's old dog"."""
-    tokens = text.tokens
-    found: dict[str, set[str]] = {}
-    for i, token in enumerate(tokens):
-        if token.word == language.owns and i and _verb(tokens[i - 1], language):
-            things = itertools.takewhile(lambda t: _verb(t, language), tokens[i + 1 : i + 1 + _VERB])
-            found.setdefault(tokens[i - 1].stem, set()).update(t.stem for t in things)
-    return found
+    both = p.a.stems.keys() & p.b.stems.keys()
+    return any(thing != second.get(owner, thing) and {thing, second[owner]} <= both for owner, thing in first.items())
