@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 import tiny_models
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
@@ -51,10 +51,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def png(seed: int, size: int = 64) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "png")
-    return buffer.getvalue()
+    return saved(Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype=np.uint8)))
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -92,19 +89,15 @@ def test_many_threads_get_the_vectors_of_one(minilm: SentenceEncoder) -> None:
 
 
 @packaged
-def test_one_text_that_cannot_be_encoded_is_no_fault_of_the_others() -> None:
-    encoder = SentenceEncoder()
-    encoder.encode(["warm up"])
-
+def test_one_text_that_cannot_be_encoded_is_no_fault_of_the_others(minilm: SentenceEncoder) -> None:
     def ask(text: str) -> str:
         try:
-            return str(encoder.encode([text]).shape)
+            return str(minilm.encode([text]).shape)
         except (TypeError, UnicodeError):
             return "refused"
 
-    texts = [f"a word {i}" if i % 4 else f"a word \ud800{i}" for i in range(32)]
     with ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(ask, texts))
+        answers = list(pool.map(ask, [f"a word {i}" if i % 4 else f"a word \ud800{i}" for i in range(32)]))
     assert answers == ["(1, 384)" if i % 4 else "refused" for i in range(32)]
 
 
@@ -196,6 +189,36 @@ def test_the_vector_is_a_grid_of_the_checkpoints_own_features_about_their_mean(l
     assert vector.shape == (encoder.dim,) == (2 * 2 * 128,)
     assert np.allclose(vector, expected / np.linalg.norm(expected), atol=1e-4)
     assert vector @ encoder.encode(png(2)) < 0.99
+
+
+def saved(image: Image.Image, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "png", **options)
+    return out.getvalue()
+
+
+def test_what_is_transparent_upright_or_at_the_ends_of_a_wide_picture_is_in_its_vector(llava: Path) -> None:
+    tower = TowerEncoder(llava)
+
+    def cosine(a: bytes, b: bytes) -> float:
+        return float(tower.encode(a) @ tower.encode(b))
+
+    def blob(x: int, width: int = 64, mode: str = "RGB") -> Image.Image:
+        image = Image.new(mode, (width, 64), (0, 0, 0, 0) if mode == "RGBA" else "white")
+        ImageDraw.Draw(image).ellipse((x, 20, x + 24, 44), fill="black")
+        return image
+
+    left, right = saved(blob(4)), saved(blob(36))
+    assert cosine(left, right) < 0.99
+    assert cosine(right, saved(blob(36, mode="RGBA"))) == pytest.approx(1.0, abs=1e-4)
+    mirror = Image.Exif()
+    mirror[0x0112] = 2
+    assert cosine(saved(blob(4), exif=mirror), saved(blob(4).transpose(Image.Transpose.FLIP_LEFT_RIGHT))) > 0.9999
+    wide = blob(2, 192)
+    assert cosine(saved(wide), saved(blob(166, 192))) < 0.99
+    assert cosine(saved(wide), saved(wide.resize((384, 128)))) > 0.95  # a copy of another size
+    for size in ((1, 1), (1, 3000), (3, 1)):
+        assert np.linalg.norm(tower.encode(saved(Image.new("RGB", size, (9, 200, 3))))) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_the_settings_are_in_the_fingerprint(llava: Path) -> None:
@@ -380,13 +403,11 @@ def test_the_built_in_hooks_fill_what_they_say(llava: Path, tmp_path: Path, mini
     assert build_hook(CacheConfig(tmp_path, embedding_hook="prompt"), minilm)(long) == {}
 
 
-@pytest.mark.parametrize("scale", [1e30, 1e-30, 3.0])
-def test_a_vector_of_any_length_keeps_its_direction(scale: float) -> None:
-    layer = EmbeddingLayer("prompt", 3)
-    for sign in (1, -1):
-        raw = {"prompt": np.array([0.6 * sign * scale, 0, 0.8 * scale], dtype=np.float32)}
-        found = unit_vectors(Request("1", Namespace(), (TextSegment("q"),)), raw, (layer,), "own")
-        assert found["prompt"] == pytest.approx([0.6 * sign, 0, 0.8], abs=1e-6)
+def test_a_vector_of_any_length_keeps_its_direction() -> None:
+    for scale in (1e30, -1e-30):
+        raw = {"prompt": np.array([0.6 * scale, 0, 0.8 * scale], dtype=np.float32)}
+        found = unit_vectors(pictured(), raw, (EmbeddingLayer("prompt", 3),), "own")["prompt"]
+        assert found == pytest.approx(np.copysign([0.6, 0, 0.8], [scale, 1, scale]), abs=1e-6)
 
 
 class Own:
