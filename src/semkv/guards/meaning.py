@@ -22,9 +22,6 @@ _KNOWN = 0.6  # share of the words that are known where none tells it
 
 def negation(p: Pair) -> str | None:
     """Another number of denials, or one text denies with a verb what the other says."""
-    verbs = p.language.denying_verbs
-    if p.language.negations.isdisjoint(p.words) and verbs.isdisjoint(p.a.stems) and verbs.isdisjoint(p.b.stems):
-        return None
     (low_a, verbs_a), (low_b, verbs_b) = (_denials(text, only, other, p.language) for text, only, other, _ in p.views)
     if p.denied:
         return None
@@ -38,10 +35,8 @@ def negation(p: Pair) -> str | None:
 def _denials(text: Text, only: Tokens, other: Text, language: Language) -> tuple[int, int]:
     """How often a text denies, and how many verbs that only it has may deny as well; a "non-toxic" that is "nontoxic"
     in the other does not."""
-    sure = 0
-    if not language.negations.isdisjoint(text.words):
-        for x, y in itertools.pairwise((*text.tokens, END)):
-            sure += x.word in language.negations and x.word + y.word not in other.words
+    after = itertools.pairwise((*text.tokens, END))
+    sure = sum(x.word in language.negations and x.word + y.word not in other.words for x, y in after)
     return sure, sum(t.stem in language.denying_verbs for t in only)
 
 
@@ -236,7 +231,7 @@ def _measured(asked: frozenset[str], text: Text, named: Token, language: Languag
 
 def _named(text: Text, language: Language) -> Token | None:
     """The noun that a "what" or "which" asks for."""
-    for token, after in () if language.open_questions.isdisjoint(text.words) else itertools.pairwise(text.tokens):
+    for token, after in itertools.pairwise(text.tokens):
         if token.word in language.open_questions:
             return None if after.word in language.function or after.word in language.open else after
     return None
@@ -244,8 +239,6 @@ def _named(text: Text, language: Language) -> Token | None:
 
 def modality(p: Pair) -> str | None:
     """What may, should or must be; between neighbours only where no question word asks for more than yes or no."""
-    if p.language.modals.keys().isdisjoint(p.words):
-        return None
     first, second = _modal(p.a, p.language), _modal(p.b, p.language)
     if not first or not second or first == second:
         return None
@@ -261,8 +254,6 @@ def modality(p: Pair) -> str | None:
 
 def _modal(text: Text, language: Language) -> str:
     """The first auxiliary, but for a polite "can you"."""
-    if language.modals.keys().isdisjoint(text.words):
-        return ""
     i = next((i for i, t in enumerate(text.tokens) if t.word in language.modals and not t.name), -1)
     polite = i == 0 and len(text.tokens) > 1 and text.tokens[1].word in language.hearer
     return "" if i < 0 or polite else text.tokens[i].word
@@ -277,10 +268,6 @@ def tense(p: Pair) -> str | None:
     for mine, other in ((first, second), (second, first)):
         if "future" in mine - other and other & {"past", "perfect"} and not mine & {"past", "perfect"}:
             return "tense"
-    apart = p.a.words ^ p.b.words
-    past, perfect = ({p.language.stem(w) for w in apart if tenses.get(w) == time} for time in ("past", "perfect"))
-    if past & perfect and p.language.passive.isdisjoint(apart):
-        return "tense"
     if not (_closed(p.a, p.language) and _closed(p.b, p.language)):
         return None
     times = {tenses.get(text.tokens[0].word, "") for text in (p.a, p.b)}
@@ -291,8 +278,6 @@ def person(p: Pair) -> str | None:
     """Another person: "he" and "she", "I" and "they"; "my" and "your" where nothing else says who speaks; or "I" and
     "you" in each other's place."""
     persons, third = p.language.persons, p.language.third
-    if persons.keys().isdisjoint(p.a.words) or persons.keys().isdisjoint(p.b.words):
-        return None
     said = [[persons[t.word] for t in text.tokens if t.word in persons] for text in (p.a, p.b)]
     first, second = set(said[0]), set(said[1])
     if said[0] == said[1] or not first or not second:

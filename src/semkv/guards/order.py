@@ -27,6 +27,8 @@ def word_order(p: Pair) -> str | None:
 def sides(p: Pair) -> str | None:
     """Another word after a side or a "than", or after the "that" of a noun: "above the ring"; "birds that eat
     owls", "birds that owls eat"."""
+    if (p.language.around | p.language.relatives).isdisjoint(p.words):
+        return None
     first, second = (_after(text, p.language) for text in (p.a, p.b))
     if first == second or first.keys() != second.keys() or p.converse:
         return None

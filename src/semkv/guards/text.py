@@ -107,7 +107,7 @@ def read(text: str, language: Language) -> Text:
         tokens += chunk.tokens
     if capitals:
         _tell_letters(tokens, capitals, language)
-    final = _phrased(tokens, capitals, language)
+    final = _phrased(tokens, language)
     words = frozenset([t.word for t in final])
     articles = language.articles
     every = [t.stem for t in final]
@@ -278,8 +278,6 @@ def is_code(core: str) -> bool:
         return bool(_CAMEL.fullmatch(core))
     if core[0] in _SIGNS or not any(map(str.isalnum, core)):
         return False
-    if core[0].isdigit() and not core[-1].isalpha() and core.count(".") < 2:
-        return False
     inner = core if "(" in core.lstrip("(") else core.strip(_BRACKETS)
     inner = inner.lstrip("([{<").strip(_EDGE)
     if not inner or inner.isalpha():
@@ -306,7 +304,7 @@ def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Langua
                 tokens[i] = token_of(f"{word}_", True, language)
 
 
-def _phrased(tokens: list[Token], capitals: Iterable[int], language: Language) -> tuple[Token, ...]:
+def _phrased(tokens: list[Token], language: Language) -> tuple[Token, ...]:
     """Tokens with every phrase of the language replaced by what is read in its place."""
     found: list[Token] = []
     done = 0
@@ -319,7 +317,7 @@ def _phrased(tokens: list[Token], capitals: Iterable[int], language: Language) -
             if [t.word for t in tokens[i + 1 : i + 1 + len(rest)]] == rest and (
                 not needed or any(t.word == needed for t in tokens)
             ):
-                name = tokens[i].name or i in capitals
+                name = tokens[i].name
                 found += tokens[done:i]
                 found += [token_of(part, name, language) for part in instead]
                 done = i + 1 + len(rest)

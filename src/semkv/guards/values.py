@@ -13,7 +13,6 @@ from semkv.guards.text import STOPS, Text
 
 _WILD = frozenset("%*_^~|\\")  # signs of patterns
 _SIGNS = re.compile(r"[\W_]+")
-_ZERO = re.compile(r"[A-Za-z]+-?0\d")
 _NUMBERED = re.compile(r"[A-Za-z][\w.-]*\d|[a-z][\w.-]*/")
 _HUMPED = re.compile(r"[A-Za-z][\w.-]*[A-Z]")
 _SYMBOL = 2  # letters of a chemical symbol
@@ -37,11 +36,10 @@ def code(p: Pair) -> str | None:
 def _respelled(p: Pair) -> bool:
     """Whether an identifier has other signs or letters of another case: "web01", "web-01"; "feature/login"."""
     named = not p.language.naming.isdisjoint(p.words)
-    signs = (_NUMBERED, _HUMPED) if named else (_ZERO,)
-    found = [word for word in p.a.spelled ^ p.b.spelled if any(sign.match(word) for sign in signs)]
-    if not found:
+    found = [word for word in p.a.spelled ^ p.b.spelled if _NUMBERED.match(word) or _HUMPED.match(word)]
+    if not named or not found:
         return False
-    exact = named and p.a.cased is not None and p.b.cased is not None
+    exact = p.a.cased is not None and p.b.cased is not None
     bare: tuple[dict[str, set[str]], ...] = ({}, {})
     for spellings, text in zip(bare, (p.b, p.a), strict=True):
         for word in text.spelled:
