@@ -84,6 +84,19 @@ CHANGED = [
     ("Which team wins the cup?", "Which team won the cup?", "tense"),
     ("Why prices rise", "Why prices rose", "tense"),
     ("What will happen if I stop?", "What would happen if I stop?", "tense"),
+    ("Can you tell me when it closed?", "Can you tell me why it closed?", "question word"),
+    ("When is the pool open?", "Is the pool open?", "question word"),
+    ("What did C.S. Lewis write?", "What did C.D. Lewis write?", "entity"),
+    ("Is it true that US won?", "Is it true that us won?", "entity"),
+    ("WHO IS THE KING?", "WHERE IS THE KING?", "question word"),
+    (
+        "We went to Oslo and to Rome. What did we see in Oslo?",
+        "We went to Oslo and to Rome. What did we see in Rome?",
+        "entity",
+    ),
+    ("Who founded the club?", "Who funded the club?", "substitution"),
+    ("Is he short for a goalkeeper?", "Is he mean for a goalkeeper?", "substitution"),
+    ("Does RSS work for AIDS news?", "Does rss work for aids news?", "case"),
 ]
 
 SAME = [
@@ -118,6 +131,19 @@ SAME = [
     ("Who was George W. Bush?", "who was george w bush"),
     ("May I park here?", "may I park here?"),
     ("Polish is hard to learn", "It is hard to learn Polish"),
+    ("How do I get a US visa?", "HOW DO I GET A US VISA?"),
+    ("Turkey has how many lakes?", "How many lakes has Turkey?"),
+    ("How many letters do I need?", "how many letters do i need?"),
+    ("Is it 5 MILES long?", "Is it 5 miles long?"),
+    ("What is youTube?", "What is YouTube?"),
+    ("Can you tell me if I should sell?", "Should I sell?"),
+    ("How does one keep his or her job?", "How do I keep my job?"),
+    ("I was ill. Will I get paid?", "I was ill. Do I get paid?"),
+    ("Take 10-15 drops", "Take 10 to 15 drops"),
+    ("Balance H2 + O2 -> H2O", "Balance H2 + O2 → H2O"),
+    ("Factor x^2 - 9 now, please", "Factor x² - 9 now, please"),
+    ("How do I heat a 10 m² room?", "How do I heat a 10 square metre room?"),
+    ("How long does it take to fill 3 m³?", "How long does it take to fill 3000 litres?"),
 ]
 
 
