@@ -39,19 +39,12 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_several_runs_may_draw_the_cards_at_once(tmp_path: Path) -> None:
-    rows = [{**ROWS[0], "questionId": str(i), "imageId": f"n{i}"} for i in range(60)]
-    options = DatasetOptions(data_dir=tmp_path / "data", root=write(tmp_path / "rows.jsonl", rows))
-    with ThreadPoolExecutor(4) as pool:
-        first, *others = pool.map(lambda _: load_samples("gqa-text", options), range(4))
-    assert others == [first] * 3
-    assert len(list((tmp_path / "data" / "gqa-text").iterdir())) == 60
-
-
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_rows_become_samples_with_cards_for_images(tmp_path: Path, name: str) -> None:
     options = DatasetOptions(data_dir=tmp_path / "data", root=write(tmp_path / name, ROWS))
-    samples = load_samples("gqa-text", options)
+    with ThreadPoolExecutor(4) as pool:  # several runs may draw the cards at once
+        samples, *others = pool.map(lambda _: load_samples("gqa-text", options), range(4))
+    assert others == [samples] * 3
     assert [(s.sample_id, s.question, s.answer) for s in samples] == [
         ("1", "Is it red?", "Yes"),
         ("2", "is it  red?", "No"),
@@ -90,13 +83,11 @@ def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], message: str) -
 def test_bad_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--dataset-root: None .*\.jsonl\.gz file when --dataset is gqa-text"):
         load_samples("gqa-text", DatasetOptions(data_dir=tmp_path))
-    whole = write(tmp_path / "whole.jsonl.gz", ROWS).read_bytes()
-    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-12])
-    (tmp_path / "plain.jsonl.gz").write_bytes(b"{}\n")
-    for name, message in (("cut", "not a whole gzip file"), ("plain", "Not a gzipped file")):
-        with pytest.raises(DatasetError, match=message) as caught:
-            load_samples("gqa-text", DatasetOptions(data_dir=tmp_path, root=tmp_path / f"{name}.jsonl.gz"))
-        assert str(caught.value).startswith(str(tmp_path / f"{name}.jsonl.gz"))
+    whole = write(tmp_path / "rows.jsonl.gz", ROWS)
+    for data, message in ((whole.read_bytes()[:-12], "not a whole gzip file"), (b"{}\n", "Not a gzipped file")):
+        whole.write_bytes(data)
+        with pytest.raises(DatasetError, match=f"{whole}.*{message}"):
+            load_samples("gqa-text", DatasetOptions(data_dir=tmp_path, root=whole))
 
 
 def measure(tmp_path: Path, path: Path, samples: list[Sample], **flags: Any) -> Summary:
