@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 STAMP := $(VENV)/.installed-$(DEVICE)
-EXTRAS := $(DEVICE),encoders,onnx,otel,server,redis,dev
+EXTRAS := $(DEVICE),encoders,otel,server,redis,dev
 
 ifeq ($(DEVICE),cpu)
 OVERRIDES := --overrides overrides-cpu.txt

@@ -1,4 +1,4 @@
-"""Sentence encoders: one short text, a batch, many threads at once; and how far apart the backends are. Prints JSON.
+"""The sentence encoder: one short text, a batch, many threads at once. Prints JSON.
 
 python bench/encoder.py --out bench/results/encoder.json
 """
@@ -6,21 +6,17 @@ python bench/encoder.py --out bench/results/encoder.json
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from common import machine, times, write_json
 from rich.console import Console
 from rich.progress import track
 
-from semkv.encoders import text
-from semkv.encoders.text import BACKENDS, DEFAULT_MODEL, SentenceEncoder, few_threads, load_sentence_transformer
+from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder, few_threads, load_sentence_transformer
 from semkv.encoders.text import resolve_model as path_of
 
 SHORT = "What color is the car number {} near the house?"
@@ -57,32 +53,16 @@ def seconds(act: Callable[[], object]) -> float:
     return round(time.perf_counter() - start, 4)
 
 
-def distance(model: str, other: str, texts: list[str]) -> dict[str, float]:
-    """How far the vectors of two backends are apart."""
-    first, second = (SentenceEncoder(name).encode(texts) for name in (model, other))
-    pairs = np.abs(first @ first.T - second @ second.T)
-    return {
-        "least_cosine_of_a_text": round(float(np.sum(first * second, axis=1).min()), 5),
-        "mean_shift_of_a_pairs_cosine": round(float(pairs.mean()), 5),
-        "largest_shift_of_a_pairs_cosine": round(float(pairs.max()), 5),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--count", type=int, default=110)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    present = importlib.util.find_spec("onnxruntime") is not None
-    names = [options.model, *(f"{options.model}@{backend}" for backend in BACKENDS if present)]
     texts = [SHORT.format(n) for n in range(options.count)]
-    result: dict[str, Any] = {"machine": machine("torch", "sentence-transformers", "transformers", "onnxruntime")}
-    with tempfile.TemporaryDirectory() as folder:
-        text._EXPORTS = folder  # so that the first start exports
-        result["sentence_transformers_alone"] = plain(options.model, texts)
-        result["encoders"] = {name: one_encoder(name, texts) for name in names}
-        result["from_the_plain_one"] = {name: distance(options.model, name, texts) for name in names[1:]}
+    result: dict[str, Any] = {"machine": machine("torch", "sentence-transformers", "transformers")}
+    result["sentence_transformers_alone"] = plain(options.model, texts)
+    result["encoders"] = {options.model: one_encoder(options.model, texts)}
     write_json(options.out, result)
 
 

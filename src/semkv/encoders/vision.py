@@ -13,13 +13,12 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from semkv.encoders.text import few_threads, load_sentence_transformer, offline
+from semkv.encoders.text import few_threads, load_sentence_transformer
 from semkv.errors import ConfigError
 from semkv.keys import digest, weights_digest
 
@@ -127,15 +126,14 @@ class ClipEncoder:
     """
 
     def __init__(self, model: str) -> None:
+        from PIL import Image
+
         self._model = load_sentence_transformer(_KEY, model)
         self._lock = threading.Lock()
         self.fingerprint = digest("clip", _READ, weights_digest(model))[:16]
-        self.dim = len(self._run(np.zeros((32, 32, 3), dtype=np.uint8)))
+        self.dim = len(self._run(Image.new("RGB", (32, 32))))
 
-    def _run(self, pixels: Any) -> Vector:
-        from PIL import Image
-
-        image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    def _run(self, image: Image) -> Vector:
         with self._lock, few_threads(_THREADS):
             return np.asarray(self._model.encode([image], show_progress_bar=False)[0], dtype=np.float32)
 
@@ -252,11 +250,11 @@ def build_vision_encoder(name: str) -> VisionEncoder:
             return ClipEncoder(name)
         return TowerEncoder(directory)
     wanted = name or CLIP
-    for repository in _repositories(wanted):
-        local = _local_snapshot(repository)
-        if local is not None:
-            return ClipEncoder(local)
-    if not name or offline():
+    local = _local_snapshot(wanted if "/" in wanted else f"sentence-transformers/{wanted}")
+    if local is not None:
+        return ClipEncoder(local)
+    told = (os.environ.get(variable, "").upper() for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    if not name or any(value in ("1", "ON", "YES", "TRUE") for value in told):
         raise ConfigError(
             _KEY,
             name,
@@ -264,13 +262,6 @@ def build_vision_encoder(name: str) -> VisionEncoder:
             f"hf download sentence-transformers/{CLIP} fetches it)",
         )
     return ClipEncoder(name)
-
-
-def _repositories(name: str) -> Iterator[str]:
-    if "/" not in name:
-        yield f"sentence-transformers/{name}"
-    else:
-        yield name
 
 
 def _local_snapshot(repository: str) -> str | None:

@@ -17,7 +17,6 @@ from semkv.guards.meaning import (
     choice,
     form,
     groups,
-    initials,
     knows,
     modality,
     nation,
@@ -54,7 +53,7 @@ MOST_UNMATCHED = 8.0
 
 _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
     code, quote, case, form, quantity, date, negation, groups, choice, sides, opposites, question, modality, tense,
-    person, role, word_order, focus, particle, relation, initials, nation, substitution, unknown_language,
+    person, role, word_order, focus, particle, relation, nation, substitution, unknown_language,
 )  # fmt: skip
 _REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
 _PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well

@@ -47,11 +47,12 @@ class Tables:
 
     suffixes: Steps
     spellings: Pairs
+    verbs: Senses
     forms: Senses
     nations: Senses
     peoples: Words
     demonyms: Words
-    participles: Endings
+    past_endings: Endings
     gerund: Endings
     degrees: Endings
     vowels: str
@@ -106,7 +107,6 @@ class Tables:
     spoken: Words
     owns: str
     modals: Senses
-    moods: Words
     advice: Words
     tenses: Senses
     ways: Senses
@@ -219,7 +219,7 @@ class Language(Tables):
 
     def __init__(self, text: str, source: str = "language") -> None:
         super().__init__(**_tables(text, source))
-        self._irregular = {**self.forms, **self.nations}
+        self._irregular = {**self.verbs, **self.forms, **self.nations}
         self.natives = self.nations.keys() - set(self.nations.values())
         self.all_units = _prefixed(self)
         self.all_units |= {word: (name, times) for name, table in self.units.items() for word, times in table.items()}
@@ -274,6 +274,14 @@ class Language(Tables):
             first, *rest = phrase.split()
             seconds = self.starts.setdefault(first, {})
             seconds.setdefault(rest[0] if rest else "", []).append((rest, instead.split(), needs.get(phrase, "")))
+
+    def is_past(self, token: Token) -> bool:
+        """Whether a word may be a past or its participle."""
+        if token.word in self.tenses:
+            return self.tenses[token.word] == "past"
+        if token.word == token.stem or token.word.endswith(self.gerund):
+            return False
+        return token.word.endswith(self.past_endings) or (token.word in self.verbs and token.word[-1] != "s")
 
     def stems(self, words: Iterable[str]) -> frozenset[str]:
         """The stems of some words."""

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from semkv.guards.language import Language, Token
-from semkv.guards.order import agreeing, asks_for_one, participle
+from semkv.guards.order import agreeing
 from semkv.guards.pairs import MOST, Pair, Tokens
 from semkv.guards.text import END, STOPS, Text
 
@@ -22,9 +22,6 @@ _KNOWN = 0.6  # share of the words that are known where none tells it
 
 def negation(p: Pair) -> str | None:
     """Another number of denials, or one text denies with a verb what the other says."""
-    verbs = p.language.denying_verbs
-    if p.language.negations.isdisjoint(p.words) and verbs.isdisjoint(p.a.stems) and verbs.isdisjoint(p.b.stems):
-        return None
     (low_a, verbs_a), (low_b, verbs_b) = (_denials(text, only, other, p.language) for text, only, other, _ in p.views)
     if p.denied:
         return None
@@ -38,10 +35,8 @@ def negation(p: Pair) -> str | None:
 def _denials(text: Text, only: Tokens, other: Text, language: Language) -> tuple[int, int]:
     """How often a text denies, and how many verbs that only it has may deny as well; a "non-toxic" that is "nontoxic"
     in the other does not."""
-    sure = 0
-    if not language.negations.isdisjoint(text.words):
-        for x, y in itertools.pairwise((*text.tokens, END)):
-            sure += x.word in language.negations and x.word + y.word not in other.words
+    after = itertools.pairwise((*text.tokens, END))
+    sure = sum(x.word in language.negations and x.word + y.word not in other.words for x, y in after)
     return sure, sum(t.stem in language.denying_verbs for t in only)
 
 
@@ -153,21 +148,25 @@ def _contrary(x: str, y: str, language: Language) -> bool:
 
 
 def form(p: Pair) -> str | None:
-    """Another form or mood of a word that is itself asked about: its spelling, letters, sound, grammar, translation."""
-    if not _mentions(p.a, p.language) and not _mentions(p.b, p.language):
+    """The same words, one of them in another time; or any other form of a word that is itself asked about: its
+    spelling, letters, sound, grammar, translation."""
+    mentioned = _mentions(p.a, p.language) or _mentions(p.b, p.language)
+    first, second = (("", "", *[t.word for t in text.spine], "") for text in (p.a, p.b))
+    if [t.stem for t in p.a.spine] == [t.stem for t in p.b.spine]:
+        for i, (x, y) in enumerate(zip(p.a.spine, p.b.spine, strict=True)):
+            polite = x.word in p.language.modals and first[i + 3] in p.language.persons  # "can I get", "could I get"
+            helped = not p.language.helpers.isdisjoint((*first[i : i + 2], *second[i : i + 2]))  # "did he lived"
+            if p.language.is_past(x) != p.language.is_past(y) and (mentioned or not (polite or helped)):
+                return "tense"
+    if not mentioned:
         return None
     mine, other = ([t for t in x.tokens if t.word not in y.words] for x, y in ((p.a, p.b), (p.b, p.a)))
-    if min(len(mine), len(other)) > MOST:
-        return None
-    tenses, function, aside = p.language.tenses, p.language.function, p.language.aside
+    function, aside = p.language.function, p.language.aside
     for x, y in itertools.product(mine[:MOST], other[:MOST]):
-        if x.stem == y.stem and len({"", tenses.get(x.word, ""), tenses.get(y.word, "")}) > 2:
-            return "tense"
         quiet = aside if x.stem == y.stem else aside | p.language.quiet
         if x.word not in function and y.word not in function and quiet.isdisjoint((x.stem, y.stem)) and p.akin(x, y):
             return "substitution"
-    first, second = _moods(p.a, p.language), _moods(p.b, p.language)
-    return "modality" if first and second and first != second else None
+    return None
 
 
 def _mentions(text: Text, language: Language) -> bool:
@@ -178,12 +177,6 @@ def _mentions(text: Text, language: Language) -> bool:
     if asks or (says and not language.tongues.isdisjoint(text.words)):
         return True
     return counts and any(len(t.word) == 1 and t.word.isalpha() and t.word not in language.alone for t in text.tokens)
-
-
-def _moods(text: Text, language: Language) -> set[str]:
-    """The auxiliaries of what is mentioned, not of the question itself ("can you translate", "how can I say")."""
-    following = itertools.pairwise((*text.tokens[2:], END))
-    return {x.word for x, y in following if x.word in language.moods and y.word not in language.hearer}
 
 
 def question(p: Pair) -> str | None:
@@ -238,7 +231,7 @@ def _measured(asked: frozenset[str], text: Text, named: Token, language: Languag
 
 def _named(text: Text, language: Language) -> Token | None:
     """The noun that a "what" or "which" asks for."""
-    for token, after in () if language.open_questions.isdisjoint(text.words) else itertools.pairwise(text.tokens):
+    for token, after in itertools.pairwise(text.tokens):
         if token.word in language.open_questions:
             return None if after.word in language.function or after.word in language.open else after
     return None
@@ -246,14 +239,11 @@ def _named(text: Text, language: Language) -> Token | None:
 
 def modality(p: Pair) -> str | None:
     """What may, should or must be; between neighbours only where no question word asks for more than yes or no."""
-    if p.language.modals.keys().isdisjoint(p.words):
-        return None
     first, second = _modal(p.a, p.language), _modal(p.b, p.language)
     if not first or not second or first == second:
         return None
-    if p.language.modals[first] == p.language.modals[second]:  # "can birds swim", "could birds swim"
-        nouns = all(_closed(t, p.language) and t.words.isdisjoint(p.language.persons) for t in (p.a, p.b))
-        return "modality" if nouns and p.language.stem(first) == p.language.stem(second) else None
+    if p.language.modals[first] == p.language.modals[second]:
+        return None
     asked = _asked(p.a, p.language) | _asked(p.b, p.language)
     near = {first, second} <= p.language.advice and not p.language.questions.keys().isdisjoint(p.words)
     strength = list(dict.fromkeys(p.language.modals.values()))
@@ -264,8 +254,6 @@ def modality(p: Pair) -> str | None:
 
 def _modal(text: Text, language: Language) -> str:
     """The first auxiliary, but for a polite "can you"."""
-    if language.modals.keys().isdisjoint(text.words):
-        return ""
     i = next((i for i, t in enumerate(text.tokens) if t.word in language.modals and not t.name), -1)
     polite = i == 0 and len(text.tokens) > 1 and text.tokens[1].word in language.hearer
     return "" if i < 0 or polite else text.tokens[i].word
@@ -275,49 +263,21 @@ def tense(p: Pair) -> str | None:
     """What was against what will be, or against what is where nothing else differs or yes or no is asked for."""
     tenses = p.language.tenses
     first, second = ({tenses[t.word] for t in text.tokens if t.word in tenses} for text in (p.a, p.b))
-    if _another_time(p):
-        return "tense"
     if first == second:
-        return "tense" if not first and _past_alone(p) else None
+        return None
     for mine, other in ((first, second), (second, first)):
         if "future" in mine - other and other & {"past", "perfect"} and not mine & {"past", "perfect"}:
             return "tense"
-    apart = p.a.words ^ p.b.words
-    past, perfect = ({p.language.stem(w) for w in apart if tenses.get(w) == time} for time in ("past", "perfect"))
-    if past & perfect and p.language.passive.isdisjoint(apart):
-        return "tense"
     if not (_closed(p.a, p.language) and _closed(p.b, p.language)):
         return None
     times = {tenses.get(text.tokens[0].word, "") for text in (p.a, p.b)}
     return "tense" if times == {"past", "present"} else None
 
 
-def _another_time(p: Pair) -> bool:
-    """Whether an auxiliary is past in one text and present in the other, and all else is the same: "where does he
-    live", "where did he live"."""
-    if any(p.only) or p.a.words == p.b.words or len(p.a.tokens) != len(p.b.tokens):
-        return False
-    tenses = p.language.tenses
-    apart = [{tenses.get(x.word), tenses.get(y.word)} for x, y in zip(p.a.tokens, p.b.tokens, strict=True) if x != y]
-    return apart == [{"past", "present"}]
-
-
-def _past_alone(p: Pair) -> bool:
-    """Whether a verb without an auxiliary is past in one text alone: "who rules Spain", "who ruled Spain"."""
-    if any(p.only) or p.a.words == p.b.words or not asks_for_one(p.a, p.language):
-        return False
-    if not p.language.modals.keys().isdisjoint(p.words):
-        return False
-    apart = [(x, y) for x, y in zip(p.a.tokens[:_VERB], p.b.tokens, strict=False) if x.word != y.word]
-    return len(apart) == 1 and participle(apart[0][0], p.language) != participle(apart[0][1], p.language)
-
-
 def person(p: Pair) -> str | None:
     """Another person: "he" and "she", "I" and "they"; "my" and "your" where nothing else says who speaks; or "I" and
     "you" in each other's place."""
     persons, third = p.language.persons, p.language.third
-    if persons.keys().isdisjoint(p.a.words) or persons.keys().isdisjoint(p.b.words):
-        return None
     said = [[persons[t.word] for t in text.tokens if t.word in persons] for text in (p.a, p.b)]
     first, second = set(said[0]), set(said[1])
     if said[0] == said[1] or not first or not second:
@@ -376,28 +336,6 @@ def _ways(text: Text, only: Tokens, language: Language) -> dict[str, str]:
         for x, y in (itertools.pairwise((*text.spine, END)) if own else ())
         if x.word in own
     }
-
-
-def initials(p: Pair) -> str | None:
-    """Other letters before the same word: "J. R. Smith", "J. R. R. Smith"."""
-    first, second = (_initials(text, p.language) for text in (p.a, p.b))
-    return "entity" if any(second.get(word, letters) != letters for word, letters in first.items()) else None
-
-
-def _initials(text: Text, language: Language) -> dict[str, list[str]]:
-    """Words of content with the letters before them that are no words."""
-    found: dict[str, list[str]] = {}
-    letters: list[str] = []
-    for token in text.tokens:
-        word = token.word
-        letter = len(word) == 1 and word.isalpha() and word not in language.alone
-        if letter and (letters or token.name or word not in language.function):
-            letters.append(word)
-        elif letters:
-            if word[0].isalpha() and word not in language.function:
-                found.setdefault(token.stem, letters)
-            letters = []
-    return found
 
 
 def nation(p: Pair) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from semkv.guards.language import Language, Token
@@ -25,31 +25,40 @@ def word_order(p: Pair) -> str | None:
 
 
 def sides(p: Pair) -> str | None:
-    """Shared words in another order around a side or a "than": "left of the cone", where the cone moved, is
-    another place."""
-    around = p.language.around
-    if around.isdisjoint(p.a.words) or around.isdisjoint(p.b.words) or p.converse:
+    """Another word after a side or a "than", or after the "that" of a noun: "above the ring"; "birds that eat
+    owls", "birds that owls eat"."""
+    if (p.language.around | p.language.relatives).isdisjoint(p.words):
         return None
-    shared = {stem for stem, times in p.a.stems.items() if times == 1 and p.b.stems.get(stem) == 1} - p.language.quiet
-    first, second = (_around(text.tokens, shared, around) for text in (p.a, p.b))
-    return "word order" if first != second else None
+    first, second = (_after(text, p.language) for text in (p.a, p.b))
+    if first == second or first.keys() != second.keys() or p.converse:
+        return None
+    shared = p.a.stems.keys() & p.b.stems.keys()
+    return "word order" if {*first.values(), *second.values()} <= {"", *shared} else None
 
 
-def _around(tokens: Iterable[Token], shared: Collection[str], around: Collection[str]) -> list[str]:
-    """The shared words in order; sides that follow one another, as in a choice of two, are one."""
-    found = ["" if t.word in around else t.stem for t in tokens if t.word in around or t.stem in shared]
-    return [stem for stem, before in zip(found, ["-", *found], strict=False) if stem or before]
+def _after(text: Text, language: Language) -> dict[str, str]:
+    """The first word of content after each of them in its clause."""
+    found = {}
+    for i, token in enumerate(text.tokens):
+        pivot = token.word in language.around
+        if pivot or (token.word in language.relatives and i and text.tokens[i - 1].word not in language.function):
+            after = (t.stem for t in text.tokens[i + 1 : i + _HELPER] if t.word not in language.function)
+            found[token.word] = next(after, "")
+    return found
 
 
 def focus(p: Pair) -> str | None:
-    """An "only" or "even" that has moved to another word: "only I saw her", "I saw only her"."""
-    words = p.language.focusing
+    """An "only" that has moved to another word: "only I saw her", "I saw only her"; "the only", "only the"."""
+    words, articles = p.language.focusing, p.language.articles
     if words.isdisjoint(p.a.words) or words.isdisjoint(p.b.words):
         return None
     first, second = _focused(p.a, p.language), _focused(p.b, p.language)
     both = p.a.stems.keys() & p.b.stems.keys()
-    moved = (x.isdisjoint(y) and x | y <= both for x, y in zip(first, second, strict=False))
-    return "word order" if len(first) == len(second) and any(moved) else None
+    moved = any(x.isdisjoint(y) and x | y <= both for x, y in zip(first, second, strict=False))
+    one, other = (
+        sum(x.word in articles and y.word in words for x, y in itertools.pairwise(text.tokens)) for text in (p.a, p.b)
+    )
+    return "word order" if len(first) == len(second) and (moved or one != other) else None
 
 
 def _focused(text: Text, language: Language) -> list[set[str]]:
@@ -60,49 +69,22 @@ def _focused(text: Text, language: Language) -> list[set[str]]:
         after = itertools.takewhile(lambda t: t.word not in STOPS, text.spine[i + 1 : i + 1 + _REACH])
         said = [t.stem for t in after if t.word not in language.tenses and t.word not in language.modals][:3]
         own = [stem for stem in said if stem not in language.ties]
-        both = len(own) == 2 and said[0] == own[0] and said[1] != own[1]
+        both = len(own) == 2 and said[1] != own[1]
         found.append(set(own[: 1 + both]) or {t.stem for t in text.spine[max(0, i - 1) : i]})
     return found
 
 
 class _Spines:
-    """The stems of both texts without articles and signs."""
+    """The stems of both texts without articles and signs, between two empty ones."""
 
     def __init__(self, p: Pair) -> None:
         self.p, self.language = p, p.language
-        self.first, self.second = ([t.stem for t in text.spine if t.word not in STOPS] for text in (p.a, p.b))
-
-    @cached_property
-    def names(self) -> set[str]:
-        return {t.stem for text in (self.p.a, self.p.b) for t in text.tokens if t.name}
-
-    @cached_property
-    def participles(self) -> set[str]:
-        """Verbs that one text alone has in the passive."""
-        return _participles(self.p.a, self.language) ^ _participles(self.p.b, self.language)
-
-    @cached_property
-    def agents(self) -> tuple[list[int], list[int]]:
-        """How many words for the agent of a passive stand before each place."""
-        return self._counts({self.language.by})
-
-    @cached_property
-    def joints(self) -> tuple[list[int], list[int]]:
-        return self._counts(self.language.joining)
-
-    def _counts(self, among: Collection[str]) -> tuple[list[int], list[int]]:
-        first, second = (
-            list(itertools.accumulate([stem in among for stem in stems], initial=0))
-            for stems in (self.first, self.second)
+        self.first, self.second = (
+            ["", *[t.stem for t in text.spine if t.word not in STOPS], ""] for text in (p.a, p.b)
         )
-        return first, second
 
     def reversed(self) -> bool:
-        """Whether two shared words have changed places around a third that ties them together.
-
-        "A X B" against "B X A" is an exchange when the neighbours of A and B are exchanged too: "In Python, how do I
-        sort a list?" moves a phrase and keeps its neighbours. A passive on one side turns the expectation round.
-        """
+        """Whether two shared words have changed places around a third that ties them together."""
         a, b, language = self.p.a, self.p.b, self.language
         passive = _passive(a, language) != _passive(b, language)
         places = _once(self.second)
@@ -112,12 +94,7 @@ class _Spines:
         order = [j for _, j in shared]
         if not passive and order == sorted(order):
             return _fronted(a, language) != _fronted(b, language)
-        if self._asks_other_side() or self._turned_clause():
-            return True
-        return any(self._contradicts(*moved, passive) for moved in self._moved(shared, passive))
-
-    def quiet(self, stem: str) -> bool:
-        return stem in self.language.quiet and stem not in self.names
+        return self._asks_other_side() or self._exchanged(shared, passive)
 
     def _transposed(self) -> bool:
         """Whether two words have changed places, wherever they come, and nothing else: "Mary's father's boss", "Mary's
@@ -128,28 +105,31 @@ class _Spines:
         stems = {self.first[i] for i in apart}
         if len(stems) != 2 or any(self.second[i] not in stems for i in apart):
             return False
-        if apart[1] - apart[0] < 2:
-            one, other = stems
-            texts = (self.p.a, self.p.b)
-            return other in self.language.opposed.get(one, {}) or all(self._parted(text, stems) for text in texts)
-        return not self.language.joined.issuperset(self.first[apart[0] + 1 : apart[1]])
-
-    def _parted(self, text: Text, stems: set[str]) -> bool:
-        """Whether an article alone stands between two words: "is every square a rectangle"."""
-        articles = self.language.articles
-        return any(y.word in articles and {x.stem, z.stem} == stems for x, y, z in _triples(text.tokens))
+        if apart[1] - apart[0] > 1:
+            return not self.language.joined.issuperset(self.first[apart[0] + 1 : apart[1]])
+        one, other = stems
+        return other in self.language.opposed.get(one, {}) or all(
+            any(y.word in self.language.articles and {x.stem, z.stem} == stems for x, y, z in _triples(text.tokens))
+            for text in (self.p.a, self.p.b)  # "is every square a rectangle"
+        )
 
     def _asks_other_side(self) -> bool:
         """Whether one asks for the subject and the other for the object: "who killed Bill", "who did Bill kill"."""
-        p, language = self.p, self.language
-        if not all(asks_for_one(text, language) for text in (p.a, p.b)):
+        a, b, language = self.p.a, self.p.b, self.language
+        passives = [_passive(text, language) for text in (a, b)]
+        if not all(
+            asks_for_one(text, language) and (passive or not _open(text, language))
+            for text, passive in zip((a, b), passives, strict=True)
+        ):
             return False
-        passives = [_passive(text, language) for text in (p.a, p.b)]
-        if any(_open(text, language) and not passive for text, passive in zip((p.a, p.b), passives, strict=True)):
-            return False
-        first, second = ([t.stem for t in text.tokens if not self.quiet(t.stem)] for text in (p.a, p.b))
+        first, second = ([t.stem for t in text.tokens if t.stem not in language.quiet] for text in (a, b))
         turned = first != second or passives[0] != passives[1]
-        return turned and sorted(first) == sorted(second) and self._asks_object(p.a) != self._asks_object(p.b)
+        return turned and sorted(first) == sorted(second) and self._asks_object(a) != self._asks_object(b)
+
+    @cached_property
+    def participles(self) -> set[str]:
+        """Verbs that one text alone has in the passive."""
+        return _participles(self.p.a, self.language) ^ _participles(self.p.b, self.language)
 
     def _asks_object(self, text: Text) -> bool:
         """Whether a "who" is not the one who acts: "who did he call", "who was called"; not "who was it built by"."""
@@ -158,44 +138,51 @@ class _Spines:
         passive = not self.participles.isdisjoint(_participles(text, self.language))
         return (helped or passive) and self.language.by not in (words[0], words[-1])
 
-    def _turned_clause(self) -> bool:
-        """Whether a clause has its subject and its object exchanged: "birds that eat owls", "birds that owls eat"."""
-        if sorted(self.first) != sorted(self.second):
-            return False
-        first, second = self._clauses(self.p.a), self._clauses(self.p.b)
-        return any((y, x) in second and (x, y) not in second for x, y in first)
+    def _exchanged(self, shared: list[Places], passive: bool) -> bool:
+        """Whether "A X B" stands against "B X A", and the neighbours of A and B are exchanged too: "In Python, how do I
+        sort a list?" moves a phrase and keeps its neighbours. A passive on one side turns the expectation round.
+        """
+        a, b, quiet, fillers = self.first, self.second, self.language.quiet, self.language.fillers
+        ways, participles = self.language.ways, self.participles
+        stems = [a[i] for i, _ in shared]
+        ties = self._ties(stem for stem in stems if stem not in quiet or stem in self.language.ties)
+        telling = [a[i] not in quiet or (a[i] in fillers and self._goal(i, j)) for i, j in shared]
+        (agents, agents_b), (joints, joints_b) = (self._counts(w) for w in ({self.language.by}, self.language.joining))
+        told = [x for x, tells in enumerate(telling) if tells]
+        near = [(x, y) for x in told for y in range(x + 2, min(x + _REACH, len(shared))) if telling[y]]
+        for x, y in near:
+            (i, j), (k, m) = shared[x], shared[y]
+            if m > j and not passive:
+                continue
+            between = [shared[z] for z in range(x + 1, y) if stems[z] in ties]
+            if m > j:
+                tied = any(j < q < m and a[n] in participles for n, q in between)
+                found = tied and (agents[k] > agents[i]) != (agents_b[m] > agents_b[j])
+            else:
+                between = [(n, q) for n, q in between if m < q < j and a[n] not in participles]
+                if passive:  # who refuses to be treated is not who refuses to treat
+                    found = any(a[n + 1] in ways and b[q + 1] in ways for n, q in between)
+                else:  # what is one noun here may be parted by a preposition there: "May deadline", "deadline in May"
+                    compound = self.language.ties.isdisjoint([a[n] for n, _ in between]) and (
+                        (joints[k] > joints[i]) != (joints_b[j] > joints_b[m])
+                    )
+                    found = bool(between) and not compound and self._swapped((i, j), (k, m))
+            if found:
+                return True
+        return False
 
-    def _clauses(self, text: Text) -> set[tuple[str, str]]:
-        """The first content word behind each "that" or "which", with the next."""
-        found = set()
-        for i in [i for i, t in enumerate(text.tokens) if t.word in self.language.relatives]:
-            after = [t.stem for t in text.tokens[i + 1 : i + _HELPER] if t.word not in self.language.joints]
-            if len(after) > 1 and not (self.quiet(after[0]) or self.quiet(after[1])):
-                found.add((after[0], after[1]))
-        return found
-
-    def _moved(self, shared: list[Places], passive: bool) -> Iterator[tuple[Places, Places, list[Places]]]:
-        """Content words that may have changed places, or kept them in a passive, with the ties between them."""
-        stems = [self.first[i] for i, _ in shared]
-        quiet, names, fillers = self.language.quiet, self.names, self.language.fillers
-        telling = [
-            stem not in quiet or stem in names or (stem in fillers and self._goal(*places))
-            for stem, places in zip(stems, shared, strict=True)
-        ]
-        ties = self._ties([stem for stem in stems if stem not in quiet or stem in names or stem in self.language.ties])
-        kept = passive and bool(self.participles)
-        for x, one in enumerate(shared):
-            for y in range(x + 2, min(x + _REACH, len(shared))) if telling[x] else ():
-                if telling[y] and (kept or shared[y][1] < one[1]):
-                    between = [shared[k] for k in range(x + 1, y) if stems[k] in ties]
-                    if between:
-                        yield one, shared[y], between
+    def _counts(self, among: Collection[str]) -> tuple[list[int], list[int]]:
+        """How many of some words stand before each place."""
+        first, second = (
+            list(itertools.accumulate([stem in among for stem in stems], initial=0))
+            for stems in (self.first, self.second)
+        )
+        return first, second
 
     def _goal(self, i: int, j: int) -> bool:
         """Whether a filler is where something goes in one text and what goes there in the other: "into main"."""
-        ways = self.language.ways
-        here, there = _at(self.first, i - 1) in ways, _at(self.second, j - 1) in ways
-        return here != there and (_at(self.second, j + 1) if here else _at(self.first, i + 1)) in ways
+        ways, a, b = self.language.ways, self.first, self.second
+        return (b[j + 1] in ways if a[i - 1] in ways else a[i + 1] in ways) and (a[i - 1] in ways) != (b[j - 1] in ways)
 
     def _ties(self, shared: Iterable[str]) -> set[str]:
         """Words that tie a subject to an object. A gerund on one side does not: "book a room", "room booking site"."""
@@ -205,45 +192,25 @@ class _Spines:
         )
         return ties - (first ^ second)
 
-    def _contradicts(self, one: Places, other: Places, between: list[Places], passive: bool) -> bool:
-        (i, j), (k, m) = one, other
-        if m >= j:
-            tied = any(j < q < m and self.first[n] in self.participles for n, q in between)
-            first, second = self.agents
-            return passive and tied and (first[k] > first[i]) != (second[m] > second[j])
-        ties = [(n, q) for n, q in between if m < q < j and self.first[n] not in self.participles]
-        if passive:  # who refuses to be treated is not who refuses to treat
-            ways = self.language.ways
-            return any(_at(self.first, n + 1) in ways and _at(self.second, q + 1) in ways for n, q in ties)
-        return bool(ties) and self._swapped(one, other) and not self._compound(one, other, [n for n, _ in ties])
-
     def _swapped(self, one: Places, other: Places) -> bool:
         """Whether at least two of the four neighbours have changed places with the words."""
-        (i, j), (k, m) = one, other
+        (i, j), (k, m), a, b = one, other, self.first, self.second
         low, high = self._block(i, j)
         left, right = self._block(k, m)
-        a, b = self.first, self.second
         exchanged = (
-            (_at(a, i - low - 1) == _at(b, m - left - 1))
-            + (_at(a, k - left - 1) == _at(b, j - low - 1))
-            + (_at(a, i + high + 1) == _at(b, m + right + 1))
-            + (_at(a, k + right + 1) == _at(b, j + high + 1))
+            (a[i - low - 1] == b[m - left - 1])
+            + (a[k - left - 1] == b[j - low - 1])
+            + (a[i + high + 1] == b[m + right + 1])
+            + (a[k + right + 1] == b[j + high + 1])
         )
         return exchanged >= 2
 
     def _block(self, i: int, j: int) -> tuple[int, int]:
         """How far the two texts agree to the left and to the right of a shared word."""
         a, b = self.first, self.second
-        low = agreeing(a[max(0, i - _REACH) : i][::-1], b[max(0, j - _REACH) : j][::-1])
-        return low, agreeing(a[i + 1 : i + _REACH], b[j + 1 : j + _REACH])
-
-    def _compound(self, one: Places, other: Places, ties: Iterable[int]) -> bool:
-        """Whether what is one noun here is parted by a preposition there: "tax deadline in May", "May tax deadline"."""
-        (i, j), (k, m) = one, other
-        first, second = self.joints
-        return self.language.ties.isdisjoint([self.first[n] for n in ties]) and (first[k] > first[i]) != (
-            second[j] > second[m]
-        )
+        low = agreeing(a[max(1, i - _REACH) : i][::-1], b[max(1, j - _REACH) : j][::-1])
+        ends = min(i + _REACH, len(a) - 1), min(j + _REACH, len(b) - 1)
+        return low, agreeing(a[i + 1 : ends[0]], b[j + 1 : ends[1]])
 
 
 def agreeing(first: Sequence[str], second: Sequence[str]) -> int:
@@ -252,18 +219,9 @@ def agreeing(first: Sequence[str], second: Sequence[str]) -> int:
     return next((n for n in range(short) if first[n] != second[n]), short)
 
 
-def participle(token: Token, language: Language) -> bool:
-    """Whether a word may be the participle of a passive."""
-    return token.word != token.stem and token.word.endswith(language.participles)
-
-
 def asks_for_one(text: Text, language: Language) -> bool:
     """Whether a text starts with "who", "what" or "which"."""
     return bool(text.tokens) and language.questions.get(text.tokens[0].word) in ("", "person")
-
-
-def _at(stems: list[str], i: int) -> str:
-    return stems[i] if 0 <= i < len(stems) else ""
 
 
 def _triples(tokens: Tokens) -> Iterable[tuple[Token, Token, Token]]:
@@ -290,10 +248,7 @@ def _passive(text: Text, language: Language) -> bool:
     if language.by not in text.words or language.passive.isdisjoint(text.words):
         return False
     start = next(i for i, t in enumerate(text.tokens) if t.word in language.passive)
-    return any(
-        x.word == language.by and not y.word.endswith(language.gerund)
-        for x, y in itertools.pairwise(text.tokens[start:])
-    )
+    return any(t.word == language.by for t in text.tokens[start:])
 
 
 def _participles(text: Text, language: Language) -> set[str]:
@@ -305,9 +260,7 @@ def _participles(text: Text, language: Language) -> set[str]:
             left = _REACH
         elif token.stem in language.ties or token.word in STOPS:
             left = 0
-        elif (
-            left and token.word not in language.function and (after.word == language.by or participle(token, language))
-        ):
+        elif left and token.word not in language.function and (after.word == language.by or language.is_past(token)):
             found.add(token.stem)
         left = max(0, left - 1)
     return found
@@ -367,7 +320,7 @@ def _acts(text: Text, one: Mapping[str, bool], language: Language) -> _Acts:
             k = next((k for k in range(start, min(start + _VERB, len(spine))) if _verb(spine[k], language)), None)
             if k is None or any(t.word in STOPS or t.word in language.parting for t in spine[start:k]):
                 continue
-            if spine[k - 1].word in language.passive and participle(spine[k], language):
+            if spine[k - 1].word in language.passive and language.is_past(spine[k]):
                 suffers.add(spine[k].stem)
             else:
                 acts.setdefault(spine[k].stem, spine[k + 1].stem if k + 1 < len(spine) else "")
@@ -390,24 +343,11 @@ def _subject(tokens: Tokens, language: Language) -> str:
 
 
 def _owns_another(p: Pair) -> bool:
-    """Whether an owner has one thing in one text and another in the other, and both texts speak of both."""
-    if p.language.owns not in p.a.words or p.language.owns not in p.b.words:
-        return False
-    first, second = _owners(p.a, p.language), _owners(p.b, p.language)
-    both = p.a.stems.keys() & p.b.stems.keys()
-    return any(
-        things & both and second[owner] & both and things.isdisjoint(second[owner])
-        for owner, things in first.items()
-        if owner in second
+    """Whether an owner has another of two things that both texts speak of."""
+    owns, language = p.language.owns, p.language
+    first, second = (
+        {x.stem: z.stem for x, y, z in _triples(text.tokens) if y.word == owns and _verb(x, language)}
+        for text in (p.a, p.b)
     )
-
-
-def _owners(text: Text, language: Language) -> dict[str, set[str]]:
-    """Owners with the words for what they own: "Ann's old dog"."""
-    tokens = text.tokens
-    found: dict[str, set[str]] = {}
-    for i, token in enumerate(tokens):
-        if token.word == language.owns and i and _verb(tokens[i - 1], language):
-            things = itertools.takewhile(lambda t: _verb(t, language), tokens[i + 1 : i + 1 + _VERB])
-            found.setdefault(tokens[i - 1].stem, set()).update(t.stem for t in things)
-    return found
+    both = p.a.stems.keys() & p.b.stems.keys()
+    return any(thing != second.get(owner, thing) and {thing, second[owner]} <= both for owner, thing in first.items())

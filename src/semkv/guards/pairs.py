@@ -154,7 +154,7 @@ class Pair:
         for t in own:
             letter, tied = t.word[0], t.stem in related
             near = [y for y in others if y.word[0] == letter or (t.name and y.name) or (tied and y.stem in related)]
-            if t not in short and not any(self.akin(t, y) for y in near):
+            if t not in short and (len(t.word) == 1 or not any(self.akin(t, y) for y in near)):
                 left.append(t)
         return left
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from semkv.guards.language import Language, Token, Unit
 
@@ -29,201 +29,169 @@ class Quantity(NamedTuple):
     """Empty for a plain number."""
     value: float | str
     """In the dimension's base unit."""
-    loose: bool
+    loose: bool = False
     """A "one" or a "first" that another wording may leave out."""
 
 
 class Quantities(NamedTuple):
     """What a text measures."""
 
-    found: tuple[Quantity, ...]
-    bare: frozenset[str]
+    found: tuple[Quantity, ...] = ()
+    bare: frozenset[str] = frozenset()
     """Units without a number, as dimension and factor."""
-    words: frozenset[str]
+    words: frozenset[str] = frozenset()
     """The words that are part of these."""
-    counted: frozenset[str]
-    """Stems of what a plain number counts: "three rivers"."""
-    after: tuple[tuple[Quantity, Token], ...]
-    """Quantities with the word after each number, a unit or what is counted."""
-    ranked: frozenset[str]
+    after: tuple[tuple[Quantity, Token], ...] = ()
+    """Quantities with the word after each number, a unit or what is counted ("three rivers")."""
+    ranked: frozenset[str] = frozenset()
     """Stems of what an ordinal ranks: "the third river"."""
-    bounds: frozenset[str]
+    bounds: frozenset[str] = frozenset()
     """The sides of a quantity on which something lies, "inside" or "outside": "within 24 hours before"."""
 
+    @property
+    def counted(self) -> set[str]:
+        """Stems of what a plain number counts."""
+        return {token.stem for quantity, token in self.after if not quantity.dimension}
 
-_NO_WORDS: frozenset[str] = frozenset()
-NOTHING = Quantities((), _NO_WORDS, _NO_WORDS, _NO_WORDS, (), _NO_WORDS, _NO_WORDS)
+
+NOTHING = Quantities()
 
 
 def measure(tokens: Sequence[Token], language: Language) -> Quantities:
     """Every quantity of a text, in order."""
-    starts = [i for i, t in enumerate(tokens) if t.word in language.measures or t.word[0].isdigit() or "/" in t.word]
-    if not starts:
-        return NOTHING
+    reader = _Reader(tokens, language)
     found: list[Quantity] = []
     after: list[tuple[Quantity, Token]] = []
     bare: set[str] = set()
-    used: set[int] = set()
-    counted: set[str] = set()
+    used: set[str] = set()
     ranked: set[str] = set()
     end = 0
-    for i in starts:
+    for i, token in enumerate(tokens):
+        word = token.word
         if i < end:
             continue
-        word = tokens[i].word
         if word[0].isdigit() or word in language.numbers or word in language.multipliers:
-            end, number = _number(tokens, i, language)
-            end, quantity = _united(tokens, i, end, number, language)
+            end, quantity = reader.quantity(i)
             found.append(quantity)
+            used.update(reader.words[i - (reader.words[i - 1] in _CURRENCY) : end])
             last = end if end < len(tokens) and not quantity.dimension else end - 1
-            dated = tokens[last].word in language.senses
-            ordinal = tokens[end - 1].word in language.ordinals
-            if last > i and not dated and tokens[last - 1].word not in language.ordinals:
-                after.append((quantity, tokens[last]))
-            if last == end and not dated:
-                (ranked if ordinal else counted).add(tokens[end].stem)
-            used.update(range(i - (i > 0 and tokens[i - 1].word in _CURRENCY), end))
-        elif word in language.roman and tokens[i].name and i:
-            found.append(Quantity(language.roman[word], "", language.roman[word], False))
-            used.add(i)
-        elif len(word) > 1 and word not in language.roman:
-            end, unit = _unit(tokens, i, language)
+            if last > i and tokens[last].word not in language.senses:
+                if tokens[last - 1].word not in language.ordinals:
+                    after.append((quantity, tokens[last]))
+                elif last == end:
+                    ranked.add(tokens[end].stem)
+        elif word in language.roman:
+            if token.name and i:
+                found.append(Quantity(language.roman[word], "", language.roman[word]))
+                used.add(word)
+        elif len(word) > 1 and (word in language.all_units or "/" in word):
+            end, unit = reader.unit(i)
             bare |= {f"{unit[0]} {unit[1]:g}"} if unit else set()
-    words = frozenset([tokens[k].word for k in used])
-    bounds = _bounds(tokens, language)
-    return Quantities(tuple(found), frozenset(bare), words, frozenset(counted), tuple(after), frozenset(ranked), bounds)
+    return Quantities(tuple(found), frozenset(bare), frozenset(used), tuple(after), frozenset(ranked), reader.bounds())
 
 
-def _bounds(tokens: Sequence[Token], language: Language) -> frozenset[str]:
-    """On which sides of its quantities that is of which a text speaks."""
-    found = set()
-    for i in [i for i, token in enumerate(tokens) if token.word in language.bounds]:
-        after = [t.word for t in tokens[i + 1 : i + _NEAR]]
-        if any(w[0].isdigit() or w in language.numbers or w in language.all_units for w in after[:2]):
-            back = not language.before.isdisjoint(after[1:])
-            found.add((language.bounds_before if back else language.bounds)[tokens[i].word])
-    return frozenset(found)
+class _Reader:
+    """Reads the numbers and units of a text."""
 
+    def __init__(self, tokens: Sequence[Token], language: Language) -> None:
+        self.tokens, self.language = tokens, language
+        self.words = [*(t.word for t in tokens), "", "", "", ""]
 
-def _number(tokens: Sequence[Token], i: int, language: Language) -> tuple[int, Quantity]:
-    """The number that starts at ``i``, and where it ends: figures or words, with multipliers after it."""
-    word = tokens[i].word
-    clock = _past(tokens, i, language)
-    if clock:
-        return i + 3, Quantity(clock, "", clock, False)
-    if word[0].isdigit():
-        value = _figures(word)
-        end, loose = i + 1, False
-        if isinstance(value, str) or (i and tokens[i - 1].name and tokens[i - 1].word.isalpha() and "." in word):
-            return end, Quantity(word, "", word, False)
-    else:
-        value, end, loose = language.numbers.get(word, 1.0), i + (word in language.numbers), word in ("one", "first")
-    total = 0.0
-    while end < len(tokens):
-        after = tokens[end].word
-        if after in language.multipliers:
-            factor = language.multipliers[after]
-            value, loose = value * factor, False
-            if factor >= 1000:
-                total, value = total + value, 0.0
-        elif word[0].isdigit() or not _adds(value, after, tokens, end, language):
-            break
+    def bounds(self) -> frozenset[str]:
+        """On which sides of its quantities that is of which the text speaks."""
+        found, language = set(), self.language
+        for i in [i for i, word in enumerate(self.words) if word in language.bounds]:
+            after = self.words[i + 1 : i + _NEAR]
+            if any(w[:1].isdigit() or w in language.numbers or w in language.all_units for w in after[:2]):
+                back = not language.before.isdisjoint(after[1:])
+                found.add((language.bounds_before if back else language.bounds)[self.words[i]])
+        return frozenset(found)
+
+    def quantity(self, i: int) -> tuple[int, Quantity]:
+        """The quantity that starts at ``i``, and where it ends."""
+        clock = self._past(i)
+        end, raw, loose = (i + 3, clock, False) if clock else self._number(i)
+        language, after = self.language, self.words[end]
+        if isinstance(raw, str) and _CLOCK.fullmatch(raw):
+            hours, minutes = (int(part) for part in raw.split(":")[:2])
+            if after in language.clock:
+                raw = hours + minutes / 60
+            elif hours > 12:
+                return end, Quantity(hours + minutes / 60, "clock", hours * 60.0 + minutes)
+        if isinstance(raw, str):
+            return end, Quantity(raw, "", raw)
+        if after in language.clock and raw <= 24:
+            return end + 1, Quantity(raw, "clock", round((raw % 12 + language.clock[after]) * 60) % _DAY)
+        if after in ("st", "nd", "rd", "th"):
+            return end + 1, Quantity(raw, "", raw)
+        if after == "s" and (raw >= 100 or raw in range(10, 100, 10)):
+            return end + 1, Quantity(raw, "span", raw)
+        unit = language.all_units.get(self.words[i - 1]) if self.words[i - 1] in _CURRENCY else None
+        if unit is None and after in ("a", "an", "of") and raw < 1 and self.words[end + 1] in language.all_units:
+            end, unit = end + 2, language.all_units[self.words[end + 1]]
+        elif unit is None:
+            end, unit = self.unit(end)
+        if unit is None:
+            return end, Quantity(raw, "", raw, loose)
+        return end, Quantity(raw, unit[0], _rounded(raw * unit[1]), loose or raw == 1)
+
+    def _past(self, i: int) -> str:
+        """The time of day that starts at ``i`` with a part of an hour: "quarter past six"; "" where none does."""
+        numbers, (word, after, beyond) = self.language.numbers, self.words[i : i + 3]
+        part, hour = numbers.get(word, 1.0), numbers.get(beyond, float(beyond) if beyond.isdecimal() else 0.0)
+        if not 0 < part < 1 or after not in self.language.past or hour not in _HOURS:
+            return ""
+        hours, minutes = divmod(60 * (hour + self.language.past[after] * part), 60)
+        return f"{hours or 12:g}:{minutes:02g}"
+
+    def _number(self, i: int) -> tuple[int, float | str, bool]:
+        """Where the number that starts at ``i`` ends, its value, and whether another wording may leave it out: figures
+        or words, with multipliers after it."""
+        language, word, end = self.language, self.words[i], i + 1
+        if word[0].isdigit():
+            figures = _figures(word)
+            version = i and self.tokens[i - 1].name and self.words[i - 1].isalpha() and "." in word
+            if isinstance(figures, str) or version:
+                return end, word, False
+            value = figures
         else:
-            end += after == "and"
-            value, loose = value + language.numbers[tokens[end].word], False
-        end += 1
-    total += value
-    return end, Quantity(total, "", total, loose)
+            value, end = language.numbers.get(word, 1.0), i + (word in language.numbers)
+        total, loose = 0.0, word in ("one", "first")
+        while after := self.words[end]:
+            if after in language.multipliers:
+                factor = language.multipliers[after]
+                value *= factor
+                if factor >= 1000:
+                    total, value = total + value, 0.0
+            else:
+                joined = after == "and" and value >= 100
+                step = language.numbers.get(self.words[end + 1] if joined else after, 0.0)
+                room = 100 if value and value % 100 == 0 else 10 if value >= 20 and value % 10 == 0 else 0
+                if word[0].isdigit() or not 1 <= step < room:
+                    break
+                value, end = value + step, end + joined
+            end, loose = end + 1, False
+        return end, total + value, loose
 
-
-def _past(tokens: Sequence[Token], i: int, language: Language) -> str:
-    """The time of day that starts at ``i`` with a part of an hour: "quarter past six"; "" where none does."""
-    part, after = language.numbers.get(tokens[i].word, 1.0), _word(tokens, i + 1)
-    if not 0 < part < 1 or after not in language.past:
-        return ""
-    beyond = _word(tokens, i + 2)
-    hour = language.numbers.get(beyond, float(beyond) if beyond.isdecimal() and len(beyond) < 3 else 0.0)
-    if hour not in _HOURS:
-        return ""
-    hours, minutes = divmod(60 * (hour + language.past[after] * part), 60)
-    return f"{hours or 12:g}:{minutes:02g}"
-
-
-def _word(tokens: Sequence[Token], i: int) -> str:
-    """The word at ``i``, "" after the last."""
-    return tokens[i].word if i < len(tokens) else ""
-
-
-def _adds(value: float, after: str, tokens: Sequence[Token], end: int, language: Language) -> bool:
-    """Whether the next number word goes on with this number: "twenty one", "a hundred and five", "two thirds"."""
-    if after == "and":
-        after = tokens[end + 1].word if end + 1 < len(tokens) and value >= 100 else ""
-    step = language.numbers.get(after, 0.0)
-    return 1 <= step < 100 and value >= 20 and value % 10 == 0 and (step < 10 or value % 100 == 0)
+    def unit(self, i: int) -> tuple[int, Unit | None]:
+        """The unit at ``i`` and where it ends: "km", "km/h", "metres per second", "degrees C"."""
+        language, (word, after, beyond) = self.language, self.words[i : i + 3]
+        if word in _DEGREES and _SCALES.get(after, after) in _SCALES.values():
+            return i + 2, language.all_units.get(_SCALES.get(after, after))
+        unit = language.unit(word)
+        if unit is None:
+            return i, None
+        compound = language.unit(f"{word}/{beyond}") if after == language.per and beyond in language.all_units else None
+        return (i + 3, compound) if compound and compound[0] in language.compounds else (i + 1, unit)
 
 
 def _figures(word: str) -> float | str:
-    if len(word) > _LONGEST:
+    if len(word) > _LONGEST or _CLOCK.fullmatch(word):
         return word
-    if _CLOCK.fullmatch(word):
-        return word
-    if _THOUSANDS.fullmatch(word):
-        return float(word.replace(",", ""))
     try:
-        return float(word.replace(",", "."))
+        return float(word.replace(",", "" if _THOUSANDS.fullmatch(word) else "."))
     except ValueError:
         return word
-
-
-def _united(tokens: Sequence[Token], i: int, end: int, number: Quantity, language: Language) -> tuple[int, Quantity]:
-    """The number with the unit around it, and where both end."""
-    after = _word(tokens, end)
-    raw = number.raw
-    if isinstance(raw, str) and _CLOCK.fullmatch(raw):
-        hours, minutes = (int(part) for part in raw.split(":")[:2])
-        raw = hours + minutes / 60
-        if hours > 12 and after not in language.clock:
-            return end, Quantity(raw, "clock", hours * 60.0 + minutes, False)
-    if isinstance(raw, str):
-        return end, number
-    if after in language.clock and raw <= 24:
-        hour = raw % 12 + language.clock[after]
-        return end + 1, Quantity(raw, "clock", round(hour * 60) % _DAY, False)
-    if after in ("st", "nd", "rd", "th"):
-        return end + 1, Quantity(raw, "", raw, False)
-    if after == "s" and (raw >= 100 or raw in range(10, 100, 10)):
-        return end + 1, Quantity(raw, "span", raw, False)
-    if i and tokens[i - 1].word in _CURRENCY:
-        unit: Unit | None = language.all_units.get(tokens[i - 1].word)
-    elif (
-        after in ("a", "an", "of") and raw < 1 and end + 1 < len(tokens) and tokens[end + 1].word in language.all_units
-    ):
-        end, unit = end + 2, language.all_units[tokens[end + 1].word]
-    else:
-        end, unit = _unit(tokens, end, language)
-    if unit is None:
-        return end, number
-    dimension, factor = unit
-    return end, Quantity(raw, dimension, _rounded(raw * factor), number.loose or raw == 1)
-
-
-def _unit(tokens: Sequence[Token], i: int, language: Language) -> tuple[int, Unit | None]:
-    """The unit at ``i`` and where it ends: "km", "km/h", "metres per second", "degrees C"."""
-    word = _word(tokens, i)
-    if word in _DEGREES:
-        after = _word(tokens, i + 1)
-        scale = _SCALES.get(after, after)
-        if scale in _SCALES.values() and scale in language.all_units:
-            return i + 2, language.all_units[scale]
-    unit = language.unit(word)
-    if unit is None:
-        return i, None
-    beyond = _word(tokens, i + 2)
-    if beyond in language.all_units and tokens[i + 1].word == language.per:
-        compound = language.unit(f"{word}/{beyond}")
-        if compound is not None and compound[0] in language.compounds:
-            return i + 3, compound
-    return i + 1, unit
 
 
 def _rounded(value: float) -> float:
@@ -235,11 +203,9 @@ def differ(a: Quantities, b: Quantities, language: Language, *, converse: bool =
     """``number`` or ``unit`` where two texts measure different things; ``converse``: they do so from the other side."""
     if a == b:
         return None
-    first = Counter((q.dimension, q.value) for q in a.found)
-    second = Counter((q.dimension, q.value) for q in b.found)
+    first, second = (Counter(map(_measure, x.found)) for x in (a, b))
     if first != second:
-        left = _without(a.found, second)
-        right = _without(b.found, first)
+        left, right = _without(a.found, Counter(second), _measure), _without(b.found, first, _measure)
         left, right = _unmet(left, right, language), _unmet(right, left, language)
         measured = all(q.dimension != "clock" for q in (*left, *right))
         if left and measured and Counter(q.raw for q in left) == Counter(q.raw for q in right):
@@ -253,13 +219,16 @@ def differ(a: Quantities, b: Quantities, language: Language, *, converse: bool =
     return "unit" if a.bare - b.bare and b.bare - a.bare else None
 
 
-def _without(found: Sequence[Quantity], other: Counter[tuple[str, float | str]]) -> list[Quantity]:
-    left = Counter(other)
+def _measure(q: Quantity) -> tuple[str, float | str]:
+    return q.dimension, q.value
+
+
+def _without(found: Sequence[Quantity], other: Counter[Any], key: Callable[[Quantity], Any]) -> list[Quantity]:
+    """The quantities beyond those of the other text."""
     rest = []
     for q in found:
-        key = (q.dimension, q.value)
-        if left[key] > 0:
-            left[key] -= 1
+        if other[key(q)] > 0:
+            other[key(q)] -= 1
         else:
             rest.append(q)
     return rest
@@ -268,21 +237,15 @@ def _without(found: Sequence[Quantity], other: Counter[tuple[str, float | str]])
 def _unmet(found: Sequence[Quantity], other: Sequence[Quantity], language: Language) -> list[Quantity]:
     """What is left once a number with a unit has met the same number without one in the other text, or with a unit that
     may be the same."""
-    left = Counter((q.raw, not q.dimension) for q in other)
+    bare = Counter((q.raw, not q.dimension) for q in other)
     readings = {reading for q in other for reading in _readings(q, language)}
-    rest = []
-    for q in found:
-        key = (q.raw, bool(q.dimension))
-        if left[key] > 0:
-            left[key] -= 1
-        elif readings.isdisjoint(_readings(q, language)):
-            rest.append(q)
-    return rest
+    left = _without(found, bare, lambda q: (q.raw, bool(q.dimension)))
+    return [q for q in left if readings.isdisjoint(_readings(q, language))]
 
 
 def _readings(q: Quantity, language: Language) -> set[tuple[str, float | str]]:
     """What a quantity may be: itself, or one of several where its unit is ambiguous."""
-    found = {(q.dimension, q.value)}
+    found = {_measure(q)}
     if not isinstance(q.raw, str):
         units = [language.all_units[word] for word, name in language.ambiguous.items() if name == q.dimension]
         found |= {(dimension, _rounded(q.raw * factor)) for dimension, factor in units}

@@ -107,7 +107,7 @@ def read(text: str, language: Language) -> Text:
         tokens += chunk.tokens
     if capitals:
         _tell_letters(tokens, capitals, language)
-    final = _phrased(tokens, capitals, language)
+    final = _phrased(tokens, language)
     words = frozenset([t.word for t in final])
     articles = language.articles
     every = [t.stem for t in final]
@@ -158,7 +158,7 @@ class Chunk:
         """The chunk, unless it is a plain word: all that has signs or several capitals."""
         word = chunk[:-1] if chunk[-1] in ",.?!" else chunk
         if word.isalpha() and (len(word) == 1 or word[1:].islower()):
-            self._plain(word, initial=chunk[1:] == "." and word.isupper() and not typed)
+            self._plain(word, initial=chunk[1:] == ".")
             if chunk[-1] in STOPS:
                 self._add(chunk[-1])
             self.ends = chunk[-1] in ".?!"
@@ -174,13 +174,22 @@ class Chunk:
             self.capitals.append(len(self.tokens))
         self.tokens.append(found)
 
+    def _add_initial(self, letter: str) -> None:
+        """A letter before a name: the "A." of "A. Weber" is no article, and the "m." of "20 m." no initial."""
+        word, language = letter.casefold(), self._language
+        apart = word in language.function and (letter.isupper() or word not in language.all_units)
+        self._add(f"{word}_" if apart else word, True)
+
     def _plain(self, chunk: str, *, initial: bool) -> None:
         word = chunk.casefold()
         if word != chunk and self._start:
             self.starts = frozenset((word,))
         elif word != chunk:
             self.cased = frozenset((chunk,))
-        self._add(word, initial or (bool(self.cased) and not self._titled))
+        if initial:
+            self._add_initial(chunk)
+        else:
+            self._add(word, bool(self.cased) and not self._titled)
 
     def _mixed(self, chunk: str) -> None:
         core = chunk.strip(_EDGE)
@@ -224,6 +233,8 @@ class Chunk:
                 after = parts[i + 1] if i + 1 < len(parts) else ""
                 if len(part) == 1 and self._is_affix(part.casefold(), parts[:i], after):
                     self._add(f"{part.casefold()}_", True)
+                elif len(part) == 1 and part.isupper() and after == ".":
+                    self._add_initial(part)
                 else:
                     self._part(part, after, first=self._start and i == 0)
 
@@ -267,8 +278,6 @@ def is_code(core: str) -> bool:
         return bool(_CAMEL.fullmatch(core))
     if core[0] in _SIGNS or not any(map(str.isalnum, core)):
         return False
-    if core[0].isdigit() and not core[-1].isalpha() and core.count(".") < 2:
-        return False
     inner = core if "(" in core.lstrip("(") else core.strip(_BRACKETS)
     inner = inner.lstrip("([{<").strip(_EDGE)
     if not inner or inner.isalpha():
@@ -295,7 +304,7 @@ def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Langua
                 tokens[i] = token_of(f"{word}_", True, language)
 
 
-def _phrased(tokens: list[Token], capitals: Iterable[int], language: Language) -> tuple[Token, ...]:
+def _phrased(tokens: list[Token], language: Language) -> tuple[Token, ...]:
     """Tokens with every phrase of the language replaced by what is read in its place."""
     found: list[Token] = []
     done = 0
@@ -308,7 +317,7 @@ def _phrased(tokens: list[Token], capitals: Iterable[int], language: Language) -
             if [t.word for t in tokens[i + 1 : i + 1 + len(rest)]] == rest and (
                 not needed or any(t.word == needed for t in tokens)
             ):
-                name = tokens[i].name or i in capitals
+                name = tokens[i].name
                 found += tokens[done:i]
                 found += [token_of(part, name, language) for part in instead]
                 done = i + 1 + len(rest)

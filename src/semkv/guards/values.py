@@ -13,8 +13,8 @@ from semkv.guards.text import STOPS, Text
 
 _WILD = frozenset("%*_^~|\\")  # signs of patterns
 _SIGNS = re.compile(r"[\W_]+")
-_ZERO = re.compile(r"[A-Za-z]+-?0\d")
 _NUMBERED = re.compile(r"[A-Za-z][\w.-]*\d|[a-z][\w.-]*/")
+_HUMPED = re.compile(r"[A-Za-z][\w.-]*[A-Z]")
 _SYMBOL = 2  # letters of a chemical symbol
 _PROSE = frozenset(("-", "--", "---", "/", "&", "%", "~"))  # operators that may be marks of prose
 
@@ -36,16 +36,21 @@ def code(p: Pair) -> str | None:
 def _respelled(p: Pair) -> bool:
     """Whether an identifier has other signs or letters of another case: "web01", "web-01"; "feature/login"."""
     named = not p.language.naming.isdisjoint(p.words)
-    found = list(filter((_NUMBERED if named else _ZERO).match, p.a.spelled ^ p.b.spelled))
-    if not found:
+    found = [word for word in p.a.spelled ^ p.b.spelled if _NUMBERED.match(word) or _HUMPED.match(word)]
+    if not named or not found:
         return False
-    exact = named and p.a.cased is not None and p.b.cased is not None
+    exact = p.a.cased is not None and p.b.cased is not None
     bare: tuple[dict[str, set[str]], ...] = ({}, {})
     for spellings, text in zip(bare, (p.b, p.a), strict=True):
         for word in text.spelled:
             spellings.setdefault(_bare(word), set()).add(word.casefold())
     theirs = ((word, bare[word in p.b.spelled].get(_bare(word))) for word in found)
-    return any(others is not None and (exact or word.casefold() not in others) for word, others in theirs)
+    return any(
+        others is not None
+        and ((exact and not _HUMPED.match(word)) or word.casefold() not in others)
+        and p.language.stem(_bare(word)) not in p.language.known  # "Wi-Fi", "wifi"
+        for word, others in theirs
+    )
 
 
 def _bare(word: str) -> str:
@@ -114,9 +119,10 @@ def _another_start(p: Pair) -> bool:
 
 
 def _named(text: Text, p: Pair) -> set[str]:
-    """The words that are identifiers by the word before them: "the branch Prod"."""
-    naming = p.language.naming
-    return {y.word for x, y in itertools.pairwise(text.tokens) if x.word in naming} if naming & text.words else set()
+    """The words that are identifiers by a word before them: "the branch Prod", "deploy to Prod"."""
+    naming, joints = p.language.naming, p.language.ways.keys() - p.language.joints
+    spine = [t.word for t in text.spine if t.word not in joints] if naming & text.words else []
+    return {y for x, y in itertools.pairwise(spine) if x in naming}
 
 
 def _small_acronyms(mine: Text, other: Text, p: Pair) -> bool:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from semkv import __version__
 from semkv.errors import ConfigError
-from semkv_lab.metrics import Estimate, Summary, TierRow, Times, Tokens
+from semkv_lab.metrics import Estimate, Gqa, Summary, TierRow, Times, Tokens
 from semkv_lab.records import Cold, SampleRecord
 
 if TYPE_CHECKING:
@@ -204,6 +204,7 @@ def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
         ("accuracy on misses", percent(summary.accuracy_on_misses)),
         ("wrong hits a request", percent(summary.wrong_hit_share) if summary.wrong_hit_share.n else _UNJUDGED),
         *_optional("consistency (entailed)", summary.consistency),
+        *_gqa_rows(summary.gqa),
         *_optional("P-CHR AUC", summary.chr_area.area, f" up to a hit rate of {summary.chr_area.reached:.1%}"),
         *_cold_rows(summary),
         *_optional("answer equals the donor's", summary.donor_agreement, " of full hits"),
@@ -215,6 +216,18 @@ def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
         rows.append(("left out, no image file", f"{len(summary.skipped)}: {shown}"))
     rows.append(("on disk", f"{size(summary.bytes_on_disk)} in {settings.cache.cache_dir}"))
     return rows + [(name, str(count)) for name, count in summary.faults.items()]
+
+
+def _gqa_rows(found: Gqa | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    rows = [*_optional("validity", found.validity), *_optional("plausibility", found.plausibility)]
+    if found.distribution is not None:
+        rows.append(("distribution (chi-square)", f"{found.distribution:.2f}"))
+    for name in ("binary", "open"):
+        if name in found.by_type:
+            rows += _optional(f"accuracy, {name}", found.by_type[name])
+    return rows
 
 
 def _token_rows(t: Tokens) -> list[tuple[str, str]]:

@@ -72,6 +72,7 @@ def _own(name: str, options: DatasetOptions) -> list[Sample]:
 ROOT_VARIABLE = "GQA_ROOT"
 _REPO = "lmms-lab/GQA"  # on the hub
 _KIND = "_instructions"
+TYPES = ("structural", "semantic", "detailed")
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 _SAFE_NAME = re.compile(r"[\w.-]{1,128}")
 
@@ -82,9 +83,9 @@ def load_gqa(options: DatasetOptions) -> list[Sample]:
     Where it is looked for, in this order: ``--dataset-root``, the environment variable ``GQA_ROOT``, the hub. A folder
     may hold
 
-    - ``val_balanced_questions.json`` (or ``questions/...``; ``train_all_questions/`` is a folder of parts) and images
-      as ``<imageId>.jpg`` in ``images/`` or under one of the image roots (``GQA_IMAGE_ROOT`` ...): the official
-      download;
+    - ``val_balanced_questions.json`` (or ``questions/...``; ``train_all_questions/`` is a folder of parts), images as
+      ``<imageId>.jpg`` in ``images/`` or under one of the image roots (``GQA_IMAGE_ROOT`` ...), and, for validity and
+      plausibility, ``val_choices.json`` (or ``eval/...``): the official download;
     - ``val_balanced_instructions/val-*.parquet`` and ``val_balanced_images/val-*.parquet``: a copy of ``lmms-lab/GQA``.
 
     Without a folder, ``datasets`` reads ``lmms-lab/GQA`` from the hub or from its local cache.
@@ -122,10 +123,11 @@ def load_official(root: Path, options: DatasetOptions, config: str) -> list[Samp
     if files is None:
         raise DatasetError(f"{root}: neither {name} (also in questions/) nor {config}/*.parquet was found there")
     rows = [(str(key), row, file) for file in files for key, row in _objects(file).items()]
+    choices = next((_objects(path) for path in _choices(places[0].parent, config) if path.is_file()), {})
     roots = [root / "images", root / "allImages" / "images", root]
     roots += [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
     return [
-        to_sample(key, row, f"{file}, question {key}", lambda name: find_image(name, roots))
+        to_sample(key, row, f"{file}, question {key}", lambda name: find_image(name, roots), choices.get(key))
         for key, row, file in select(rows, options)
     ]
 
@@ -135,6 +137,11 @@ def _parts(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{folder.name}_*.json"), key=lambda part: (len(part.name), part.name))
 
 
+def _choices(root: Path, config: str) -> list[Path]:
+    name = f"{config.removesuffix(_KIND).rsplit('_', 1)[0]}_choices.json"
+    return [folder / name for folder in (root, root / "questions", root / "eval", root / "choices")]
+
+
 def _objects(file: Path) -> dict[str, Any]:
     data = read_json(file)
     if not isinstance(data, dict):
@@ -142,14 +149,15 @@ def _objects(file: Path) -> dict[str, Any]:
     return data
 
 
-def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None]) -> Sample:
+def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None], choices: Any = None) -> Sample:
     """One GQA row, official or Hugging Face, as a `Sample`; ``where`` is for messages."""
     if not isinstance(row, Mapping):
         raise DatasetError(f"{where}: expected an object, found {type(row).__name__}")
     image = text_field(row, "imageId", where)
-    groups = row.get("groups") or {}
-    if not isinstance(groups, Mapping):
-        raise DatasetError(f"{where}: 'groups' must be an object")
+    groups, types, choices = row.get("groups") or {}, row.get("types") or {}, choices or {}
+    for name, value in (("groups", groups), ("types", types), ("choices", choices)):
+        if not isinstance(value, Mapping):
+            raise DatasetError(f"{where}: {name!r} must be an object")
     return Sample(
         sample_id=key,
         question=text_field(row, "question", where, required=True),
@@ -157,6 +165,11 @@ def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None]
         images=(ImageRef(image, find(image)),) if image else (),
         semantic_str=text_field(row, "semanticStr", where),
         groups=tuple(text for k in ("global", "local") if (text := text_field(groups, k, f"{where}, groups"))),
+        group=text_field(groups, "global", where),
+        types=tuple(text_field(types, name, where) for name in TYPES) if types else (),
+        full_answer=text_field(row, "fullAnswer", where),
+        valid=tuple(map(str, choices.get("valid", ()))),
+        plausible=tuple(map(str, choices.get("plausible", ()))),
         entailed=tuple(name for name in _entailed(row, where) if name != key),
         variant=text_field(row, "variant", where),
     )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from semkv.tiers.checking import wilson
 from semkv.types import Status
-from semkv_lab.records import Cold, SampleRecord, answers_match
+from semkv_lab.records import Cold, SampleRecord, answers_match, normalise_answer
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -181,6 +181,54 @@ def consistency(records: Sequence[SampleRecord], *, cold: bool = False) -> Estim
         if right(record) and judged:
             scores.append((record.image, sum(judged) / len(judged)))
     return mean(scores)
+
+
+@dataclass(frozen=True, slots=True)
+class Gqa:
+    """GQA's own measures beside consistency (Hudson and Manning, GQA, CVPR 2019), where it has the annotations.
+
+    Attributes:
+        validity, plausibility: shares of answers of the question's kind, and of those that occur with its objects.
+        distribution: chi-square of the answers against the expected ones, by global group and weighted by its size; 0
+            where both are alike, None without groups.
+        by_type: accuracy by structural and semantic type, ``structural verify``; ``binary`` and ``open`` as well.
+
+    Over all questions that were asked; GQA's own script leaves out those that are not balanced.
+    """
+
+    validity: Estimate
+    plausibility: Estimate
+    distribution: float | None
+    by_type: Mapping[str, Estimate]
+
+
+def gqa(records: Sequence[SampleRecord]) -> Gqa:
+    types: dict[str, list[SampleRecord]] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for r in records:
+        if r.types:
+            names = (
+                f"structural {r.types[0]}",
+                f"semantic {r.types[1]}",
+                "open" if r.types[0] == "query" else "binary",
+            )
+            for name in names:
+                types.setdefault(name, []).append(r)
+        if r.group and r.answer is not None:
+            groups.setdefault(r.group, []).append((normalise_answer(r.answer), normalise_answer(r.text)))
+    weighted = sum(_chi_square(answers) * len(answers) for answers in groups.values())
+    return Gqa(
+        share([(r.image, r.valid) for r in records if r.valid is not None]),
+        share([(r.image, r.plausible) for r in records if r.plausible is not None]),
+        weighted / sum(map(len, groups.values())) if groups else None,
+        {name: accuracy(of_it) for name, of_it in sorted(types.items())},
+    )
+
+
+def _chi_square(answers: Sequence[tuple[str, str]]) -> float:
+    """Of (expected, given) answers; as in GQA's script, answers that nothing expects do not count."""
+    expected, given = (Counter(column) for column in zip(*answers, strict=True))
+    return sum((given[answer] - count) ** 2 / count for answer, count in expected.items())
 
 
 def stands_for(record: SampleRecord) -> bool | None:
@@ -468,6 +516,7 @@ class Summary:
         chr_area: P-CHR AUC.
         donor_agreement: share of full hits whose answer equals the donor's stored one. In dry-run mode, where each
             request was answered as it came, it estimates what a live run would get right without having run one.
+        gqa: GQA's other measures.
         skipped: ids of samples that were left out, since an image has no file.
         saved: over vLLM's prefix cache and encoder cache; None without a baseline, as ``noise_floor``.
     """
@@ -497,6 +546,7 @@ class Summary:
     saved: Saved | None = None
     noise_floor: NoiseFloor | None = None
     interrupted: bool = False
+    gqa: Gqa | None = None
     skipped: tuple[str, ...] = ()
     faults: Mapping[str, int] = field(default_factory=dict)
 
@@ -572,6 +622,7 @@ def summarise(
         saved=saved(records),
         noise_floor=noise_floor(cold),
         interrupted=interrupted,
+        gqa=gqa(records),
         skipped=skipped,
         faults=dict(faults or {}),
     )

@@ -85,6 +85,9 @@ class SampleRecord:
         cached_tokens: prompt tokens not computed; ``loaded_tokens`` of them from our KV store (None: no connector),
             ``prefix_tokens`` from vLLM's own prefix cache.
         image_file: where the image was; empty without one.
+        group, types, full_answer: GQA's annotations of the question (`samples.Sample`).
+        valid, plausible: whether the answer is of the question's kind, and occurs with its objects; None without GQA's
+            choices.
         entailed: ids of samples whose answer follows from this one's.
         cold: the same sample without our caches, when a baseline was run.
     """
@@ -118,6 +121,11 @@ class SampleRecord:
     cold: Cold | None = None
     after_s: float = 0.0
     image_file: str = ""
+    group: str = ""
+    types: tuple[str, ...] = ()
+    full_answer: str = ""
+    valid: bool | None = None
+    plausible: bool | None = None
 
     @property
     def hit(self) -> bool:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from semkv.cache import SemanticCache
     from semkv_lab.reuse import TransformersEngine
 
+_COMMON = ("color", "material", "shape")  # GQA's evaluation script has them too
 NOISE_SAMPLES = 32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
 _GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
 
@@ -223,6 +224,11 @@ def _answer(
         entailed=sample.entailed,
         cold=progress.cold.get(sample.sample_id),
         after_s=after_s,
+        group=sample.group,
+        types=sample.types,
+        full_answer=sample.full_answer,
+        valid=_among(result.text, sample.valid, sample),
+        plausible=_among(result.text, sample.plausible, sample),
         image_file=str(sample.images[0].path or "") if sample.images else "",
         **_counted(result),
     )
@@ -271,6 +277,14 @@ def _match(text: str, sample: Sample) -> bool | None:
     return None if sample.answer is None else answers_match(text, sample.answer)
 
 
+def _among(text: str, choices: Sequence[str], sample: Sample) -> bool | None:
+    """Whether an answer is one of GQA's choices; what two objects have in common is one of three words."""
+    if not choices:
+        return None
+    common = bool(sample.types) and "Common" in sample.types[2]
+    return any(answers_match(text, choice) for choice in (_COMMON if common else choices))
+
+
 def make_builder(engine: Engine, settings: RunSettings) -> RequestBuilder:
     """The builder of requests for this engine: its namespace, and images only where it takes them."""
     return RequestBuilder(
@@ -286,14 +300,14 @@ def leave_out(progress: Progress) -> None:
     """Drop the samples that lack an image file.
 
     Raises:
-        DatasetError: no sample is left: how many images lack, and where to put them.
+        DatasetError: no sample is left, or with ``--strict`` one lacks an image: how many, and where to put them.
     """
     lacking = [s for s in progress.samples if not s.complete]
     if not lacking:
         return
     progress.skipped = tuple(s.sample_id for s in lacking)
     progress.samples = [s for s in progress.samples if s.complete]
-    if not progress.samples:
+    if progress.settings.strict or not progress.samples:
         missing = sorted({image.name for s in lacking for image in s.images if image.path is None})
         raise DatasetError(
             f"{len(missing)} images have no file (the first is {missing[0]!r}): put them under the data set's images/ "

@@ -78,6 +78,7 @@ class RunSettings:
         dataset: minigqa, gqa, gqa-text, jsonl, a .jsonl file, or package.module:Factory; by default the preset's.
         chunk_source: What L1 compares: question, semantic, group, combined or full.
         chunk_window: Match on the first N characters only; 0 for all.
+        strict: Stop where an image has no file, instead of leaving its samples out.
         baseline: Run the samples with vLLM's prefix cache alone first.
         purge: Empty the cache first; touches nothing that semkv did not write.
         samples_out: Write a JSON object for each sample to this file.
@@ -100,6 +101,7 @@ class RunSettings:
     data: Annotated[DatasetOptions, FLAT] = field(default_factory=DatasetOptions)
     trace: Annotated[Trace, FLAT] = field(default_factory=Trace)
     cache: Annotated[CacheConfig, FLAT] = field(default_factory=CacheConfig)
+    strict: Annotated[bool, DATA] = False
     baseline: Annotated[bool, RESULTS] = False
     purge: bool = False
     samples_out: Annotated[Path | None, NO_FOLDER, RESULTS] = None
