@@ -168,7 +168,7 @@ def test_a_fit_weighs_the_wording_and_never_trusts_a_lower_cosine_more() -> None
     for number in range(900):
         cosine, odd = random.uniform(0.7, 0.99), random.random() < 0.5
         same = random.random() < (0.1 if odd else 0.9) - 0.2 * (cosine - 0.7)
-        pairs.append(Pair(f"topic {number}", f"topic {number}{' giraffe' * odd}~{cosine:.4f}", same))
+        pairs.append(Pair(f"topic {number}", f"topic {number}{' giraffe' * odd} ~{cosine:.4f}", same))
     fitted = fit(pairs, build_corpus(list(clusters(pairs)), ENCODER, no_veto), "written")
     assert fitted.losses["all features"] < fitted.losses["cosine alone"] - 0.02
     assert fitted.calibration.weights["unmatched"] > 0.5
