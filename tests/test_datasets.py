@@ -148,7 +148,6 @@ def test_official_gqa(gqa_root: Path, tmp_path: Path) -> None:
         groups=("bird", "03s-bird"),
         group="bird",
         types=("query", "cat", "categoryThis"),
-        full_answer="This is a parrot.",
         entailed=("05515940",),
     )
     assert red.images == (ImageRef("2405723", None),)
