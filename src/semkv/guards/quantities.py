@@ -235,11 +235,11 @@ def _without(found: Sequence[Quantity], other: Counter[Any], key: Callable[[Quan
 
 
 def _unmet(found: Sequence[Quantity], other: Sequence[Quantity], language: Language) -> list[Quantity]:
-    """What is left once a number with a unit has met the same number without one in the other text, or with a unit that
-    may be the same."""
-    bare = Counter((q.raw, not q.dimension) for q in other)
+    """What is left once a number with a unit (never a share: 5 is no 5%) has met the same number without one in the
+    other text, or with a unit that may be the same."""
+    bare = Counter((q.raw, not q.dimension) for q in other if q.dimension != "percent")
     readings = {reading for q in other for reading in _readings(q, language)}
-    left = _without(found, bare, lambda q: (q.raw, bool(q.dimension)))
+    left = _without(found, bare, lambda q: q.dimension != "percent" and (q.raw, bool(q.dimension)))
     return [q for q in left if readings.isdisjoint(_readings(q, language))]
 
 

@@ -229,6 +229,8 @@ class Chunk:
         for i, part in enumerate(parts):
             if part in STOPS:
                 self._add(part)
+            elif part == "-" and _is_sign(parts, i):
+                self._add("minus")
             elif part[0].isalnum() or part in _SIGNS:
                 after = parts[i + 1] if i + 1 < len(parts) else ""
                 if len(part) == 1 and self._is_affix(part.casefold(), parts[:i], after):
@@ -285,6 +287,12 @@ def is_code(core: str) -> bool:
     if inner[0] == "-" and inner[1:2] != "-" and len(inner) > _FLAG:
         return False
     return bool(_CODE.fullmatch(inner)) or bool(_DOTTED.fullmatch(inner) and not inner.replace(".", "").isdigit())
+
+
+def _is_sign(parts: Sequence[str], i: int) -> bool:
+    """Whether a hyphen is the sign of a number, as in "-5", "(-$5" and "3*-2", and neither a dash nor a range."""
+    after = "".join(parts[i + 1 : i + 3]).lstrip("$€£¥₹")
+    return after[:1].isdigit() and (i == 0 or not (parts[i - 1][-1].isalnum() or parts[i - 1] in ("-", ".", "%")))
 
 
 def _titled(pieces: Sequence[str]) -> bool:
