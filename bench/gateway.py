@@ -1,6 +1,6 @@
 """What the gateway costs and gives: wrk in front, a scripted upstream behind, each in a process of its own.
 
-Gateways without and with the semantic tiers, and for misses with --no-overlap and both encoders, are measured in turns,
+Gateways without and with the semantic tiers, and for misses with --no-overlap, are measured in turns,
 so that what else the machine does strikes all alike. Measures what a miss adds to the upstream's own time, where
 that answers at once and where it thinks for 50 ms (``slow``), exact hits at 64 and 8 connections that ask without a
 pause, at 8 that pause for 10 ms, the same beside misses, memory over 200,000 requests, and beside it what a proxy adds
