@@ -21,7 +21,7 @@ import numpy as np
 from common import RESULTS, ROOT, SHARED, commands, machine, write_json
 from streams import KINDS, REACH, Stream, corrected, halves, minigqa, pairs_of, questions
 
-from semkv.encoders.text import SentenceEncoder
+from semkv.encoders.text import DEFAULT_MODEL, SentenceEncoder
 from semkv.guards import no_veto, veto
 from semkv.tiers.bounded import Bounded
 from semkv.tiers.policies import Calibrated, Calibration, Decider, FixedThreshold
@@ -221,7 +221,7 @@ def curves(
         images: pictures of a MiniGQA stream.
     """
     encoder = SentenceEncoder(remembered=1 << 20)
-    result: dict[str, Any] = {"machine": machine(), "encoder": encoder.name, "checks": CHECKS}
+    result: dict[str, Any] = {"machine": machine(), "encoder": DEFAULT_MODEL, "checks": CHECKS}
     for name in data:
         if name == "minigqa":
             first, *drawn = [minigqa(100 + n, images=images) for n in range(seeds + 1)]
@@ -279,7 +279,7 @@ def splits(
         found.append({"seed": seed, "swapped": swapped, MORE: more})
         print(seed, swapped, {name: {s: row[0] for s, row in rows.items()} for name, rows in more.items()}, flush=True)
     summaries = {name: summary([each[MORE][name] for each in found]) for name in ours}
-    write_json(out, {"encoder": encoder.name, "streams": streams, "over all splits": summaries, "splits": found})
+    write_json(out, {"encoder": DEFAULT_MODEL, "streams": streams, "over all splits": summaries, "splits": found})
     with figure(picture, "wrong answers, % of requests", "more hits than the static threshold, points") as axes:
         for (name, rows), color in zip(summaries.items(), ("tab:green", "tab:orange"), strict=True):
             at = [100 * float(share) for share in rows]
@@ -326,7 +326,7 @@ def unseen(
     encoder = SentenceEncoder(remembered=1 << 20)
     asking, fitting = halves(read_pairs(pairs), 0)
     estimate = fitted(fitting, encoder)
-    result: dict[str, Any] = {"machine": machine("semkv", "sentence-transformers", "numpy"), "encoder": encoder.name}
+    result: dict[str, Any] = {"machine": machine("semkv", "sentence-transformers", "numpy"), "encoder": DEFAULT_MODEL}
     result |= {"checks": CHECKS, "first_seed": FIRST_SEED, "kinds": {}}
     for name in kinds:
         streams = [KINDS[name](asking, FIRST_SEED + n) for n in range(seeds)]
