@@ -22,7 +22,7 @@ import pytest
 from redis_server import RedisServer
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores.responses import open_store
-from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse, decode, encode
+from semkv.stores.responses.base import CHECKSUM, ResponseStore, Selector, StoredResponse, decode, encode
 from semkv.stores.responses.memory import MemoryStore, weight
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
@@ -343,10 +343,11 @@ def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None
     assert held() == expected
     assert sorted(p.name for p in tmp_path.iterdir()) == left
     path.chmod(0o600)
-    with sqlite3.connect(path) as db:
-        db.execute("UPDATE responses SET head=? WHERE key='1'", (b"\xff" * 100,))
-    db.close()
-    assert [(use.tenant, use.answers) for use in held()] == [("alice", 2), (None, 1)]
+    for head, named in ((b"\xff" * 100, None), (b" " * CHECKSUM + b'{"partition": "b\xff"}', "b\ufffd")):
+        with sqlite3.connect(path) as db:
+            db.execute("UPDATE responses SET head=? WHERE key='1'", (head,))
+        db.close()
+        assert [(use.tenant, use.answers) for use in held()] == [("alice", 2), (named, 1)]
     path.write_bytes(b"garbage" * 1000)
     with pytest.raises(StoreError, match="not a database"):
         held()

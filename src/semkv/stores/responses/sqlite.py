@@ -34,8 +34,8 @@ _BATCH = 256  # responses of one look: while it lasts, a gateway's log of writes
 _HEAD = f"CAST(substr(head, {CHECKSUM + 1}) AS TEXT)"
 _TENANT = f"CASE WHEN json_valid({_HEAD}) THEN json_extract({_HEAD}, '$.partition') END"
 _BY_TENANT = (
-    f"SELECT {_TENANT} AS tenant, COUNT(*), SUM(nbytes), MIN(created), MAX(used) "  # noqa: S608 (our own words)
-    "FROM responses GROUP BY tenant ORDER BY COUNT(*) DESC, tenant"
+    f"SELECT CAST({_TENANT} AS BLOB), COUNT(*), SUM(nbytes), MIN(created), MAX(used) "  # noqa: S608 (our own words)
+    f"FROM responses GROUP BY {_TENANT} ORDER BY COUNT(*) DESC, 1"
 )
 _TENANTS = f"CREATE INDEX IF NOT EXISTS responses_tenant ON responses ({_TENANT}, used, nbytes)"
 _USED_BY = f"SELECT COUNT(*), SUM(nbytes) FROM responses WHERE {_TENANT}=?"  # noqa: S608
@@ -267,7 +267,8 @@ class SqliteStore(ResponseStore):
         """What each tenant has, most responses first."""
         with self.database as db:
             rows = db.execute(_BY_TENANT).fetchall()
-        return [AnswersUse(None if tenant is None else str(tenant), *counts) for tenant, *counts in rows]
+        # A damaged head may be JSON whose text is no UTF-8.
+        return [AnswersUse(name if name is None else name.decode(errors="replace"), *counts) for name, *counts in rows]
 
     def examine(self, *, repair: bool = False) -> Iterator[str]:
         """Read every response as a gateway would: for each why it would not be served, or an empty string.
