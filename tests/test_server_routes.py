@@ -13,7 +13,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import scripted_upstream
@@ -508,6 +508,7 @@ class TestHostileBodies:
         more=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6),
         payload=VALUES | st.binary(max_size=20),
     )
+    @example(path="/v1/embeddings", more={}, payload={"data": [None]})
     def test_no_value_in_any_place_is_a_fault(self, path: str, more: dict[str, Any], payload: Any) -> None:
         found = canonical(path, body_for(path, **more), remote_media=True)
         assert isinstance(found, CanonicalRequest | Uncacheable)

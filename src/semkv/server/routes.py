@@ -103,9 +103,11 @@ def _has_ended(answer: Mapping[str, Any]) -> bool:
     return answer.get("type") == "message" and isinstance(reason, str) and reason in _ENDED
 
 
-def _holds(name: str, answer: Mapping[str, Any]) -> bool:
+def _holds(name: str, fields: frozenset[str], answer: Mapping[str, Any]) -> bool:
+    """Whether an answer has a list of objects, each with a value for one of the fields."""
     found = answer.get(name)
-    return isinstance(found, list) and bool(found)
+    items = found if isinstance(found, list) else []
+    return bool(items) and all(isinstance(i, dict) and any(i.get(f) is not None for f in fields) for i in items)
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
@@ -210,8 +212,8 @@ def _is_there(part: Mapping[str, Any], remote: bool) -> bool:
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
-_EMBEDDED = Route(_read_texts, partial(_holds, "data"))
-_RANKED = Route(_read_texts, partial(_holds, "results"))
+_EMBEDDED = Route(_read_texts, partial(_holds, "data", frozenset(("embedding", "score"))))
+_RANKED = Route(_read_texts, partial(_holds, "results", frozenset(("relevance_score",))))
 
 ROUTES = {
     "/v1/chat/completions": Route(
