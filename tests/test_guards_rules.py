@@ -20,6 +20,11 @@ CHANGED = [
     ("Is there a car?", "Is there no car?", "negation"),
     ("How do I cook two eggs?", "How do I cook three eggs?", "number"),
     ("Is it -5 degrees outside?", "Is it 5 degrees outside?", "number"),
+    (
+        "Is the large blue cone to the left of or to the right of the purple object?",
+        "Is it to the right of or to the left of the large blue cone that you see the small purple object?",
+        "word order",
+    ),
     ("How do I add 5% to a price?", "How do I add 5 to a price?", "unit"),
     ("How far is 5 km?", "How far is 5 miles?", "unit"),
     ("Due 2024-05-01", "Due 2024-06-01", "date"),

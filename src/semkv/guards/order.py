@@ -36,6 +36,23 @@ def sides(p: Pair) -> str | None:
     return "word order" if {*first.values(), *second.values()} <= {"", *shared} else None
 
 
+def around(p: Pair) -> str | None:
+    """Shared words in another order around a side or a "than": "left of the cone", where the cone moved, is another
+    place."""
+    pivots = p.language.around
+    if pivots.isdisjoint(p.a.words) or pivots.isdisjoint(p.b.words) or p.converse:
+        return None
+    shared = {stem for stem, times in p.a.stems.items() if times == 1 and p.b.stems.get(stem) == 1} - p.language.quiet
+    first, second = (_around(text.tokens, shared, pivots) for text in (p.a, p.b))
+    return "word order" if first != second else None
+
+
+def _around(tokens: Iterable[Token], shared: Collection[str], pivots: Collection[str]) -> list[str]:
+    """The shared words in order; sides that follow one another, as in a choice of two, are one."""
+    found = ["" if t.word in pivots else t.stem for t in tokens if t.word in pivots or t.stem in shared]
+    return [stem for stem, before in zip(found, ["-", *found], strict=False) if stem or before]
+
+
 def _after(text: Text, language: Language) -> dict[str, str]:
     """The first word of content after each of them in its clause."""
     found = {}
