@@ -38,6 +38,7 @@ SECRET = "a secret of sufficient length"
 
 ONE, OTHER = "How do I bake sourdough bread at home?", "How can I bake sourdough bread at home?"
 PATIENT = {"connect_timeout": 60.0, "store_timeout": 60.0}  # both servers share one busy process
+_PATIENCE = {f"SEMKV_{name.upper()}": str(seconds) for name, seconds in PATIENT.items()}
 NEAR = {"semantic": True, "similarity_threshold": 0.8, **PATIENT}
 numbers = itertools.count()
 
@@ -85,7 +86,7 @@ class Started:
                 [*command, f"--cache-dir={folder / 'cache'}", *flags],
                 stdout=out,
                 stderr=out,
-                env={**os.environ, "SEMKV_SECRET": SECRET, **environment},
+                env={**os.environ, "SEMKV_SECRET": SECRET, **_PATIENCE, **environment},
             )
 
     def __enter__(self) -> Started:
@@ -122,8 +123,7 @@ class Pair:
     ) -> None:
         self.upstream = upstream or Scripted()
         self.behind = Served(self.upstream)
-        patience = {"connect_timeout": PATIENT["connect_timeout"]}
-        given = {"semantic": False, "cache_dir": folder, "upstream": self.behind.url, **patience, **settings}
+        given = {"semantic": False, "cache_dir": folder, "upstream": self.behind.url, **PATIENT, **settings}
         variables = {"SEMKV_ADMIN_KEY": ADMIN, "SEMKV_SECRET": SECRET} if environment is None else environment
         self.app: App = app_of(ServerSettings(**given), variables)
         self.front = Served(self.app)

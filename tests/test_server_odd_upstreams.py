@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_helpers import SECRET, Pair, Served, chat
+from gateway_helpers import PATIENT, SECRET, Pair, Served, chat
 from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
 from semkv.server.sse import Splitter
@@ -65,7 +65,7 @@ def test_a_redirect_names_no_inner_address(tmp_path: Path, before: str, said: st
     with Served(behind) as inner:
         names = {"inner": inner.url, "host": inner.url.removeprefix("http://")}
         behind.status, behind.headers = 307, [(b"location", said.format(**names).encode())]
-        settings = ServerSettings(upstream=inner.url + before, connect_timeout=60, semantic=False, cache_dir=tmp_path)
+        settings = ServerSettings(upstream=inner.url + before, semantic=False, cache_dir=tmp_path, **PATIENT)
         with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as gateway:
             for path in ("/v1/completions", "/v1/models"):
                 answer = httpx.post(gateway.url + path, json={"prompt": "moved", "temperature": 0})
@@ -272,7 +272,7 @@ def closing_once() -> Iterator[tuple[str, list[str]]]:
 )
 def test_what_may_have_had_an_effect_is_sent_once(tmp_path: Path, method: str, path: str, again: bool) -> None:
     with closing_once() as (url, asked):
-        settings = ServerSettings(upstream=url, semantic=False, cache_dir=tmp_path)
+        settings = ServerSettings(upstream=url, semantic=False, cache_dir=tmp_path, **PATIENT)
         with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
             body = chat("once") if method == "POST" else None
             answer = httpx.request(method, f"{front.url}{path}", json=body, timeout=120)

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from gateway_helpers import ADMIN, SECRET, Served
+from gateway_helpers import ADMIN, PATIENT, SECRET, Served
 from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
 from tiny_models import Checkpoint
@@ -49,7 +49,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def gateway(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    settings = ServerSettings(upstream=servers[0].url, cache_dir=tmp_path_factory.mktemp("front"))
+    settings = ServerSettings(upstream=servers[0].url, cache_dir=tmp_path_factory.mktemp("front"), **PATIENT)
     with Served(app_of(settings, {"SEMKV_SECRET": SECRET, "SEMKV_ADMIN_KEY": ADMIN})) as served:
         yield served
 
@@ -225,7 +225,7 @@ def test_embeddings_ranks_and_scores(checkpoint: Checkpoint, tmp_path: Path) -> 
     command = [*PYTHON, "--model", str(checkpoint("opt")), "--served-model-name", "tiny", "--max-model-len", "128"]
     embeds = ["--runner", "pooling", "--convert", "embed"]
     with VllmServer([*command, *embeds], tmp_path / "log") as server:
-        settings = ServerSettings(upstream=server.url, cache_dir=tmp_path, semantic=False)
+        settings = ServerSettings(upstream=server.url, cache_dir=tmp_path, semantic=False, **PATIENT)
         with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
             client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="k", max_retries=0, timeout=120)
             texts = ["What color is the car?", "Is there a dog?"]
