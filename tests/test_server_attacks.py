@@ -220,7 +220,7 @@ class TestBodies:
             assert hasty.post("others").status_code == 200
 
     def test_unfinished_bodies_have_so_much_room_together(self, tmp_path: Path) -> None:
-        begun = request(b"{" + b" " * 400_000).removesuffix(b" " * 200_000)
+        begun = request(b"{" + b" " * 280_000).removesuffix(b" " * 80_000)
         with Pair(tmp_path) as pair, Line(pair) as first, Line(pair) as second:
             pair.app._room.most = 300_000
             first.send(begun)
@@ -229,7 +229,7 @@ class TestBodies:
             assert second.until(b"\r\n\r\n")[9:12] == b"503"
             assert pair.metric("semkv_turned_away_total") == 1
             assert pair.post("others").status_code == 200
-            first.send(b" " * 200_000)
+            first.send(b" " * 80_000)
             assert first.until(b"\r\n\r\n")[9:12] == b"400"
             assert pair.app._room.used == 0
 
