@@ -64,21 +64,24 @@ def test_the_chat_template_writes_the_training_prompt(
             assert bpe.decode(apart, skip_special_tokens=False) == text
 
 
+@pytest.mark.parametrize("rows", ["pictures", "documents"])
 def test_packed_rows_predict_what_separate_prompts_predict(
-    scripts: dict[str, ModuleType], checkpoint: tuple[Path, Any]
+    scripts: dict[str, ModuleType], checkpoint: tuple[Path, Any], rows: str
 ) -> None:
     from transformers import LlavaForConditionalGeneration
 
     data, network, prompt = scripts["data"], scripts["network"], scripts["prompt"]
     folder, bpe = checkpoint
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    chunk = data.make_chunk(Random(0), bpe, 1)
+    texts = rows == "documents"
+    chunk = data.make_text_chunk(Random(1), bpe, 1, most_words=400) if texts else data.make_chunk(Random(0), bpe, 1)
+    most = network.TEXT_TARGETS if texts else network.TARGETS
     ids, segments, positions, labels = (
         torch.from_numpy(a[:1]).long() for a in (chunk.ids, chunk.segments, chunk.positions, chunk.labels)
     )
-    targets, columns = network.targets_of(labels)
-    assert int((targets >= 0).sum()) == int((labels >= 0).sum()) < network.TARGETS
-    pixels = network.normalise(torch.from_numpy(chunk.images))
+    targets, columns = network.targets_of(labels, most)
+    assert int((targets >= 0).sum()) == int((labels >= 0).sum()) < most
+    pixels = None if texts else network.normalise(torch.from_numpy(chunk.images))
     with torch.no_grad():
         packed = network.forward(model, pixels, ids, segments, positions, columns)[0]
         for question in (1, 5, 11):

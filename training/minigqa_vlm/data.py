@@ -26,7 +26,10 @@ from semkv_lab.minigqa.scenes import WIDTH, Scene, draw, make_scene
 ROW = 448
 """Tokens of a row: a head of about 150 and some 20 questions."""
 
-QUESTIONS = 21
+TEXT_ROW = 2560
+"""Tokens of a row without a picture: a document of up to 1,300 words, about 2,050 tokens, and some 25 questions."""
+
+QUESTIONS, TEXT_QUESTIONS = 21, 28
 """Most questions of a row; those that do not fit are dropped."""
 
 HEAD_SEGMENT, PAD_SEGMENT = 0, 255
@@ -52,9 +55,10 @@ TRAINING_WEIGHTS = {**WEIGHTS, **_SPATIAL, "column": 7.0, "row": 7.0}
 """Relations and comparisons weigh more than in the data set: they are learned last. ``column`` and ``row`` ask where an
 object stands on a grid of 6 by 6; they exist in training only and teach the positions that relations compare."""
 
-KIND_NAMES = (*KINDS, "column", "row")
+KIND_NAMES = (*KINDS, "column", "row", "document")
 _KIND_IDS = {name: i for i, name in enumerate(KIND_NAMES)}
-_WEIGHTED = [TRAINING_WEIGHTS.get(name, 1.0) for name in KIND_NAMES]
+_ASKED = KIND_NAMES[:-1]
+_WEIGHTED = [TRAINING_WEIGHTS.get(name, 1.0) for name in _ASKED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,13 @@ class Chunk:
     """Rows as a worker hands them over.
 
     Attributes:
-        images: uint8 ``[n, 96, 96, 3]``.
+        images: uint8 ``[n, 96, 96, 3]``; none where rows are about documents.
         owner: int64 ``[rows]``, the image of each row.
-        ids: int16 ``[rows, ROW]``, token ids.
-        segments: uint8 ``[rows, ROW]``: 0 the head, 1.. the questions, 255 padding.
-        positions: int16 ``[rows, ROW]``.
-        labels: int16 ``[rows, ROW]``: the next token where it is part of an answer, else -1.
-        kinds: int8 ``[rows, ROW]``: the question's kind where ``labels`` is set, else -1.
+        ids: int16 ``[rows, length]``, token ids; a row has `ROW` or `TEXT_ROW` of them.
+        segments: uint8 ``[rows, length]``: 0 the head, 1.. the questions, 255 padding.
+        positions: int16 ``[rows, length]``.
+        labels: int16 ``[rows, length]``: the next token where it is part of an answer, else -1.
+        kinds: int8 ``[rows, length]``: the question's kind where ``labels`` is set, else -1.
     """
 
     images: npt.NDArray[np.uint8]
@@ -82,22 +86,46 @@ class Chunk:
 
 def make_chunk(rng: Random, bpe: Any, images: int, rows_per_image: int = 2, *, plain: bool = False) -> Chunk:
     """``images`` new pictures with their rows. ``plain``: no case, white-space, system or context variants."""
-    count = images * rows_per_image
-    chunk = Chunk(
-        np.zeros((images, WIDTH, WIDTH, 3), np.uint8),
-        np.repeat(np.arange(images), rows_per_image),
-        np.full((count, ROW), prompt.PAD_ID, np.int16),
-        np.full((count, ROW), PAD_SEGMENT, np.uint8),
-        np.zeros((count, ROW), np.int16),
-        np.full((count, ROW), -1, np.int16),
-        np.full((count, ROW), -1, np.int8),
-    )
+    chunk = _empty(images, np.repeat(np.arange(images), rows_per_image), ROW)
     for i in range(images):
         scene = make_scene(rng)
         chunk.images[i] = _picture(scene, rng)
         for row in range(i * rows_per_image, (i + 1) * rows_per_image):
-            _fill_row(chunk, row, scene, rng, bpe, plain)
+            _fill_row(chunk, row, _head(rng, plain), [_ask(scene, rng, plain) for _ in range(QUESTIONS)], bpe)
     return chunk
+
+
+def make_text_chunk(rng: Random, bpe: Any, rows: int, *, plain: bool = False, most_words: int = 1300) -> Chunk:
+    """``rows`` new documents of invented facts, each with questions. ``plain``: no variants of case and white space."""
+    chunk = _empty(0, np.zeros(rows, np.int64), TEXT_ROW)
+    for row in range(rows):
+        document = make_document(rng, rng.randrange(40, most_words + 1))
+        text = document.text if plain else _retyped(document.text, rng)
+        pairs = [pair for entry in document.entries for pair in entry.questions]
+        asked = [(_KIND_IDS["document"], *pair) for pair in rng.sample(pairs, min(TEXT_QUESTIONS, len(pairs)))]
+        _fill_row(chunk, row, prompt.head(image=False, context=text), asked, bpe)
+    return chunk
+
+
+def _empty(images: int, owner: npt.NDArray[np.int64], length: int) -> Chunk:
+    shape = (len(owner), length)
+    return Chunk(
+        np.zeros((images, WIDTH, WIDTH, 3), np.uint8),
+        owner,
+        np.full(shape, prompt.PAD_ID, np.int16),
+        np.full(shape, PAD_SEGMENT, np.uint8),
+        np.zeros(shape, np.int16),
+        np.full(shape, -1, np.int16),
+        np.full(shape, -1, np.int8),
+    )
+
+
+def _retyped(text: str, rng: Random) -> str:
+    """A document as it is, in small letters, or with some blanks doubled."""
+    how = rng.random()
+    if how < 0.1:
+        return text.lower()
+    return "".join(f"{word}{'  ' if how < 0.2 and rng.random() < 0.1 else ' '}" for word in text.split(" ")).rstrip(" ")
 
 
 def _picture(scene: Scene, rng: Random) -> npt.NDArray[np.uint8]:
@@ -117,14 +145,13 @@ def _picture(scene: Scene, rng: Random) -> npt.NDArray[np.uint8]:
     return np.asarray(image)
 
 
-def _fill_row(chunk: Chunk, row: int, scene: Scene, rng: Random, bpe: Any, plain: bool) -> None:
-    head = bpe.encode(_head(rng, plain), add_special_tokens=False).ids
-    ids = prompt.expand(head)
+def _fill_row(chunk: Chunk, row: int, head: str, asked: list[tuple[int, str, str]], bpe: Any) -> None:
+    """One row: the head of a prompt, then as many (kind, question, answer) as fit."""
+    ids = prompt.expand(bpe.encode(head, add_special_tokens=False).ids)
     at = start = len(ids)
     chunk.ids[row, :start] = ids
     chunk.segments[row, :start] = HEAD_SEGMENT
     chunk.positions[row, :start] = np.arange(start)
-    asked = [_ask(scene, rng, plain) for _ in range(QUESTIONS)]
     texts = [prompt.tail(question) for _, question, _ in asked]
     answers = [f" {answer}" for _, _, answer in asked]
     encoded = bpe.encode_batch(texts + answers, add_special_tokens=False)
@@ -132,7 +159,7 @@ def _fill_row(chunk: Chunk, row: int, scene: Scene, rng: Random, bpe: Any, plain
         question, answer = encoded[k].ids, [*encoded[len(asked) + k].ids, prompt.EOS_ID]
         unit = question + answer
         end = at + len(unit)
-        if end > ROW:
+        if end > chunk.ids.shape[1]:
             break
         chunk.ids[row, at:end] = unit
         chunk.segments[row, at:end] = k + 1
@@ -160,7 +187,7 @@ def _context(rng: Random) -> str:
 
 def _ask(scene: Scene, rng: Random, plain: bool) -> tuple[int, str, str]:
     while True:
-        kind = rng.choices(KIND_NAMES, _WEIGHTED)[0]
+        kind = rng.choices(_ASKED, _WEIGHTED)[0]
         program = _ask_grid(scene, rng, kind) if kind in ("column", "row") else ask(scene, rng, kind)
         if program is not None:
             break
@@ -185,19 +212,24 @@ def _ask_grid(scene: Scene, rng: Random, kind: str) -> tuple[str, str]:
     return f"In which {kind} is the {phrase}?", str(int((thing.x if kind == "column" else thing.y) * 6 / WIDTH) + 1)
 
 
-def start_workers(bpe_json: str, count: int, images: int, seed: int) -> tuple[list[BaseProcess], Queue[Chunk]]:
-    """Worker processes that put chunks into a bounded queue until they are terminated. Call before CUDA is touched."""
+def start_workers(
+    bpe_json: str, count: int, images: int, seed: int, texts: int = 0
+) -> tuple[list[BaseProcess], Queue[Chunk]]:
+    """Worker processes that put chunks into a bounded queue until they are terminated. Call before CUDA is touched.
+
+    The first ``texts`` of them make documents."""
     context = get_context("fork")
     chunks: Queue[Chunk] = context.Queue(maxsize=4 * count)
     workers = [
-        context.Process(target=_work, args=(bpe_json, images, f"{seed}:{i}", chunks), daemon=True) for i in range(count)
+        context.Process(target=_work, args=(bpe_json, images, f"{seed}:{i}", i < texts, chunks), daemon=True)
+        for i in range(count)
     ]
     for worker in workers:
         worker.start()
     return list(workers), chunks
 
 
-def _work(bpe_json: str, images: int, seed: str, chunks: Queue[Chunk]) -> None:
+def _work(bpe_json: str, images: int, seed: str, texts: bool, chunks: Queue[Chunk]) -> None:
     import os
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -205,7 +237,7 @@ def _work(bpe_json: str, images: int, seed: str, chunks: Queue[Chunk]) -> None:
 
     bpe, rng = Tokenizer.from_str(bpe_json), Random(seed)  # noqa: S311
     while True:
-        chunk = make_chunk(rng, bpe, images)
+        chunk = make_text_chunk(rng, bpe, images) if texts else make_chunk(rng, bpe, images)
         while True:
             try:
                 chunks.put(chunk, timeout=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +11,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-TARGETS = 72
-"""Most answer tokens in a row: 21 questions of at most 3 (`data.QUESTIONS`), and some to spare."""
+TARGETS, TEXT_TARGETS = 72, 200
+"""Most answer tokens in a row: 21 questions of at most 3 (`data.QUESTIONS`), 28 of at most 7, and some to spare."""
 
 
-def build(seed: int = 0) -> Any:
-    """A `LlavaForConditionalGeneration` of 6.8 million parameters in float32, randomly initialised."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a network: of the tower that sees, and of the model that answers."""
+
+    vision: int
+    vision_layers: int
+    text: int
+    text_inner: int
+    text_layers: int
+    kv_heads: int
+
+
+SMALL = Shape(vision=192, vision_layers=6, text=256, text_inner=512, text_layers=6, kv_heads=2)
+LARGE = Shape(vision=384, vision_layers=8, text=768, text_inner=2048, text_layers=16, kv_heads=12)
+"""6.8 and 130 million parameters."""
+
+
+def build(seed: int = 0, shape: Shape = SMALL) -> Any:
+    """A `LlavaForConditionalGeneration` in float32, randomly initialised."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     torch.manual_seed(seed)
     vision = CLIPVisionConfig(
-        hidden_size=192,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=3,
+        hidden_size=shape.vision,
+        intermediate_size=4 * shape.vision,
+        num_hidden_layers=shape.vision_layers,
+        num_attention_heads=shape.vision // 64,
         image_size=96,
         patch_size=8,
-        projection_dim=192,
+        projection_dim=shape.vision,
     )
     text = LlamaConfig(
         vocab_size=prompt.VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=shape.text,
+        intermediate_size=shape.text_inner,
+        num_hidden_layers=shape.text_layers,
+        num_attention_heads=shape.text // 64,
+        num_key_value_heads=shape.kv_heads,
         head_dim=64,
         max_position_embeddings=4096,
         bos_token_id=prompt.BOS_ID,
@@ -62,29 +80,32 @@ def load(checkpoint: Path) -> Any:
     return LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
 
 
-def targets_of(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels and their columns, int64 ``[rows, TARGETS]``: every answer token of a row, then -1 where there are fewer.
+def targets_of(labels: Tensor, most: int = TARGETS) -> tuple[Tensor, Tensor]:
+    """Labels and their columns, int64 ``[rows, most]``: every answer token of a row, then -1 where there are fewer.
 
     The count is fixed so that the host never waits for the device to count.
     """
-    values, columns = labels.topk(TARGETS, dim=1)
+    values, columns = labels.topk(most, dim=1)
     return values, columns
 
 
-def forward(model: Any, pixels: Tensor, ids: Tensor, segments: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+def forward(
+    model: Any, pixels: Tensor | None, ids: Tensor, segments: Tensor, positions: Tensor, columns: Tensor
+) -> Tensor:
     """Logits ``[rows, targets, vocabulary]`` at the places that predict an answer.
 
     Args:
-        pixels: ``[rows, 3, 96, 96]``, normalised; one picture a row.
+        pixels: ``[rows, 3, 96, 96]``, normalised; one picture a row. None for rows without.
         ids, segments, positions: int64 ``[rows, length]`` as `data.Chunk` describes them.
         columns: int64 ``[rows, targets]``, the places to predict at (`targets_of`).
     """
     body = model.model
-    seen = body.vision_tower(pixel_values=pixels).last_hidden_state[:, 1:]
-    features = body.multi_modal_projector(seen)
     embeds = body.language_model.get_input_embeddings()(ids)
-    is_image = (ids == prompt.IMAGE_ID).unsqueeze(-1)
-    embeds = embeds.masked_scatter(is_image, features.to(embeds.dtype))
+    if pixels is not None:
+        seen = body.vision_tower(pixel_values=pixels).last_hidden_state[:, 1:]
+        features = body.multi_modal_projector(seen)
+        is_image = (ids == prompt.IMAGE_ID).unsqueeze(-1)
+        embeds = embeds.masked_scatter(is_image, features.to(embeds.dtype))
     hidden = body.language_model(
         inputs_embeds=embeds, attention_mask=_mask(segments), position_ids=positions, use_cache=False
     ).last_hidden_state

@@ -1,6 +1,8 @@
-"""Trains minigqa-vlm, a LLaVA of 6.8 million parameters that answers questions about MiniGQA's pictures.
+"""Trains minigqa-vlm, a LLaVA of 6.8 million parameters that answers questions about MiniGQA's pictures; with
+``--large`` one of 130 million that answers questions about documents of 2,000 tokens, too.
 
     PYTHONPATH=src python3 training/minigqa_vlm/train.py --out DIR --minutes 8.5
+    PYTHONPATH=src python3 training/minigqa_vlm/train.py --out DIR --large --rate 4e-4 --minutes 7
     PYTHONPATH=src python3 training/minigqa_vlm/train.py --out DIR --start CHECKPOINT --rate 5e-4 --minutes 5
     PYTHONPATH=src python3 training/minigqa_vlm/train.py --out DIR --smoke        20 steps on a CPU
 
@@ -16,7 +18,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,11 +39,14 @@ class Plan:
     minutes: float
     steps: int = 10**9
     rows: int = 128
+    text_rows: int = 0
     workers: int = 14
     buffer_images: int = 60_000
+    buffer_texts: int = 12_000
     start_images: int = 4_000
     chunk_images: int = 64
     eval_images: int = 192
+    eval_texts: int = 64
     eval_every_s: float = 30.0
     save_every_s: float = 120.0
     reserve_s: float = 45.0
@@ -56,9 +61,11 @@ SMOKE = Plan(
     rows=2,
     workers=1,
     buffer_images=32,
+    buffer_texts=16,
     start_images=8,
     chunk_images=4,
     eval_images=4,
+    eval_texts=2,
     eval_every_s=5,
 )
 
@@ -78,30 +85,37 @@ class Log:
 
 
 class Pool:
-    """The newest rows on the device: a ring that a thread fills from the workers and that batches are drawn from."""
+    """The newest rows on the device: a ring that a thread fills from the workers and that batches are drawn from.
 
-    def __init__(self, plan: Plan, device: torch.device, rows_per_image: int = 2) -> None:
-        kept = plan.buffer_images - plan.buffer_images % plan.chunk_images  # whole chunks, so that no gap is left
-        self._images_kept, self._per_image = kept, rows_per_image
-        rows = kept * rows_per_image
-        self._images = torch.zeros(kept, 96, 96, 3, dtype=torch.uint8, device=device)
-        self._ids = torch.zeros(rows, data.ROW, dtype=torch.int16, device=device)
-        self._segments = torch.zeros(rows, data.ROW, dtype=torch.uint8, device=device)
-        self._positions = torch.zeros(rows, data.ROW, dtype=torch.int16, device=device)
-        self._labels = torch.zeros(rows, data.ROW, dtype=torch.int16, device=device)
+    Args:
+        kept: images that the ring holds, or documents; whole chunks, so that no gap is left.
+        length: tokens of a row.
+        device: where they lie.
+        rows_per_image: rows of an image; 0 for documents.
+    """
+
+    def __init__(self, kept: int, length: int, device: torch.device, rows_per_image: int) -> None:
+        self._kept, self._per_image = kept, max(1, rows_per_image)
+        rows = kept * self._per_image
+        self._images = torch.zeros(kept if rows_per_image else 0, 96, 96, 3, dtype=torch.uint8, device=device)
+        self._ids = torch.zeros(rows, length, dtype=torch.int16, device=device)
+        self._segments = torch.zeros(rows, length, dtype=torch.uint8, device=device)
+        self._positions = torch.zeros(rows, length, dtype=torch.int16, device=device)
+        self._labels = torch.zeros(rows, length, dtype=torch.int16, device=device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
         self.made = 0
-        """Images received so far; those beyond the ring's size have replaced the oldest."""
+        """Images or documents received so far; those beyond the ring's size have replaced the oldest."""
 
     def add(self, chunk: data.Chunk) -> None:
         """Puts a chunk in place of the oldest rows."""
-        count = len(chunk.images)
+        count = len(chunk.ids) // self._per_image
         new = self._to_device((chunk.images, chunk.ids, chunk.segments, chunk.positions, chunk.labels))
         with self._lock:
-            at = self.made % self._images_kept
+            at = self.made % self._kept
             rows = slice(at * self._per_image, (at + count) * self._per_image)
-            self._images[at : at + count] = new[0]
+            if len(new[0]):
+                self._images[at : at + count] = new[0]
             stores = (self._ids, self._segments, self._positions, self._labels)
             for store, values in zip(stores, new[1:], strict=True):
                 store[rows] = values
@@ -119,13 +133,13 @@ class Pool:
             tensor.record_stream(torch.cuda.current_stream())
         return tensors
 
-    def batch(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Images uint8 ``[rows, 96, 96, 3]``, then ids, segments, positions and labels, int64 ``[rows, ROW]``."""
+    def batch(self, rows: int, generator: torch.Generator) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor]:
+        """Images uint8 ``[rows, 96, 96, 3]`` or None; ids, segments, positions, labels, int64 ``[rows, length]``."""
         with self._lock:
-            filled = min(self.made, self._images_kept) * self._per_image
+            filled = min(self.made, self._kept) * self._per_image
             pick = torch.randint(filled, (rows,), device=self._ids.device, generator=generator)
             return (
-                self._images[pick // self._per_image],
+                self._images[pick // self._per_image] if len(self._images) else None,
                 self._ids[pick].long(),
                 self._segments[pick].long(),
                 self._positions[pick].long(),
@@ -133,12 +147,12 @@ class Pool:
             )
 
 
-def feed(pool: Pool, chunks: Any, stop: threading.Event) -> None:
-    """Moves chunks from the workers into the pool until told to stop."""
+def feed(pictures: Pool, texts: Pool, chunks: Any, stop: threading.Event) -> None:
+    """Moves chunks from the workers into the pools until told to stop."""
     while not stop.is_set():
         chunk = data.take(chunks, timeout=0.5)
         if chunk is not None:
-            pool.add(chunk)
+            (pictures if len(chunk.images) else texts).add(chunk)
 
 
 def autocast(device: torch.device) -> Any:
@@ -149,19 +163,22 @@ def autocast(device: torch.device) -> Any:
 def evaluate(model: Any, chunk: data.Chunk, device: torch.device, *, shuffled: bool) -> dict[str, float]:
     """Share of held-out questions whose whole answer is predicted, by kind and ``all``.
 
-    ``shuffled`` gives every row another row's picture, which shows how much the words alone give away.
+    ``shuffled`` gives every row another row's picture, which shows how much the words alone give away. Rows about
+    documents have none.
     """
     right: dict[int, list[bool]] = defaultdict(list)
-    for start in range(0, len(chunk.ids), 64):
-        rows = slice(start, start + 64)
+    at_once, most = (64, network.TARGETS) if len(chunk.images) else (8, network.TEXT_TARGETS)
+    for start in range(0, len(chunk.ids), at_once):
+        rows = slice(start, start + at_once)
         owner = chunk.owner[rows]
-        if shuffled:
+        if shuffled and len(chunk.images):
             owner = (owner + len(chunk.images) // 2) % len(chunk.images)
         arrays = (chunk.ids[rows], chunk.segments[rows], chunk.positions[rows], chunk.labels[rows])
         ids, segments, positions, labels = (torch.from_numpy(a).to(device).long() for a in arrays)
-        targets, columns = network.targets_of(labels)
+        targets, columns = network.targets_of(labels, most)
         with autocast(device):
-            pixels = network.normalise(torch.from_numpy(chunk.images[owner]).to(device))
+            pictured = len(chunk.images) > 0
+            pixels = network.normalise(torch.from_numpy(chunk.images[owner]).to(device)) if pictured else None
             logits = network.forward(model, pixels, ids, segments, positions, columns)
         good, asked = (logits.argmax(-1) == targets).cpu().numpy(), (targets >= 0).cpu().numpy()
         places = columns.cpu().numpy()
@@ -184,8 +201,9 @@ def rate_at(plan: Plan, step: int, done: float) -> float:
     return plan.rate * min(1.0, (step + 1) / plan.warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def train(model: Any, bpe: Any, pool: Pool, plan: Plan, out: Path, log: Log, deadline: float) -> None:
-    """Steps until the time or the steps are used up; evaluates and saves on the way."""
+def train(model: Any, bpe: Any, pools: list[Pool], plan: Plan, out: Path, log: Log, deadline: float) -> None:
+    """Steps until the time or the steps are used up, over pictures and documents in turn; evaluates and saves on the
+    way."""
     device = next(model.parameters()).device
     fused = device.type == "cuda"
     params = list(model.parameters())
@@ -193,7 +211,16 @@ def train(model: Any, bpe: Any, pool: Pool, plan: Plan, out: Path, log: Log, dea
         network.parameter_groups(model, plan.decay), plan.rate, betas=(0.9, 0.98), fused=fused
     )
     generator = torch.Generator(device).manual_seed(0)
-    held_out = data.make_chunk(Random(EVAL_SEED), bpe, plan.eval_images, plain=True)  # noqa: S311
+    held_out = [data.make_chunk(Random(EVAL_SEED), bpe, plan.eval_images, plain=True)]  # noqa: S311
+    if len(pools) > 1:
+        held_out.append(data.make_text_chunk(Random(EVAL_SEED), bpe, plan.eval_texts, plain=True))  # noqa: S311
+
+    def scores(*, shuffled: bool) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for chunk in held_out:
+            found = {**evaluate(model, chunk, device, shuffled=shuffled), **found}  # "all" is that of the pictures
+        return found
+
     begun = time.monotonic()
     evaluated = saved = begun
     last_step, step = 0, 0
@@ -202,10 +229,13 @@ def train(model: Any, bpe: Any, pool: Pool, plan: Plan, out: Path, log: Log, dea
         done = max((time.monotonic() - begun) / (deadline - begun), step / plan.steps)
         for group in optimizer.param_groups:
             group["lr"] = rate_at(plan, step, done)
-        images, ids, segments, positions, labels = pool.batch(plan.rows, generator)
-        targets, columns = network.targets_of(labels)
+        texts = len(pools) > 1 and step % 2
+        images, ids, segments, positions, labels = (
+            pools[1].batch(plan.text_rows, generator) if texts else pools[0].batch(plan.rows, generator)
+        )
+        targets, columns = network.targets_of(labels, network.TEXT_TARGETS if texts else network.TARGETS)
         with autocast(device):
-            pixels = network.augment(images, generator)
+            pixels = None if images is None else network.augment(images, generator)
             logits = network.forward(model, pixels, ids, segments, positions, columns)
         loss = network.loss_of(logits, targets)
         optimizer.zero_grad(set_to_none=True)
@@ -217,15 +247,15 @@ def train(model: Any, bpe: Any, pool: Pool, plan: Plan, out: Path, log: Log, dea
         now = time.monotonic()
         if now - evaluated > plan.eval_every_s:
             model.eval()
-            scores = evaluate(model, held_out, device, shuffled=False)
+            accuracy = scores(shuffled=False)
             log.write(
                 "eval",
                 step=step,
                 loss=round(torch.stack(losses).mean().item(), 4),
                 rate=round(rate_at(plan, step, done), 7),
                 steps_per_s=round((step - last_step) / (now - evaluated), 2),
-                images_made=pool.made,
-                accuracy=scores,
+                made=[pool.made for pool in pools],
+                accuracy=accuracy,
             )
             model.train()
             losses, last_step, evaluated = [], step, time.monotonic()
@@ -233,17 +263,18 @@ def train(model: Any, bpe: Any, pool: Pool, plan: Plan, out: Path, log: Log, dea
             network.export(model, bpe, out)
             saved = time.monotonic()
     model.eval()
-    log.write("trained", steps=step, rows=step * plan.rows, images_made=pool.made)
-    log.write("final", shuffled=False, accuracy=evaluate(model, held_out, device, shuffled=False))
-    log.write("final", shuffled=True, accuracy=evaluate(model, held_out, device, shuffled=True))
+    log.write("trained", steps=step, made=[pool.made for pool in pools])
+    log.write("final", shuffled=False, accuracy=scores(shuffled=False))
+    log.write("final", shuffled=True, accuracy=scores(shuffled=True))
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def answer_all(out: Path, device: torch.device, images: int, log: Log) -> None:
+def answer_all(out: Path, device: torch.device, images: int, documents: int, log: Log) -> None:
     """Greedy answers of the exported checkpoint in bfloat16 through transformers, each question a prompt of its own."""
     from PIL import Image
     from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+    from semkv_lab.minigqa.documents import make_document
     from semkv_lab.minigqa.questions import ask_any, word
     from semkv_lab.minigqa.scenes import draw, make_scene
 
@@ -251,25 +282,34 @@ def answer_all(out: Path, device: torch.device, images: int, log: Log) -> None:
     processor.tokenizer.padding_side = "left"
     model = LlavaForConditionalGeneration.from_pretrained(out, dtype=torch.bfloat16).to(device).eval()
     rng = Random("greedy")  # noqa: S311
-    asked: list[tuple[Image.Image, str, str, str]] = []
+    asked: list[tuple[Image.Image | None, str, str, str, str]] = []  # picture, context, question, answer, kind
     for _ in range(images):
         scene = make_scene(rng)
         picture = draw(scene)
         for _ in range(8):
             program = ask_any(scene, rng)
-            asked.append((picture, word(program, rng), program.answer, program.kind))
+            asked.append((picture, "", word(program, rng), program.answer, program.kind))
+    for _ in range(documents):
+        document = make_document(rng, 1300)
+        pairs = [pair for entry in document.entries for pair in entry.questions]
+        asked += [(None, document.text, *pair, "document") for pair in rng.sample(pairs, 4)]
     right: dict[str, list[bool]] = defaultdict(list)
     wrong: list[dict[str, str]] = []
-    for start in range(0, len(asked), 256):
-        part = asked[start : start + 256]
-        texts = [processor.apply_chat_template(prompt.messages(q), add_generation_prompt=True) for _, q, _, _ in part]
+    pictured = 8 * images
+    batches = [asked[at : min(at + 256, pictured)] for at in range(0, pictured, 256)]
+    batches += [asked[at : at + 16] for at in range(pictured, len(asked), 16)]
+    for part in batches:
+        pictures = [row[0] for row in part if row[0] is not None]
+        chats = [prompt.messages(row[2], image=row[0] is not None, context=row[1]) for row in part]
+        texts = [processor.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
         batch = processor(
-            images=[p for p, _, _, _ in part], text=texts, return_tensors="pt", padding=True, add_special_tokens=False
+            images=pictures or None, text=texts, return_tensors="pt", padding=True, add_special_tokens=False
         ).to(device)
-        batch["pixel_values"] = batch["pixel_values"].to(torch.bfloat16)
-        made = model.generate(**batch, max_new_tokens=4, do_sample=False)[:, batch["input_ids"].shape[1] :]
+        if pictures:
+            batch["pixel_values"] = batch["pixel_values"].to(torch.bfloat16)
+        made = model.generate(**batch, max_new_tokens=12, do_sample=False)[:, batch["input_ids"].shape[1] :]
         said = processor.tokenizer.batch_decode(made, skip_special_tokens=True)
-        for text, (_, question, answer, kind) in zip(said, part, strict=True):
+        for text, (_, _, question, answer, kind) in zip(said, part, strict=True):
             right[kind].append(text.strip() == answer)
             if text.strip() != answer and len(wrong) < 20:
                 wrong.append({"question": question, "answer": answer, "said": text})
@@ -289,40 +329,49 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3, help="the highest learning rate")
     parser.add_argument("--start", type=Path, help="an exported checkpoint to train on, with its tokenizer")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--large", action="store_true", help="130 million parameters, and documents as well")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     started = time.monotonic()
     plan = SMOKE if args.smoke else Plan(args.minutes, workers=args.workers, rows=args.rows, rate=args.rate)
+    if args.large:
+        plan = replace(plan, rows=max(1, plan.rows // 2), text_rows=max(1, plan.rows // 10), workers=plan.workers + 1)
+    texts = plan.workers // 5 + 1 if args.large else 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args.out.mkdir(parents=True, exist_ok=True)
     log = Log(args.out / "training_log.jsonl")
 
     bpe = prompt.load_tokenizer(args.start) if args.start else prompt.train_tokenizer()
-    workers, chunks = data.start_workers(bpe.to_str(), plan.workers, plan.chunk_images, args.seed)
+    workers, chunks = data.start_workers(bpe.to_str(), plan.workers, plan.chunk_images, args.seed, texts)
     stop = threading.Event()
     try:
         device = torch.device("cuda" if torch.cuda.is_available() and not args.smoke else "cpu")
         torch.set_float32_matmul_precision("high")
-        model = (network.load(args.start) if args.start else network.build(args.seed)).to(device).train()
-        pool = Pool(plan, device)
-        feeder = threading.Thread(target=feed, args=(pool, chunks, stop), daemon=True)
+        shape = network.LARGE if args.large else network.SMALL
+        model = (network.load(args.start) if args.start else network.build(args.seed, shape)).to(device).train()
+        kept, kept_texts = (n - n % plan.chunk_images for n in (plan.buffer_images, plan.buffer_texts))
+        pools = [Pool(kept, data.ROW, device, 2)]
+        if args.large:
+            pools.append(Pool(kept_texts, data.TEXT_ROW, device, 0))
+        feeder = threading.Thread(target=feed, args=(pools[0], pools[-1], chunks, stop), daemon=True)
         feeder.start()
         size = sum(p.numel() for p in model.parameters())
         log.write(
             "start", device=str(device), parameters=size, vocabulary=bpe.get_vocab_size(), torch=torch.__version__
         )
-        while pool.made < plan.start_images:
+        while pools[0].made < plan.start_images or not pools[-1].made:
             time.sleep(0.1)
             if not any(worker.is_alive() for worker in workers):
                 raise RuntimeError("the worker processes ended")
-        log.write("data", images_made=pool.made)
-        train(model, bpe, pool, plan, args.out, log, started + plan.minutes * 60 - plan.reserve_s)
+        log.write("data", made=[pool.made for pool in pools])
+        train(model, bpe, pools, plan, args.out, log, started + plan.minutes * 60 - plan.reserve_s)
     finally:
         stop.set()
         for worker in workers:
             worker.terminate()
     log.write("export", weights_bytes=network.export(model, bpe, args.out))
-    answer_all(args.out, device, 8 if args.smoke else 400, log)
+    images = 8 if args.smoke else 400
+    answer_all(args.out, device, images, images // 4 if args.large else 0, log)
 
 
 if __name__ == "__main__":
