@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import re
 import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from common import machine, write_json
@@ -31,50 +29,9 @@ from semkv.engines.base import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 from semkv.presets import get_preset
 from semkv.types import Namespace, Plan, Request, ReuseReport, Role, TextSegment
-from semkv_lab.minigqa.documents import Document, make_document
+from semkv_lab.minigqa.documents import VARIANTS, returning
 
-VARIANTS = ("original", "whitespace", "case", "reworded", "edited", "other")
-ASIDES = ("As before, ", "As expected, ", "Once again, ", "In addition, ")
 Row = dict[str, Any]
-
-
-# -- the workload ------------------------------------------------------------
-
-
-def variants(document: Document, other: Document, rng: Random) -> dict[str, str]:
-    """The texts of `VARIANTS`. An edit changes a number in one entry, a rewording the filler behind it."""
-    text, at = document.text, rng.randrange(len(document.entries))
-    entry = document.entries[at]
-    changed, new = entry.sentence, entry.sentence
-    while new == changed:
-        new = re.sub(r"\d+(?=\D*$|:\d+\.$)", f"{rng.randrange(10, 60)}", changed, count=1)
-    reworded = rng.choice(ASIDES) + entry.filler[0].lower() + entry.filler[1:]
-    loose = [word + ("  " if rng.random() < 0.1 else " ") for word in text.split(" ")]
-    return {
-        "original": text,
-        "whitespace": "".join(loose).rstrip(" "),
-        "case": text.lower(),
-        "reworded": text.replace(f"{changed} {entry.filler}", f"{changed} {reworded}"),
-        "edited": text.replace(changed, new),
-        "other": other.text,
-    }
-
-
-def workload(documents: int, *, seed: int = 0, words: int = 1300) -> list[Row]:
-    """Six rows a document, in the order of the requests but mixed with the others': the original, then at any later
-    time the rest. Every row asks another question. 1,300 words are about 2,000 tokens of minigqa-vlm's tokenizer.
-    """
-    rng = Random(f"documents:{seed}")  # noqa: S311
-    placed: list[tuple[float, Row]] = []
-    for _ in range(documents):
-        document, other = make_document(rng, words), make_document(rng, words)
-        asked = [question for entry in document.entries for question, _ in entry.questions]
-        first = rng.random()
-        found = zip(variants(document, other, rng).items(), rng.sample(asked, len(VARIANTS)), strict=True)
-        for (variant, text), question in found:
-            row = {"variant": variant, "context": text, "question": question}
-            placed.append((first if variant == "original" else rng.uniform(first, 1), row))
-    return [row for _, row in sorted(placed, key=lambda pair: pair[0])]
 
 
 # -- the engines ------------------------------------------------------------
@@ -204,7 +161,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """Run every pass, write the file, print the tables."""
-    rows, warm = workload(options.documents, words=options.words), workload(2, words=options.words, seed=999)[:3]
+    rows, warm = returning(options.documents, words=options.words), returning(2, words=options.words, seed=999)[:3]
     off, on = passes(options, rows, warm, cached=False), passes(options, rows, warm, cached=True)
     tables = {setting: table(off[setting], on[setting]) for setting in on}
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}

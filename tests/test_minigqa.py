@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -16,11 +15,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-from long_context import VARIANTS, workload
-
 from semkv.errors import ConfigError
-from semkv_lab.minigqa.documents import make_document
+from semkv_lab.minigqa.documents import VARIANTS, make_document, returning
 from semkv_lab.minigqa.generate import Knobs, generate
 from semkv_lab.minigqa.questions import KINDS, ask, ask_any, restate
 from semkv_lab.minigqa.scenes import COLORS, SIZES, make_scene
@@ -276,12 +272,12 @@ def test_a_question_with_no_fair_answer_elsewhere_is_dropped() -> None:
 
 
 def test_documents_return_as_their_variants_say() -> None:
-    rows = workload(6, seed=4, words=400)
-    assert rows == workload(6, seed=4, words=400)
+    rows = returning(6, seed=4, words=400)
+    assert rows == returning(6, seed=4, words=400)
     assert len(rows) == 6 * len(VARIANTS)
     assert rows[0]["variant"] == "original"
     for seed in range(20):
-        by = {row["variant"]: row["context"] for row in workload(1, seed=seed, words=400)}
+        by = {row["variant"]: row["context"] for row in returning(1, seed=seed, words=400)}
         assert set(by) == set(VARIANTS)
         original = by["original"]
         assert 380 <= len(original.split()) <= 460
@@ -295,3 +291,5 @@ def test_documents_return_as_their_variants_say() -> None:
         digits = [re.findall(r"\d+", by[variant]) for variant in ("original", "reworded", "edited")]
         assert digits[0] == digits[1] != digits[2]
         assert by["other"].split("\n")[:2] != original.split("\n")[:2]
+    for row in rows:
+        assert row["answer"].casefold() in " ".join(row["context"].split()).casefold()
