@@ -117,7 +117,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         load_samples(str(tmp_path / "empty.jsonl"), options(tmp_path))
     with pytest.raises(ConfigError, match="--dataset-root"):
         load_samples("jsonl", options(tmp_path))
-    with pytest.raises(ConfigError, match="gqa, gqa-text, jsonl, minigqa"):
+    with pytest.raises(ConfigError, match="gqa, gqa-text, jsonl, minigqa, minigqa-text"):
         load_samples("coco", options(tmp_path))
 
 
@@ -247,6 +247,16 @@ def test_the_hugging_face_layout(tmp_path: Path) -> None:
 
 
 # --- MiniGQA
+
+
+def test_minigqa_text_asks_about_documents_that_return(tmp_path: Path) -> None:
+    samples = load_samples("minigqa-text", DatasetOptions(tmp_path, max_samples=20))
+    assert samples == load_samples("minigqa-text", DatasetOptions(tmp_path, max_samples=20)), "the same each time"
+    assert len({sample.sample_id for sample in samples}) == 20
+    assert {sample.variant for sample in samples} > {"", "document:edited", "document:whitespace"}
+    assert all(sample.answer and sample.question and len(sample.context.split()) > 1200 for sample in samples)
+    with pytest.raises(ConfigError, match="split"):
+        load_samples("minigqa-text", DatasetOptions(tmp_path, split="test"))
 
 
 def test_minigqa_is_drawn_once_and_the_same_each_time(tmp_path: Path) -> None:

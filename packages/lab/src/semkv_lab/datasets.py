@@ -1,5 +1,6 @@
-"""Data sets by name: ``minigqa`` (generated here), ``gqa`` (official files or the Hugging Face layout), ``gqa-text``
-(its questions with a model's answers, no images), ``jsonl`` (yours), or a function of your own by its dotted path.
+"""Data sets by name: ``minigqa`` and ``minigqa-text`` (generated here), ``gqa`` (official files or the Hugging Face
+layout), ``gqa-text`` (its questions with a model's answers, no images), ``jsonl`` (yours), or a function of your own by
+its dotted path.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from semkv.config import IMAGE_ROOT_VARIABLES
 from semkv.errors import ConfigError, DatasetError
 from semkv.stores.files import replacing
 from semkv_lab import minigqa
-from semkv_lab.minigqa.generate import Knobs, generate
+from semkv_lab.minigqa.documents import VARIANTS, returning
+from semkv_lab.minigqa.generate import SPLITS, Knobs, generate
 from semkv_lab.samples import (
     DatasetOptions,
     ImageRef,
@@ -31,7 +33,7 @@ from semkv_lab.samples import (
     text_field,
 )
 
-DATASETS = ("minigqa", "gqa", "gqa-text", "jsonl")
+DATASETS = ("minigqa", "minigqa-text", "gqa", "gqa-text", "jsonl")
 _Rows = Iterable[dict[str, Any]]
 
 
@@ -47,7 +49,13 @@ def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
     """
     if name.endswith(".jsonl"):
         name, options = "jsonl", replace(options, root=Path(name))
-    loaders = {"minigqa": load_minigqa, "gqa": load_gqa, "gqa-text": load_gqa_text, "jsonl": load_jsonl}
+    loaders = {
+        "minigqa": load_minigqa,
+        "minigqa-text": load_minigqa_text,
+        "gqa": load_gqa,
+        "gqa-text": load_gqa_text,
+        "jsonl": load_jsonl,
+    }
     if plug.is_path(name):
         samples = select(_own(name, options), options)
     elif name not in loaders:
@@ -379,3 +387,28 @@ def _with_variants(samples: list[Sample], path: Path, split: str) -> list[Sample
         return question if question != "original" else "" if image == "original" else f"image:{image}"
 
     return [replace(sample, variant=variant(sample)) for sample in samples]
+
+
+def load_minigqa_text(options: DatasetOptions) -> list[Sample]:
+    """Questions about drawn documents of 1,300 words that return as they are or changed, see
+    `semkv_lab.minigqa.documents.returning`: 120, or as many as ``max_samples`` says.
+
+    Raises:
+        ConfigError: ``config`` is no name of GQA's form, or names a split that MiniGQA does not have.
+    """
+    _, split = resolve_config(options)
+    if split not in SPLITS:
+        raise ConfigError("split", split, SPLITS)
+    rows = returning(-(-(options.max_samples or 120) // len(VARIANTS)), seed=SPLITS.index(split))
+    samples = [
+        Sample(
+            f"{split}-{number}",
+            row["question"],
+            row["answer"],
+            context=row["context"],
+            group=row["document"],
+            variant="" if row["variant"] == "original" else f"document:{row['variant']}",
+        )
+        for number, row in enumerate(rows)
+    ]
+    return select(samples, options)

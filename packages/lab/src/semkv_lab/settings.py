@@ -75,7 +75,8 @@ class RunSettings:
             tokens, a part computed again).
         blend_share: Share of the shared tokens that blend computes again.
         tenant: Partitions every cache; tenants share nothing.
-        dataset: minigqa, gqa, gqa-text, jsonl, a .jsonl file, or package.module:Factory; by default the preset's.
+        dataset: minigqa, minigqa-text, gqa, gqa-text, jsonl, a .jsonl file, or package.module:Factory; by default the
+            preset's.
         chunk_source: What L1 compares: question, semantic, group, combined or full.
         chunk_window: Match on the first N characters only; 0 for all.
         strict: Stop where an image has no file, instead of leaving its samples out.
