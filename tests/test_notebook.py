@@ -1,0 +1,46 @@
+"""The notebook under examples/ runs, and its results go to MLflow."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="needs Jupyter: pip install 'semkv[dev]'")
+mlflow = pytest.importorskip("mlflow", reason="needs MLflow: pip install 'semkv-lab[mlflow]'")
+pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]'")
+
+NOTEBOOK = Path(__file__).parents[1] / "examples" / "sweep.ipynb"
+
+
+@pytest.mark.engine
+def test_the_notebook_runs_and_its_results_go_to_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbclient import NotebookClient
+
+    from semkv_lab.tracking import to_mlflow
+
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    start = notebook.cells[1]
+    for long, short in (("80, (0.6, 0.75, 0.9)", "24, (0.6,)"), ("Path(tempfile.mkdtemp())", repr(str(tmp_path)))):
+        assert long in start.source
+        start.source = start.source.replace(long, short if "(" in short else f"Path({short})")
+    NotebookClient(notebook, timeout=900).execute()
+    said = [str(output.get("data", {})) for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert any("summary.hit_share.value" in text and "cosine-0.6" in text for text in said)
+    assert any("text:semantic" in text and "lookup_s" in text for text in said)
+    assert any("image/png" in text for text in said)
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlflow").as_uri()
+    for _ in range(2):
+        assert to_mlflow(tmp_path / "sweep.jsonl", uri=uri) == 1
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (place,) = (e.experiment_id for e in client.search_experiments() if e.name == "semkv")
+    run, _ = client.search_runs([place])
+    assert (run.info.run_name, run.info.status) == ("cosine-0.6", "FINISHED")
+    assert run.data.params["cache.similarity_threshold"] == "0.6"
+    assert 0 < run.data.metrics["hit_share.value"] < 1
+    assert run.data.tags["environment.vllm"]
