@@ -10,6 +10,8 @@
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
 #   fusion     fusion_load: Qwen3-VL-2B's shape
 #   disk       store.py: the store's reads and writes on this machine's disk
+#   train      minigqa-vlm of 130 million parameters, into $LARGE (/tmp/minigqa-vlm-large), in $MINUTES (6.5)
+#   tiers      specs/tiers-large.json with it: accuracy and time of every tier, and of the arms of --reuse
 set -uo pipefail
 step=${1:?the name of a step}; shift
 here=$(cd "$(dirname "$0")" && pwd); root=$(dirname "$here")
@@ -62,6 +64,26 @@ load() { # NAME ARGUMENTS
     bench "$name" kv_load.py --scratch "$scratch" --out "$out/$name.json" "$@"
 }
 
+large=${LARGE:-/tmp/minigqa-vlm-large}
+
+train() {
+    timeout -k 15 "$limit" python3 "$root/training/minigqa_vlm/train.py" --large --rate 4e-4 \
+        --minutes "${MINUTES:-6.5}" --out "$large" "$@" 2>&1 | tee "$out/train.log"
+    local status=${PIPESTATUS[0]}
+    cp "$large/training_log.jsonl" "$out/train.jsonl"
+    return "$status"
+}
+
+tiers() {
+    cd "$scratch" && mkdir -p runs && ln -sfn "$large" runs/minigqa-vlm-large
+    timeout -k 15 "$limit" python3 -m semkv sweep --specs "$root/specs/tiers-large.json" \
+        --log-file "$scratch/tiers/sweep.csv" --samples-dir "$scratch/tiers" "$@" 2>&1 | tee "$out/tiers.log"
+    local status=${PIPESTATUS[0]}
+    cp "$scratch/tiers/sweep.jsonl" "$out/tiers.jsonl"
+    tar -C "$scratch" -czf "$out/tiers-samples.tgz" tiers
+    return "$status"
+}
+
 case $step in
 check) check "$@" ;;
 chat) chat chat --engines none,offload,semkv --host-gib 32 "$@" ;;
@@ -78,7 +100,9 @@ identity-tp2) bench identity-tp2 identity.py --models qwen3-vl-2b --samples 6 --
     --out "$out/identity-tp2.json" "$@" ;;
 fusion) bench fusion fusion_load.py --out "$out/fusion-load.json" "$@" ;;
 disk) bench disk store.py --dir "$scratch" --rows 2048 --threads 1 4 8 16 --sizes 4 16 --out "$out/disk.json" "$@" ;;
-*) sed -n '2,12p' "$0"; exit 2 ;;
+train) train "$@" ;;
+tiers) tiers "$@" ;;
+*) sed -n '2,14p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left
