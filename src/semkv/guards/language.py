@@ -260,6 +260,8 @@ class Language(Tables):
                         self.opposed.setdefault(one, {}).setdefault(other, name)
                         self.opposed.setdefault(other, {}).setdefault(one, name)
         said = (*self.numbers, *self.multipliers, *self.all_units, *self.senses, *self.grouped)
+        self.being = self.stems(self.passive & self.tenses.keys())
+        self.auxiliaries = self.being | self.stems((*self.tenses, *self.modals))
         self.open_questions = {word for word, kind in self.questions.items() if not kind}
         self.silent = self.function | {",", ";", "?"}
         self.calendar = self.shifts | self.senses.keys()

@@ -15,6 +15,7 @@ _LOOSE = frozenset(("manner", "place"))  # "how can I buy" and "where can I buy"
 _VERB = 5  # words of a question among which its verb stands
 _QUESTION = 40  # tokens in which a question is looked for
 _PLACES = 3  # words that stand against one each
+_REACH = 4  # words within which a verb stands behind its auxiliary
 _BLOCK = 4  # words that stand against others in one place
 _TELLING = 14  # words of a text among which one tells its language
 _KNOWN = 0.6  # share of the words that are known where none tells it
@@ -148,25 +149,54 @@ def _contrary(x: str, y: str, language: Language) -> bool:
 
 
 def form(p: Pair) -> str | None:
-    """The same words, one of them in another time; or any other form of a word that is itself asked about: its
-    spelling, letters, sound, grammar, translation."""
-    mentioned = _mentions(p.a, p.language) or _mentions(p.b, p.language)
+    """The same words but for auxiliaries, in another time or mode; or any other form of a word that is itself asked
+    about: its spelling, letters, sound, grammar, translation."""
+    language = p.language
+    mentioned = _mentions(p.a, language) or _mentions(p.b, language)
+    said = [[t.stem for t in text.spine if t.stem not in language.auxiliaries] for text in (p.a, p.b)]
+    if said[0] == said[1]:
+        if _past(p.a, language) != _past(p.b, language):
+            return "tense"
+        if _may(p.a, language) != _may(p.b, language) and language.questions.keys().isdisjoint(p.words):
+            return "modality"
     first, second = (("", "", *[t.word for t in text.spine], "") for text in (p.a, p.b))
     if [t.stem for t in p.a.spine] == [t.stem for t in p.b.spine]:
         for i, (x, y) in enumerate(zip(p.a.spine, p.b.spine, strict=True)):
-            polite = x.word in p.language.modals and first[i + 3] in p.language.persons  # "can I get", "could I get"
-            helped = not p.language.helpers.isdisjoint((*first[i : i + 2], *second[i : i + 2]))  # "did he lived"
-            if p.language.is_past(x) != p.language.is_past(y) and (mentioned or not (polite or helped)):
+            polite = x.word in language.modals and first[i + 3] in language.persons  # "can I get", "could I get"
+            helped = not language.helpers.isdisjoint((*first[i : i + 2], *second[i : i + 2]))  # "did he lived"
+            if language.is_past(x) != language.is_past(y) and (mentioned or not (polite or helped)):
                 return "tense"
     if not mentioned:
         return None
     mine, other = ([t for t in x.tokens if t.word not in y.words] for x, y in ((p.a, p.b), (p.b, p.a)))
-    function, aside = p.language.function, p.language.aside
+    function, aside = language.function, language.aside
     for x, y in itertools.product(mine[:MOST], other[:MOST]):
-        quiet = aside if x.stem == y.stem else aside | p.language.quiet
+        quiet = aside if x.stem == y.stem else aside | language.quiet
         if x.word not in function and y.word not in function and quiet.isdisjoint((x.stem, y.stem)) and p.akin(x, y):
             return "substitution"
     return None
+
+
+def _past(text: Text, language: Language) -> bool:
+    """Whether a text is about what was or has been, by its auxiliaries and by verbs that have none before them: "won",
+    not "is won"."""
+    tokens, auxiliaries = text.spine, language.auxiliaries
+    for i, token in enumerate(tokens):
+        if token.stem not in auxiliaries:
+            found = language.is_past(token) and not any(t.stem in auxiliaries for t in tokens[max(0, i - _REACH) : i])
+        elif (kind := language.tenses.get(token.word)) == "perfect":
+            found = any(language.is_past(t) or t.stem in language.being for t in tokens[i + 1 : i + _REACH])
+        else:
+            found = kind == "past"
+        if found:
+            return True
+    return False
+
+
+def _may(text: Text, language: Language) -> bool:
+    """Whether a text speaks of what may be; "can you" is no more than polite."""
+    modal = _modal(text, language)
+    return bool(modal) and language.modals[modal] == next(iter(language.modals.values()))
 
 
 def _mentions(text: Text, language: Language) -> bool:

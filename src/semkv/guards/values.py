@@ -15,6 +15,7 @@ _WILD = frozenset("%*_^~|\\")  # signs of patterns
 _SIGNS = re.compile(r"[\W_]+")
 _NUMBERED = re.compile(r"[A-Za-z][\w.-]*\d|[a-z][\w.-]*/")
 _HUMPED = re.compile(r"[A-Za-z][\w.-]*[A-Z]")
+_FILE = re.compile(r".*\w\.[a-z]{1,4}")
 _SYMBOL = 2  # letters of a chemical symbol
 _PROSE = frozenset(("-", "--", "---", "/", "&", "%", "~"))  # operators that may be marks of prose
 
@@ -47,7 +48,7 @@ def _respelled(p: Pair) -> bool:
     theirs = ((word, bare[word in p.b.spelled].get(_bare(word))) for word in found)
     return any(
         others is not None
-        and ((exact and not _HUMPED.match(word)) or word.casefold() not in others)
+        and ((exact and (_FILE.fullmatch(word) or not _HUMPED.match(word))) or word.casefold() not in others)
         and p.language.stem(_bare(word)) not in p.language.known  # "Wi-Fi", "wifi"
         for word, others in theirs
     )
