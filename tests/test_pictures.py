@@ -21,11 +21,12 @@ import pytest
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from semkv.encoders import vision
+from semkv.encoders.hooks import VisionHook
 from semkv.encoders.vision import read_picture
 from semkv.engines.base import EnginePrompt, MediaError, load_image
 from semkv.guards.pictures import LIMIT, difference
 from semkv.keys import media_id, media_uuid
-from semkv.types import MediaSegment
+from semkv.types import MediaSegment, Namespace, Request, TextSegment
 
 MOST = 1_000_000
 SIZE = (24, 16)
@@ -245,6 +246,7 @@ OTHER = {
     "a letter": scene("Late 37, row 5"),
     "a color": paint(0, (40, 150, 70)),
     "a color as light": paint(1, (150, 60, 60)),
+    "a muted color": paint(2, (210, 190, 110)),
     "exchanged": scene(things=[(x, y, c) for (x, y, _), (_, _, c) in zip(THINGS, THINGS[::-1], strict=True)]),
     "moved": scene(things=[(60, 168, THINGS[0][2]), *THINGS[1:]]),
     "one less": scene(things=THINGS[:2]),
@@ -273,6 +275,50 @@ def test_what_cannot_be_told_is_something_else() -> None:
     plain = [Image.new("RGB", (64, 64), color) for color in ("black", "white", "gray", "red", "green", "orange")]
     for i, one in enumerate(plain):
         assert [difference(one, other) < LIMIT for other in plain] == [i == j for j in range(len(plain))]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((113, 139, 110), (143, 116, 147)),
+        ((143, 124, 109), (113, 132, 147)),
+        ((128, 128, 128), (100, 135, 163)),
+        ((159, 120, 89), (128, 128, 128)),
+    ],
+)
+def test_a_thing_of_another_muted_color_is_another(one: tuple[int, int, int], other: tuple[int, int, int]) -> None:
+    first, second = (paint(0, color) for color in (one, other))
+    assert difference(seen(first), jpeg(seen(second, 1), 80)) >= LIMIT
+
+
+def test_of_a_picture_that_is_not_shown_whole_nothing_is_compared() -> None:
+    deep = saved(Image.fromarray(np.full((40, 40), 3000, np.uint16)))
+    moving = saved(scene(), "GIF", save_all=True, append_images=[scene("Gate 38")])
+    for data in (deep, moving):
+        assert read_picture(data)
+        with pytest.raises(OSError, match="frames"):
+            read_picture(data, whole=True)
+    assert read_picture(saved(scene(), "GIF"), whole=True)
+
+
+def test_pictures_of_too_many_pixels_together_get_no_vectors(tmp_path: Path) -> None:
+    encoded: list[bytes] = []
+
+    class Encoder:
+        dim, fingerprint = 2, "none"
+
+        def encode(self, data: bytes) -> np.ndarray:
+            encoded.append(data)
+            return np.ones(2, np.float32)
+
+    data = saved(Image.new("1", (4000, 4000)))
+    file = tmp_path / "large.png"
+    file.write_bytes(data)
+    media = MediaSegment(media_id(data), file)
+    hook = VisionHook(Encoder())
+    assert set(hook(Request("", Namespace(), (media, TextSegment("one"))))) == {"vision"}
+    assert hook(Request("", Namespace(), (media, media, TextSegment("two")))) == {}
+    assert len(encoded) == 1
 
 
 def test_highlights_that_are_burnt_out_are_no_change() -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from semkv import plug
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
 from semkv.encoders.text import TextEncoder
-from semkv.encoders.vision import VisionEncoder, build_vision_encoder
+from semkv.encoders.vision import MOST_PIXELS, VisionEncoder, build_vision_encoder, pixels_of
 from semkv.errors import ConfigError
 from semkv.keys import digest, media_id
 from semkv.types import MediaSegment, Request
@@ -81,7 +81,8 @@ class PromptHook:
 
 
 class VisionHook:
-    """``vision``: one vector per media item, from its file; left out when any file is missing.
+    """``vision``: one vector per media item, from its file; left out when any file is missing, or when all have more
+    pixels together than are read.
 
     Args:
         encoder: the vision encoder.
@@ -91,12 +92,14 @@ class VisionHook:
 
     def __init__(self, encoder: VisionEncoder, roots: Iterable[Path] = (), *, remembered: int = 256) -> None:
         self._encoder, self._roots = encoder, tuple(roots)
-        self._vector = lru_cache(remembered)(self._encoded)
+        self._vector, self._pixels = lru_cache(remembered)(self._encoded), lru_cache(remembered)(self._counted)
         self.dims = {"vision": encoder.dim}
         self.fingerprint = encoder.fingerprint
 
     def __call__(self, request: Request) -> Mapping[str, Vector]:
         try:
+            if sum(map(self._pixels, request.media)) > MOST_PIXELS:
+                return {}
             vectors = [self._vector(segment) for segment in request.media]
         except FileNotFoundError:
             return {}
@@ -105,10 +108,16 @@ class VisionHook:
         return {"vision": vectors[0] if len(vectors) == 1 else np.stack(vectors)}
 
     def _encoded(self, segment: MediaSegment) -> Vector:
+        return self._encoder.encode(self._read(segment))
+
+    def _counted(self, segment: MediaSegment) -> int:
+        return pixels_of(self._read(segment))
+
+    def _read(self, segment: MediaSegment) -> bytes:
         data = read_media(segment, self._roots)
         if data is None:
             raise FileNotFoundError(segment.name)
-        return self._encoder.encode(data)
+        return data
 
 
 class JoinedHook:

@@ -40,26 +40,30 @@ _FORMATS = (
 
 CLIP = "clip-ViT-B-32"
 _KEY = "--vision-encoder"
-_MOST_PIXELS = 40_000_000  # 120 MB when unpacked, however small the file
+MOST_PIXELS = 25_000_000
+"""Of all pictures of a request together, which are 75 MB when unpacked, however small the files."""
+
 _READ = f"{READING}, squeezed"  # part of fingerprints: vectors of another reading are never compared
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))  # the engine needs the rest
 
 
-def read_picture(data: bytes, *, most_pixels: int = _ALL_PIXELS) -> Image:
+def read_picture(data: bytes, *, most_pixels: int = _ALL_PIXELS, whole: bool = False) -> Image:
     """The picture in RGB: turned as its EXIF orientation says, what is transparent on white, the first of several
-    frames. Colour profiles are not applied.
+    frames. Colour profiles are not applied. With ``whole`` only a picture that this shows all of.
 
     Raises:
         OSError: the bytes are no picture that can be read, or one of more than ``most_pixels``, whatever else is
-            wrong with them: Pillow's readers raise nearly any exception.
+            wrong with them: Pillow's readers raise nearly any exception. With ``whole`` also where there are more
+            frames, or more than 8 bits a channel.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import ImageOps, UnidentifiedImageError
 
     try:
-        Image.init()
-        image = Image.open(io.BytesIO(data), formats=[name for name in _FORMATS if name in Image.OPEN])
-        if image.width * image.height > most_pixels:  # the header alone has been read
+        image = _opened(data)
+        if image.width * image.height > most_pixels:
             raise OSError(f"a picture of {image.width} x {image.height} pixels, of at most {most_pixels}")
+        if whole and (image.mode[0] in "IF" or (image.format != "MPO" and getattr(image, "is_animated", False))):
+            raise OSError("a picture of several frames, or of more than 8 bits a channel")
         with contextlib.suppress(Exception):  # damaged EXIF data: the picture stays as it lies in the file
             image = ImageOps.exif_transpose(image)
         image.load()
@@ -70,6 +74,22 @@ def read_picture(data: bytes, *, most_pixels: int = _ALL_PIXELS) -> Image:
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def pixels_of(data: bytes) -> int:
+    """How many pixels a picture says that it has; 0 where there is none that can be read. Its head alone is read."""
+    try:
+        width, height = _opened(data).size
+        return int(width * height)
+    except Exception:
+        return 0
+
+
+def _opened(data: bytes) -> Any:
+    from PIL import Image
+
+    Image.init()
+    return Image.open(io.BytesIO(data), formats=[name for name in _FORMATS if name in Image.OPEN])
 
 
 def _rgb(image: Image) -> Image:
@@ -106,7 +126,7 @@ def open_picture(data: bytes) -> Any:
     Raises:
         OSError: the bytes are not an image that can be read, or one of too many pixels.
     """
-    image = read_picture(data, most_pixels=_MOST_PIXELS)
+    image = read_picture(data, most_pixels=MOST_PIXELS)
     side = math.isqrt(image.width * image.height)
     return image if image.width == image.height else image.resize((side, side))
 

@@ -44,5 +44,5 @@ class ImageGuard:
         first, second = read_media(mine, self._roots), self._media.get(theirs)
         if first is None or second is None:
             raise OSError("an image is gone")
-        a, b = (read_picture(data, most_pixels=pictures.MOST_PIXELS) for data in (first, second))
+        a, b = (read_picture(data, most_pixels=pictures.MOST_PIXELS, whole=True) for data in (first, second))
         return pictures.difference(a, b) < pictures.LIMIT
