@@ -83,15 +83,18 @@ def passes(options: Any, rows: list[Row], warm: list[Row], *, cached: bool) -> d
 
 def one_engine(options: Any, rows: list[Row], warm: list[Row], folder: Path | None) -> list[Row]:
     connectors = ConnectorOptions(folder) if folder else None
+    given = {
+        "load_format": options.load_format,
+        "enforce_eager": options.eager,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "kv_cache_memory_bytes": options.kv_cache_bytes,
+    }
     engine = VllmEngine(
         VllmOptions(
             options.model,
             max_model_len=options.max_model_len,
-            load_format=options.load_format,
-            enforce_eager=options.eager or None,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            kv_cache_bytes=options.kv_cache_bytes,
             connectors=connectors,
+            arguments={name: value for name, value in given.items() if value},
         )
     )
     cache = SemanticCache(CacheConfig(folder, similarity_threshold=options.threshold)) if folder else None

@@ -8,7 +8,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,7 @@ def test_what_may_be_substituted(make: Make, row: Row) -> None:
     bench = make(**{"similarity_threshold": 0.9, **row.settings})
     bench.ask(**row.recorded)
     report = bench.look(**row.asked)
+    assert all(bench.encoder.fits(text) for text in bench.encoder.calls)  # never a whole document
     assert report.provenance == row.provenance
     assert row.statuses in ("", " ".join(report.statuses.values()))
     if not row.provenance:
@@ -216,19 +217,6 @@ def test_another_image_does_not_bring_a_text_that_the_same_image_does_not(bench:
     assert bench.cache.checked(report.hit_id, False)
     assert not bench.look("color~0.999", "car~0.92").hit, "the pair was found wrong"
     assert bench.look("color~0.9995", "car~0.92").plan.full
-
-
-def test_a_context_with_one_reworded_sentence_is_the_donors(bench: Bench) -> None:
-    document = DOCUMENT + " the last one."
-    bench.ask("one", context=document)
-    calls = len(bench.encoder.calls)
-    report = bench.ask("two", context=DOCUMENT + " the last one.~0.97")
-    assert seen(report.plan.segments) == f"{document} | two"
-    assert report.provenance == "text:semantic/context"
-    match = report.plan.match
-    assert match is not None
-    assert match.score == pytest.approx(0.97, abs=1e-3)
-    assert set(bench.encoder.calls[calls:]) <= {"the last one.", "the last one.~0.97", "two"}  # never the document
 
 
 def test_ones_own_image_is_its_own_donor(bench: Bench) -> None:
@@ -334,9 +322,7 @@ def test_tenants_share_nothing(make: Make, options: dict[str, Any]) -> None:
             for image in ("car", "car~0.99"):
                 for other in (context, DOCUMENT + " the last one.~0.99") if context else ((),):
                     assert not bench.look(question, image, tenant="b", context=other).hit
-        assert bench.look("color", "car", tenant="a", context=context).hit is (
-            options != {"exact": False} or bench.cache.stats().entries > 0
-        )
+        assert bench.look("color", "car", tenant="a", context=context).hit
 
 
 # -- recording --------------------------------------------------------------------------------------------------------
@@ -483,14 +469,6 @@ def test_a_chunk_text_with_a_context_that_was_substituted_is_not_the_entrys(benc
     assert no_write(bench, "two", context=document, chunk=f"two {document}")
 
 
-def test_a_chunk_text_stays_where_an_image_was_substituted(bench: Bench) -> None:
-    bench.ask("color", "car", system="sys", chunk="sys color")
-    assert bench.ask("shape", "car~0.95", system="sys", chunk="sys shape").provenance == "embedding:vision/media"
-    entry = entry_of(bench)
-    assert entry.chunk_text == "sys shape"
-    assert any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
-
-
 def no_write(bench: Bench, question: str | None, **rest: Any) -> bool:
     """Whether an exact repeat writes nothing, so that other processes go on with what they remember."""
     with closing(sqlite3.connect(bench.root / "cache" / "catalog.sqlite")) as other:
@@ -633,17 +611,13 @@ def test_a_damaged_catalog_is_a_counted_miss(bench: Bench) -> None:
     assert bench.entry is not None, "a new database was begun"
 
 
-def test_a_closed_cache_is_a_counted_miss(bench: Bench) -> None:
+def test_a_text_that_is_no_unicode_and_a_closed_cache_are_counted_misses(bench: Bench) -> None:
+    assert not bench.ask("color \ud800", "car").hit
+    assert bench.entry is None
+    assert bench.cache.stats().faults["request"] == 1
     bench.cache.close()
     assert not bench.ask("color", "car").hit
     assert bench.entry is None
-
-
-def test_a_text_that_is_no_unicode_is_a_counted_miss(bench: Bench) -> None:
-    report = bench.ask("color \ud800", "car")
-    assert not report.hit
-    assert bench.entry is None
-    assert bench.cache.stats().faults["request"] == 1
 
 
 def test_odd_prompts_do_no_harm(bench: Bench) -> None:
@@ -787,9 +761,6 @@ class OneSpot:
     dims: Mapping[str, int] = {"vision": 2}
     fingerprint = "one spot"
 
-    def __init__(self, config: CacheConfig | None = None) -> None:
-        pass
-
     def __call__(self, request: Request) -> dict[str, Any]:
         return {"vision": np.tile(np.array([1.0, 0.0], np.float32), (len(request.media), 1))}
 
@@ -812,24 +783,27 @@ def shown(folder: Path, *images: bytes, text: str = "Which gate?") -> Request:
     return Request("", Namespace(), (*segments, TextSegment(text)))
 
 
+Images = Callable[..., SemanticCache]
+
+
 @pytest.fixture
-def images(tmp_path: Path) -> Iterator[Callable[..., SemanticCache]]:
-    made: list[SemanticCache] = []
+def images(tmp_path: Path) -> Iterator[Images]:
+    """Makes one cache to which all images look alike."""
+    with ExitStack() as stack:
 
-    def make(**settings: Any) -> SemanticCache:
-        layers = (EmbeddingLayer("vision", 2, 0.9),)
-        config = CacheConfig(
-            tmp_path / "cache", embedding_layers=layers, embedding_hook="own", semantic=False, **settings
-        )
-        made.append(SemanticCache(config, hook=OneSpot(), text_encoder=WrittenEncoder()))
-        return made[-1]
+        def make(**settings: Any) -> SemanticCache:
+            fixed = {
+                "embedding_layers": (EmbeddingLayer("vision", 2, 0.9),),
+                "embedding_hook": "own",
+                "semantic": False,
+            }
+            config = CacheConfig(tmp_path / "cache", **fixed, **settings)
+            return stack.enter_context(SemanticCache(config, hook=OneSpot(), text_encoder=WrittenEncoder()))
 
-    yield make
-    for cache in made:
-        cache.close()
+        yield make
 
 
-def test_pixels_decide_whether_a_similar_image_stands_in(images: Callable[..., SemanticCache], tmp_path: Path) -> None:
+def test_pixels_decide_whether_a_similar_image_stands_in(images: Images, tmp_path: Path) -> None:
     cache = images()
     cache.add_observation(cache.try_reuse(shown(tmp_path, card("Gate 37"))), "37")
     moved = cache.try_reuse(shown(tmp_path, card("Gate 37", dx=1)))
@@ -847,7 +821,7 @@ def test_pixels_decide_whether_a_similar_image_stands_in(images: Callable[..., S
     assert not cache.stats().faults
 
 
-def test_each_of_several_images_is_compared(images: Callable[..., SemanticCache], tmp_path: Path) -> None:
+def test_each_of_several_images_is_compared(images: Images, tmp_path: Path) -> None:
     cache = images()
     first, second = card("Gate 37"), card("Row 5")
     cache.add_observation(cache.try_reuse(shown(tmp_path, first, second)), "37")
@@ -856,7 +830,7 @@ def test_each_of_several_images_is_compared(images: Callable[..., SemanticCache]
     assert not cache.try_reuse(shown(tmp_path, second, first)).hit
 
 
-def test_an_image_that_is_gone_is_compared_with_nothing(images: Callable[..., SemanticCache], tmp_path: Path) -> None:
+def test_an_image_that_is_gone_is_compared_with_nothing(images: Images, tmp_path: Path) -> None:
     cache = images()
     entry = cache.add_observation(cache.try_reuse(shown(tmp_path, card("Gate 37"))), "37")
     other = shown(tmp_path, card("Gate 37", dx=1))
@@ -869,9 +843,7 @@ def test_an_image_that_is_gone_is_compared_with_nothing(images: Callable[..., Se
 
 
 @pytest.mark.parametrize("settings", [{"guards": False}, {"scope": Scope.ANY}, {"match": MatchPolicy.ANY}])
-def test_the_literal_reading_compares_no_pixels(
-    images: Callable[..., SemanticCache], tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_the_literal_reading_compares_no_pixels(images: Images, tmp_path: Path, settings: dict[str, Any]) -> None:
     cache = images(**settings)
     cache.add_observation(cache.try_reuse(shown(tmp_path, card("Gate 37"))), "37")
     assert cache.try_reuse(shown(tmp_path, card("Gate 31"))).hit

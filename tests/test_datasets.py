@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,18 @@ from semkv import keys
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
 from semkv_lab.datasets import find_image, load_samples
-from semkv_lab.samples import ChunkSource, DatasetOptions, ImageRef, RequestBuilder, Sample, chunk_text
+from semkv_lab.samples import (
+    ZIPF_EXPONENT,
+    ChunkSource,
+    DatasetOptions,
+    ImageRef,
+    RequestBuilder,
+    Sample,
+    Trace,
+    TraceKind,
+    arrange,
+    chunk_text,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -107,14 +119,15 @@ def test_pictures_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"none\.jsonl: No such file"):
-        load_samples(str(tmp_path / "none.jsonl"), options(tmp_path))
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xff"}\n')
-    with pytest.raises(DatasetError, match="not UTF-8"):
-        load_samples(str(tmp_path / "latin.jsonl"), options(tmp_path))
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(DatasetError, match="no samples"):
-        load_samples(str(tmp_path / "empty.jsonl"), options(tmp_path))
+    for name, message in (
+        ("none", r"none\.jsonl: No such"),
+        ("latin", r"latin\.jsonl: not UTF-8"),
+        ("empty", "no samples"),
+    ):
+        with pytest.raises(DatasetError, match=message):
+            load_samples(str(tmp_path / f"{name}.jsonl"), options(tmp_path))
     with pytest.raises(ConfigError, match="--dataset-root"):
         load_samples("jsonl", options(tmp_path))
     with pytest.raises(ConfigError, match="gqa, gqa-text, jsonl, minigqa, minigqa-text"):
@@ -197,22 +210,14 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
     (gqa_root / "val_all_questions.json").write_text('{"17": {"imageId": "1"}}', encoding="utf-8")
     with pytest.raises(DatasetError, match="question 17: no 'question'"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"entailed": 5}, "'entailed' must be a list of ids, found int"),
-        ({"groups": {"global": ["x"]}}, "'global' must be text, found list"),
-    ],
-)
-def test_a_field_of_the_wrong_type_is_named(
-    gqa_root: Path, tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
-    rows = {"17": {"imageId": "1", "question": "Is it red?", **fields}}
-    (gqa_root / "val_balanced_questions.json").write_text(json.dumps(rows), encoding="utf-8")
-    with pytest.raises(DatasetError, match=rf"val_balanced_questions\.json, question 17.*: {message}"):
-        load_samples("gqa", options(tmp_path, root=gqa_root))
+    for fields, message in (
+        ({"entailed": 5}, "'entailed' must be a list"),
+        ({"groups": {"global": ["x"]}}, "'global' must"),
+    ):
+        rows = {"17": {"imageId": "1", "question": "Is it red?", **fields}}
+        (gqa_root / "val_all_questions.json").write_text(json.dumps(rows), encoding="utf-8")
+        with pytest.raises(DatasetError, match=rf"val_all_questions\.json, question 17.*: {message}"):
+            load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
 
 
 def test_the_hugging_face_layout(tmp_path: Path) -> None:
@@ -306,3 +311,53 @@ def test_a_request_has_its_segments_in_prompt_order(gqa_root: Path, tmp_path: Pa
     assert request.chunk_text == "Q?"
     builder.images = False
     assert builder.build(sample).media == ()
+
+
+# --- traces
+
+
+SAMPLES = [
+    Sample(f"{image}-{number}", f"question {number} on {image}", images=(ImageRef(f"i{image}", None),))
+    for image in range(40)
+    for number in range(5)
+]
+ORIGINALS = {sample.sample_id: sample for sample in SAMPLES}
+
+
+def ids(trace: Trace) -> list[str]:
+    return [sample.sample_id for sample in arrange(SAMPLES, trace)]
+
+
+@pytest.mark.parametrize("kind", TraceKind)
+def test_equal_settings_give_equal_requests_under_ids_of_their_own(kind: TraceKind) -> None:
+    requests = arrange(SAMPLES, Trace(kind, seed=3, requests=700))
+    assert requests == arrange(SAMPLES, Trace(kind, seed=3, requests=700))
+    assert arrange(SAMPLES, Trace(kind, seed=3, requests=90)) == requests[:90]
+    assert (kind is TraceKind.IN_ORDER) == (ids(Trace(kind, seed=4, requests=90)) == ids(Trace(kind, 3, 90)))
+    assert len({r.sample_id for r in requests}) == len(requests) == 700
+    for request in requests:
+        original = ORIGINALS[request.sample_id.partition("#")[0]]
+        assert (request.question, request.images) == (original.question, original.images)
+
+
+def test_in_order_is_the_data_sets_own_order_round_and_round() -> None:
+    assert arrange(SAMPLES, Trace()) == SAMPLES
+    assert ids(Trace(requests=202))[200:] == ["0-0#2", "0-1#2"]
+    assert ids(Trace(requests=3)) == ["0-0", "0-1", "0-2"]
+
+
+def test_a_repeat_takes_no_id_of_the_data_set_and_counts_with_its_original() -> None:
+    samples = [Sample("a", "one?"), Sample("a#2", "two?"), Sample("a#2#2", "three?")]
+    requests = arrange(samples, Trace(requests=9))
+    assert [r.sample_id for r in requests] == [
+        "a", "a#2", "a#2#2", "a#3", "a#2#3", "a#2#2#2", "a#4", "a#2#4", "a#2#2#3",
+    ]  # fmt: skip
+    assert [r.image_name for r in requests] == ["a", "a#2", "a#2#2"] * 3
+
+
+def test_zipf_asks_for_the_image_of_rank_r_in_proportion_to_r_to_the_minus_exponent() -> None:
+    asked = Counter(r.image_name for r in arrange(SAMPLES, Trace(TraceKind.ZIPF, requests=40_000)))
+    counts = [n for _, n in asked.most_common()]
+    total = sum(rank**-ZIPF_EXPONENT for rank in range(1, 41))
+    for rank in (1, 2, 4, 8):
+        assert counts[rank - 1] / 40_000 == pytest.approx(rank**-ZIPF_EXPONENT / total, rel=0.1)

@@ -51,9 +51,9 @@ def test_rows_become_samples_with_cards_for_images(tmp_path: Path, name: str) ->
         ("3", "Is  it red?", "Yes."),
     ]
     first, second, third = (s.images[0].path for s in samples)
+    assert first == third
     assert first is not None
     assert second is not None
-    assert first == third
     assert first.read_bytes() != second.read_bytes()
     with Image.open(first) as card:
         assert card.size == (160, 120)

@@ -83,29 +83,21 @@ __all__ = [
     "model_fingerprint",
 ]
 
-_ELSEWHERE = {  # what is not in `semkv.types`
-    "CacheConfig": "config",
-    "CacheStats": "cache",
-    "ConfigError": "errors",
-    "Decider": "tiers.policies",
-    "Decision": "tiers.policies",
-    "EmbeddingHook": "encoders.hooks",
-    "Engine": "engines.base",
-    "EnginePrompt": "engines.base",
-    "EngineResult": "engines.base",
-    "FusionEngine": "engines.fusion",
-    "FusionProvider": "engines.fusion",
-    "FusionStore": "stores.fusion",
-    "Index": "tiers.plugged",
-    "ResponseStore": "stores.responses.base",
-    "SemanticCache": "cache",
-    "SemkvError": "errors",
-    "StoreError": "errors",
-    "TextEncoder": "encoders.text",
-    "Tier": "tiers.plugged",
-    "media_id": "keys",
-    "model_fingerprint": "keys",
+_MODULES = {
+    "cache": "CacheStats SemanticCache",
+    "config": "CacheConfig",
+    "encoders.hooks": "EmbeddingHook",
+    "encoders.text": "TextEncoder",
+    "engines.base": "Engine EnginePrompt EngineResult",
+    "engines.fusion": "FusionEngine FusionProvider",
+    "errors": "ConfigError SemkvError StoreError",
+    "keys": "media_id model_fingerprint",
+    "stores.fusion": "FusionStore",
+    "stores.responses.base": "ResponseStore",
+    "tiers.plugged": "Index Tier",
+    "tiers.policies": "Decider Decision",
 }
+_ELSEWHERE = {name: module for module, names in _MODULES.items() for name in names.split()}  # the rest: `semkv.types`
 
 
 def __getattr__(name: str) -> Any:

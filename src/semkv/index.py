@@ -39,8 +39,6 @@ _MOVED = 1 << 13  # plain rows that move into a graph at once
 _STALE = 0.2  # share of removed rows at which a graph is rebuilt
 _LINKS, _BUILD_BREADTH, _SEARCH_BREADTH = 16, 80, 96  # M, efConstruction and efSearch of HNSW
 _MANY = 1 << 18  # rows from which a graph is searched more broadly, by the root of their number: it would find less
-# A place is the number of a partition, a bit that says whether the row is in its graph, and the row.
-_PARTITION_BITS, _IN_GRAPH = 32, 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +56,6 @@ class Row:
     item: str
     partition: str
     vector: Vector
-
-
-@dataclass(frozen=True, slots=True)
-class IndexSizes:
-    """Rows by where they are: plain, in a graph, and removed from a graph but still taking room."""
-
-    flat: int
-    graph: int
-    dead: int
 
 
 class Graph:
@@ -106,10 +95,10 @@ class Graph:
 class Partition:
     """The plain rows of one partition, float32 and without holes, and the graph that has the others."""
 
-    __slots__ = ("_room", "graph", "items", "name", "number")
+    __slots__ = ("_room", "graph", "items", "name")
 
-    def __init__(self, number: int, name: str, dim: int) -> None:
-        self.number, self.name = number, name
+    def __init__(self, name: str, dim: int) -> None:
+        self.name = name
         self.graph: Graph | None = None
         self.items: list[str] = []
         self._room: Matrix = np.empty((0, dim), dtype=np.float32)
@@ -155,6 +144,9 @@ class Partition:
         return [(float(scores[row]), self.items[row]) for row in best]
 
 
+_Place = tuple[Partition, bool, int]  # whether the row is one of its graph
+
+
 class VectorIndex:
     """Nearest vectors by inner product over unit vectors, per partition. Any thread may call any method.
 
@@ -171,9 +163,7 @@ class VectorIndex:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._partitions: dict[str, Partition] = {}
-        self._numbered: dict[int, Partition] = {}
-        self._place: dict[str, int] = {}
-        self._made = 0
+        self._place: dict[str, _Place] = {}
         self._removed: set[str] = set()  # since the build that goes on began
         self._work: dict[str, None] = {}  # names of partitions for the worker
         self._worker: threading.Thread | None = None
@@ -189,13 +179,6 @@ class VectorIndex:
         """Every item."""
         with self._lock:
             return list(self._place)
-
-    def sizes(self) -> IndexSizes:
-        with self._lock:
-            flat = sum(len(home.items) for home in self._partitions.values())
-            graphs = [home.graph for home in self._partitions.values() if home.graph is not None]
-            dead = sum(graph.dead for graph in graphs)
-            return IndexSizes(flat, sum(len(graph.items) for graph in graphs) - dead, dead)
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -215,14 +198,9 @@ class VectorIndex:
                 items = [item for item in members if item not in self._place]
                 if not items:
                     continue
-                home = self._partitions.get(name)
-                if home is None:
-                    self._made += 1
-                    home = Partition(self._made, name, self.dim)
-                    self._partitions[name] = self._numbered[self._made] = home
-                first = (home.number << _PARTITION_BITS) + len(home.items)
+                home = self._partitions.setdefault(name, Partition(name, self.dim))
+                self._place.update({item: (home, False, row) for row, item in enumerate(items, len(home.items))})
                 home.append(items, np.stack([members[item] for item in items]))
-                self._place.update(zip(items, range(first, first + len(items)), strict=True))
                 self._look_after(home)
 
     def remove(self, items: Iterable[str]) -> None:
@@ -235,18 +213,14 @@ class VectorIndex:
                     continue
                 if self._worker is not None:
                     self._removed.add(item)
-                home, graph, row = self._at(place)
+                home, in_graph, row = place
                 touched.add(home)
-                if graph is not None:
-                    graph.remove(row)
+                if in_graph and home.graph is not None:
+                    home.graph.remove(row)
                 elif (other := home.remove(row)) is not None:
                     self._place[other] = place
             for home in touched:
                 self._tidy(home)
-
-    def _at(self, place: int) -> tuple[Partition, Graph | None, int]:
-        home = self._numbered[place >> _PARTITION_BITS]
-        return home, home.graph if place & _IN_GRAPH else None, place & (_IN_GRAPH - 1)
 
     def _tidy(self, home: Partition) -> None:
         """Drop what is empty; the worker does the rest."""
@@ -255,7 +229,7 @@ class VectorIndex:
         if home.items or home.graph is not None:
             self._look_after(home)
         elif self._partitions.get(home.name) is home:
-            del self._partitions[home.name], self._numbered[home.number]
+            del self._partitions[home.name]
 
     def apply_purges(self) -> None:
         """Say that everything a purge deleted was removed here: its vectors leave memory."""
@@ -293,8 +267,8 @@ class VectorIndex:
             place = self._place.get(item)
             if place is None:
                 return None
-            home, graph, row = self._at(place)
-            own = home.rows[row] if graph is None else graph.index.reconstruct(row)
+            home, in_graph, row = place
+            own = home.graph.index.reconstruct(row) if in_graph and home.graph is not None else home.rows[row]
             return max(-1.0, min(1.0, float(np.dot(own, vector))))
 
     # -- in the background --------------------------------------------------------------------------------------
@@ -368,7 +342,7 @@ class VectorIndex:
             return
         if self._grow(index, np.arange(len(vectors)), vectors.__getitem__):
             with self._lock:
-                if self._numbered.get(home.number) is home:  # else all its rows were removed meanwhile
+                if self._partitions.get(home.name) is home:  # else all its rows were removed meanwhile
                     self._publish(home, base, index, [None if item in self._removed else item for item in items])
                     self._tidy(home)
 
@@ -388,10 +362,8 @@ class VectorIndex:
         home.graph.blank()
         names = set(moved)
         home.keep_only(np.array([item not in names for item in home.items], dtype=np.bool_))
-        plain = home.number << _PARTITION_BITS
-        first = plain + _IN_GRAPH + len(before)
-        self._place.update({item: first + row for row, item in enumerate(moved) if item is not None})
-        self._place.update({item: plain + row for row, item in enumerate(home.items)})
+        self._place.update({item: (home, True, row) for row, item in enumerate(moved, len(before)) if item is not None})
+        self._place.update({item: (home, False, row) for row, item in enumerate(home.items)})
 
 
 def faiss_module() -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,9 +29,8 @@ DEFAULT_MODEL = "all-MiniLM-L6-v2"
 _KEY = "--index-encoder"
 _PROBES = ("one", "What color is the car, and how many wheels does it have?")
 _TOKENS = 16  # of a short text: for how many rows packed weights are laid out
-# By how much the states of a probe may differ, which are of the order of one; and the outputs of a packed layer, as a
-# share of their largest number.
-_SAME = 1e-4
+_FEW, _BATCH = 4, 32  # so many texts are as fast one after the other; most texts of a pass
+_SAME = 1e-5  # by how much the numbers of a probe's unit vector may differ
 
 
 class TextEncoder(Protocol):
@@ -122,40 +121,59 @@ def load_sentence_transformer(key: str, model: str) -> Any:
         ) from error
 
 
-class LeanBert:
-    """BERT without what batches need: one text has no padding, and so no mask, and every step is one call of torch.
+class ShortBert:
+    """A `SentenceTransformer` around BERT, for one short text at a time: 7 ms of processor time instead of 14.
 
-    The kernels are those that transformers comes to, so the numbers are the same; the way there took a quarter of the
-    time of a short text.
-
-    Args:
-        bert: a `BertModel`, best with its linear layers packed by `pack_linear_layers`.
+    One text has no padding, and so no mask, and every step is one call of torch. It is bound by reading the weights, so
+    those of linear layers are packed for few rows. Other texts and models take `SentenceTransformer.encode`.
     """
 
-    def __init__(self, bert: Any) -> None:
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        def packed(layer: Any) -> tuple[Any, Any]:
+            return torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _TOKENS), layer.bias
+
+        bert = model[0].auto_model
         table = bert.embeddings
+        self._model = model
         self._words, self._kinds = table.word_embeddings.weight, table.token_type_embeddings.weight
         self._places, self._norm = table.position_embeddings.weight, table.LayerNorm
         self._heads = int(bert.config.num_attention_heads)
         self._layers = [
             (
-                (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value),
-                (layer.attention.output.dense, layer.attention.output.LayerNorm),
-                (layer.intermediate.dense, layer.output.dense, layer.output.LayerNorm),
+                [
+                    packed(part)
+                    for part in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value)
+                ],
+                (packed(layer.attention.output.dense), layer.attention.output.LayerNorm),
+                (packed(layer.intermediate.dense), packed(layer.output.dense), layer.output.LayerNorm),
             )
             for layer in bert.encoder.layer
         ]
 
-    def __call__(self, features: dict[str, Any]) -> Any:
-        """The states of the tokens, [1, tokens, width], from ``input_ids`` and ``token_type_ids``, [1, tokens]."""
+    def encode(self, text: str) -> Vector:
+        """The unit vector of a text."""
+        import torch
+
+        model = self._model
+        with torch.inference_mode():
+            features = model.preprocess([text], prompt=model.prompts.get(model.default_prompt_name))
+            features["token_embeddings"] = self._states(features["input_ids"], features["token_type_ids"])
+            for module in list(model)[1:]:
+                features = module(features)
+            vector: Vector = features["sentence_embedding"][0, : model.truncate_dim].float().numpy()
+        return (vector / np.linalg.norm(vector)).astype(np.float32)
+
+    def _states(self, ids: Any, kinds: Any) -> Any:
+        """The states of the tokens, [1, tokens, width], from ``ids`` and ``kinds``, [1, tokens]."""
         import torch
 
         attend, linear = torch.nn.functional.scaled_dot_product_attention, torch.ops.mkldnn._linear_pointwise
 
-        def run(layer: Any, rows: Any, after: str = "none") -> Any:
-            return linear(rows, layer.weight, layer.bias, after, [], "none" if after == "gelu" else "")
+        def run(layer: tuple[Any, Any], rows: Any, after: str = "none") -> Any:
+            return linear(rows, *layer, after, [], "none" if after == "gelu" else "")
 
-        ids, kinds = features["input_ids"], features["token_type_ids"]
         count = ids.shape[1]
         states = self._norm(self._words[ids] + self._kinds[kinds] + self._places[:count])
         for parts, (joined, norm), (up, down, last) in self._layers:
@@ -166,128 +184,25 @@ class LeanBert:
         return states
 
 
-def lean_bert(model: Any) -> LeanBert | None:
-    """A `SentenceTransformer`'s BERT as `LeanBert`; None for another model, and where it does not give the same."""
-    import torch
-
+def short_bert(model: Any) -> ShortBert | None:
+    """A `SentenceTransformer` as `ShortBert`; None where it is another model, torch has no such kernels, or its vectors
+    would differ."""
     try:
-        bert = model[0].auto_model
-        lean = LeanBert(bert)
-        with torch.inference_mode():
-            for probe in _PROBES:
-                features = {k: v for k, v in model.preprocess([probe]).items() if isinstance(v, torch.Tensor)}
-                if not torch.allclose(lean(features), bert(**features)[0], atol=_SAME):
-                    return None
+        short = ShortBert(model)
+        for probe in _PROBES:
+            if not np.allclose(short.encode(probe), encode_batch(model, [probe])[0], atol=_SAME):
+                return None
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # not of this form
         return None
-    return lean
+    return short
 
 
-def pack_linear_layers(model: Any) -> int:
-    """Put a packed layer in the place of each float32 linear layer of a model; how many.
-
-    A short text is bound by reading the weights, and the BLAS behind plain layers reads them less than half as fast.
-    The numbers differ in the last bits alone. Nothing is done where torch has no such kernels (or none that work).
-    """
-    import torch
-
-    class Packed(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self, plain: Any) -> None:
-            super().__init__()
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), _TOKENS)
-            self.bias = None if plain.bias is None else plain.bias.detach()
-
-        def forward(self, rows: Any) -> Any:
-            return torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
-
-    def packed(plain: Any) -> Any:
-        rows = torch.linspace(-1, 1, 3 * plain.in_features, dtype=torch.float32).reshape(1, 3, -1)
-        expected, layer = plain(rows), Packed(plain)
-        difference = (layer(rows) - expected).abs().max()
-        return layer if difference <= _SAME * expected.abs().max() else plain
-
-    places = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is torch.nn.Linear and child.weight.dtype == torch.float32
-    ]
-    done = 0
-    with torch.inference_mode():
-        for parent, name, plain in places:
-            try:
-                layer = packed(plain)
-            except (AttributeError, RuntimeError):  # the kernels are torch's own business, so they may be missing
-                break
-            setattr(parent, name, layer)
-            done += layer is not plain
-    return done
-
-
-def forward(model: Any, text: str, states: LeanBert | None = None) -> Vector:
-    """One text through a `SentenceTransformer`, without the rounds `encode` makes to sort texts into batches.
-
-    Args:
-        states: takes the place of the first module: from the tokenizer's features to the states of the tokens.
-    """
-    import torch
-
-    with torch.inference_mode():
-        features = model.preprocess([text], prompt=model.prompts.get(model.default_prompt_name))
-        if states is None:
-            features = model(features)
-        else:
-            features["token_embeddings"] = states(features)
-            for module in list(model)[1:]:
-                features = module(features)
-        vector: Vector = features["sentence_embedding"][0, : model.truncate_dim].float().numpy()
-    return (vector / np.linalg.norm(vector)).astype(np.float32)
-
-
-class Batcher:
-    """Runs one batch at a time, of what several threads asked for while the last one ran. A text that several ask for
-    is run once.
-
-    Args:
-        run: the vectors of texts, in order; called by one thread at a time.
-        most: texts of one batch; a single caller's are never split.
-    """
-
-    def __init__(self, run: Callable[[list[str]], list[Vector]], *, most: int = 32) -> None:
-        self._run, self._most = run, most
-        self._waiting: deque[tuple[Sequence[str], Future[dict[str, Vector]]]] = deque()
-        self._running = threading.Lock()
-
-    def __call__(self, texts: Sequence[str]) -> dict[str, Vector]:
-        """Vectors by text; raises what ``run`` raised for these texts."""
-        own: Future[dict[str, Vector]] = Future()
-        self._waiting.append((texts, own))
-        with self._running:  # a thread that comes in runs a batch, unless another has run its texts
-            while not own.done():
-                batch = [self._waiting.popleft()]
-                while self._waiting and sum(len(t) for t, _ in batch) + len(self._waiting[0][0]) <= self._most:
-                    batch.append(self._waiting.popleft())
-                try:
-                    self._answer(batch)
-                finally:
-                    for _, future in batch:
-                        if not future.done():  # interrupted
-                            future.set_exception(RuntimeError("the thread that ran the batch was stopped"))
-        return own.result()
-
-    def _answer(self, batch: Sequence[tuple[Sequence[str], Future[dict[str, Vector]]]]) -> None:
-        texts = list(dict.fromkeys(text for asked, _ in batch for text in asked))
-        try:
-            found = dict(zip(texts, self._run(texts), strict=True))
-        except Exception as error:
-            if len(batch) == 1:
-                batch[0][1].set_exception(error)
-                return
-            for ticket in batch:  # one text that cannot be encoded is no fault of the others
-                self._answer([ticket])
-            return
-        for asked, future in batch:
-            future.set_result({text: found[text] for text in asked})
+def encode_batch(model: Any, texts: list[str]) -> Matrix:
+    """Unit vectors of texts by `SentenceTransformer.encode`, [len(texts), dim]."""
+    vectors = model.encode(
+        texts, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True
+    )
+    return np.asarray(vectors, dtype=np.float32)
 
 
 class SentenceEncoder:
@@ -304,19 +219,19 @@ class SentenceEncoder:
         self._path = resolve_model(model)
         self._remembered = remembered
         self._memory: OrderedDict[str, Vector] = OrderedDict()
-        self._memory_lock, self._model_lock, self._count_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._wanted: dict[str, None] = {}  # texts that threads wait for
+        self._memory_lock, self._model_lock = threading.Lock(), threading.Lock()
+        self._run_lock, self._count_lock = threading.Lock(), threading.Lock()
         self._model: Any = None
         self._counter: Any = None
-        self._states: LeanBert | None = None
-        self._batches = Batcher(lambda texts: self._run(texts))
+        self._short: ShortBert | None = None
 
     def _loaded(self) -> Any:
         with self._model_lock:
             if self._model is None:
                 model = load_sentence_transformer(_KEY, self._path)
                 self._counter = copy.deepcopy(model.tokenizer)  # a tokenizer serves one thread at a time
-                pack_linear_layers(model)
-                self._states = lean_bert(model)
+                self._short = short_bert(model)
                 self._model = model
             return self._model
 
@@ -335,38 +250,56 @@ class SentenceEncoder:
 
     def fits(self, text: str) -> bool:
         # A token is at least a character, and white space parts tokens: most texts are settled without the tokenizer.
-        words = len(text.split())
-        if words > self.window:
+        if len(text.split()) > self.window:
             return False
         with self._count_lock:
             tokens = self._counter(text, truncation=False, verbose=False)["input_ids"]
         return len(tokens) <= self.window
 
     def encode(self, texts: Sequence[str]) -> Matrix:
-        with self._memory_lock:
-            found = {text: self._memory[text] for text in texts if text in self._memory}
+        found = self._recall(texts)
         missing = [text for text in dict.fromkeys(texts) if text not in found]
         if missing:
-            found |= self._batches(missing)
+            with self._memory_lock:
+                self._wanted |= dict.fromkeys(missing)
+            with self._run_lock:  # who comes in runs what others wait for, too, and they find it in memory
+                found |= self._recall(missing)
+                if own := [text for text in missing if text not in found]:
+                    found |= self._run_with_others(own)
+        return np.stack([found[text] for text in texts])
+
+    def _run_with_others(self, own: list[str]) -> dict[str, Vector]:
         with self._memory_lock:
-            for text in texts:
-                self._memory[text] = found[text]
-                self._memory.move_to_end(text)
+            for text in own:
+                self._wanted.pop(text, None)
+            others = [*islice(self._wanted, max(0, _BATCH - len(own)))]
+            for text in others:
+                del self._wanted[text]
+        try:
+            found = self._run([*own, *others])
+        except Exception:  # a text that cannot be encoded is no fault of the others: its thread runs it again
+            found = self._run(own)
+        with self._memory_lock:
+            self._memory |= found
             while len(self._memory) > self._remembered:
                 self._memory.popitem(last=False)
-        return np.stack([found[text] for text in texts])
+        return found
+
+    def _recall(self, texts: Sequence[str]) -> dict[str, Vector]:
+        with self._memory_lock:
+            found = {text: self._memory[text] for text in texts if text in self._memory}
+            for text in found:
+                self._memory.move_to_end(text)
+            return found
 
     def forget(self) -> None:
         """Drop the texts and vectors in memory."""
         with self._memory_lock:
             self._memory.clear()
 
-    def _run(self, texts: list[str]) -> list[Vector]:
+    def _run(self, texts: list[str]) -> dict[str, Vector]:
         model = self._loaded()
         with few_threads(1):
-            if len(texts) == 1:
-                return [forward(model, texts[0], self._states)]
-            vectors = model.encode(
-                texts, batch_size=32, normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True
-            )
-        return list(np.asarray(vectors, dtype=np.float32))
+            if self._short is not None and len(texts) <= _FEW:
+                return {text: self._short.encode(text) for text in texts}
+            return dict(zip(texts, encode_batch(model, texts), strict=True))

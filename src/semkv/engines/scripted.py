@@ -27,7 +27,6 @@ class ScriptedEngine:
         answer: called with the canonical segments when ``answers`` has none.
         block_size: tokens per block of the simulated prefix cache.
         image_tokens: tokens an image counts for.
-        token_s: seconds a computed prompt token costs.
         check_media: read every image and check its bytes, as a real engine does.
         store: block keys that "our KV store" holds; pass the same set to two engines to simulate a restart. None
             for an engine without connectors.
@@ -40,7 +39,6 @@ class ScriptedEngine:
     answer: Answer | None = None
     block_size: int = 4
     image_tokens: int = 16
-    token_s: float = 0.0
     check_media: bool = False
     store: set[str] | None = None
     name: str = "scripted"
@@ -64,8 +62,6 @@ class ScriptedEngine:
         self._prefix.update(blocks)
         if self.store is not None:
             self.store.update(blocks)
-        if self.token_s:
-            time.sleep((len(tokens) - cached) * self.token_s)
         text = self._text(prompt)
         elapsed = time.perf_counter() - start
         has_media = any(isinstance(s, MediaSegment) for s in prompt.segments)

@@ -20,6 +20,7 @@ import logging
 import os
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from semkv.types import MediaSegment, Status
 
 log = logging.getLogger("semkv.engines")
 
-_CPU_BLOCK = 32  # vLLM's CPU attention takes multiples of 32 tokens
 _START_ERRORS = (OSError, ValueError, RuntimeError, ImportError, AttributeError, KeyError, TypeError, AssertionError)
 
 
@@ -43,30 +43,38 @@ class ConnectorOptions:
     Attributes:
         cache_dir: where extents live.
         fusion_cache_dir: where encoder outputs live; None for under ``cache_dir``.
-        kv: attach the KV connector.
-        fusion: attach the encoder connector.
+        fusion: attach the encoder connector, too.
         max_blocks: bound on stored KV blocks; 0 for none.
-        max_bytes: bound on each store's bytes; 0 for the connector's own default.
-        host_bytes: bound on the host memory that both share; 0 for the connector's own default.
     """
 
     cache_dir: Path
     fusion_cache_dir: Path | None = None
-    kv: bool = True
     fusion: bool = False
     max_blocks: int = 0
-    max_bytes: int = 0
-    host_bytes: int = 0
 
-    def kv_config(self) -> dict[str, Any]:
-        return self._settings(max_blocks=self.max_blocks)
+    def arguments(self) -> dict[str, Any]:
+        """Of ``vllm.LLM``."""
+        from vllm.config import ECTransferConfig, KVTransferConfig
 
-    def fusion_config(self) -> dict[str, Any]:
-        return self._settings(fusion_dir=str(self.fusion_cache_dir or ""))
+        from semkv.connectors import EC_CONNECTOR, EC_MODULE, KV_CONNECTOR, KV_MODULE
 
-    def _settings(self, **own: Any) -> dict[str, Any]:
-        given = {"max_bytes": self.max_bytes, "host_bytes": self.host_bytes, **own}
-        return {"cache_dir": str(self.cache_dir), **{key: value for key, value in given.items() if value}}
+        bound = {"max_blocks": self.max_blocks} if self.max_blocks else {}
+        kv = KVTransferConfig(
+            kv_connector=KV_CONNECTOR,
+            kv_connector_module_path=KV_MODULE,
+            kv_role="kv_both",
+            kv_connector_extra_config={"cache_dir": str(self.cache_dir), **bound},
+        )
+        if not self.fusion:
+            return {"kv_transfer_config": kv}
+        place = {"fusion_dir": str(self.fusion_cache_dir)} if self.fusion_cache_dir else {}
+        ec = ECTransferConfig(
+            ec_connector=EC_CONNECTOR,
+            ec_connector_module_path=EC_MODULE,
+            ec_role="ec_both",
+            ec_connector_extra_config={"cache_dir": str(self.cache_dir), **place},
+        )
+        return {"kv_transfer_config": kv, "ec_transfer_config": ec}
 
 
 @dataclass(frozen=True)
@@ -80,12 +88,7 @@ class VllmOptions:
         max_model_len: longest prompt plus answer, in tokens; None for the model's own.
         max_images: most images in one prompt.
         connectors: our connectors; None for vLLM's own caches alone.
-        dtype: ``auto`` or a torch dtype's name.
-        load_format: ``auto``, or ``dummy`` for random weights of the right shapes.
-        enforce_eager: no CUDA graphs or compilation; None for eager on CPU only.
-        block_size: tokens per KV block; None for 32 on CPU and vLLM's own choice elsewhere.
-        kv_cache_bytes: memory for KV blocks; None for 512 MiB on CPU and vLLM's own choice elsewhere.
-        gpu_memory_utilization: share of the GPU's memory to take; None for vLLM's own.
+        arguments: more of ``vllm.LLM``; they win over ours.
         verbose: let vLLM log at its usual level.
     """
 
@@ -95,14 +98,8 @@ class VllmOptions:
     max_model_len: int | None = None
     max_images: int = 1
     connectors: ConnectorOptions | None = None
-    dtype: str = "auto"
-    load_format: str = "auto"
-    enforce_eager: bool | None = None
-    block_size: int | None = None
-    kv_cache_bytes: int | None = None
-    gpu_memory_utilization: float | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     verbose: bool = False
-    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 class VllmEngine:
@@ -169,7 +166,7 @@ class VllmEngine:
             return
         llm, self._llm = self._llm, None
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-        if core is not None and self._options.connectors is not None and self._options.connectors.kv:
+        if core is not None and self._options.connectors is not None:
             from semkv.connectors.adapter import settle
 
             settle(core)  # what the last answer computed is still on its way to the disk
@@ -241,9 +238,9 @@ class VllmEngine:
         from semkv.connectors import read_outcome
 
         outcome = read_outcome(output)
-        loaded = (outcome.loaded_tokens or 0) if connectors.kv else None
+        loaded = outcome.loaded_tokens or 0
         usable = (prompt_tokens - 1) // self._block_size * self._block_size
-        kv = Status.HIT if loaded else Status.SKIP if loaded is None or cached >= usable else Status.MISS
+        kv = Status.HIT if loaded else Status.SKIP if cached >= usable else Status.MISS
         fusion = Status.SKIP
         if connectors.fusion and outcome.fusion_loaded:
             fusion = Status.HIT
@@ -254,7 +251,7 @@ class VllmEngine:
     def _settings(self) -> dict[str, object]:
         import vllm
 
-        config = self._llm.model_config
+        config, given = self._llm.model_config, self._options.arguments
         local = Path(self._options.model).is_dir()
         return {
             "engine": "vllm",
@@ -265,12 +262,12 @@ class VllmEngine:
             if local
             else hub_commit(self._options.model, self._options.revision) or self._options.revision,
             "weights": keys.weights_digest(self._options.model),
-            "load_format": self._options.load_format,
+            "load_format": given.get("load_format", "auto"),
             "dtype": str(config.dtype),
             "quantization": config.quantization,
             "chat_template": keys.digest("template", self._chat_template or ""),
             "pictures": READING,
-            "processor": self._options.mm_processor_kwargs,
+            "processor": given.get("mm_processor_kwargs") or {},
         }
 
 
@@ -330,56 +327,23 @@ def _cpu_build() -> bool:
 
 
 def _llm_arguments(options: VllmOptions, *, cpu: bool) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
+    # vLLM's CPU attention takes multiples of 32 tokens; its default share of memory suits a machine of its own.
+    on_cpu = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 29} if cpu else {}
+    return {
         "model": options.model,
         "revision": options.revision,
         "trust_remote_code": options.trust_remote_code,
         "max_model_len": options.max_model_len,
-        "dtype": options.dtype,
-        "load_format": options.load_format,
         "limit_mm_per_prompt": {"image": max(1, options.max_images)},
-        "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": True,
         "prefix_caching_hash_algo": "sha256_cbor",
         "disable_log_stats": False,
         "seed": 0,
         "use_tqdm_on_load": options.verbose,
+        **on_cpu,
+        **(options.connectors.arguments() if options.connectors is not None else {}),
+        **options.arguments,
     }
-    block_size = options.block_size or (_CPU_BLOCK if cpu else None)
-    memory = options.kv_cache_bytes or ((1 << 29) if cpu else None)
-    optional = {
-        "block_size": block_size,
-        "kv_cache_memory_bytes": memory,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "mm_processor_kwargs": options.mm_processor_kwargs or None,
-    }
-    arguments.update({k: v for k, v in optional.items() if v is not None})
-    if options.connectors is not None:
-        arguments.update(_connector_arguments(options.connectors))
-    return arguments
-
-
-def _connector_arguments(connectors: ConnectorOptions) -> dict[str, Any]:
-    from vllm.config import ECTransferConfig, KVTransferConfig
-
-    from semkv.connectors import EC_CONNECTOR, EC_MODULE, KV_CONNECTOR, KV_MODULE
-
-    arguments: dict[str, Any] = {}
-    if connectors.kv:
-        arguments["kv_transfer_config"] = KVTransferConfig(
-            kv_connector=KV_CONNECTOR,
-            kv_connector_module_path=KV_MODULE,
-            kv_role="kv_both",
-            kv_connector_extra_config=connectors.kv_config(),
-        )
-    if connectors.fusion:
-        arguments["ec_transfer_config"] = ECTransferConfig(
-            ec_connector=EC_CONNECTOR,
-            ec_connector_module_path=EC_MODULE,
-            ec_role="ec_both",
-            ec_connector_extra_config=connectors.fusion_config(),
-        )
-    return arguments
 
 
 def _chat_template(llm: Any) -> str | None:

@@ -272,10 +272,10 @@ def _unpack_images(rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: 
 
 @contextmanager
 def _writing(file: Path) -> Iterator[BinaryIO]:
-    """A file that is put in its place when it is whole."""
+    """A file that is put in its place when it is whole. What a power cut spoils can be made again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as part:
+        with replacing(file, durable=False) as part:
             yield part
     except OSError as e:
         raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e
@@ -324,7 +324,7 @@ def _text_row(row: Mapping[str, Any], where: str) -> tuple[str, str, str, str]:
 def _card(folder: Path, name: str) -> Path:
     """A card with the name on it; the same name gives the same bytes."""
     file = folder / f"{name}.png"
-    if not file.is_file():
+    if not file.is_file() or not file.stat().st_size:
         from PIL import Image, ImageDraw
 
         card = Image.new("RGB", _CARD, (226, 226, 222))

@@ -328,7 +328,7 @@ def _ecdf(values: Sequence[tuple[str, float]]) -> tuple[Any, Any, Any, Any]:
     below = np.zeros((images, len(x)))
     np.add.at(below, groups, seconds[:, None] <= x * (1 + 1e-12))
     total = np.bincount(groups).astype(np.float64)
-    drawn = np.concatenate([below[d].sum(axis=1) / total[d].sum(axis=1)[:, None] for d in resamples(images)])
+    drawn = np.concatenate([counts @ below / (counts @ total)[:, None] for counts in resamples(images)])
     low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
     return 1000 * x, 100 * below.sum(axis=0) / total.sum(), 100 * low, 100 * high
 

@@ -55,7 +55,7 @@ def mean(values: Sequence[tuple[str, float]]) -> Estimate:
         return Estimate(0, None)
     groups, numbers = split(values)
     total, sums = np.bincount(groups).astype(np.float64), np.bincount(groups, weights=numbers)
-    drawn = (sums[d].sum(axis=1) / total[d].sum(axis=1) for d in resamples(len(total)))
+    drawn = ((counts @ sums) / (counts @ total) for counts in resamples(len(total)))
     return estimate(len(values), float(sums.sum() / total.sum()), drawn if len(total) > 1 else ())
 
 
@@ -82,8 +82,8 @@ def median(values: Sequence[tuple[str, float]]) -> Estimate:
     groups, numbers = groups[order], numbers[order]
 
     def medians() -> Iterator[Floats]:
-        for weights in row_weights(groups):
-            below = weights.cumsum(axis=1)
+        for counts in resamples(int(groups.max()) + 1, len(groups)):
+            below = counts[:, groups].cumsum(axis=1)
             half = below[:, -1:] / 2
             lower, upper = (below >= half).argmax(axis=1), (below > half).argmax(axis=1)
             yield (numbers[lower] + numbers[upper]) / 2
@@ -107,31 +107,17 @@ def split(values: Sequence[tuple[str, float]]) -> tuple[Integers, Floats]:
     return np.array(groups), np.array([value for _, value in values], dtype=np.float64)
 
 
-def resamples(groups: int, most: int = RESAMPLES) -> Iterator[Integers]:
-    """Draws of ``groups`` images with replacement, some at a time ([n, groups]), ``most`` in all."""
-    rng = np.random.default_rng(_SEED)
-    for rows in _parts(most if groups <= _MANY_IMAGES else FEW_RESAMPLES, groups):
-        yield rng.integers(0, groups, size=(rows, groups))
-
-
-def row_weights(groups: Integers, most: int = RESAMPLES) -> Iterator[Integers]:
-    """How often each row is there in each draw of whole images, some draws at a time ([draws, rows]).
+def resamples(images: int, rows: int = 0, most: int = RESAMPLES) -> Iterator[Integers]:
+    """How often each image is there in draws with replacement, some draws at a time, [draws, images].
 
     Args:
-        groups: the image of every row, as a number from 0.
+        rows: how many numbers are made of each draw, to bound memory.
+        most: draws in all; fewer of many images.
     """
-    count = int(groups.max()) + 1
-    for drawn in resamples(count, most):
-        start = 0
-        for draws in _parts(len(drawn), len(groups)):
-            yield np.stack([np.bincount(row, minlength=count)[groups] for row in drawn[start : start + draws]])
-            start += draws
-
-
-def _parts(rows: int, width: int) -> Iterator[int]:
-    """``rows`` in parts, each with at most `_AT_ONCE` numbers when a row has ``width``."""
-    most = max(1, _AT_ONCE // width)
-    yield from (min(most, rows - start) for start in range(0, rows, most))
+    rng = np.random.default_rng(_SEED)
+    left, at_once = most if images <= _MANY_IMAGES else FEW_RESAMPLES, max(1, _AT_ONCE // max(images, rows))
+    for start in range(0, left, at_once):
+        yield rng.multinomial(images, np.full(images, 1 / images), size=min(at_once, left - start))
 
 
 def estimate(n: int, value: float, drawn: Iterable[Floats]) -> Estimate:
@@ -293,44 +279,32 @@ def chr_area(records: Sequence[SampleRecord]) -> ChrArea:
     from the run's own upwards. For a whole curve run with a low threshold, ``--disable-guards`` and ``--cache-mode
     dry-run``. Only areas that reach a like ratio can be compared.
     """
-    n = sum(stands_for(r) is not None for r in records)
-    if not n:
-        return ChrArea(Estimate(0, None), 0.0)
-    ratio, precision = _curves(records, np.ones((1, len(records)), dtype=np.int64))
-    groups, _ = split([(r.image, 0.0) for r in records])
-    drawn = (_areas(*_curves(records, weights)) for weights in row_weights(groups, FEW_RESAMPLES))
-    value = float(_areas(ratio, precision)[0])
-    return ChrArea(estimate(n, value, drawn if groups.any() else ()), float(ratio[0, -1]))
-
-
-def _curves(records: Sequence[SampleRecord], weights: Integers) -> tuple[Floats, Floats]:
-    """Cache-hit ratios and precisions, [draws, distinct scores] each; a precision over no hit is NaN.
-
-    Args:
-        weights: how often each record counts, [draws, records].
-    """
-    hits = [
-        (1.0 if r.score is None else r.score, row, good)
-        for row, r in enumerate(records)
+    rows = [
+        (1.0 if r.score is None else r.score, n, good)
+        for n, r in enumerate(records)
         if (good := stands_for(r)) is not None
     ]
-    hits.sort(key=lambda hit: -hit[0])
-    last = [n for n, hit in enumerate(hits) if n + 1 == len(hits) or hits[n + 1][0] != hit[0]]  # of one score, together
-    counts = weights[:, [row for _, row, _ in hits]]
-    right = (counts * np.array([good for _, _, good in hits], dtype=np.int64)).cumsum(axis=1)[:, last]
-    found = counts.cumsum(axis=1)[:, last]
-    with np.errstate(invalid="ignore"):
-        return found / weights.sum(axis=1, keepdims=True), right / found
+    if not rows:
+        return ChrArea(Estimate(0, None), 0.0)
+    scores, places, right = map(np.array, zip(*sorted(rows, key=lambda hit: -hit[0]), strict=True))
+    last = np.flatnonzero(np.append(np.diff(scores) != 0, True))  # of one score, together
 
+    def area(weights: Integers) -> tuple[float, float]:
+        """The area, and the ratio it reaches, where each record counts so often; level before the first point."""
+        counts = weights[places]
+        found = counts.cumsum()[last]
+        there = found > 0
+        if not there.any():
+            return np.nan, 0.0
+        ratio, precision = found[there] / weights.sum(), (counts * right).cumsum()[last][there] / found[there]
+        reached = float(ratio[-1])
+        return float(np.trapezoid([precision[0], *precision], [0.0, *ratio])) / reached, reached
 
-def _areas(ratio: Floats, precision: Floats) -> Floats:
-    """The mean of the precision over the ratios up to the largest, by trapezoids; level before the first point."""
-    first = np.take_along_axis(precision, (ratio > 0).argmax(axis=1)[:, None], axis=1)
-    x = np.hstack([np.zeros_like(first), ratio])
-    y = np.hstack([first, np.where(ratio > 0, precision, first)])
-    with np.errstate(invalid="ignore"):
-        found: Floats = np.sum(np.diff(x) * (y[:, 1:] + y[:, :-1]) / 2, axis=1) / x[:, -1]
-    return found
+    value, reached = area(np.ones(len(records), dtype=np.int64))
+    groups, _ = split([(r.image, 0.0) for r in records])
+    draws = resamples(int(groups.max()) + 1, len(records), FEW_RESAMPLES) if groups.any() else ()
+    drawn = (np.array([area(weights)[0] for weights in counts[:, groups]]) for counts in draws)
+    return ChrArea(estimate(len(rows), value, drawn), reached)
 
 
 # -- compared with the same samples run cold --------------------------------------------------

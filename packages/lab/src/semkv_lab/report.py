@@ -269,43 +269,26 @@ _THUMBNAIL = (240, 240)
 _WORD = re.compile(r"(\w+|[^\w\s]+)(\s*)")
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A thumbnail as a data URI, empty where the image has no file."""
-
-    name: str
-    uri: str
-
-
-@dataclass(frozen=True)
-class WrongCard:
-    """A wrong hit as the page shows it; the questions are cut into (text, whether it differs)."""
-
-    wrong: Wrong
-    question: tuple[tuple[str, bool], ...]
-    donor_question: tuple[tuple[str, bool], ...]
-    picture: Picture
-    donor_picture: Picture | None
-    thresholds: str
-
-
 def _uri(kind: str, data: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _card(wrong: Wrong) -> WrongCard:
+def _card(wrong: Wrong) -> dict[str, Any]:
+    """A wrong hit as the page shows it; the questions are cut into (text, whether it differs)."""
     record = wrong.record
     own, donor = differing(record.question, record.donor_question)
     files = {r.image: Path(r.image_file) for e in wrong.experiments for r in e.records if r.image_file}
     other = record.donor_image not in ("", record.image)
-    return WrongCard(
-        wrong=wrong,
-        question=own,
-        donor_question=donor if record.donor_question else (),
-        picture=_picture(record.image, files),
-        donor_picture=_picture(record.donor_image, files) if other else None,
-        thresholds=_limits(wrong.experiments[0]),
-    )
+    return {
+        "wrong": wrong,
+        "question": own,
+        "donor_question": donor if record.donor_question else (),
+        "picture": {"name": record.image, "uri": _thumbnail(files.get(record.image))},
+        "donor_picture": {"name": record.donor_image, "uri": _thumbnail(files.get(record.donor_image))}
+        if other
+        else None,
+        "thresholds": _limits(wrong.experiments[0]),
+    }
 
 
 def differing(a: str, b: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple[str, bool], ...]]:
@@ -321,16 +304,16 @@ def differing(a: str, b: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple
     return own, donor
 
 
-def _picture(name: str, files: Mapping[str, Path]) -> Picture:
+def _thumbnail(file: Path | None) -> str:
+    """An image as a small data URI; empty where it has no file."""
     from PIL import Image, ImageOps
 
-    if name not in files:
-        return Picture(name, "")
-    try:
-        with Image.open(files[name]) as image:
-            small = ImageOps.contain(image.convert("RGB"), _THUMBNAIL)
-    except (OSError, ValueError, Image.DecompressionBombError):
-        return Picture(name, "")
+    if file is None:
+        return ""
     data = io.BytesIO()
-    small.save(data, "JPEG", quality=85)
-    return Picture(name, _uri("image/jpeg", data.getvalue()))
+    try:
+        with Image.open(file) as image:
+            ImageOps.contain(image.convert("RGB"), _THUMBNAIL).save(data, "JPEG", quality=85)
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return ""
+    return _uri("image/jpeg", data.getvalue())

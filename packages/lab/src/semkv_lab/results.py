@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,32 +204,22 @@ def base_name(experiment: Experiment) -> str:
 
 
 def group_names(experiments: Sequence[Experiment]) -> list[str]:
-    """The group of each experiment: its preset or model, and the settings in which groups differ.
+    """The group of each experiment: its preset or model, and the settings in which its groups differ.
 
     Experiments of one group differ in their tiers and thresholds alone.
     """
     outer = [{k: _short(v) for k, v in flatten(e.settings) if k not in _INSIDE} for e in experiments]
     names = [base_name(e) for e in experiments]
-    told = {name: _telling([o for o, n in zip(outer, names, strict=True) if n == name]) for name in set(names)}
+
+    def differing(name: str) -> list[str]:
+        own = [o for o, n in zip(outer, names, strict=True) if n == name]
+        return [key for key in dict.fromkeys(key for o in own for key in o) if len({o.get(key) for o in own}) > 1]
+
+    told = {name: differing(name) for name in set(names)}
     return [
         ", ".join([name, *(f"{key.split('.')[-1]} {settings.get(key, '-')}" for key in told[name])])
         for name, settings in zip(names, outer, strict=True)
     ]
-
-
-def _telling(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """Few keys whose values tell all different settings apart: each time the one that parts most, those that change
-    answers before the others."""
-    different = [dict(items) for items in dict.fromkeys(tuple(sorted(s.items())) for s in settings)]
-    keys = sorted({key for s in different for key in s}, key=lambda key: (not key.startswith("cache."), key))
-    chosen: list[str] = []
-
-    def parts(more: Sequence[str]) -> int:
-        return len({tuple(s.get(key) for key in more) for s in different})
-
-    while parts(chosen) < len(different):
-        chosen.append(max(keys, key=lambda key: parts([*chosen, key])))
-    return chosen
 
 
 def _short(value: Any) -> str:
@@ -377,19 +366,14 @@ def count_hits(experiments: Sequence[Experiment]) -> tuple[int, int]:
 
 
 def worst(every: Sequence[Wrong]) -> list[Wrong]:
-    """Those that are shown: the highest scores of each kind in turn, at most two with one donor question.
-
-    A kind is the tier, and whether the picture changed too.
-    """
-    kinds: dict[tuple[str, bool], list[Wrong]] = {}
+    """Those that are shown: the highest scores, at most two with one donor question."""
     donors: Counter[str] = Counter()
+    shown = []
     for wrong in every:
-        r = wrong.record
-        donors[r.donor_question] += 1
-        if donors[r.donor_question] <= 2 or not r.donor_question:
-            kinds.setdefault((r.provenance, r.donor_image in ("", r.image)), []).append(wrong)
-    turns = zip_longest(*kinds.values())
-    return [wrong for turn in turns for wrong in turn if wrong is not None][:_WORST]
+        donors[wrong.record.donor_question] += 1
+        if donors[wrong.record.donor_question] <= 2 or not wrong.record.donor_question:
+            shown.append(wrong)
+    return shown[:_WORST]
 
 
 def _clean(experiment: Experiment) -> bool:

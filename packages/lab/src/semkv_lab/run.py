@@ -44,7 +44,8 @@ from semkv_lab.console import (
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Summary, summarise
 from semkv_lab.records import Cold, SampleRecord, answers_match
-from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers, read_jsonl
+from semkv_lab.results import read_samples
+from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers
 from semkv_lab.settings import Reuse, RunSettings
 
 if TYPE_CHECKING:
@@ -394,13 +395,7 @@ def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) ->
     Raises:
         DatasetError: the file is none, or lacks a sample as it is asked now.
     """
-    there: dict[str, Cold] = {}
-    for number, row in read_jsonl(path):
-        try:
-            if row["cold"] is not None:
-                there[row["sample_id"]] = Cold.from_json(row["cold"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise DatasetError(f"{path}, line {number}: no sample of a run ({error})") from error
+    there = {record.sample_id: record.cold for record in read_samples(path)}
     found = {}
     for sample in samples:
         cold = there.get(sample.sample_id)
