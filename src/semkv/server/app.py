@@ -262,7 +262,25 @@ def gateway_of(
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     metrics = Metrics(workers)
     log.info("starting semkv %s: responses are kept in %s", __version__, _named(settings))
-    responses = _responses(settings)
+    clock = SteadyClock()
+    store = open_store(
+        settings.store,
+        settings.cache_dir / CATALOG,
+        timeout_s=settings.store_timeout,
+        max_bytes=settings.store_mib << 20,
+        max_tenant_bytes=settings.tenant_mib << 20,
+        clock=clock,
+    )
+    lifetime = Lifetime(settings.ttl or FOREVER, settings.stale)
+    responses = ResponseCache(
+        store,
+        max_bytes=settings.memory_mib << 20,
+        freshness=Freshness(lifetime, [parse_rule(rule) for rule in settings.ttl_rules]),
+        sampled=settings.sampled,
+        unheard_s=settings.store_away,
+        clock=clock,
+        ahead=folder_of(settings.cache_dir, settings.store),
+    )
     entry_log = None if config is None else open_entry_log(settings.store, settings.store_timeout, secret)
     semantic = None
     if config is not None:
@@ -271,8 +289,9 @@ def gateway_of(
         semantic = SemanticCache(config, log=entry_log)
         semantic.warm_up()
         log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)
-    store_s, sampled = settings.store_timeout, settings.sampled
-    cache = CacheClient(responses, semantic, metrics, store_s=store_s, sampled=sampled, tag_rules=rules)
+    cache = CacheClient(
+        responses, semantic, metrics, store_s=settings.store_timeout, sampled=settings.sampled, tag_rules=rules
+    )
     gateway = Gateway(settings, secret, upstream, cache, metrics)
     metrics.read_sizes(gateway.sizes)
     return gateway
@@ -283,29 +302,6 @@ def _named(settings: ServerSettings) -> str:
     if settings.store == "memory":
         return "memory alone"
     return re.sub("//.*@", "//", settings.store) or str(settings.cache_dir / CATALOG)
-
-
-def _responses(settings: ServerSettings) -> ResponseCache:
-    file, most = settings.cache_dir / CATALOG, settings.store_mib << 20
-    clock = SteadyClock()
-    store = open_store(
-        settings.store,
-        file,
-        timeout_s=settings.store_timeout,
-        max_bytes=most,
-        max_tenant_bytes=settings.tenant_mib << 20,
-        clock=clock,
-    )
-    lifetime = Lifetime(settings.ttl or FOREVER, settings.stale)
-    return ResponseCache(
-        store,
-        max_bytes=settings.memory_mib << 20,
-        freshness=Freshness(lifetime, [parse_rule(rule) for rule in settings.ttl_rules]),
-        sampled=settings.sampled,
-        unheard_s=settings.store_away,
-        clock=clock,
-        ahead=folder_of(settings.cache_dir, settings.store),
-    )
 
 
 # -- operators ----------------------------------------------------------------------------------------------------
