@@ -92,8 +92,8 @@ def test_without_the_lab_its_commands_say_how_to_get_it() -> None:
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], expected: str) -> None:
-    out = semkv("run", *arguments)
-    assert out.returncode == 2
+    out = invoke(["run", *arguments])
+    assert out.exit_code == 2
     assert out.stdout == ""
     assert len(out.stderr.splitlines()) == 1
     assert out.stderr.startswith("semkv: ")

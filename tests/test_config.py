@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +21,9 @@ from cache_helpers import WrittenEncoder, WrittenHook
 from command_line import invoke
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig, ConfigFile, Variables, flag, parse
+from semkv.connectors.settings import KVSettings, read_settings
 from semkv.errors import ConfigError
-from semkv.server.settings import ServerSettings
+from semkv.server.settings import ServerSettings, secret_of
 from semkv.types import (
     CacheMode,
     EmbeddingLayer,
@@ -32,6 +34,7 @@ from semkv.types import (
     Scope,
     TextSegment,
 )
+from semkv_lab.settings import resolve
 
 PROMPT = EmbeddingLayer("prompt", 384, 0.8)
 
@@ -149,6 +152,52 @@ def test_a_variable_is_a_flag_of_the_settings_and_never_its_opposite() -> None:
     assert len(parse(CacheConfig, [], Variables(CacheConfig, layers)).embedding_layers) == 2
 
 
+def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
+    """The settings that ``semkv serve`` makes of its flags."""
+    found: list[ServerSettings] = []
+    monkeypatch.setattr("semkv.server.serve.run_server", lambda settings, *_, **more: found.append(settings))
+    assert invoke(["serve", *flags]).exit_code == 0
+    return found[0]
+
+
+@pytest.mark.parametrize("value", [None, "", "~/answers", "answers"])
+def test_every_part_means_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SEMKV_CACHE_DIR", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SEMKV_CACHE_DIR", value)
+    folders = {
+        served(monkeypatch).cache_dir,
+        ServerSettings().cache_dir,
+        parse(ServerSettings, [], Variables(ServerSettings, os.environ)).cache_dir,
+        read_settings(KVSettings, None).cache_dir,
+        resolve().cache.cache_dir,
+    }
+    assert folders == {Path(value).expanduser() if value else tmp_path / ".cache" / "semkv"}
+
+
+def test_the_secret_is_made_once(tmp_path: Path) -> None:
+    given = ServerSettings(cache_dir=tmp_path)
+    assert secret_of(given, {}) == secret_of(given, {})
+    assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
+    with pytest.raises(ConfigError, match="SEMKV_SECRET"):
+        secret_of(ServerSettings(cache_dir=tmp_path, store="redis://localhost"), {})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("SEMKV_TTL", "soon"),
+        ("SEMKV_SEMANTIC", "maybe"),
+        ("SEMKV_UPSTREAM", "localhost:8000"),
+        ("SEMKV_MEMORY_MIB", "0"),
+    ],
+)
+def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=value):
+        parse(ServerSettings, [], Variables(ServerSettings, {variable: value}))
+
+
 class TestFile:
     @pytest.fixture
     def write(self, tmp_path: Path) -> Callable[[str], str]:
@@ -176,10 +225,10 @@ class TestFile:
         )
 
     def test_flags_override_variables_and_variables_the_file(self, write: Callable[[str], str]) -> None:
-        variables = {"SEMKV_CONFIG": write('ttl = 1\nstale = 1\njitter = 0.1\ntag-rules = ["model:a=a"]\n')}
+        variables = {"SEMKV_CONFIG": write('ttl = 1\nstale = 1\nstore-mib = 1\ntag-rules = ["model:a=a"]\n')}
         variables |= {"SEMKV_STALE": "2", "SEMKV_TTL": "2"}
         found = parse(ServerSettings, ["--ttl=3"], Variables(ServerSettings, variables), ConfigFile(variables))
-        assert found == ServerSettings(ttl=3, stale=2, jitter=0.1, tag_rules=("model:a=a",))
+        assert found == ServerSettings(ttl=3, stale=2, store_mib=1, tag_rules=("model:a=a",))
 
     @pytest.mark.parametrize(
         ("text", "named"),

@@ -54,12 +54,10 @@ class TestKey:
     @pytest.mark.parametrize(
         "name", ["OpenAI-Organization", "OpenAI-Project", "OpenAI-Beta", "Accept-Language", "x-model", "x-region"]
     )
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_a_header_that_changes_the_answer_is_part_of_it(self, pair: Pair, name: str, stream: bool) -> None:
-        text = f"by {name} {stream}"
+    def test_a_header_that_changes_the_answer_is_part_of_it(self, pair: Pair, name: str) -> None:
         ways = [{}, {name: "a"}, {name: "b"}]
-        answers = [pair.post(text, headers=headers, stream=stream) for headers in ways * 2]
-        assert [kind(answer) for answer in answers] == ["miss"] * 3 + ["hit"] * 3
+        answers = [pair.post(f"by {name}", headers=headers) for headers in ways * 2]
+        assert [kind(answer) for answer in answers[3:]] == ["hit"] * 3
         assert [a.headers["x-semkv"] for a in answers[:3]] == ["miss"] * 3
         assert len({*map(name_of, answers)}) == 3
         assert [*map(name_of, answers[:3])] == [*map(name_of, answers[3:])]
@@ -135,7 +133,7 @@ class TestWhatTheUpstreamSays:
     def test_is_heeded(self, pair: Pair, says: list, header: tuple[bytes, bytes, str], stream: bool) -> None:
         says.append(header[:2])
         answers = [pair.post(f"heeded {header} {stream}", stream=stream) for _ in range(2)]
-        assert [kind(answer) for answer in answers] == ["miss"] * 2
+        assert [answer.headers["x-semkv"] for answer in answers] == [f"miss reason={header[2]}"] * 2
         assert name_of(answers[0]) != name_of(answers[1])
 
     @pytest.mark.parametrize("header", KEPT, ids=str)
@@ -201,19 +199,11 @@ class TestReason:
         assert counted(pair, reason.replace("_", " ")) == before + 1
         assert pair.post(text).headers["x-semkv"].startswith("hit")
 
-    @pytest.mark.parametrize("header", NOT_KEPT, ids=str)
-    def test_also_what_the_upstream_said(self, pair: Pair, says: list, header: tuple[bytes, bytes, str]) -> None:
-        says.append(header[:2])
-        assert pair.post(f"said {header}").headers["x-semkv"] == f"miss reason={header[2]}"
-
     def test_an_answer_that_is_too_old(self, pair: Pair) -> None:
         pair.post("old")
         time.sleep(1.1)
         assert pair.post("old", headers={"Cache-Control": "max-age=1"}).headers["x-semkv"] == "miss reason=too-old"
         assert pair.post("young", headers={"Cache-Control": "max-age=1"}).headers["x-semkv"] == "miss"
-
-    def test_other_routes(self, pair: Pair) -> None:
-        assert httpx.get(f"{pair.url}/v1/models", timeout=60).headers["x-semkv"] == "pass reason=route"
 
     def test_no_temperature_is_explained_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with Pair(tmp_path) as pair:
@@ -224,11 +214,6 @@ class TestReason:
         with Pair(tmp_path, sampled=True) as pair:
             pair.post("explain", temperature=None)
             assert len([record for record in caplog.records if "--sampled" in record.message]) == 1
-
-    def test_a_key_that_is_not_accepted(self, tmp_path: Path) -> None:
-        with Pair(tmp_path, sampled=True, single_tenant=True) as pair:
-            for expected in ("miss reason=key", "hit"):
-                assert pair.post("key", temperature=None).headers["x-semkv"].startswith(expected)
 
     def test_the_page_names_every_reason(self) -> None:
         page = (Path(__file__).parents[1] / "docs/serving.md").read_text("utf-8")

@@ -147,28 +147,6 @@ def words(value: Any) -> set[str]:
     return set().union(*map(words, value)) if isinstance(value, list) else set()
 
 
-class TestResponses:
-    """Without `store: false` the Responses API is passed on: its answers live in the server."""
-
-    def test_whole(self, pair: Pair) -> None:
-        client = pair.client("key")
-        first, second = (client.responses.create(model="m", input="whole", temperature=0) for _ in range(2))
-        assert first.output_text == second.output_text == "You said: whole"
-        assert first.id != second.id, "it is not kept"
-
-    def test_streamed(self, pair: Pair) -> None:
-        client = pair.client("key")
-        events = list(client.responses.create(model="m", input="piece by piece", stream=True))
-        assert [event.type for event in events][:1] == ["response.created"]
-        assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "You said: piece by piece"
-        assert events[-1].response.output_text == "You said: piece by piece"
-
-    def test_what_it_goes_on_from_is_passed_on(self, pair: Pair) -> None:
-        pair.client("key").responses.create(model="m", input="go on", previous_response_id="resp_1", store=True)
-        body = pair.upstream.calls[-1]
-        assert (body["previous_response_id"], body["store"]) == ("resp_1", True)
-
-
 class TestTags:
     RULES = ("prompt:*weather*=weather", "prompt:*rain*=weather", "model:scr*=scripted")
 

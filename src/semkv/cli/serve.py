@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,21 +109,11 @@ def _warm(
     key = os.environ.get("OPENAI_API_KEY", "")
     todo = list(_requests_of(prompts, model=model, max_tokens=max_tokens))
     with _extra():
-        counts = asyncio.run(_send_all(todo, url.rstrip("/"), concurrency, key))
-    print(f"{counts.sent} sent, {counts.there} there already, {counts.failed} failed")
-    if counts.failed:
-        print(f"first failure: {counts.why}", file=sys.stderr)
+        there, failures = asyncio.run(_send_all(todo, url.rstrip("/"), concurrency, key))
+    print(f"{len(todo) - there - len(failures)} sent, {there} there already, {len(failures)} failed")
+    if failures:
+        print(f"first failure: {failures[0]}", file=sys.stderr)
         sys.exit(1)
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What became of the requests. ``why``: the first failure."""
-
-    sent: int = 0
-    there: int = 0
-    failed: int = 0
-    why: str = ""
 
 
 def _requests_of(file: Path, *, model: str, max_tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -160,12 +149,15 @@ def _requests_of(file: Path, *, model: str, max_tokens: int) -> Iterator[tuple[s
         yield ("/v1/chat/completions" if "messages" in given else "/v1/completions"), given
 
 
-async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, concurrency: int, key: str) -> _Counts:
+async def _send_all(
+    todo: list[tuple[str, dict[str, Any]]], url: str, concurrency: int, key: str
+) -> tuple[int, list[str]]:
+    """How many answers were there already, and why requests failed."""
     import aiohttp
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    counts, waiting = _Counts(), iter(todo)
+    there, failures, waiting = 0, list[str](), iter(todo)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     columns = (TextColumn("warming"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
@@ -174,22 +166,18 @@ async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, concurrenc
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
 
             async def work() -> None:
+                nonlocal there
                 for path, body in waiting:
                     try:
                         async with session.post(url + path, json=body) as response:
-                            text, why = await response.text(), ""
+                            text = await response.text()
                             if response.status != 200:
-                                why = f"status {response.status}: {text[:200]}"
+                                failures.append(f"status {response.status}: {text[:200]}")
                             elif response.headers.get("x-semkv", "").startswith("hit"):
-                                counts.there += 1
-                            else:
-                                counts.sent += 1
+                                there += 1
                     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                        why = f"{type(error).__name__}: {error}"
-                    if why:
-                        counts.failed += 1
-                        counts.why = counts.why or why
+                        failures.append(f"{type(error).__name__}: {error}")
                     progress.advance(bar)
 
             await asyncio.gather(*(work() for _ in range(concurrency)))
-    return counts
+    return there, failures

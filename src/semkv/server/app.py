@@ -20,7 +20,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from contextlib import AsyncExitStack, suppress
 from importlib.resources import files
 from ipaddress import ip_network
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,12 @@ log = logging.getLogger(__name__)
 
 _HOME = "/semkv"
 _PROBES = ("/healthz", "/readyz")
-_STATIC = {"": ("index.html", "text/html"), "app.js": ("app.js", "text/javascript"), "app.css": ("app.css", "text/css")}
+_FILES = {
+    "": ("static/index.html", "text/html"),
+    "app.js": ("static/app.js", "text/javascript"),
+    "app.css": ("static/app.css", "text/css"),
+    "openapi.json": ("openapi.json", "application/json"),
+}
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
 _BODIES = 8  # of the largest size may come in at once
 _CRITERIA = ("key", "tag", "model", "partition", "prefix")
@@ -109,7 +114,7 @@ class App:
     def __init__(self, gateway: Gateway, key: str, admin_port: int = 0) -> None:
         self.gateway, self._operations = gateway, Operations(gateway, key).application()
         self._admin_port = admin_port
-        self._limit, self._limit_s = gateway.settings.bounds[0], gateway.settings.body_timeout
+        self._limit = gateway.settings.bounds[0]
         self._room = Room(_BODIES * self._limit)
         self._tracing: Tracing | None = None
         if gateway.settings.otel:
@@ -172,47 +177,35 @@ class App:
                 tracing.end(span, seen)
 
     async def _deliver(self, scope: Scope, receive: Receive, send: Send, seen: Seen, *, cached: bool) -> None:
-        try:
-            if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
-                raise Refused(error_answer(400, "no such path", "invalid_request_error"))
-            answer = self.gateway.cors.preflight(scope)
-            if answer is None:
-                answer = await self._answer(scope, receive, cached=cached)
+        with suppress(Vanished, UpstreamError):  # an answer that breaks off in the middle takes the connection with it
+            try:
+                if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
+                    raise Refused(error_answer(400, "no such path", "invalid_request_error"))
+                answer = self.gateway.cors.preflight(scope) or await self._answer(scope, receive, cached=cached)
+            except Refused as refused:
+                answer = refused.answer
+                if answer.status == 503:
+                    self.gateway.metrics.turned_away("bodies")
             seen.sign(answer)
             self.gateway.cors.dress(scope, answer)
-            if answer.stream is None:
-                await reply(answer, send)
-            else:
-                await unless_gone(reply(answer, send), receive)
-        except Refused as refused:
-            seen.sign(refused.answer)
-            self.gateway.cors.dress(scope, refused.answer)
-            if refused.answer.status == 503:
-                self.gateway.metrics.turned_away("bodies")
-            await reply(refused.answer, send)
-        except (Vanished, UpstreamError):  # the latter breaks off in the middle of an answer: so does the connection
-            pass
+            await (reply(answer, send) if answer.stream is None else unless_gone(reply(answer, send), receive))
 
     async def _answer(self, scope: Scope, receive: Receive, *, cached: bool) -> Answer:
-        body = await read_body(scope, receive, self._limit, self._limit_s, self._room)
-        if scope["path"] not in SALTED:
-            return await self.gateway.forward(Call(scope, body), receive, "route")
-        if not is_packed(scope):
-            return await self._handle(Call(scope, body), receive, cached=cached)
-        async with unpacked(scope, body, self._limit, self._room) as plain:
-            return await self._handle(Call(*plain), receive, cached=cached)
-
-    async def _handle(self, call: Call, receive: Receive, *, cached: bool) -> Answer:
-        if not cached:
-            return await self.gateway.forward(call, receive, "route")
-        try:
-            return await self.gateway.handle(call, receive)
-        except Vanished:
-            raise
-        except Exception:  # a fault of ours must not cost the answer
-            log.exception("the gateway failed")
-            self.gateway.metrics.fault("gateway")
-            return await self.gateway.forward(call, receive, "fault")
+        body = await read_body(scope, receive, self._limit, self._room)
+        async with AsyncExitStack() as held:
+            if scope["path"] in SALTED and is_packed(scope):
+                scope, body = await held.enter_async_context(unpacked(scope, body, self._limit, self._room))
+            call = Call(scope, body)
+            if not cached:
+                return await self.gateway.forward(call, receive, "route")
+            try:
+                return await self.gateway.handle(call, receive)
+            except Vanished:
+                raise
+            except Exception:  # a fault of ours must not cost the answer
+                log.exception("the gateway failed")
+                self.gateway.metrics.fault("gateway")
+                return await self.gateway.forward(call, receive, "fault")
 
 
 class Middleware(App):
@@ -269,7 +262,25 @@ def gateway_of(
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     metrics = Metrics(workers)
     log.info("starting semkv %s: responses are kept in %s", __version__, _named(settings))
-    responses = _responses(settings)
+    clock = SteadyClock()
+    store = open_store(
+        settings.store,
+        settings.cache_dir / CATALOG,
+        timeout_s=settings.store_timeout,
+        max_bytes=settings.store_mib << 20,
+        max_tenant_bytes=settings.tenant_mib << 20,
+        clock=clock,
+    )
+    lifetime = Lifetime(settings.ttl or FOREVER, settings.stale)
+    responses = ResponseCache(
+        store,
+        max_bytes=settings.memory_mib << 20,
+        freshness=Freshness(lifetime, [parse_rule(rule) for rule in settings.ttl_rules]),
+        sampled=settings.sampled,
+        unheard_s=settings.store_away,
+        clock=clock,
+        ahead=folder_of(settings.cache_dir, settings.store),
+    )
     entry_log = None if config is None else open_entry_log(settings.store, settings.store_timeout, secret)
     semantic = None
     if config is not None:
@@ -278,8 +289,9 @@ def gateway_of(
         semantic = SemanticCache(config, log=entry_log)
         semantic.warm_up()
         log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)
-    store_s, sampled = settings.store_timeout, settings.sampled
-    cache = CacheClient(responses, semantic, metrics, store_s=store_s, sampled=sampled, tag_rules=rules)
+    cache = CacheClient(
+        responses, semantic, metrics, store_s=settings.store_timeout, sampled=settings.sampled, tag_rules=rules
+    )
     gateway = Gateway(settings, secret, upstream, cache, metrics)
     metrics.read_sizes(gateway.sizes)
     return gateway
@@ -290,29 +302,6 @@ def _named(settings: ServerSettings) -> str:
     if settings.store == "memory":
         return "memory alone"
     return re.sub("//.*@", "//", settings.store) or str(settings.cache_dir / CATALOG)
-
-
-def _responses(settings: ServerSettings) -> ResponseCache:
-    file, most = settings.cache_dir / CATALOG, settings.store_mib << 20
-    clock = SteadyClock()
-    store = open_store(
-        settings.store,
-        file,
-        timeout_s=settings.store_timeout,
-        max_bytes=most,
-        max_tenant_bytes=settings.tenant_mib << 20,
-        clock=clock,
-    )
-    lifetime = Lifetime(settings.ttl or FOREVER, settings.stale, settings.sliding, settings.jitter)
-    return ResponseCache(
-        store,
-        max_bytes=settings.memory_mib << 20,
-        freshness=Freshness(lifetime, [parse_rule(rule) for rule in settings.ttl_rules]),
-        sampled=settings.sampled,
-        unheard_s=settings.store_away,
-        clock=clock,
-        ahead=folder_of(settings.cache_dir, settings.store),
-    )
 
 
 # -- operators ----------------------------------------------------------------------------------------------------
@@ -372,23 +361,14 @@ class Operations:
 
     def application(self) -> Starlette:
         """The Starlette application."""
+        anybody = {"healthz": self.health, "readyz": self.ready, "metrics": self._reading(self.metrics)}
+        admin = [("GET", self.stats), ("GET", self.hits), ("POST", self.invalidate), ("POST", self.wrong)]
         return Starlette(
             routes=[
-                Route("/healthz", self.health),
-                Route("/readyz", self.ready),
-                Route("/metrics", self._reading(self.metrics)),
-                Route("/semkv/healthz", self.health),
-                Route("/semkv/readyz", self.ready),
-                Route("/semkv/metrics", self._reading(self.metrics)),
-                Route("/openapi.json", self.schema),
-                Route("/semkv/openapi.json", self.schema),
-                Route("/semkv/api/stats", self._guarded(self.stats)),
-                Route("/semkv/api/hits", self._guarded(self.hits)),
-                Route("/semkv/api/invalidate", self._guarded(self.invalidate), methods=["POST"]),
-                Route("/semkv/api/wrong", self._guarded(self.wrong), methods=["POST"]),
-                Route("/semkv", self.to_dashboard),
-                Route("/semkv/", partial(_static, name="")),
-                Route("/semkv/{name}", _static),
+                *(Route(f"{at}/{name}", do) for at in ("", _HOME) for name, do in anybody.items()),
+                *(Route(f"{_HOME}/api/{do.__name__}", self._guarded(do), methods=[verb]) for verb, do in admin),
+                Route(_HOME, self.to_dashboard),
+                *(Route(path, _file) for path in ("/openapi.json", f"{_HOME}/", f"{_HOME}/{{name}}")),
             ]
         )
 
@@ -444,9 +424,6 @@ class Operations:
     async def metrics(self, _: Request) -> Response:
         text = await self._gateway.cache.figures(self._gateway.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4")
-
-    async def schema(self, _: Request) -> Response:
-        return Response((files("semkv.server") / "openapi.json").read_bytes(), media_type="application/json")
 
     async def to_dashboard(self, request: Request) -> Response:
         return RedirectResponse(request.scope.get("root_path", "") + "/semkv/")
@@ -504,9 +481,9 @@ async def _body(request: Request) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
-async def _static(request: Request, name: str | None = None) -> Response:
-    wanted = request.path_params.get("name", "") if name is None else name
-    if wanted not in _STATIC:
+async def _file(request: Request) -> Response:
+    name = request.scope["path"].rpartition("/")[2]
+    if name not in _FILES:
         return _error(404, "not found")
-    file, kind = _STATIC[wanted]
-    return Response((files("semkv.server") / "static" / file).read_bytes(), media_type=kind, headers=_SECURITY)
+    file, kind = _FILES[name]
+    return Response((files("semkv.server") / file).read_bytes(), media_type=kind, headers=_SECURITY)

@@ -22,7 +22,8 @@ JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 EVENTS: tuple[bytes, bytes] = (b"content-type", b"text/event-stream; charset=utf-8")
 
 _T = TypeVar("_T")
-_LEAST_RATE = 16 << 10  # bytes a second of a body; slower ones hold a connection that others wait for
+_BODY_S = 60.0  # for a body to come, and what its bytes take at the least rate
+_LEAST_RATE = 16 << 10  # bytes a second; slower bodies hold a connection that others wait for
 _ENCODING = b"content-encoding"
 _GZIP = 16 + zlib.MAX_WBITS
 
@@ -92,11 +93,11 @@ def busy_answer(what: str) -> Answer:
     return error_answer(503, f"too many {what} at once", "server_error", more)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float, room: Room) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> bytes:
     """The whole body.
 
     Raises:
-        Refused: it is longer than ``limit`` bytes, or says so; or it was not there after ``limit_s`` seconds and what
+        Refused: it is longer than ``limit`` bytes, or says so; or it was not there after `_BODY_S` seconds and what
             its bytes take at `_LEAST_RATE`; or there is no room for more of it.
         Vanished: the client hung up first.
     """
@@ -105,7 +106,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float, 
         raise _too_large(limit)
     pieces, size, held, more = [], 0, 0, True
     try:
-        async with asyncio.timeout(limit_s) as timer:
+        async with asyncio.timeout(_BODY_S) as timer:
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -122,7 +123,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, limit_s: float, 
                         raise Refused(busy_answer("bytes of unfinished bodies"))
                     timer.reschedule((timer.when() or 0.0) + len(piece) / _LEAST_RATE)
     except TimeoutError:
-        slow = f"the request came too slowly: it has {limit_s:g} seconds and its length (--body-timeout)"
+        slow = f"the request came too slowly: it has {_BODY_S:g} seconds, and one for every 16 KiB"
         raise Refused(error_answer(408, slow, "invalid_request_error", [(b"connection", b"close")])) from None
     finally:
         room.used -= held

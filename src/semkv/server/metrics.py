@@ -137,59 +137,42 @@ class Metrics:
         self._read: Callable[[], Mapping[str, Mapping[str, float]]] = lambda: {"gauges": {}, "events": {}}
         self._gauges: dict[str, Gauge] = {}
         self._counted: dict[str, float] = {}
-        self._events = Counter(
-            "semkv_cache_events", "What the caches counted, by event.", ["event"], registry=self.registry
-        )
         self.live = Live()
-        labels = ["tier", "status"]
-        self._requests = Counter("semkv_requests", "Requests, by tier and status.", labels, registry=self.registry)
-        self._seconds = Histogram(
-            "semkv_request_seconds", "From the whole request to the start of the answer.", ["tier"],
-            buckets=_BUCKETS, registry=self.registry,
-        )  # fmt: skip
-        self._upstream = Histogram(
-            "semkv_upstream_seconds", "Whole upstream answers.", buckets=_BUCKETS, registry=self.registry
+        self._events = self._counter("cache_events", "What the caches counted, by event.", "event")
+        self._requests = self._counter("requests", "Requests, by tier and status.", "tier", "status")
+        self._seconds = self._histogram("request_seconds", "From the whole request to the start of the answer.", "tier")
+        self._upstream = self._histogram("upstream_seconds", "Whole upstream answers.")
+        self._lookup = self._histogram("semantic_lookup_seconds", "Semantic lookups, encoders included.")
+        self._uncacheable = self._counter("uncacheable", "Requests that the cache could not answer.", "reason")
+        self._turned_away = self._counter(
+            "turned_away", "Requests answered with 503 for want of room, by what there is too much of.", "what"
         )
-        self._lookup = Histogram(
-            "semkv_semantic_lookup_seconds", "Semantic lookups, encoders included.", buckets=_BUCKETS,
-            registry=self.registry,
-        )  # fmt: skip
-        self._uncacheable = Counter(
-            "semkv_uncacheable",
-            "Requests that the cache could not answer, by reason.",
-            ["reason"],
-            registry=self.registry,
-        )
-        self._turned_away = Counter(
-            "semkv_turned_away", "Requests answered with 503 for want of room, by what there is too much of.", ["what"],
-            registry=self.registry,
-        )  # fmt: skip
         for what in ("connections", "bodies"):
             self._turned_away.labels(what)
-        self._faults = Counter("semkv_faults", "Faults that became a miss.", ["part"], registry=self.registry)
-        self.joins = Counter(
-            "semkv_single_flight_joins", "Requests that joined another's, by how much alike they are.", ["kind"],
-            registry=self.registry,
-        )  # fmt: skip
+        self._faults = self._counter("faults", "Faults that became a miss.", "part")
+        self.joins = self._counter(
+            "single_flight_joins", "Requests that joined another's, by how much alike they are.", "kind"
+        )
         for kind in (EQUAL, SIMILAR):
             self.joins.labels(kind)
-        self.parted = Counter(
-            "semkv_single_flight_parted", "Similar requests that joined, and then went upstream themselves.",
-            registry=self.registry,
-        )  # fmt: skip
-        self.cut = Counter(
-            "semkv_overlap_cut", "Requests that were sent during the lookup, and given up for what it found.",
-            registry=self.registry,
-        )  # fmt: skip
-        self.left_out = Counter(
-            "semkv_overlap_left_out", "Lookups not made, since too many waited and the upstream was asked.",
-            registry=self.registry,
-        )  # fmt: skip
-        self.tokens = Counter("semkv_tokens_saved", "Completion tokens not computed.", registry=self.registry)
-        self.saved = Counter(
-            "semkv_seconds_saved", "Upstream seconds not spent, as measured on misses.", registry=self.registry
+        self.parted = self._counter(
+            "single_flight_parted", "Similar requests that joined, and then went upstream themselves."
         )
+        self.cut = self._counter(
+            "overlap_cut", "Requests that were sent during the lookup, and given up for what it found."
+        )
+        self.left_out = self._counter(
+            "overlap_left_out", "Lookups not made, since too many waited and the upstream was asked."
+        )
+        self.tokens = self._counter("tokens_saved", "Completion tokens not computed.")
+        self.saved = self._counter("seconds_saved", "Upstream seconds not spent, as measured on misses.")
         self._made: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"semkv_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(f"semkv_{name}", text, labels, buckets=_BUCKETS, registry=self.registry)
 
     def read_sizes(self, read: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         """Where gauges and the caches' own counters come from: ``{"gauges": ..., "events": ...}``. A worker of several

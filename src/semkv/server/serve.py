@@ -1,4 +1,4 @@
-"""Runs the gateway: uvicorn with uvloop and httptools, bounded heads of requests."""
+"""Runs the gateway: uvicorn with uvloop and httptools, bounded heads of requests, one process or several."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import contextlib
 import errno
 import gc
 import logging
+import multiprocessing
+import os
 import re
 import resource
+import signal
 import socket
 import sys
+import tempfile
+import threading
+import time
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
 
 import uvicorn
+from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from semkv import __version__
@@ -23,8 +31,8 @@ from semkv.errors import ConfigError, SemkvError
 from semkv.server.app import FULL, app_of
 from semkv.server.asgi import busy_answer
 from semkv.server.logs import set_up_logs
+from semkv.server.metrics import FOLDER
 from semkv.server.settings import LogFormat, LogLevel, ServerSettings, admin_key, secret_of
-from semkv.server.workers import run_workers
 from semkv.types import CacheMode, PolicyName
 
 log = logging.getLogger(__name__)
@@ -36,6 +44,11 @@ _FILES = 256  # open beside those of connections
 _SPARE = 32  # connections beyond the bound, for operators' routes alone
 _MOST = 20_000  # connections, however many files may be open
 
+_CANNOT_START = 2  # exit code of a worker that said why
+_PAUSE_S = 1.0  # before a worker that ended is started again
+_LOOK_S = 0.2  # between two looks whether a signal came
+
+_spawn = multiprocessing.get_context("spawn")  # a fork would have another process's locks
 _BUSY = busy_answer("connections").body
 _TURNED_AWAY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
@@ -120,49 +133,29 @@ def raise_file_limit() -> int:
     return min(_MOST, max(_SPARE, most))
 
 
-def listening(host: str, port: int, key: str = "--port") -> list[socket.socket]:
-    """Sockets for every address of a host that this machine has, none of which takes connections yet.
+def listening(host: str, port: int, key: str = "--port") -> socket.socket:
+    """A socket for a host's IPv4 address, or for the IPv6 address that is given. It takes no connections yet.
 
     Raises:
         SemkvError: the port is in use or not allowed, or the host is none of this machine's.
     """
-    found: list[socket.socket] = []
-    missing: OSError | None = None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            try:
-                found.append(_bound(family, kind, protocol, (address[0], port, *address[2:])))
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise
-                missing = error  # such as localhost's in IPv6, where there is none
-            else:
-                port = port or found[0].getsockname()[1]
-        if not found and missing is not None:
-            raise missing
-    except (OSError, UnicodeError) as error:
-        for sock in found:
-            sock.close()
+        sock = socket.socket(family)
+    except OSError as error:  # without IPv6
         raise _not_listening(host, port, error, key) from error
-    return found
-
-
-def _bound(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> socket.socket:
-    sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(address)
-    except OSError:
+        sock.bind((host, port))
+    except (OSError, UnicodeError, TypeError) as error:  # the last for a name that is no text
         sock.close()
-        raise
+        raise _not_listening(host, port, error, key) from error
     return sock
 
 
-def _not_listening(host: str, port: int, error: OSError | UnicodeError, key: str = "--port") -> SemkvError:
+def _not_listening(host: str, port: int, error: Exception, key: str = "--port") -> SemkvError:
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
         return SemkvError(f"{key}: {port} is in use; name another")
@@ -213,39 +206,34 @@ def run_server(
         raise ConfigError("--workers", workers, "1 with --store memory: workers share answers through a store")
     if settings.admin_port and settings.admin_port == port:
         raise ConfigError("--admin-port", port, "another port than --port")
-    sockets = listening(host, port)  # before the encoder is loaded, which takes seconds
+    sockets = [listening(host, port)]  # before the encoder is loaded, which takes seconds
     if settings.admin_port:
-        sockets += listening(host, settings.admin_port, "--admin-port")
+        sockets.append(listening(host, settings.admin_port, "--admin-port"))
     name, bound = sockets[0].getsockname()[:2]
     said = described(settings, environment, f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}")
+    work = partial(
+        _serve, settings, dict(environment), sockets, workers=workers, log_level=log_level, log_format=log_format
+    )
     if workers == 1:
-        serve(settings, environment, sockets, said)
+        work(said)
         return
     log.info("%s, %d workers", said, workers)
     secret_of(settings, environment)  # made by one process
-    run_workers(workers, partial(_worker, settings, dict(environment), sockets, workers, log_level, log_format))
+    run_workers(workers, work)
 
 
-def _worker(
-    settings: ServerSettings,
-    environment: Mapping[str, str],
-    sockets: list[socket.socket],
-    workers: int,
-    log_level: LogLevel,
-    log_format: LogFormat,
-) -> None:
-    set_up_logs(log_level, log_format)
-    serve(settings, environment, sockets, workers=workers)
-
-
-def serve(
+def _serve(
     settings: ServerSettings,
     environment: Mapping[str, str],
     sockets: list[socket.socket],
     said: str = "",
-    workers: int = 1,
+    *,
+    workers: int,
+    log_level: LogLevel,
+    log_format: LogFormat,
 ) -> None:
     """Serve on some sockets with one process, which is one of ``workers``. ``said``: logged when all is loaded."""
+    set_up_logs(log_level, log_format)
     connections = raise_file_limit()
     # transformers imports torch's compiler, which imports triton, which lists what it leaks when the process ends.
     # Nothing is compiled here.
@@ -281,3 +269,63 @@ def serve(
         if server.started:
             raise
         raise _not_listening(host, port, error) from error  # another process was faster
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def run_workers(count: int, work: Callable[[], None]) -> None:
+    """Do ``work``, which must be picklable, in ``count`` processes; one that ends is started again. SIGINT and SIGTERM
+    end all, and so does the end of this process.
+
+    Raises:
+        SemkvError: a worker cannot start, and none runs that was started before it.
+    """
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    # Each would take all cores for its encoder.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    running: dict[SpawnProcess, float] = {}  # and when it was started
+    with tempfile.TemporaryDirectory(prefix="semkv-figures-") as folder:
+        os.environ[FOLDER] = folder
+        try:
+            while not stopping.is_set():
+                running |= {_start_worker(work): time.monotonic() for _ in range(count - len(running))}
+                if not wait([worker.sentinel for worker in running], _LOOK_S):
+                    continue
+                for worker in [worker for worker in running if worker.exitcode is not None]:
+                    begun = running.pop(worker)
+                    mark_process_dead(worker.pid, folder)  # type: ignore[no-untyped-call]
+                    if worker.exitcode == _CANNOT_START and not any(at < begun - _PAUSE_S for at in running.values()):
+                        raise SemkvError("a worker cannot start; its message is above")
+                    if not stopping.is_set():
+                        log.warning("worker %s ended (%s); another is started", worker.pid, worker.exitcode)
+                stopping.wait(_PAUSE_S)
+        finally:
+            for worker in running:
+                worker.terminate()
+            for worker in running:
+                worker.join()
+
+
+def _start_worker(work: Callable[[], None]) -> SpawnProcess:
+    worker = _spawn.Process(target=_run_worker, args=(work,))
+    worker.start()
+    return worker
+
+
+def _run_worker(work: Callable[[], None]) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        work()
+    except SemkvError as error:
+        print(f"semkv: {error}", file=sys.stderr)
+        sys.exit(_CANNOT_START)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -22,7 +22,7 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 
 from semkv import plug
-from semkv.config import NOT_NEGATIVE, POSITIVE, SHARE, CacheConfig, LookupConfig
+from semkv.config import NOT_NEGATIVE, POSITIVE, CacheConfig, LookupConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.types import CacheMode
 
@@ -63,11 +63,9 @@ class ServerSettings(LookupConfig):
         upstream: The OpenAI-compatible server behind; not used by the middleware.
         store: A SQLite file, memory, redis://HOST:PORT/N, or package.module:Factory; default: in the cache directory.
         ttl: Seconds a response may be served; 0 for ever.
-        ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60`; may be repeated.
+        ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60,jitter=0.1,sliding`; may be repeated.
         tag_rules: Labels responses for invalidation: `prompt:*weather*=weather`; may be repeated.
         stale: Seconds after its lifetime in which a response is still served while a fresh one is fetched.
-        sliding: A response that is read in the second half of its life gets the whole again.
-        jitter: Share of the lifetime that is taken off at random, so that responses do not expire together.
         memory_mib: Most MiB of responses held in memory.
         store_mib: Most MiB of responses held in the store.
         tenant_mib: Most MiB of one tenant's responses in the store, which must be a file; 0 for no bound by tenant.
@@ -86,7 +84,6 @@ class ServerSettings(LookupConfig):
         vary_headers: A request header that changes the response and is part of the key; may be repeated.
         max_body_mib: Larger requests are refused.
         max_answer_mib: Larger responses are passed on, but neither shared nor kept.
-        body_timeout: Seconds to wait for a request's body, in addition to one for every 16 KiB of it.
         connect_timeout: Seconds to wait for a connection to the upstream.
         upstream_timeout: Seconds to wait for the upstream's next byte.
         store_timeout: Seconds a request waits for the store.
@@ -99,8 +96,6 @@ class ServerSettings(LookupConfig):
     ttl_rules: Annotated[tuple[str, ...], Parameter(name=("--ttl-rule", "--ttl-rules")), MANY, LIFE] = ()
     tag_rules: Annotated[tuple[str, ...], Parameter(name=("--tag-rule", "--tag-rules")), MANY, LIFE] = ()
     stale: Annotated[float, NOT_NEGATIVE, LIFE] = 0.0
-    sliding: Annotated[bool, LIFE] = False
-    jitter: Annotated[float, SHARE, LIFE] = 0.0
     memory_mib: Annotated[int, POSITIVE, SIZES] = 256
     store_mib: Annotated[int, POSITIVE, SIZES] = 4096
     tenant_mib: Annotated[int, NOT_NEGATIVE, SIZES] = 0
@@ -121,7 +116,6 @@ class ServerSettings(LookupConfig):
     vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY] = ()
     max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
     max_answer_mib: Annotated[int, POSITIVE, SIZES] = 8
-    body_timeout: Annotated[float, POSITIVE, WAITS] = 60.0
     connect_timeout: Annotated[float, POSITIVE, WAITS] = 2.0
     upstream_timeout: Annotated[float, POSITIVE, WAITS] = 600.0
     store_timeout: Annotated[float, POSITIVE, WAITS] = 0.25

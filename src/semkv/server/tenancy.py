@@ -57,26 +57,13 @@ class Controls:
     max_age_s: float | None = None
 
 
-_DEFAULT = Controls()
-_BYPASS = Controls(read=False, write=False)
-
-
 def controls_of(scope: Scope) -> Controls:
     """Read ``Cache-Control`` (no-cache, no-store, max-age) and ``X-Semkv-Bypass``; anything else is ignored."""
-    asked, bypass = "", ""
-    for key, value in scope["headers"]:
-        if key == b"cache-control":
-            asked += "," + value.decode("latin-1").lower()
-        elif key == b"x-semkv-bypass":
-            bypass = value.decode("latin-1").strip().lower()
-    if bypass not in ("", "0", "false", "no"):
-        return _BYPASS
-    if not asked:
-        return _DEFAULT
-    words = {word.strip() for word in asked.split(",")}
+    if header(scope, b"x-semkv-bypass").strip().lower() not in ("", "0", "false", "no"):
+        return Controls(read=False, write=False)
+    words = {word.strip() for word in header(scope, b"cache-control").lower().split(",")}
     ages = [w.removeprefix("max-age=").strip('"') for w in words if w.startswith("max-age=")]
-    numbers = [int(age) for age in ages if age.isdecimal() and len(age) < 12]
-    age = float(min(numbers)) if numbers else None
+    age = min((float(age) for age in ages if age.isdecimal() and len(age) < 12), default=None)
     return Controls(read="no-cache" not in words and age != 0.0, write="no-store" not in words, max_age_s=age)
 
 
