@@ -1,7 +1,7 @@
 """Images with known contents, near-duplicates of them, and look-alikes in which one thing has changed.
 
 A scene is a ground and a list of elements: texts and shapes. A change edits one element, so what differs between two
-images is known. The parts `TUNED` and `UNSEEN` share no kind of scene but MiniGQA's, no font and no seed.
+images is known.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 from semkv_lab.minigqa.scenes import draw as draw_minigqa
 from semkv_lab.minigqa.scenes import make_scene, recolor
 
-FONTS = Path(mpl.get_data_path()) / "fonts" / "ttf"
+FONT_FOLDER = Path(mpl.get_data_path()) / "fonts" / "ttf"
 FORMS = ("box", "disc", "ring", "peak")
 EDGE = 12  # pixels around the frame that a camera may move by
 PAINTS = (
@@ -58,7 +59,6 @@ class Shape:
     reach: tuple[float, float]
     form: str
     color: RGB
-    free: bool = True  # may be changed: moved, painted, taken away
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _ground(size: tuple[int, int], seed: int, contrast: float, mean: RGB) -> np.
 def _font(name: str, size: int) -> ImageFont.FreeTypeFont:
     if not name:
         return ImageFont.load_default(size)
-    return ImageFont.truetype(os.fspath(FONTS / name), size)
+    return ImageFont.truetype(os.fspath(FONT_FOLDER / name), size)
 
 
 def draw(scene: Scene) -> Image.Image:
@@ -124,163 +124,64 @@ def _paint(image: Image.Image, shape: Shape) -> None:
 # -- kinds of scenes ------------------------------------------------------------
 
 Element = Label | Shape
-Fonts = Sequence[str]
+Span = tuple[float, float]
 
 
-def _ink(rng: Random, light: bool) -> RGB:
-    return _color(rng, *((0, 90) if light else (190, 255)))
+@dataclass(frozen=True)
+class Kind:
+    """A kind of scene; spans are drawn from.
+
+    Attributes:
+        contrast: of the ground, in levels.
+        tone: of each color of the ground.
+        shapes, reach: how many, and their half widths in pixels.
+        lines, columns: of words and numbers.
+        points: size of the text.
+    """
+
+    contrast: Span
+    tone: Span
+    shapes: Span = (0, 0)
+    reach: Span = (8, 30)
+    lines: Span = (0, 0)
+    columns: Span = (1, 1)
+    points: Span = (10, 16)
 
 
-def _color(rng: Random, low: int, high: int) -> RGB:
-    return (rng.randint(low, high), rng.randint(low, high), rng.randint(low, high))
+KINDS = {
+    "card": Kind((0, 2), (215, 255), lines=(2, 9), points=(10, 30)),
+    "table": Kind((0, 0), (250, 250), shapes=(2, 4), reach=(4, 6), lines=(5, 14), columns=(3, 5), points=(10, 14)),
+    "toys": Kind((4, 25), (60, 220), shapes=(3, 7), reach=(9, 34)),
+    "map": Kind((7, 7), (205, 228), shapes=(8, 18), reach=(4, 8), lines=(3, 5), columns=(1, 3), points=(10, 13)),
+    "sign": Kind((20, 40), (70, 190), shapes=(3, 6), reach=(10, 40), lines=(1, 2), points=(20, 40)),
+    "texture": Kind((30, 55), (70, 190), shapes=(3, 9), reach=(7, 26)),
+}
+FONTS = ("DejaVuSans.ttf", "DejaVuSerif.ttf", "DejaVuSans-Bold.ttf", "cmr10.ttf", "cmtt10.ttf", "STIXGeneral.ttf", "")
 
 
-def _words(rng: Random, count: int) -> str:
-    return " ".join(rng.choice(WORDS) if rng.random() < 0.65 else str(rng.randint(10, 9999)) for _ in range(count))
+def make(kind: Kind, rng: Random) -> Scene:
+    """A scene: shapes apart from one another, text in a grid above them."""
 
+    def whole(span: Span) -> int:
+        return rng.randint(int(span[0]), int(span[1]))
 
-def _scene(rng: Random, size: tuple[float, float], contrast: float, mean: RGB, elements: Sequence[Element]) -> Scene:
-    return Scene((int(size[0]), int(size[1])), (rng.getrandbits(31), contrast, mean), tuple(elements))
-
-
-def _scattered(rng: Random, size: tuple[int, int], count: int, reach: tuple[float, float]) -> list[Shape]:
-    found: list[Shape] = []
+    size = (rng.randint(260, 600), rng.randint(220, 440))
+    mean = (whole(kind.tone), whole(kind.tone), whole(kind.tone))
+    elements: list[Element] = []
     for _ in range(400):
-        r = rng.uniform(*reach)
+        r = rng.uniform(*kind.reach)
         x, y = rng.uniform(r + 4, size[0] - r - 4), rng.uniform(r + 4, size[1] - r - 4)
-        if all(math.hypot(x - s.x, y - s.y) > r + s.reach[0] + 6 for s in found):
-            form = rng.choice(FORMS)
-            found.append(Shape(x, y, (r, r * rng.uniform(0.7, 1.0)), form, rng.choice(PAINTS)))
-        if len(found) == count:
-            break
-    return found
-
-
-def card(rng: Random, fonts: Fonts) -> Scene:
-    """Lines of large or small text."""
-    light, size, font = rng.random() < 0.7, rng.randint(10, 30), rng.choice(fonts)
-    mean = _color(rng, *((215, 255) if light else (10, 60)))
-    lines, width = rng.randint(2, 9), rng.randint(260, 520)
-    rows = [_words(rng, max(1, int(width / size / 4))) for _ in range(lines)]
-    labels = [Label(14, 14 + i * size * 1.4, row, font, size, _ink(rng, light)) for i, row in enumerate(rows)]
-    seed = rng.getrandbits(31)
-    return Scene((width, int(30 + lines * size * 1.4)), (seed, rng.choice((0, 0, 2)), mean), tuple(labels))
-
-
-def faint(rng: Random, fonts: Fonts) -> Scene:
-    """Gray text that hardly differs from its ground."""
-    scene, level = card(rng, fonts), rng.randint(90, 220)
-    ink = level - rng.choice((-40, 40, 60))
-    labels = [replace(e, color=(ink, ink, ink)) for e in scene.elements if isinstance(e, Label)]
-    return replace(scene, ground=(*scene.ground[:2], (level, level, level)), elements=tuple(labels))
-
-
-def receipt(rng: Random, fonts: Fonts) -> Scene:
-    """Items and prices on paper."""
-    size, font, count = rng.randint(10, 15), rng.choice(fonts), rng.randint(6, 14)
-    rows = [(rng.choice(WORDS), f"{rng.randint(1, 199)}.{rng.randint(0, 99):02}") for _ in range(count)]
-    labels = [Label(14, 12, _words(rng, 2), font, size + 5, (20, 20, 20))]
-    for i, row in enumerate(rows):
-        labels += [
-            Label(x, 44 + i * size * 1.5, t, font, size, (40, 40, 44)) for x, t in zip((14, 190), row, strict=True)
-        ]
-    return _scene(rng, (260, 60 + count * size * 1.5), 3, (236, 232, 222), labels)
-
-
-def bars(rng: Random, fonts: Fonts) -> Scene:
-    """A bar chart with a value above each bar."""
-    font, size, count = rng.choice(fonts), rng.randint(10, 16), rng.randint(3, 8)
-    elements: list[Element] = [Label(20, 8, _words(rng, 3), font, size + 4, (0, 0, 0))]
-    for i in range(count):
-        high, x = rng.uniform(20, 180), 50 + i * 48
-        elements += [
-            Shape(x, 250 - high / 2, (14, high / 2), "box", rng.choice(PAINTS)),
-            Label(x - 12, 250 - high - size - 5, str(round(high)), font, size, (20, 20, 20)),
-            Label(x - 16, 256, rng.choice(WORDS)[:5], font, size, (20, 20, 20)),
-        ]
-    return _scene(rng, (80 + count * 48, 290), 0, (255, 255, 255), elements)
-
-
-def toys(rng: Random, fonts: Fonts) -> Scene:
-    """Objects on an uneven ground."""
-    size, mean = (rng.randint(200, 480), rng.randint(200, 400)), _color(rng, 60, 220)
-    ground = (rng.getrandbits(31), rng.uniform(4, 25), mean)
-    return Scene(size, ground, tuple(_scattered(rng, size, rng.randint(3, 7), (9, 34))))
-
-
-def photo(rng: Random, fonts: Fonts) -> Scene:
-    """Rough texture with few small things in it."""
-    size, mean = (rng.randint(320, 800), rng.randint(320, 600)), _color(rng, 70, 190)
-    ground = (rng.getrandbits(31), rng.uniform(30, 55), mean)
-    return Scene(size, ground, tuple(_scattered(rng, size, rng.randint(3, 9), (7, 26))))
-
-
-def table(rng: Random, fonts: Fonts) -> Scene:
-    """A window of a program: a grid of small numbers."""
-    font, size, rows, columns = rng.choice(fonts), rng.randint(10, 14), rng.randint(5, 16), rng.randint(3, 6)
-    half = columns * 40 + 10
-    elements: list[Element] = [Shape(half, 14, (half, 14), "box", (70, 100, 160), free=False)]
-    elements.append(Label(8, 6, _words(rng, 3), font, 14, (255, 255, 255)))
-    ink = rng.choice(((30, 30, 30), (30, 30, 30), (190, 190, 195)))
-    for row in range(rows):
-        cells = [rng.choice(WORDS), *(str(rng.randint(0, 99999)) for _ in range(columns - 1))]
-        elements += [Label(10 + i * 80, 36 + row * size * 1.6, text, font, size, ink) for i, text in enumerate(cells)]
-    for row in range(rng.randint(2, 4)):
-        elements.append(Shape(columns * 80 + 8, 46 + row * 30, (5, 5), "disc", rng.choice(PAINTS)))
-    return _scene(rng, (columns * 80 + 20, 50 + rows * size * 1.6), 0, (250, 250, 250), elements)
-
-
-def sign(rng: Random, fonts: Fonts) -> Scene:
-    """A board with a word and a number before a photograph-like ground."""
-    size, r = (rng.randint(320, 640), rng.randint(240, 480)), rng.randint(60, 100)
-    x, y, paint = rng.uniform(r + 20, size[0] - r - 20), rng.uniform(70, size[1] - 70), rng.choice(PAINTS)
-    ink = (255, 255, 255) if sum(paint) < 420 else (10, 10, 10)
-    points, font = rng.randint(14, 34), rng.choice(fonts)
-    around = [s for s in _scattered(rng, size, 5, (10, 30)) if abs(s.x - x) > r + 34 or abs(s.y - y) > 84]
-    word, distance = rng.choice(WORDS), f"{rng.randint(2, 980)} km"
-    board = (
-        Shape(x, y, (r, 46), "box", paint),
-        Label(x - r + 6, y - 40, word, font, points, ink),
-        Label(x - r + 6, y + 2, distance, font, points, ink),
-    )
-    mean, seed = _color(rng, 70, 190), rng.getrandbits(31)
-    return Scene(size, (seed, rng.uniform(20, 40), mean), (*around, *board))
-
-
-def plan(rng: Random, fonts: Fonts) -> Scene:
-    """A map: many dots, some named."""
-    size, font = (rng.randint(300, 600), rng.randint(300, 500)), rng.choice(fonts)
-    dots = _scattered(rng, size, rng.randint(6, 20), (4, 8))
-    names = [Label(s.x + 9, s.y - 7, rng.choice(WORDS), font, rng.randint(10, 13), (50, 40, 40)) for s in dots[::3]]
-    return _scene(rng, size, 7, (222, 228, 205), (*dots, *names))
-
-
-def meter(rng: Random, fonts: Fonts) -> Scene:
-    """A display with large digits, lamps below."""
-    font, count = rng.choice(fonts), rng.randint(3, 6)
-    text = f"{rng.randint(0, 999)}.{rng.randint(0, 9)} {rng.choice(('kg', 'bar', 'mV', 'rpm'))}"
-    elements: list[Element] = [
-        Shape(150, 70, (130, 50), "box", (24, 40, 30), free=False),
-        Label(34, 40, text, font, rng.randint(28, 46), (120, 240, 150)),
-        Label(34, 24, _words(rng, 2), font, 11, (150, 180, 160)),
-        *(Shape(40 + i * 42, 160, (11, 11), "disc", rng.choice(PAINTS)) for i in range(count)),
-    ]
-    seed = rng.getrandbits(31)
-    return Scene((300, 200), (seed, rng.uniform(5, 20), (120, 120, 125)), tuple(elements))
-
-
-class Part(NamedTuple):
-    """What images are made of."""
-
-    kinds: tuple[Callable[[Random, Fonts], Scene], ...]
-    fonts: tuple[str, ...]
-    seed: int
-
-
-_SANS = ("DejaVuSans.ttf", "DejaVuSansMono.ttf", "cmss10.ttf", "STIXGeneral.ttf")
-_SERIF = ("DejaVuSerif.ttf", "DejaVuSans-Bold.ttf", "cmr10.ttf", "cmtt10.ttf", "STIXGeneralBol.ttf", "")
-TUNED = Part((card, faint, receipt, bars, toys), _SANS, 1)
-UNSEEN = Part((table, sign, plan, meter, photo), _SERIF, 2)
+        if all(math.hypot(x - e.x, y - e.y) > 1.5 * r + 20 for e in elements):
+            paint = rng.choice([p for p in PAINTS if math.dist(p, mean) > 70])
+            elements.append(Shape(x, y, (r, r * rng.uniform(0.7, 1.0)), rng.choice(FORMS), paint))
+    elements = elements[: whole(kind.shapes)]
+    font, points, lines, columns = rng.choice(FONTS), whole(kind.points), whole(kind.lines), whole(kind.columns)
+    ink = (20, 20, 20) if sum(mean) > 380 else (250, 250, 250)
+    for row, column in product(range(lines), range(columns)):
+        word = rng.choice(WORDS) if rng.random() < 0.5 else str(rng.randint(10, 99999))
+        place = (14 + column * size[0] / columns, 12 + row * 1.6 * points)
+        elements.append(Label(*place, word, font, points, ink))
+    return Scene(size, (rng.getrandbits(31), rng.uniform(*kind.contrast), mean), tuple(elements))
 
 
 # -- changes ------------------------------------------------------------
@@ -311,7 +212,7 @@ def letter(scene: Scene, rng: Random) -> Scene | None:
 
 
 def _free(scene: Scene) -> list[Shape]:
-    return [e for e in scene.elements if isinstance(e, Shape) and e.free]
+    return [e for e in scene.elements if isinstance(e, Shape)]
 
 
 def swap(scene: Scene, rng: Random) -> Scene | None:
@@ -437,22 +338,21 @@ def first_photo(wide: Image.Image, rng: Random) -> bytes:
     return encoded(frame(wide)) if rng.random() < 0.5 else encoded(frame(wide), "JPEG", quality=rng.randint(75, 95))
 
 
-def pairs(part: Part, scenes: int, seed: int = 0) -> list[Pair]:
+def pairs(scenes: int, seed: int = 0) -> list[Pair]:
     """Of each of so many scenes of each kind, every copy, and every change (half of these also photographed anew)."""
     found = []
-    for kind in part.kinds:
-        for number in range(scenes):
-            rng = Random(f"{part.seed} {seed} {kind.__name__} {number}")  # noqa: S311
-            scene = kind(rng, part.fonts)
-            wide = draw(scene)
-            donor = first_photo(wide, rng)
-            found += [Pair(kind.__name__, c.__name__, True, donor, c(wide, rng)) for c in COPIES]
-            for change in CHANGES:
-                other = _changed(scene, change, rng)
-                if other is not None and _shows(frame(draw(other)), frame(wide)):
-                    taken = first_photo if rng.random() < 0.5 else rng.choice(COPIES)
-                    found.append(Pair(kind.__name__, change.__name__, False, donor, taken(draw(other), rng)))
-    return found + list(_minigqa(part, scenes, seed))
+    for (name, kind), number in product(KINDS.items(), range(scenes)):
+        rng = Random(f"{seed} {name} {number}")  # noqa: S311
+        scene = make(kind, rng)
+        wide = draw(scene)
+        donor = first_photo(wide, rng)
+        found += [Pair(name, c.__name__, True, donor, c(wide, rng)) for c in COPIES]
+        for change in CHANGES:
+            other = _changed(scene, change, rng)
+            if other is not None and _shows(frame(draw(other)), frame(wide)):
+                taken = first_photo if rng.random() < 0.5 else rng.choice(COPIES)
+                found.append(Pair(name, change.__name__, False, donor, taken(draw(other), rng)))
+    return found + _minigqa(scenes, seed)
 
 
 def _shows(a: Image.Image, b: Image.Image) -> bool:
@@ -460,10 +360,10 @@ def _shows(a: Image.Image, b: Image.Image) -> bool:
     return bool((np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)) > 32).any())
 
 
-def _minigqa(part: Part, scenes: int, seed: int) -> list[Pair]:
+def _minigqa(scenes: int, seed: int) -> list[Pair]:
     found = []
     for number in range(scenes):
-        rng = Random(f"{part.seed} {seed} minigqa {number}")  # noqa: S311
+        rng = Random(f"{seed} minigqa {number}")  # noqa: S311
         scene = make_scene(rng)
         wide = _enlarged(draw_minigqa(scene), by := rng.choice((1, 3)))
         donor = first_photo(wide, rng)

@@ -321,19 +321,17 @@ def images_part(bench: Bench) -> Found:
     from semkv.guards.pictures import LIMIT, difference
     from semkv_lab import scenes
 
-    found: Row = {}
-    for name, part in (("tuned", scenes.TUNED), ("unseen", scenes.UNSEEN)):
-        made = scenes.pairs(part, bench.flags.scenes, bench.flags.seed)
-        bench.more(len(made))
-        hits, seconds = [], []
-        for pair in made:
-            start = time.perf_counter()
-            hits.append(difference(read_picture(pair.donor), read_picture(pair.request)) < LIMIT)
-            seconds.append(time.perf_counter() - start)
-            bench.step()
-        found[f"pixels, {name}"] = _image_shares(made, hits) | {"lookup": times(seconds)}
-    for guarded in (True, False):
-        found[f"semkv{'' if guarded else ' without guards'}, unseen"] = _image_cache(bench, made, guarded)
+    made = scenes.pairs(bench.flags.scenes, bench.flags.seed)
+    bench.more(len(made))
+    hits, seconds = [], []
+    for pair in made:
+        start = time.perf_counter()
+        hits.append(difference(read_picture(pair.donor), read_picture(pair.request)) < LIMIT)
+        seconds.append(time.perf_counter() - start)
+        bench.step()
+    found = {"pixels": _image_shares(made, hits) | {"lookup": times(seconds)}}
+    for name, guarded in (("semkv", True), ("semkv without guards", False)):
+        found[name] = _image_cache(bench, made, guarded)
     rows = [(name, shown(row["copies"]["all"]), shown(row["changes"]["all"]), *_ms(row)) for name, row in found.items()]
     title = f"images: {bench.flags.scenes} scenes of each kind; 95% intervals (Wilson); lookups with the encoder"
     return found, [table(title, ("", "copies that hit", "changes that hit", "p50", "p99"), rows)]
