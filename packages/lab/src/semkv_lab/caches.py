@@ -199,11 +199,7 @@ class GPTCache(Cache):
 
         gptcache.utils.prompt_install = refuse  # it would install what it lacks
         self.name = f"gptcache {threshold:g}"
-        self.settings = {
-            "similarity_threshold": threshold,
-            "cosine": round(2 * threshold - 1, 4),
-            "manager": "sqlite,faiss",
-        }
+        self.settings = {"similarity_threshold": threshold, "cosine": round(2 * threshold - 1, 4)}
         self._threshold, self._folder = threshold, Path(tempfile.mkdtemp())
         self._caches: dict[str, Any] = {}
         atexit.register(shutil.rmtree, self._folder, ignore_errors=True)  # after its own writes at an exit
@@ -288,17 +284,17 @@ class SemKV(Cache):
         encoder: TextEncoder,
         policy: str,
         flags: SemanticFlags,
-        calibration: Calibration,
-        rate: float = 0.0,
-        seed: int = 0,
+        prior: Calibration | None,
+        rate: float,
+        seed: int,
     ) -> None:
         super().__init__(encoder)
-        self._calibration = calibration if policy in ("calibrated", "bounded") else None
+        self._calibration = prior if policy in ("calibrated", "bounded") else None
         self._folder, threshold, tiers = Path(tempfile.mkdtemp()), flags.similarity_threshold, frozenset([TIER])
         decider: Decider = FixedThreshold({TIER: threshold})
         value, self.settings = threshold, {"cosine": threshold}
-        if policy == "calibrated":
-            decider = Calibrated(calibration, tiers, decider)
+        if policy == "calibrated" and prior is not None:
+            decider = Calibrated(prior, tiers, decider)
             value, self.settings = flags.precision, {"precision": flags.precision}
         elif rate:
             decider = Bounded(rate, self._calibration, tiers)
@@ -384,20 +380,20 @@ def missing(name: str, redis_url: str) -> str:
 
 
 def makers(
-    names: Sequence[str], encoder: TextEncoder, calibration: Calibration, flags: SemanticFlags, seed: int
+    names: Sequence[str], encoder: TextEncoder, calibration: Calibration | None, flags: SemanticFlags, seed: int
 ) -> list[Maker]:
     """A function for each cache and setting that makes it anew."""
     logging.getLogger("gptcache").setLevel(logging.ERROR)
     threshold, rates = flags.similarity_threshold, flags.max_error_rate
-    semkv = partial(SemKV, encoder, flags=flags, calibration=calibration)
+    semkv = partial(SemKV, encoder, flags=flags, prior=calibration, seed=seed)
     known: dict[str, list[Maker]] = {
         "cosine": [partial(Cosine, encoder, threshold)],
         "vcache": [partial(VCache, encoder, rate, seed) for rate in rates],
         "gptcache": [partial(GPTCache, encoder, t) for t in (GPTCACHE_DEFAULT, round((1 + threshold) / 2, 6))],
         "redisvl": [partial(RedisVL, encoder, threshold, flags.redis_url)],
-        "fixed": [partial(semkv, policy="fixed")],
-        "calibrated": [partial(semkv, policy="calibrated")],
+        "fixed": [partial(semkv, policy="fixed", rate=0.0)],
+        "calibrated": [partial(semkv, policy="calibrated", rate=0.0)],
     }
     for name in ("bounded", "bounded-uncalibrated"):
-        known[name] = [partial(semkv, policy=name, rate=rate, seed=seed) for rate in rates]
+        known[name] = [partial(semkv, policy=name, rate=rate) for rate in rates]
     return [made for name in CACHES if name in names for made in known[name]]

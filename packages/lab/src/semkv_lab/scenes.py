@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -129,21 +129,13 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of scene; spans are drawn from.
+    """A kind of scene; what is a span is drawn from it."""
 
-    Attributes:
-        contrast: of the ground, in levels.
-        tone: of each color of the ground.
-        shapes, reach: how many, and their half widths in pixels.
-        lines, columns: of words and numbers.
-        points: size of the text.
-    """
-
-    contrast: Span
-    tone: Span
+    contrast: Span  # of the ground, in levels
+    tone: Span  # of each color of the ground
     shapes: Span = (0, 0)
-    reach: Span = (8, 30)
-    lines: Span = (0, 0)
+    reach: Span = (8, 30)  # half widths of shapes, in pixels
+    lines: Span = (0, 0)  # of words and numbers
     columns: Span = (1, 1)
     points: Span = (10, 16)
 
@@ -203,24 +195,12 @@ def _retyped(scene: Scene, rng: Random, letters: str) -> Scene | None:
     return _edited(scene, old, replace(old, text=old.text[:at] + new + old.text[at + 1 :]))
 
 
-def digit(scene: Scene, rng: Random) -> Scene | None:
-    return _retyped(scene, rng, "0123456789")
-
-
-def letter(scene: Scene, rng: Random) -> Scene | None:
-    return _retyped(scene, rng, "abcdefghijklmnopqrstuvwxyz")
-
-
-def _free(scene: Scene) -> list[Shape]:
-    return [e for e in scene.elements if isinstance(e, Shape)]
-
-
-def swap(scene: Scene, rng: Random) -> Scene | None:
+def swap(scene: Scene, a: Shape, rng: Random) -> Scene | None:
     """Two things exchange their colors."""
-    pairs = [(a, b) for a in _free(scene) for b in _free(scene) if math.dist(a.color, b.color) > 70]
-    if not pairs:
+    others = [e for e in scene.elements if isinstance(e, Shape) and math.dist(a.color, e.color) > 70]
+    if not others:
         return None
-    a, b = rng.choice(pairs)
+    b = rng.choice(others)
     return _edited(_edited(scene, a, replace(a, color=b.color)), b, replace(b, color=a.color))
 
 
@@ -251,13 +231,17 @@ def count(scene: Scene, old: Shape, rng: Random) -> Scene:
     return _edited(scene, old)
 
 
-CHANGES: tuple[Callable[..., Scene | None], ...] = (digit, letter, color, swap, form, place, count)
+CHANGES = (swap, color, form, place, count)
+LETTERS = {"digit": "0123456789", "letter": "abcdefghijklmnopqrstuvwxyz"}
 
 
-def _changed(scene: Scene, change: Callable[..., Scene | None], rng: Random) -> Scene | None:
-    if change in (digit, letter, swap):
-        return change(scene, rng)
-    return change(scene, rng.choice(shapes), rng) if (shapes := _free(scene)) else None
+def _changed(scene: Scene, rng: Random) -> Iterator[tuple[str, Scene | None]]:
+    """Every change by its name; None where the scene has nothing to change."""
+    for name, letters in LETTERS.items():
+        yield name, _retyped(scene, rng, letters)
+    if shapes := [e for e in scene.elements if isinstance(e, Shape)]:
+        for change in CHANGES:
+            yield change.__name__, change(scene, rng.choice(shapes), rng)
 
 
 # -- photographs and files ------------------------------------------------------------
@@ -347,11 +331,10 @@ def pairs(scenes: int, seed: int = 0) -> list[Pair]:
         wide = draw(scene)
         donor = first_photo(wide, rng)
         found += [Pair(name, c.__name__, True, donor, c(wide, rng)) for c in COPIES]
-        for change in CHANGES:
-            other = _changed(scene, change, rng)
+        for what, other in _changed(scene, rng):
             if other is not None and _shows(frame(draw(other)), frame(wide)):
                 taken = first_photo if rng.random() < 0.5 else rng.choice(COPIES)
-                found.append(Pair(name, change.__name__, False, donor, taken(draw(other), rng)))
+                found.append(Pair(name, what, False, donor, taken(draw(other), rng)))
     return found + _minigqa(scenes, seed)
 
 

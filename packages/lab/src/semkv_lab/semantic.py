@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ from semkv.encoders.text import SentenceEncoder
 from semkv.errors import ConfigError
 from semkv.guards import veto
 from semkv.tiers.checking import wilson
+from semkv.tiers.policies import Calibration
 from semkv_lab import caches
 from semkv_lab.caches import Cache, Maker
 from semkv_lab.evaluate import fit
@@ -110,18 +112,30 @@ class Bench:
         self.flags, self._names, self._bars = flags, names, bars
         self._task, self._steps = bars.add_task("encoding", total=0), 0
         self.encoder = SentenceEncoder(flags.index_encoder, remembered=1 << 20)
-        self.data = _labeled(flags.data) if flags.pairs is None or "traps" in flags.parts else []
+
+    @cached_property
+    def data(self) -> list[Labeled]:
+        """All traps and paraphrases of ``--data``."""
+        return _labeled(self.flags.data)
+
+    @cached_property
+    def halves(self) -> tuple[list[Pair], list[Pair]]:
+        """What fits, and what asks."""
+        flags = self.flags
         if flags.pairs is None:
-            self.fitting, self.asking = ([r.pair for r in self.data if r.held_out is held] for held in (False, True))
+            fitting, asking = ([r.pair for r in self.data if r.held_out is held] for held in (False, True))
         else:
-            self.fitting, self.asking = halves(read_pairs(flags.pairs), flags.seed)[:: -1 if flags.swap_halves else 1]
-        if flags.fit is not None:
-            self.fitting = read_pairs(flags.fit)
-        items = list(clusters(self.fitting))
+            fitting, asking = halves(read_pairs(flags.pairs), flags.seed)[:: -1 if flags.swap_halves else 1]
+        return fitting if flags.fit is None else read_pairs(flags.fit), asking
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """Fitted where a policy asks for it."""
+        items = list(clusters(self.halves[0]))
         self.know(text for _, text in items)
         corpus = build_corpus(items, self.encoder, veto)
-        fingerprint = self.encoder.fingerprint
-        self.calibration = fit(self.fitting, corpus, fingerprint, precision=flags.precision).calibration
+        fingerprint, precision = self.encoder.fingerprint, self.flags.precision
+        return fit(self.halves[0], corpus, fingerprint, precision=precision).calibration
 
     def begin(self, name: str) -> None:
         """A new bar."""
@@ -144,12 +158,13 @@ class Bench:
 
     def makers(self, seed: int = 0) -> list[Maker]:
         """Makes each cache and setting, empty."""
-        return caches.makers(self._names, self.encoder, self.calibration, self.flags, seed)
+        prior = self.calibration if {"calibrated", "bounded"} & {*self._names} else None
+        return caches.makers(self._names, self.encoder, prior, self.flags, seed)
 
     def warm(self, cache: Cache) -> None:
         """A cache that learns answers a stream of the fitting part, in a group of its own."""
         if cache.learns:
-            stream = [replace(asked, group="warm-up") for asked in zipf(self.fitting, 0, self.flags.requests)]
+            stream = [replace(asked, group="warm-up") for asked in zipf(self.halves[0], 0, self.flags.requests)]
             self.more(len(stream))
             play(cache, stream, self.step)
 

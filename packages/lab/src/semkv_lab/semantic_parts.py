@@ -42,15 +42,9 @@ Found = tuple[Row, list["Table"]]
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # of the pairs, at which precision is shown
 STAY = 0.8  # of pairs that are the same: where caches are compared by those that are not
 ACCEPTED = 0.85  # a cosine that a threshold may well accept
-# The last cosine: exact hits only. Both lists are dense where few answers are wrong: curves are straight in between.
-COSINES = (
-    0.7, 0.75, 0.8, 0.84, 0.86, 0.88, 0.9, 0.91, 0.92, 0.93, 0.935, 0.94, 0.945, 0.95, 0.955, 0.96, 0.9625, 0.965,
-    0.9675, 0.97, 0.9725, 0.975, 0.9775, 0.98, 0.9825, 0.985, 0.9875, 0.99, 0.995, 1.01,
-)  # fmt: skip
-LIMITS = (
-    0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01, 0.0125, 0.015, 0.0175, 0.02, 0.025,
-    0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7,
-)  # fmt: skip
+# The last cosine: exact hits only. Dense where few answers are wrong: curves are straight in between.
+COSINES = (*np.arange(0.7, 0.9, 0.02).round(2).tolist(), *np.arange(0.9, 1.0, 0.0025).round(4).tolist(), 1.01)
+LIMITS = np.geomspace(0.0005, 0.7, 30).round(5).tolist()
 
 
 def run(flags: SemanticFlags, screen: Console) -> Row:
@@ -82,7 +76,7 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
 
 def pairs_part(bench: Bench) -> Found:
     """Labeled pairs, each by itself: the first text is stored, the second asks."""
-    return _pairs(bench, bench.asking, "pairs")
+    return _pairs(bench, bench.halves[1], "pairs")
 
 
 def traps_part(bench: Bench) -> Found:
@@ -166,24 +160,20 @@ def _timed(row: Labeled) -> float:
 
 def streams_part(bench: Bench) -> Found:
     """Streams of each kind, or the user's own, through every cache."""
-    flags, tables = bench.flags, []
-    found: Row = {}
+    flags, tables, found = bench.flags, [], {}
     for kind in ["own"] if flags.stream else flags.kinds:
         if flags.stream:
             streams = [read_stream(flags.stream)]
         else:
-            streams = [KINDS[kind](bench.asking, flags.seed + n, flags.requests) for n in range(flags.seeds)]
+            streams = [KINDS[kind](bench.halves[1], flags.seed + n, flags.requests) for n in range(flags.seeds)]
         bench.know(asked.text for stream in streams for asked in stream)
         static = Sweep(bench, streams)
         rows = dict(_through(bench, streams, number, static) for number in range(len(bench.makers())))
         found[kind] = {"requests": static.sizes, "caches": rows, "thresholds": static.rows}
         if flags.plot is not None:
             static.draw(kind, rows, flags.plot / f"{kind}.png")
-        title = (
-            f"stream {kind}: {len(streams)} of {static.sizes[0]} requests; 95% intervals by bootstrap over answers; "
-            "lookups without the encoder"
-        )
-        names = ("cache", "hit rate", "wrong per request", "worst", "checks", "lookup p50", "p99", "best static")
+        title = f"stream {kind}: {len(streams)} of {static.sizes[0]} requests; 95% intervals by bootstrap over answers"
+        names = ("cache", "hit rate", "wrong per request", "worst", "checks", "lookup p50*", "p99*", "best static")
         tables.append(table(title, names, [_stream_cells(name, row) for name, row in rows.items()]))
     return found, tables
 
@@ -226,10 +216,9 @@ class Sweep:
     """
 
     def __init__(self, bench: Bench, streams: Sequence[Stream]) -> None:
-        corpus = build_corpus(
-            [(asked.group, asked.text) for stream in streams for asked in stream], bench.encoder, no_veto
-        )
-        self.sizes, estimate = [len(stream) for stream in streams], bench.calibration
+        items = [(asked.group, asked.text) for stream in streams for asked in stream]
+        corpus = build_corpus(items, bench.encoder, no_veto)
+        self.sizes = [len(stream) for stream in streams]
 
         def swept(guard: guards.Guard, make: Callable[[float], Decider], values: Sequence[float]) -> list[Any]:
             replays = [Replay(stream, corpus.with_guard(guard)) for stream in streams]
@@ -239,7 +228,7 @@ class Sweep:
             return FixedThreshold({TIER: value})
 
         def calibrated(limit: float) -> Decider:
-            return Calibrated(replace(estimate, limit=limit), frozenset([TIER]), fixed(1.0))
+            return Calibrated(replace(bench.calibration, limit=limit), frozenset([TIER]), fixed(1.0))
 
         self.rows = {"cosine": swept(no_veto, fixed, COSINES)}
         if bench.flags.plot is not None:
@@ -376,15 +365,11 @@ def _image_cache(bench: Bench, made: Sequence[scenes.Pair], guarded: bool) -> Ro
 
 def _image_shares(made: Sequence[scenes.Pair], hits: Sequence[bool]) -> Row:
     """Shares of copies and of changes that hit, by what was done and by kind of scene."""
-    found: Row = {}
-    for name, same in (("copies", True), ("changes", False)):
-        groups: dict[str, list[bool]] = defaultdict(list)
-        for pair, hit in zip(made, hits, strict=True):
-            if pair.same is same:
-                for group in ("all", pair.what, f"of {pair.kind}", f"{pair.what} of {pair.kind}"):
-                    groups[group].append(hit)
-        found[name] = {group: rate(sum(values), len(values)) for group, values in groups.items()}
-    return found
+    groups: dict[str, dict[str, list[bool]]] = {name: defaultdict(list) for name in ("copies", "changes")}
+    for pair, hit in zip(made, hits, strict=True):
+        for group in ("all", pair.what, f"of {pair.kind}", f"{pair.what} of {pair.kind}"):
+            groups["copies" if pair.same else "changes"][group].append(hit)
+    return {name: {group: rate(sum(v), len(v)) for group, v in of.items()} for name, of in groups.items()}
 
 
 # -- the encoder ------------------------------------------------------------
@@ -399,19 +384,23 @@ def encoder_part(bench: Bench, rounds: int = 110) -> Found:
         with few_threads(1):
             return theirs.encode(batch, normalize_embeddings=True, show_progress_bar=False)
 
-    found, rows = {}, []
+    found: Row = {}
     for label, encode in (("semkv", SentenceEncoder(name).encode), ("sentence-transformers", plain)):
-        bench.more(2 * rounds)
-        taken: dict[int, list[float]] = {1: [], 16: []}
-        for size, seconds in taken.items():
+        found[label] = {}
+        for size in (1, 16):
+            bench.more(rounds)
+            seconds = []
             for n in range(rounds):
                 batch = [f"What color is the car number {size}{n}{k} near the house?" for k in range(size)]
                 start = time.perf_counter()
                 encode(batch)
                 seconds.append(time.perf_counter() - start)
                 bench.step()
-        found[label] = {f"{size} texts": times(seconds[10:]) for size, seconds in taken.items()}  # the first warm up
-        rows.append((label, *(f"{row[q]:.1f} ms" for row in found[label].values() for q in ("p50_ms", "p99_ms"))))
+            found[label][f"{size} texts"] = times(seconds[10:])  # the first warm up
+    cells = {
+        label: [f"{row[q]:.1f} ms" for row in of.values() for q in ("p50_ms", "p99_ms")] for label, of in found.items()
+    }
+    rows = [(label, *row) for label, row in cells.items()]
     return found, [table("encoder", ("", "1 text, p50", "p99", "16 texts, p50", "p99"), rows)]
 
 
