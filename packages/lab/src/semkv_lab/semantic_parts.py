@@ -54,7 +54,8 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
         ConfigError, DatasetError: a flag or a file is at fault.
     """
     absent = {name: why for name in flags.caches if (why := missing(name, flags.redis_url))}
-    found: Row = {"machine": machine(), "settings": json.loads(json.dumps(asdict(flags), default=str))}
+    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot", "redis_url")}
+    found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=str))}
     drawn = Console(stderr=True)
     with progress_bar(drawn, transient=True, disable=not drawn.is_terminal) as bars:
         bench = Bench(flags, [name for name in flags.caches if name not in absent], bars)
