@@ -19,13 +19,6 @@ RESULTS = ROOT / "bench" / "results"
 SHARED = ROOT.parent / "shared" / "data"
 
 
-def commands(help_text: str | None) -> Any:
-    """The cyclopts app of a bench with several questions; a list takes all words up to the next flag."""
-    from cyclopts import App, Parameter
-
-    return App(help=help_text, help_format="plaintext", default_parameter=Parameter(consume_multiple=True))
-
-
 def machine(*packages: str) -> dict[str, Any]:
     """What times depend on, the load of the moment included."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -6,15 +6,11 @@ import contextlib
 import gzip
 import io
 import json
-import sys
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-from streams import questions
 
 from cache_helpers import WrittenEncoder
 from semkv.cli import run
@@ -24,6 +20,7 @@ from semkv.tiers.bounded import Bounded
 from semkv.tiers.policies import Calibrated, FixedThreshold
 from semkv_lab.evaluate import fit
 from semkv_lab.quality import TIER, Asked, Pair, Replay, build_corpus, clusters, judge, read_pairs, read_stream
+from semkv_lab.streams import zipf
 
 ENCODER = WrittenEncoder(window=40)
 
@@ -194,7 +191,7 @@ def test_pairs_through_a_policy_by_hand() -> None:
 
 def test_the_bound_holds_on_a_drawn_stream_at_more_hits_than_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("semkv.tiers.bounded.SystemRandom", lambda: Random(0))
-    stream = questions(written_pairs(500), 1, requests=4000)
+    stream = zipf(written_pairs(500), 1, 4000)
     corpus = build_corpus([(a.group, a.text) for a in stream], ENCODER, no_veto)
     outcome = Replay(stream, corpus).play(Bounded(0.005), verify_rate=0.1)
     assert outcome.wrong_rate <= 0.005

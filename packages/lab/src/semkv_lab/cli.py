@@ -9,7 +9,7 @@ from cyclopts import Parameter, validators
 
 from semkv.config import PolicyConfig, command_line
 from semkv.errors import ConfigError
-from semkv_lab.settings import FLAT, SWITCH, QualityFlags, RunSettings, SweepFlags, fill_from_preset
+from semkv_lab.settings import FLAT, SWITCH, QualityFlags, RunSettings, SemanticFlags, SweepFlags, fill_from_preset
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -287,6 +287,35 @@ def _bench_connector(
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if any(case["verdict"] == "fail" for cases in found["connectors"].values() for case in cases.values()):
         sys.exit(EXIT_FAILED)
+
+
+@bench.command(
+    name="semantic",
+    help_epilogue=_examples("""
+  semkv bench semantic --out found.json
+      every cache that is installed, on the project's own traps and paraphrases; minutes on two cores
+  semkv bench semantic --parts pairs streams --pairs mine.jsonl --seeds 5
+      on labeled pairs of your own: half of them ask
+  semkv bench semantic --parts streams --stream requests.jsonl --caches cosine bounded --max-error-rate 0.005
+      one stream of your own, two caches
+  semkv bench semantic --parts images --scenes 12
+      where another image may stand in
+"""),
+)
+def _bench_semantic(*, flags: Annotated[SemanticFlags | None, FLAT] = None) -> None:
+    """Hits and wrong answers of semantic caches on labeled data: semkv by policy, a plain threshold, and peers.
+
+    All caches get the same vectors, and nothing is downloaded but the encoder. A peer that is not installed is named
+    with the command that installs it. Intervals are 95%.
+    """
+    from semkv_lab.console import make_console
+
+    flags = flags or SemanticFlags()
+    inputs = {"--pairs": flags.pairs, "--fit": flags.fit, "--stream": flags.stream}
+    _check_outputs(flags.out, None, inputs)
+    from semkv_lab import semantic_parts
+
+    semantic_parts.run(flags, make_console())
 
 
 def _evaluate(what: str, path: Path, flags: QualityFlags | None, out: Path | None, plot: Path | None) -> None:

@@ -56,11 +56,15 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request of a stream. Requests of one answer may stand in for one another; groups are never compared."""
+    """One request of a stream. Requests of one answer may stand in for one another; groups are never compared.
+
+    ``history`` are the messages before it, (role, text) each.
+    """
 
     text: str
     answer: str
     group: str = ""
+    history: tuple[tuple[str, str], ...] = ()
 
 
 def read_pairs(path: Path) -> list[Pair]:
@@ -281,11 +285,11 @@ def judge(
         ranked.append((2.0 if veto else 1.0 - score if risk is None else risk, pair.same))
         accepted += yes
         right += yes and pair.same
-    curve, area = _pair_curve(ranked)
+    curve, area = pair_curve(ranked)
     return Judgement(len(pairs), sum(p.same for p in pairs), accepted, right, vetoed, curve, area)
 
 
-def _pair_curve(ranked: list[tuple[float, bool]]) -> tuple[tuple[tuple[float, float], ...], float]:
+def pair_curve(ranked: list[tuple[float, bool]]) -> tuple[tuple[tuple[float, float], ...], float]:
     """Precision by hit ratio, and its mean; pairs of equal confidence count alike."""
     right, area, points, end = 0.0, 0.0, [], 0
     for _, tied in groupby(sorted(ranked, key=lambda pair: pair[0]), key=lambda pair: pair[0]):

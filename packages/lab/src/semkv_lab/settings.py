@@ -20,6 +20,7 @@ from semkv.config import (
     NO_FOLDER,
     NOT_NEGATIVE,
     POSITIVE,
+    SOME_SHARE,
     Allowed,
     CacheConfig,
     PolicyConfig,
@@ -40,7 +41,7 @@ ENGINES = ("labels", "scripted", "transformers", "vllm")
 ENGINE = Allowed(f"one of {', '.join(ENGINES)}, or {plug.FORM}", lambda name: name in ENGINES or plug.is_path(name))
 MODEL, MATCHED = Parameter(group="Model"), Parameter(group="What the tiers match on")
 DATA, RESULTS = Parameter(group="Data"), Parameter(group="Results")
-FLAT, SWITCH = Parameter(name="*"), Parameter(negative="")
+FLAT, SWITCH, MANY = Parameter(name="*"), Parameter(negative=""), Parameter(consume_multiple=True)
 
 # Layers that a built-in hook cannot fill are dropped from a preset when the user names that hook.
 _HOOK_LAYERS = {"none": frozenset[str](), "prompt": frozenset({"prompt"}), "vision": frozenset({"vision"})}
@@ -257,6 +258,76 @@ class QualityFlags(PolicyConfig):
         if self.policy is PolicyName.BOUNDED:
             shown["max_error_rate"] = self.max_error_rate
         return {**shown, "calibration": self.calibration.name if self.calibration else None}
+
+
+SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images", "encoder")
+CACHES = ("cosine", "vcache", "gptcache", "redisvl", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
+KINDS = ("zipf", "hot", "paraphrases", "hard-negatives", "templates", "minigqa", "shift")
+
+
+def _each(known: tuple[str, ...]) -> Allowed:
+    return Allowed(
+        f"of {', '.join(known)}, each once", lambda given: {*given} <= {*known} and len({*given}) == len(given)
+    )
+
+
+def _shares(given: tuple[float, ...]) -> bool:
+    return bool(given) and all(map(SOME_SHARE.test, given))
+
+
+@dataclass(frozen=True)
+class SemanticFlags:
+    """Flags of ``semkv bench semantic``.
+
+    Attributes:
+        parts: What to measure: pairs, traps, streams, turns (multi-turn), images, encoder.
+        caches: Which caches: cosine (a plain threshold), vcache (the paper's rule), gptcache, redisvl, and semkv's
+            policies fixed, calibrated, bounded, bounded-uncalibrated.
+        data: Traps, paraphrases and last turns: the folder bench/data of a checkout.
+        pairs: Labeled pairs of your own: JSONL of a, b, same (0 or 1), and group where there is one; .gz too. Half of
+            their clusters ask, the other half fits the calibration. By default the held-out rows of --data ask.
+        fit: Labeled pairs that fit the calibration instead, and warm up caches that learn.
+        swap_halves: With --pairs: let the halves change places.
+        stream: A stream of your own instead of --kinds: JSONL of text and cluster in the order of requests.
+        kinds: Streams drawn from the pairs: zipf, hot, paraphrases, hard-negatives; from templates with numbers:
+            templates; from MiniGQA: minigqa; first zipf, then minigqa: shift.
+        requests: Most requests of a stream, and of the one that warms up.
+        seeds: Streams of each kind.
+        seed: The first seed: of streams, halves, scenes.
+        similarity_threshold: Least cosine: of the plain threshold, of peers that have one, and of the fixed policy.
+        max_error_rate: Bounds of vcache and of the bounded policy; may be repeated.
+        precision: Least chance of a right answer of the calibrated policy.
+        index_encoder: Sentence encoder for all caches: id or directory.
+        redis_url: A Redis server with the search module, for redisvl.
+        scenes: Generated scenes of each kind, for images.
+        plot: Draw hits against wrong answers for each kind of stream into this folder.
+        out: Write machine, versions, settings and raw counts to this JSON file.
+    """
+
+    parts: Annotated[tuple[str, ...], _each(SEMANTIC_PARTS), MANY] = SEMANTIC_PARTS
+    caches: Annotated[tuple[str, ...], _each(CACHES), MANY] = CACHES[:-1]
+    data: Path = Path("bench/data")
+    pairs: Path | None = None
+    fit: Path | None = None
+    swap_halves: Annotated[bool, SWITCH] = False
+    stream: Path | None = None
+    kinds: Annotated[tuple[str, ...], _each(KINDS), MANY] = ("zipf", "hard-negatives", "templates")
+    requests: Annotated[int, POSITIVE] = 2000
+    seeds: Annotated[int, POSITIVE] = 2
+    seed: Annotated[int, NOT_NEGATIVE] = 0
+    similarity_threshold: Annotated[float, COSINE] = PolicyConfig.similarity_threshold
+    max_error_rate: Annotated[tuple[float, ...], Allowed(SOME_SHARE.text, _shares), MANY] = (
+        PolicyConfig.max_error_rate,
+    )
+    precision: Annotated[float, SOME_SHARE] = 0.95
+    index_encoder: str = PolicyConfig.index_encoder
+    redis_url: str = ""
+    scenes: Annotated[int, POSITIVE] = 2
+    plot: Annotated[Path | None, Allowed("a folder that exists", Path.is_dir)] = None
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True)

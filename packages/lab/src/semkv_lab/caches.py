@@ -1,0 +1,399 @@
+"""Semantic caches behind one interface, for ``semkv bench semantic``: plain rules, peers, and semkv by policy.
+
+All get the same vectors. Each peer runs with its own index, store and decision, in this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import logging
+import math
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
+from semkv.encoders.text import TextEncoder
+from semkv.guards import veto, wording
+from semkv.server.request_key import CanonicalRequest, canonicalise
+from semkv.tiers.bounded import Bounded
+from semkv.tiers.policies import Calibrated, Calibration, Decider, FixedThreshold
+from semkv.types import Namespace, Request, ReuseReport, TextSegment
+from semkv_lab.quality import TIER, Asked
+from semkv_lab.settings import CACHES, SemanticFlags
+
+if TYPE_CHECKING:
+    from semkv.encoders.text import Matrix
+
+CHECKS = 0.1  # of approximate hits are checked, the default of the bounded policy
+
+
+class Cache:
+    """One cache under one setting; empty at first.
+
+    A runner calls `lookup`, then `hit` or `store`. Requests of different groups never meet.
+
+    Attributes:
+        name: names cache and setting in results.
+        settings: what a reader needs to run the same.
+        learns: from requests, so that it is warmed up before pairs.
+    """
+
+    name, learns = "", False
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self.encoder = encoder
+        self.settings: dict[str, Any] = {}
+
+    def lookup(self, asked: Asked) -> str | None:
+        """The answer for a request, or None."""
+        raise NotImplementedError
+
+    def store(self, asked: Asked) -> None:
+        """The request just looked up was answered by the engine, with its own answer."""
+        raise NotImplementedError
+
+    def hit(self, asked: Asked, *, right: bool) -> bool:
+        """The request just looked up was answered from the cache; whether the cache had the engine answer it too."""
+        return False
+
+    def confidence(self, a: str, b: str) -> float:
+        """How much a cache trusts that one answer serves two texts; 0 where it never would. Orders pairs."""
+        return float(self.vector(a) @ self.vector(b))
+
+    def vector(self, text: str) -> Any:
+        """Unit vector, float32 [dim]."""
+        return self.encoder.encode([text])[0]
+
+    def close(self) -> None:
+        """Delete its files."""
+
+
+# -- plain rules ------------------------------------------------------------
+
+
+class Cosine(Cache):
+    """The nearest text's answer above a threshold; exhaustive search."""
+
+    def __init__(self, encoder: TextEncoder, threshold: float) -> None:
+        super().__init__(encoder)
+        self.name, self.settings = f"cosine {threshold:g}", {"cosine": threshold}
+        self._threshold = threshold
+        self._answers: dict[str, list[str]] = defaultdict(list)
+        self._vectors: dict[str, Matrix] = defaultdict(lambda: np.zeros((16, encoder.dim), np.float32))
+
+    def nearest(self, asked: Asked) -> tuple[int, float]:
+        """Place and cosine; (-1, 0.0) where there is none."""
+        count = len(self._answers[asked.group])
+        if not count:
+            return -1, 0.0
+        scores = self._vectors[asked.group][:count] @ self.vector(asked.text)
+        place = int(scores.argmax())
+        return place, float(scores[place])
+
+    def lookup(self, asked: Asked) -> str | None:
+        place, score = self.nearest(asked)
+        return self._answers[asked.group][place] if score >= self._threshold else None
+
+    def store(self, asked: Asked) -> None:
+        count, rows = len(self._answers[asked.group]), self._vectors[asked.group]
+        if count == len(rows):
+            rows = self._vectors[asked.group] = np.concatenate([rows, np.zeros_like(rows)])
+        rows[count] = self.vector(asked.text)
+        self._answers[asked.group].append(asked.answer)
+
+
+class VCache(Cosine):
+    """vCache's rule by our reading of the paper (Schroeder et al., arXiv:2502.03771), not its authors' code.
+
+    Every stored text keeps the cosines at which it was nearest, each with whether its answer was right. To them a
+    logistic curve with threshold t and steepness g is fitted, and t is moved to the end of a confidence interval. The
+    engine is asked with the chance tau = min over e of 1 - rate / (1 - (1 - e) L(s; t'(e), g)). A text for which the
+    nearest one's answer was right is not stored.
+    """
+
+    learns = True
+    _LEAST = 6  # observations before a text is used
+    _RIDGE = 0.01
+    _LEVELS = tuple((NormalDist().inv_cdf(1 - e), e) for e in (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5))
+
+    def __init__(self, encoder: TextEncoder, rate: float, seed: int) -> None:
+        super().__init__(encoder, 0.0)
+        self.name = f"vcache rule {rate:g}"
+        self.settings = {"max error rate": rate, "least observations": self._LEAST}
+        self._rate, self._random = rate, Random(seed)  # noqa: S311
+        self._seen: dict[tuple[str, int], list[tuple[float, bool]]] = defaultdict(list)
+        self._fits: dict[tuple[str, int], tuple[float, float, float]] = {}
+        self._near: tuple[int, float] = (-1, 0.0)
+
+    def lookup(self, asked: Asked) -> str | None:
+        place, score = self._near = self.nearest(asked)
+        explore = self._random.random() < self._tau((asked.group, place), score)
+        return None if explore else self._answers[asked.group][place]
+
+    def store(self, asked: Asked) -> None:
+        place, score = self._near
+        right = place >= 0 and self._answers[asked.group][place] == asked.answer
+        if place >= 0:
+            self._seen[asked.group, place].append((score, right))
+            self._fits.pop((asked.group, place), None)
+        if not right:
+            super().store(asked)
+
+    def _tau(self, key: tuple[str, int], score: float) -> float:
+        if key[1] < 0 or len(self._seen[key]) < self._LEAST:
+            return 1.0
+        if key not in self._fits:
+            self._fits[key] = self._fit([(0.0, False), (1.0, True), *self._seen[key]])
+        threshold, steepness, deviation = self._fits[key]
+        found = 1.0
+        for z, e in self._LEVELS:
+            odds = steepness * (score - threshold - z * deviation)
+            right = (1 - e) / (1 + math.exp(-max(-500.0, min(500.0, odds))))
+            found = min(found, 1 - self._rate / max(1e-9, 1 - right))
+        return max(0.0, found)
+
+    def _fit(self, seen: Sequence[tuple[float, bool]]) -> tuple[float, float, float]:
+        """Threshold, steepness and the threshold's standard deviation (delta method), by penalized likelihood."""
+        table = np.array([(1.0, score) for score, _ in seen])
+        right = np.array([float(yes) for _, yes in seen])
+        weights = np.array([-5.0, 10.0])
+        for _ in range(40):  # Newton's method
+            p = 1 / (1 + np.exp(-table @ weights))
+            hessian = (table.T * (p * (1 - p))) @ table + self._RIDGE * np.eye(2)
+            step = np.linalg.solve(hessian, table.T @ (right - p) - self._RIDGE * weights)
+            weights = weights + np.clip(step, -5, 5)
+            weights[1] = max(0.1, weights[1])
+            if abs(step).sum() < 1e-6:
+                break
+        bias, steepness = weights
+        slope = np.array([-1 / steepness, bias / steepness**2])
+        return -bias / steepness, steepness, math.sqrt(max(0.0, float(slope @ np.linalg.solve(hessian, slope))))
+
+
+# -- peers ------------------------------------------------------------
+
+
+class GPTCache(Cache):
+    """GPTCache with SQLite and FAISS, a cache for each group.
+
+    Its threshold t is a share of the distance's range: squared distances from 0 to 4, so a cosine of 2 t - 1.
+    """
+
+    def __init__(self, encoder: TextEncoder, threshold: float) -> None:
+        super().__init__(encoder)
+        import gptcache.utils
+
+        def refuse(package: str, warn: bool = False) -> None:
+            raise ModuleNotFoundError(f"GPTCache wants {package}: pip install {package}")
+
+        gptcache.utils.prompt_install = refuse  # it would install what it lacks
+        self.name = f"gptcache {threshold:g}"
+        self.settings = {"similarity_threshold": threshold, "cosine": round(2 * threshold - 1, 4)}
+        self._threshold, self._folder = threshold, Path(tempfile.mkdtemp())
+        self._caches: dict[str, Any] = {}
+        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)  # after its own writes at an exit
+
+    def _cache(self, group: str) -> Any:
+        if group not in self._caches:
+            from gptcache import Cache as Peer
+            from gptcache import Config
+            from gptcache.manager import manager_factory
+            from gptcache.processor.pre import get_prompt
+            from gptcache.similarity_evaluation.distance import SearchDistanceEvaluation
+
+            folder, made = str(self._folder / str(len(self._caches))), Peer()
+            self._caches[group] = made
+            made.init(
+                pre_embedding_func=get_prompt,
+                embedding_func=lambda text, **_: self.vector(text),
+                data_manager=manager_factory("sqlite,faiss", folder, vector_params={"dimension": self.encoder.dim}),
+                similarity_evaluation=SearchDistanceEvaluation(),
+                config=Config(similarity_threshold=self._threshold),
+            )
+        return self._caches[group]
+
+    def lookup(self, asked: Asked) -> str | None:
+        from gptcache.adapter.api import get
+
+        found: str | None = get(asked.text, cache_obj=self._cache(asked.group))
+        return found
+
+    def store(self, asked: Asked) -> None:
+        from gptcache.adapter.api import put
+
+        put(asked.text, asked.answer, cache_obj=self._cache(asked.group))
+
+    def close(self) -> None:
+        self._caches.clear()
+
+
+class RedisVL(Cache):
+    """RedisVL's SemanticCache; groups are values of a tag."""
+
+    def __init__(self, encoder: TextEncoder, threshold: float, url: str) -> None:
+        super().__init__(encoder)
+        from redisvl.extensions.cache.llm import SemanticCache as Peer
+        from redisvl.utils.vectorize import CustomTextVectorizer
+
+        self.name = f"redisvl {1 - threshold:g}"
+        self.settings = {"distance_threshold": round(1 - threshold, 4), "cosine": threshold}
+        self._peer = Peer(
+            "semkv-bench",
+            distance_threshold=1 - threshold,
+            vectorizer=CustomTextVectorizer(lambda text, **_: self.vector(text).tolist()),
+            filterable_fields=[{"name": "section", "type": "tag"}],
+            redis_url=url,
+            overwrite=True,
+        )
+        self._peer.clear()
+
+    def lookup(self, asked: Asked) -> str | None:
+        from redisvl.query.filter import Tag
+
+        vector = self.vector(asked.text).tolist()
+        found = self._peer.check(vector=vector, filter_expression=Tag("section") == f"g{asked.group}")
+        return str(found[0]["response"]) if found else None
+
+    def store(self, asked: Asked) -> None:
+        vector = self.vector(asked.text).tolist()
+        self._peer.store(asked.text, asked.answer, vector=vector, filters={"section": f"g{asked.group}"})
+
+    def close(self) -> None:
+        self._peer.delete()
+
+
+# -- semkv ------------------------------------------------------------
+
+
+class SemKV(Cache):
+    """The whole `SemanticCache`, with its catalog on disk, under a policy; bounded ones have a rate and a seed."""
+
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        policy: str,
+        flags: SemanticFlags,
+        prior: Calibration | None,
+        rate: float,
+        seed: int,
+    ) -> None:
+        super().__init__(encoder)
+        self._calibration = prior if policy in ("calibrated", "bounded") else None
+        self._folder, threshold, tiers = Path(tempfile.mkdtemp()), flags.similarity_threshold, frozenset([TIER])
+        decider: Decider = FixedThreshold({TIER: threshold})
+        value, self.settings = threshold, {"cosine": threshold}
+        if policy == "calibrated" and prior is not None:
+            decider = Calibrated(prior, tiers, decider)
+            value, self.settings = flags.precision, {"precision": flags.precision}
+        elif rate:
+            decider = Bounded(rate, self._calibration, tiers)
+            decider._random = Random(seed)  # type: ignore[assignment]  # noqa: S311 - in use it has no fixed seed
+            value, self.settings = rate, {"max error rate": rate, "checks": CHECKS}
+        self.name, self.learns = f"semkv {policy} {value:g}", decider.learns
+        config = CacheConfig(self._folder, similarity_threshold=threshold, verify_rate=CHECKS * self.learns)
+        self._cache = SemanticCache(config, text_encoder=encoder, decider=decider, same_answer=lambda a, b: a == b)
+        self._report: ReuseReport | None = None
+
+    def lookup(self, asked: Asked) -> str | None:
+        self._report = self._cache.try_reuse(_request(asked))
+        return self._report.donor_response if self._report.plan.full else None
+
+    def store(self, asked: Asked) -> None:
+        assert self._report is not None
+        self._cache.add_observation(self._report, asked.answer)
+
+    def hit(self, asked: Asked, *, right: bool) -> bool:
+        assert self._report is not None
+        if not self._cache.should_check(self._report):
+            return False
+        self._cache.checked(self._report.hit_id, right)
+        self._cache.add_observation(self._report.unchanged(), asked.answer)
+        return True
+
+    def confidence(self, a: str, b: str) -> float:
+        if veto(a, b) is not None:
+            return 0.0
+        cosine = super().confidence(a, b)
+        return cosine if self._calibration is None else 1 - self._calibration.risk(cosine, wording(a, b))
+
+    def close(self) -> None:
+        self._cache.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _request(asked: Asked) -> Request:
+    """What the gateway makes of it; a user's text right before the last is a part of the same message."""
+    if not asked.history:
+        return Request("", Namespace(asked.group), (TextSegment(asked.text),))
+    messages: list[dict[str, Any]] = [
+        {"role": role, "content": [{"type": "text", "text": said}]} for role, said in asked.history
+    ]
+    if messages[-1]["role"] != "user":
+        messages.append({"role": "user", "content": []})
+    messages[-1]["content"].append({"type": "text", "text": asked.text})
+    body = {"model": "m", "temperature": 0, "messages": messages}
+    canonical = canonicalise("/v1/chat/completions", body, tenant=asked.group, secret=b"bench")
+    assert isinstance(canonical, CanonicalRequest)
+    assert canonical.request is not None
+    return canonical.request
+
+
+# -- which there are ------------------------------------------------------------
+
+_PACKAGES = {
+    "gptcache": {"gptcache": "gptcache", "faiss": "faiss-cpu", "sqlalchemy": "sqlalchemy"},
+    "redisvl": {"redisvl": "redisvl"},
+}
+GPTCACHE_DEFAULT = 0.8
+Maker = Callable[[], Cache]
+
+
+def missing(name: str, redis_url: str) -> str:
+    """Why a peer cannot be measured here, in one line; empty where it can."""
+    wanted = _PACKAGES.get(name, {})
+    absent = [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]
+    if absent:
+        return f"{name}: not installed: pip install {' '.join(absent)}"
+    if name == "redisvl":
+        if not redis_url:
+            return "redisvl: not measured: --redis-url names no Redis server with the search module"
+        import redis
+
+        try:
+            redis.Redis.from_url(redis_url).execute_command("FT._LIST")  # type: ignore[no-untyped-call]
+        except redis.exceptions.ResponseError:
+            return "redisvl: not measured: the Redis server of --redis-url lacks the search module (Redis 8 has it)"
+        except (redis.exceptions.RedisError, ValueError) as error:
+            return f"redisvl: not measured: no Redis server answers at --redis-url ({error})"
+    return ""
+
+
+def makers(
+    names: Sequence[str], encoder: TextEncoder, calibration: Calibration | None, flags: SemanticFlags, seed: int
+) -> list[Maker]:
+    """A function for each cache and setting that makes it anew."""
+    logging.getLogger("gptcache").setLevel(logging.ERROR)
+    threshold, rates = flags.similarity_threshold, flags.max_error_rate
+    semkv = partial(SemKV, encoder, flags=flags, prior=calibration, seed=seed)
+    known: dict[str, list[Maker]] = {
+        "cosine": [partial(Cosine, encoder, threshold)],
+        "vcache": [partial(VCache, encoder, rate, seed) for rate in rates],
+        "gptcache": [partial(GPTCache, encoder, t) for t in (GPTCACHE_DEFAULT, round((1 + threshold) / 2, 6))],
+        "redisvl": [partial(RedisVL, encoder, threshold, flags.redis_url)],
+        "fixed": [partial(semkv, policy="fixed", rate=0.0)],
+        "calibrated": [partial(semkv, policy="calibrated", rate=0.0)],
+    }
+    for name in ("bounded", "bounded-uncalibrated"):
+        known[name] = [partial(semkv, policy=name, rate=rate) for rate in rates]
+    return [made for name in CACHES if name in names for made in known[name]]

@@ -1,0 +1,153 @@
+"""``semkv bench semantic``: the command on small data, with the real encoder; what it counts, names and refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import invoke
+from redis_server import RedisServer
+from semkv.encoders.text import SentenceEncoder
+from semkv.guards import veto
+from semkv_lab import caches
+from semkv_lab.quality import Asked
+from semkv_lab.semantic import play
+from semkv_lab.semantic_parts import CONVERSATIONS
+
+DATA = Path(__file__).parents[1] / "bench" / "data"
+PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy"), "redisvl": ("redisvl",)}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every 60th row and every trap that passes; of small files every eighth row."""
+    folder = tmp_path_factory.mktemp("data")
+    for file in DATA.glob("*.jsonl"):
+        rows = file.read_text().splitlines()
+        kept = rows[:: 60 if len(rows) > 500 else 8]
+        if file.name == "traps.jsonl":
+            kept += [row for row in rows if veto(json.loads(row)["a"], json.loads(row)["b"]) is None]
+        (folder / file.name).write_text("\n".join(kept) + "\n")
+    return folder
+
+
+def bench(*arguments: str | Path, out: Path) -> tuple[dict[str, Any], str]:
+    """The JSON and what is printed."""
+    done = invoke(["bench", "semantic", *map(str, arguments), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    return json.loads(out.read_text()), done.stdout
+
+
+def test_every_cache_on_every_part(data: Path, tmp_path: Path) -> None:
+    flags = ["--data", data, "--parts", "pairs", "traps", "streams", "turns", "--requests", "40", "--plot", tmp_path]
+    flags += ["--kinds", "zipf", "templates"]
+    found, said = bench(*flags, out=tmp_path / "f.json")
+    ours = ["cosine 0.92", "vcache rule 0.01", "semkv fixed 0.92", "semkv calibrated 0.95", "semkv bounded 0.01"]
+    for rows in (found["pairs"], found["traps"]["caches"], found["turns"], found["streams"]["zipf"]["caches"]):
+        assert [name for name in rows if name.split()[0] not in PEERS] == ours
+    pairs = found["pairs"]
+    for row in pairs.values():
+        same, different = row["same that hit"], row["different that hit"]
+        assert row["precision"]["count"] == same["count"]
+        assert row["precision"]["of"] == row["hit_rate"]["count"] == same["count"] + different["count"]
+        assert 0 <= row["p_chr_auc"] <= 1
+    assert pairs["semkv fixed 0.92"]["p_chr_auc"] > pairs["cosine 0.92"]["p_chr_auc"], "guards rank traps last"
+    assert pairs["cosine 0.92"]["different that hit"]["share"] > 0.3
+    assert (
+        pairs["semkv fixed 0.92"]["different that hit"]["share"] < pairs["cosine 0.92"]["different that hit"]["share"]
+    )
+    assert found["turns"]["cosine 0.92"]["reworded last turns"]["wrong"] == CONVERSATIONS - 1
+    semkv = found["turns"]["semkv fixed 0.92"]
+    assert (semkv["equal last turns"]["hits"], semkv["reworded last turns"]["wrong"]) == (0, 0)
+    for kind, result in found["streams"].items():
+        assert (tmp_path / f"{kind}.png").read_bytes().startswith(b"\x89PNG")
+        for row in result["caches"].values():
+            assert [one["requests"] for one in row["streams"]] == result["requests"]
+            assert row["lookup"]["calls"] == sum(result["requests"])
+            low, high = row["wrong_per_request"]["interval"]
+            assert low <= row["wrong_per_request"]["share"] <= high
+    assert found["machine"]["versions"]["numpy"]
+    for name, modules in PEERS.items():
+        if not all(map(importlib.util.find_spec, modules)):
+            assert f"{name}: not installed: pip install" in said
+
+
+def test_pairs_and_a_stream_of_ones_own(tmp_path: Path) -> None:
+    topics = "piano violin guitar drums flute harp cello oboe trumpet tuba banjo organ".split()
+    rows = []
+    for n, topic in enumerate(topics * 3):
+        verb = ("learn", "buy", "sell")[n // len(topics)]
+        rows.append({"a": f"how do I {verb} the {topic}", "b": f"how can I {verb} a {topic}?", "same": 1})
+        other = f"what is a good {topic} stand to {verb}"
+        rows.append({"a": f"what is a good {topic} to {verb}", "b": other, "same": n % 2})
+    pairs, stream = tmp_path / "p.jsonl", tmp_path / "s.jsonl"
+    pairs.write_text("\n".join(map(json.dumps, rows)))
+    stream.write_text("\n".join(json.dumps({"text": row["a"], "cluster": n}) for n, row in [*enumerate(rows)] * 2))
+    flags = ["--parts", "pairs", "streams", "--pairs", pairs, "--stream", stream, "--requests", "50"]
+    flags += ["--caches", "cosine", "bounded", "--max-error-rate", "0.1", "0.2"]
+    found, said = bench(*flags, out=tmp_path / "f.json")
+    assert list(found["pairs"]) == ["cosine 0.92", "semkv bounded 0.1", "semkv bounded 0.2"]
+    assert found["streams"]["own"]["requests"] == [2 * len(rows)]
+    assert found["streams"]["own"]["caches"]["cosine 0.92"]["hit_rate"] >= 0.5
+    assert "not installed" not in said
+    again, _ = bench(*flags, out=tmp_path / "g.json")
+    for part in ("pairs", "streams"):
+        assert _without_times(again[part]) == _without_times(found[part]), "seeds decide all but times"
+
+
+def _without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_times(one) for key, one in value.items() if key != "lookup"}
+    return value
+
+
+def test_images_need_no_other_data(data: Path, tmp_path: Path) -> None:
+    flags = ["--data", data, "--parts", "images", "--scenes", "1", "--caches", "fixed"]
+    found, _ = bench(*flags, out=tmp_path / "f.json")
+    images = found["images"]
+    assert images["semkv"]["copies"]["all"]["share"] > 0.8
+    assert images["semkv"]["changes"]["all"]["share"] < 0.1
+    assert images["semkv without guards"]["changes"]["all"]["share"] > 0.5
+
+
+def test_vcaches_rule_uses_a_text_only_after_it_was_right_often_enough() -> None:
+    encoder = SentenceEncoder()
+    right = [Asked("How do I learn the piano?", "1"), Asked("How can I learn the piano?", "1")] * 40
+    assert play(caches.VCache(encoder, 0.1, 0), right[:7]).hits == 0
+    assert play(caches.VCache(encoder, 0.1, 0), right).hits > 5
+    wrong = [Asked("How do I learn the piano?", str(n)) for n in range(40)]
+    assert play(caches.VCache(encoder, 0.01, 0), wrong).hits == 0
+
+
+def test_a_redis_server_without_search_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("redisvl", reason="needs RedisVL: pip install redisvl")
+    server = RedisServer(tmp_path)
+    assert "lacks the search module" in caches.missing("redisvl", server.url)
+    server.kill()
+    assert "no Redis server answers" in caches.missing("redisvl", "redis://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--parts", "none"], "pairs, traps, streams"),
+        (["--caches", "mine"], "gptcache"),
+        (["--kinds", "zipf", "zipf"], "each once"),
+        (["--requests", "0"], "a positive number"),
+        (["--max-error-rate", "0.01", "2"], "a share above 0 and below 1"),
+        (["--plot", "nowhere"], "a folder that exists"),
+        (["--data", "nowhere"], "bench/data of a checkout"),
+        (["--out", "nowhere/f.json"], "a folder that exists"),
+        (["--pairs", "none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_what_is_allowed(flags: list[str], said: str) -> None:
+    done = invoke(["bench", "semantic", *flags])
+    assert done.exit_code not in (0, 1)
+    assert said in done.output
+    assert flags[0] in done.output or flags[0] == "--pairs"
+    assert "Traceback" not in done.output
