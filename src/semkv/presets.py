@@ -56,7 +56,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "minigqa": Preset(
             model=str(MINIGQA_VLM),
-            embedding_layers=("prompt:384:0.92", "vision:6912:0.7"),  # from bench/pairs.py and bench/images.py
+            embedding_layers=("prompt:384:0.92", "vision:6912:0.7"),  # as docs/quality.md measures
             embedding_hook="prompt_vision",
             vision_encoder=str(MINIGQA_VLM),
             fusion=True,

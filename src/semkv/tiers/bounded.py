@@ -44,7 +44,7 @@ FLOOR = 0.6
 BANDS = 20  # of estimated risks
 _WORST, _BEST = 1.0, -7.0  # log odds of the first band and of the last
 
-# The bound holds with any values; these were chosen on streams of bench/quality.py for hits.
+# The bound holds with any values; these were chosen for hits on streams of labeled pairs.
 _PRIOR = 8.0  # observations that the prior is worth
 _DOUBT = 0.05  # chance with which the bound may fail
 _RESERVE = 2500.0  # requests whose budget is kept free, for wrong answers that no check has found

@@ -62,7 +62,7 @@ class SameMeaning:
 
     It errs towards another answer: of answers that say the same it took 4% of short ones and half of reworded long ones
     for different, of answers that differ none of the short ones and 2.5% (4 to 10% of other texts) for the same
-    (``bench/pairs.py``).
+    (``docs/quality.md``).
 
     Args:
         encoder: of the answers; one beyond its window equals only itself.
