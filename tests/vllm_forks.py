@@ -37,6 +37,7 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    "NUMBA_DISABLE_JIT": "1",  # of tiny drafts, compiling takes far longer than running
 }
 _IMPORTED = ("vllm", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "compressed_tensors")
 _STARTERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
