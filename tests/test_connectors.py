@@ -259,6 +259,23 @@ class TestEngine:
         engine.forget(keep_host=True)
         assert engine.one(prompt)[1].sources.get("host")  # computed and stored anew
 
+    @pytest.mark.parametrize("why", ["/dev/shm cannot be used", "of host memory hold fewer than 8 blocks"])
+    def test_a_connector_that_has_too_little_memory_stays_idle(
+        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+    ) -> None:
+        from semkv.connectors import kv
+
+        def agreed(*args: Any) -> int:
+            if "fewer" in why:
+                return 1 << 12
+            raise PermissionError("not yours")
+
+        monkeypatch.setattr(kv, "agreed_host_bytes", agreed)
+        scheduler, role = engine.scheduler, kv.KVConnectorRole.SCHEDULER
+        made = kv.SemKVConnector(scheduler.vllm_config, role, scheduler.kv_cache_config)
+        assert type(made) is kv.IdleConnector
+        assert why in caplog.text
+
     def test_capture_and_inject_by_hand(self, engine: CachedEngine) -> None:
         from vllm import SamplingParams
 
@@ -421,24 +438,11 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Ch
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("why", ["shared memory cannot be used", "too little host memory", "no prefix caching"])
 def test_an_engine_that_cannot_be_served_answers(
-    checkpoint: tiny_models.Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    why: str,
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from semkv.connectors import kv
-
-    def unusable(*args: Any) -> int:
-        raise PermissionError("not yours")
-
-    if why == "shared memory cannot be used":
-        monkeypatch.setattr(kv, "agreed_host_bytes", unusable)
-    own = {"host_bytes": 1 << 12} if why == "too little host memory" else {}
-    engine = CachedEngine(checkpoint("opt"), tmp_path, own, enable_prefix_caching=why != "no prefix caching")
-    assert caplog.text.count("stays idle") == 1
+    engine = CachedEngine(checkpoint("opt"), tmp_path, enable_prefix_caching=False)
+    assert caplog.text.count("prefix caching is off") == 1
     prompt = engine.prompt("idle")
     cold, outcome = engine.one(prompt)
     assert engine.llm.reset_prefix_cache(reset_connector=True)

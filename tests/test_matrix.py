@@ -105,12 +105,8 @@ def names(arguments: dict[str, Any], folder: Path) -> tuple[str, str]:
     return kv, identity.namespace_digest(facts)
 
 
-@pytest.mark.parametrize("change", [*BOTH, *KV_ONLY])
-def test_another_engine_finds_nothing(model: Path, tmp_path: Path, change: str) -> None:
+def test_another_engine_finds_nothing(model: Path, tmp_path: Path) -> None:
     base = names({"model": str(model)}, tmp_path)
-    made = (BOTH | KV_ONLY)[change]
-    kv_name, fusion_name = names({"model": str(model)} | (made(model, tmp_path) if callable(made) else made), tmp_path)
-
     hashes, row = [b"h" * 36], np.ones(ROW, np.uint8)
     kv = BlockStore(tmp_path / "kv", "kv")
     assert kv.write(base[0], {}, hashes, [row])
@@ -120,13 +116,14 @@ def test_another_engine_finds_nothing(model: Path, tmp_path: Path, change: str) 
         return kv.find(kv_name, hashes) != [None], "key" in FusionStore.open(tmp_path / "fusion", fusion_name)
 
     assert found(*names({"model": str(model)}, tmp_path)) == (True, True)  # started anew
-    assert found(kv_name, fusion_name) == (False, change in KV_ONLY)
-
-
-def test_every_change_has_a_name_of_its_own(model: Path, tmp_path: Path) -> None:
-    changes = {k: c for k, c in (BOTH | KV_ONLY).items() if not callable(c)}
-    found = [names({"model": str(model)} | change, tmp_path) for change in changes.values()]
-    assert len({kv for kv, _ in found}) == len(changes)
+    seen = {}
+    for number, (change, made) in enumerate((BOTH | KV_ONLY).items()):
+        (folder := tmp_path / str(number)).mkdir()
+        changed = made(model, folder) if callable(made) else made
+        name = names({"model": str(model)} | changed, folder)
+        assert found(*name) == (False, change in KV_ONLY), change
+        seen[change] = name[0]
+    assert len(set(seen.values())) == len(seen), seen
 
 
 def test_the_seed_of_the_hashes_is_part_of_the_name(

@@ -14,6 +14,7 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import select
 import shutil
@@ -36,8 +37,11 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    "NUMBA_DISABLE_JIT": "1",  # of tiny drafts, compiling takes far longer than running
 }
 _IMPORTED = ("vllm", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "compressed_tensors")
+_STARTERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
+"""Where vLLM starts processes of its own: the engine core, and workers."""
 
 
 class Job:
@@ -145,6 +149,8 @@ def _run(files: list[int]) -> None:
         os.close(given)
     status = 0
     try:
+        for name in _STARTERS:  # vLLM would start a new interpreter for each of them on a CPU, which imports it again
+            vars(importlib.import_module(name))["get_mp_context"] = lambda: multiprocessing.get_context("fork")
         module, function, arguments = json.load(sys.stdin)
         result = getattr(importlib.import_module(module), function)(*arguments)
         print("\nRESULT " + json.dumps(result))

@@ -361,21 +361,21 @@ class SemECConnector(ECConnectorBase):
         # promised.
         alone = vllm_config.parallel_config.world_size > 1 and role != ECConnectorRole.SCHEDULER
         self._host = HostStates(0) if alone else HostStates.of_engine(f"{engine} {settings.root}", settings.host_bytes)
-        self._scheduler: ECScheduler | None = None
-        self._worker: ECWorker | None = None
+        self.scheduler_half: ECScheduler | None = None
+        self.worker_half: ECWorker | None = None
         if role == ECConnectorRole.SCHEDULER:
             if self._blocks is None:
                 return
             name = identity.namespace_digest(identity.model_facts(vllm_config, settings.cache_dir))
-            self._scheduler = ECScheduler(settings, FusionStore(self._blocks, name), name, self._host)
-            shared.FOLLOWERS[self._scheduler] = str(vllm_config.instance_id)
+            self.scheduler_half = ECScheduler(settings, FusionStore(self._blocks, name), name, self._host)
+            shared.FOLLOWERS[self.scheduler_half] = str(vllm_config.instance_id)
         else:
             from vllm.distributed.parallel_state import get_tp_group
             from vllm.platforms import current_platform
 
             first = get_tp_group().rank_in_group == 0
             device = current_platform.device_type
-            self._worker = ECWorker(self._blocks, device, settings.max_age_s, saves=first, host=self._host)
+            self.worker_half = ECWorker(self._blocks, device, settings.max_age_s, saves=first, host=self._host)
 
     def _try(self, otherwise: _T, what: Callable[..., _T], *arguments: Any) -> _T:
         """What a half of ours does for a hook of vLLM's. A fault in it is counted, and the engine goes on."""
@@ -389,51 +389,47 @@ class SemECConnector(ECConnectorBase):
 
     # ------------------------------------------------------------------ scheduler half
 
-    @property
-    def scheduler_half(self) -> ECScheduler | None:
-        return self._scheduler
-
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        if self._scheduler is not None:
-            self._try(None, self._scheduler.observe, request)
+        if self.scheduler_half is not None:
+            self._try(None, self.scheduler_half.observe, request)
         return True
 
     def has_cache_item(self, identifier: str) -> bool:
-        return self._scheduler is not None and self.is_consumer and self._try(False, self._scheduler.has, identifier)
+        return (
+            self.scheduler_half is not None
+            and self.is_consumer
+            and self._try(False, self.scheduler_half.has, identifier)
+        )
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
-        if self._scheduler is not None:
-            self._try(None, self._scheduler.allocated, request, index)
+        if self.scheduler_half is not None:
+            self._try(None, self.scheduler_half.allocated, request, index)
 
     def build_connector_meta(self, scheduler_output: Any) -> SemECMetadata:
-        if self._scheduler is None:
+        if self.scheduler_half is None:
             return SemECMetadata()
-        self._try(None, self._scheduler.store.blocks.disown)  # what failed at a reset
-        return self._scheduler.build_step()
+        self._try(None, self.scheduler_half.store.blocks.disown)  # what failed at a reset
+        return self.scheduler_half.build_step()
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        return False, None if self._scheduler is None else self._try(None, self._scheduler.finished, request)
+        return False, None if self.scheduler_half is None else self._try(None, self.scheduler_half.finished, request)
 
     # ------------------------------------------------------------------ worker half
 
-    @property
-    def worker_half(self) -> ECWorker | None:
-        return self._worker
-
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         step = self._connector_metadata
-        if self._worker is not None and isinstance(step, SemECMetadata):
-            self._worker.load(step, encoder_cache)
+        if self.worker_half is not None and isinstance(step, SemECMetadata):
+            self.worker_half.load(step, encoder_cache)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         step = self._connector_metadata
-        if self._worker is not None and self.is_producer and isinstance(step, SemECMetadata):
-            self._try(None, self._worker.save, step, encoder_cache, mm_hash)
+        if self.worker_half is not None and self.is_producer and isinstance(step, SemECMetadata):
+            self._try(None, self.worker_half.save, step, encoder_cache, mm_hash)
 
     def shutdown(self) -> None:
         """Write what waits and close the files."""
-        if self._worker is not None:
-            self._worker.close()
-        elif self._scheduler is not None:
-            shared.FOLLOWERS.pop(self._scheduler, None)
-            self._scheduler.close()
+        if self.worker_half is not None:
+            self.worker_half.close()
+        elif self.scheduler_half is not None:
+            shared.FOLLOWERS.pop(self.scheduler_half, None)
+            self.scheduler_half.close()
