@@ -413,6 +413,7 @@ def forged(whole: bytes) -> list[bytes]:
         {"chunk_text": "another"},
         {"chunk_text": "\ud800"},
         {"created": float("nan")},
+        {"created": 10**400},
         {"tags": [1]},
         {"metadata": 5},
     ]
@@ -487,7 +488,10 @@ class TestDonors:
             for data in (b"", b"[]", b"\x80\x04pickle", whole[:-1], whole[:40] + b"x" + whole[41:], *forged(whole)):
                 client.xadd(ENTRIES, {"entry": data})
                 client.xadd(ENTRIES, {"removal": data})
-            client.xadd(ENTRIES, {"removal": b'{"everything": 1}'})
+            for removal in (b'{"everything": 1}', b'{"before": 1e400}', b'{"before": 9223372036854775808}'):
+                client.xadd(ENTRIES, {"removal": removal})
+            for removal in (b'{"before": NaN}', b'{"tag": "\\ud800"}'):
+                client.xadd(ENTRIES, {"removal": removal})
             client.xadd(ENTRIES, {"neither": b"x"})
             before = near.other.semantic.stats().entries
             client.xadd(ENTRIES, {"entry": dump(other)})
@@ -503,7 +507,7 @@ class TestDonors:
         wait_until(lambda: knows(pair, text))
 
     @pytest.mark.parametrize("how", ["killed", "frozen", "full", "flushed"])
-    def test_a_store_that_fails_leaves_each_what_it_has(self, tmp_path: Path, how: str) -> None:
+    def test_a_store_that_fails_leaves_all_and_an_empty_one_nothing(self, tmp_path: Path, how: str) -> None:
         server = RedisServer(tmp_path)
         try:
             with Two(tmp_path, server, **{**NEAR, "store_timeout": 0.5}) as two:
@@ -530,6 +534,11 @@ class TestDonors:
                             client.config_set("maxmemory", 0)
                     traffic.more()
                 assert traffic.statuses == {200}
+                if how in ("killed", "flushed"):  # it is empty, and with it the removals: everybody starts anew
+                    wait_until(lambda: not any(knows(pair, ONE) for pair in (two.one, two.other)))
+                    two.one.post("What came after it was emptied?")
+                    self.known(two.other, "after it was emptied")
+                    return
                 self.known(two.other, "while it was away")
                 assert all(knows(pair, ONE) for pair in (two.one, two.other))
         finally:
@@ -555,9 +564,19 @@ class TestDonors:
             for number in range(3):
                 log.remove(b"{%d}" % number, lambda entry: False)
             assert log.read(place).lost, "one removal is not there any more"
+            # What was removed before a cursor is not removed again, though the row of the cursor is gone.
+            log.add(b"of the cursor")
+            place = log.read("").cursor
+            log.add(b"later")
+            log.remove(b"{5}", lambda entry: entry == b"of the cursor")
+            assert log.read(place).rows == ((False, b"later"), (True, b"{5}"))
             with redis.Redis(port=server.port) as client:
+                client.config_set("maxmemory", 1)
+                assert len(log.read(place).rows) == 2, "a full Redis can be read"
+                client.config_set("maxmemory", 0)
                 client.flushall()
-            assert log.read(place) == LogBatch(place)
+            assert log.read(place).lost, "nobody knows what was removed before it was emptied"
+            place = log.read(place).cursor
             log.add(b"third")
             assert log.read(place).rows == ((False, b"third"),)
             log.close()

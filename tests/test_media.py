@@ -76,6 +76,13 @@ def test_what_a_killed_writer_left_counts_and_goes(tmp_path: Path) -> None:
     assert (tmp_path / name[:2] / "mine.txt").exists()
 
 
+def test_several_writers_keep_near_the_bound(tmp_path: Path) -> None:
+    stores = [MediaStore(tmp_path, max_bytes=32_000) for _ in range(4)]
+    for number in range(200):
+        stores[number % 4].put(number.to_bytes(1000, "big"))
+    assert MediaStore(tmp_path).nbytes <= 32_000 * (1 + 4 / 16)
+
+
 def test_it_opens_while_another_process_evicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MediaStore(tmp_path)
     gone, kept = store.put(b"x" * 100), store.put(b"y" * 10)

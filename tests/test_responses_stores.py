@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
@@ -16,13 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import xxhash
 
 from redis_server import RedisServer
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores.responses import open_store
-from semkv.stores.responses.base import CHECKSUM, ResponseStore, Selector, StoredResponse, decode, encode
+from semkv.stores.responses.base import CHECKSUM, ResponseStore, Selector, StoredResponse, decode, decode_head, encode
 from semkv.stores.responses.memory import MemoryStore, weight
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
@@ -280,6 +283,16 @@ def test_every_flipped_bit_is_found() -> None:
             decode("a", bytes(parts[0]), bytes(parts[1]))
     with pytest.raises(CorruptValue):
         decode("b", head, payload)
+
+
+@pytest.mark.parametrize("odd", [{"created": 10**400}, {"prompt": 5}, {"tags": [1]}, {"tags": None}, {"expires": "x"}])
+def test_a_head_with_odd_values_is_damage(odd: dict[str, Any]) -> None:
+    head, payload = encode(answer("a"))
+    text = json.dumps({**json.loads(head[CHECKSUM:]), **odd}).encode()
+    head = xxhash.xxh3_128_hexdigest(text).encode() + text
+    for read in (lambda: decode("a", head, payload), lambda: decode_head("a", head)):
+        with pytest.raises(CorruptValue):
+            read()
 
 
 def test_selectors_as_json() -> None:

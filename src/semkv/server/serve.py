@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from asyncio import TimerHandle, Transport
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
@@ -219,7 +219,7 @@ def run_server(
         return
     log.info("%s, %d workers", said, workers)
     secret_of(settings, environment)  # made by one process
-    run_workers(workers, work)
+    run_workers(workers, work, sockets)
 
 
 def _serve(
@@ -274,9 +274,9 @@ def _serve(
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
-def run_workers(count: int, work: Callable[[], None]) -> None:
+def run_workers(count: int, work: Callable[[], None], sockets: Sequence[socket.socket] = ()) -> None:
     """Do ``work``, which must be picklable, in ``count`` processes; one that ends is started again. SIGINT and SIGTERM
-    end all, and so does the end of this process.
+    end all, and so does the end of this process. ``sockets``: closed when all shall end, so that nobody waits at them.
 
     Raises:
         SemkvError: a worker cannot start, and none runs that was started before it.
@@ -303,9 +303,14 @@ def run_workers(count: int, work: Callable[[], None]) -> None:
                         log.warning("worker %s ended (%s); another is started", worker.pid, worker.exitcode)
                 stopping.wait(_PAUSE_S)
         finally:
+            for listener in sockets:
+                listener.close()
             for worker in running:
                 worker.terminate()
+            until = time.monotonic() + _DRAIN_S + _PAUSE_S
             for worker in running:
+                worker.join(max(0.0, until - time.monotonic()))
+                worker.kill()  # one that hangs
                 worker.join()
 
 

@@ -2,6 +2,7 @@
 
     {semkv:<name>}:entries    what was recorded, and what was removed, in order: the latest 8,192, of one day
     {semkv:<name>}:removals   the latest 1,000 removals again, under the same ids, for who was away for longer
+    {semkv:<name>}:begun      names the log: another name tells who read it before that it was emptied
 
 Gateways that share a directory need no log: they read the catalog's rows.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import hmac
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +38,9 @@ class LogBatch:
     """What a log has after a cursor.
 
     Attributes:
-        cursor: the place of the last one; hand it in next time.
+        cursor: the log's name and the place of the last one; hand it in next time.
         rows: in order, each with whether it is a removal.
-        lost: removals came meanwhile that the log has no more: any entry may have been removed.
+        lost: removals may have come meanwhile that the log has no more: any entry may have been removed.
     """
 
     cursor: str
@@ -61,7 +63,7 @@ class EntryLog:
     def __init__(self, url: str, *, timeout_s: float = 0.25, name: str = "log") -> None:
         self._db: Any = connect(url, timeout_s)
         root = root_of(name)
-        self._entries, self._removals = f"{root}:entries", f"{root}:removals"
+        self._entries, self._removals, self._begun = f"{root}:entries", f"{root}:removals", f"{root}:begun"
         self._remove = self._db.register_script(_REMOVE)
 
     def add(self, entry: bytes) -> None:
@@ -85,19 +87,36 @@ class EntryLog:
                 start = f"({rows[-1][0].decode()}"
 
     def read(self, cursor: str) -> LogBatch:
-        """What comes after a cursor; an empty one asks for all that there is. At most `_BATCH` of it at once."""
+        """What comes after a cursor; an empty one asks for all that there is. At most `_BATCH` entries at once."""
+        name, _, place = cursor.rpartition(" ")
         with asking():
-            rows = self._db.xrange(self._entries, min=cursor or "-", count=_BATCH + 1)
-            if not cursor or (rows and rows[0][0].decode() == cursor):
-                return _batch(cursor, rows[bool(cursor) :])
-            # The place is not there any more, and with it perhaps others after it. So all of it is read again.
-            pipe = self._db.pipeline()
-            pipe.xrange(self._removals)
-            pipe.xrange(self._entries, count=_BATCH)
+            begun = self._name()
+            emptied = bool(name) and name != begun
+            after = f"({place}" if place and not emptied else "-"
+            pipe = self._db.pipeline(transaction=False)  # a full Redis refuses a transaction, even one that only reads
+            pipe.xrange(self._removals, min=after)
+            pipe.xrange(self._entries, min=after, count=_BATCH)
             removals, rows = pipe.execute()
-            lost = len(removals) >= _REMOVALS and _place(removals[0][0]) > _place(cursor.encode())
-            missed = [row for row in removals if _place(row[0]) > _place(cursor.encode())]
-            return _batch(cursor, [*missed, *rows], lost=lost)
+        if after == "-":
+            removals = []
+        lost = emptied or len(removals) >= _REMOVALS
+        found = dict(rows)
+        last = _place(rows[-1][0]) if len(rows) == _BATCH else None
+        found |= {name: fields for name, fields in removals if last is None or _place(name) <= last}
+        order = sorted(found, key=_place)
+        place = order[-1].decode() if order else "" if emptied else place
+        told = (
+            (b"removal" in row, row.get(b"removal", row.get(b"entry", b""))) for row in map(found.__getitem__, order)
+        )
+        return LogBatch(f"{begun} {place}", tuple(told), lost)
+
+    def _name(self) -> str:
+        """What this log is called since it was last empty."""
+        name = self._db.get(self._begun)
+        if name is None:
+            self._db.set(self._begun, uuid.uuid4().hex, nx=True)
+            name = self._db.get(self._begun)
+        return str((name or b"").decode())
 
     def close(self) -> None:
         """Let go of connections."""
@@ -110,11 +129,6 @@ def open_entry_log(where: str, timeout_s: float, secret: bytes) -> EntryLog | No
     if not is_redis(where):
         return None
     return EntryLog(where, timeout_s=timeout_s, name=f"log:{hmac.digest(secret, b'entry log', 'sha256').hex()[:16]}")
-
-
-def _batch(cursor: str, rows: list[Any], *, lost: bool = False) -> LogBatch:
-    found = ((b"removal" in fields, fields.get(b"removal", fields.get(b"entry", b""))) for _, fields in rows)
-    return LogBatch(rows[-1][0].decode() if rows else cursor, tuple(found), lost)
 
 
 def _place(name: bytes) -> tuple[int, ...]:

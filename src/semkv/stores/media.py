@@ -22,7 +22,7 @@ class MediaStore:
     """Content-addressed files below one directory, bounded in bytes; the least recently used go first.
 
     Files are written under a temporary name and renamed, so a reader sees a whole file or none. Several processes may
-    share a directory. Paths come from digests alone.
+    share a directory: each may go beyond the bound by a sixteenth of it. Paths come from digests alone.
 
     Args:
         root: the directory; made when missing.
@@ -38,6 +38,7 @@ class MediaStore:
             make_folder(root)
             remove_strays(root, f"??/*{_NEW}")
             self._bytes = sum(status.st_size for _, status in self._files())
+            self._written = 0  # since all that is there was counted
         except OSError as error:
             raise StoreError(f"media store {root}: {error.strerror or error}") from error
         self._lock = threading.Lock()
@@ -71,7 +72,8 @@ class MediaStore:
             file.write(data)
         with self._lock:
             self._bytes += len(data)
-            if self._bytes > self.max_bytes:
+            self._written += len(data)
+            if self._bytes > self.max_bytes or self._written > self.max_bytes // 16:
                 self._evict(keep=target)
         return media_id
 
@@ -118,10 +120,12 @@ class MediaStore:
             self._bytes = max(0, self._bytes - size)
 
     def _evict(self, keep: Path) -> None:
-        """Bring the directory down to nine tenths of the bound; what other processes wrote is counted anew."""
+        """Count anew, with what other processes wrote, and bring what is over the bound down to nine tenths of it."""
         remove_strays(self.root, f"??/*{_NEW}")
         found = self._files()
-        self._bytes = sum(status.st_size for _, status in found)
+        self._bytes, self._written = sum(status.st_size for _, status in found), 0
+        if self._bytes <= self.max_bytes:
+            return
         for file, status in sorted(found, key=lambda row: row[1].st_mtime):
             if self._bytes <= self.max_bytes * 9 // 10:
                 return

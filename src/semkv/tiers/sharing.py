@@ -11,6 +11,7 @@ import base64
 import json
 import math
 import re
+import sqlite3
 import threading
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from semkv.errors import CorruptValue
+from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
 from semkv.stores.catalog import Catalog, Criteria
 from semkv.stores.catalog_rows import Record, Removed, dump_segments, load_segments, pack
@@ -132,7 +133,11 @@ class Sharing:
                     self._remove(read_criteria(data))
                 else:
                     new = self._add(data) or new
-            except CorruptValue as error:
+            except Exception as error:
+                # A row that others wrote must not keep this one from reading on; what our file has must be tried again.
+                ours = isinstance(error, OSError | StoreError | sqlite3.DatabaseError)
+                if ours and not isinstance(error, CorruptValue | sqlite3.ProgrammingError | sqlite3.DataError):
+                    raise
                 self._tally.fault("shared entry", error)
         if batch.cursor != cursor:
             self._catalog.read_to(batch.cursor)
@@ -237,7 +242,8 @@ def read_criteria(data: bytes) -> Criteria:
     try:
         criteria: Criteria = json.loads(data)
         right = all(isinstance(value, _KINDS[name]) for name, value in criteria.items())  # type: ignore[arg-type]
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        right = right and math.isfinite(criteria.get("before", 0.0))  # type: ignore[arg-type]
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptValue(f"shared removal: {error!r}") from error
     if not right:
         raise CorruptValue("shared removal: a criterion of another type")

@@ -182,16 +182,20 @@ def _read(key: str | None, head: bytes) -> dict[str, Any]:
 def _response(values: dict[str, Any], payload: bytes) -> StoredResponse:
     try:
         times = {name: math.inf if values[name] is None else float(values[name]) for name in _TIMES}
+        texts = [values[name] for name in ("key", "partition", "model", "prompt")]
+        if not all(isinstance(text, str) for text in (*texts, *values["tags"])):
+            raise CorruptValue(f"answer {values['key']}: a text that is none")
+        key, partition, model, prompt = texts
         return StoredResponse(
-            key=values["key"],
-            partition=values["partition"],
-            model=values["model"],
+            key=key,
+            partition=partition,
+            model=model,
             payload=payload,
             tags=tuple(values["tags"]),
-            prompt=values["prompt"],
+            prompt=prompt,
             **times,
         )
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CorruptValue(f"answer {values['key']}: {error!r}") from error
 
 
