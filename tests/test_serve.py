@@ -228,6 +228,8 @@ class TestWorkers:
         assert stats["workers"] == 2
         assert sum(stats["totals"]["tiers"].values()) == figure(running, "semkv_requests_total")
         assert figure(running, "semkv_response_entries") == 4
+        wrong = httpx.post(f"{running.url}/semkv/api/wrong", headers=ADMITTED, json={"id": "another worker's"})
+        assert (wrong.status_code, wrong.headers["connection"]) == (404, "close")  # the next try reaches either worker
         gone = {"prefix": "question", "dry_run": False}
         assert httpx.post(f"{running.url}/semkv/api/invalidate", headers=ADMITTED, json=gone).json()["count"] == 4
         upstream.script["question 1"] = {"status": "418"}  # so that what is old is told from what is new

@@ -463,8 +463,11 @@ class Operations:
         number = body.get("id") if body else None
         shown = self._gateway.recent_hits.find(number) if isinstance(number, str) else None
         if shown is None:
-            elsewhere = self._gateway.metrics.workers > 1
-            return _error(404, "no such hit at this worker: try again" if elsewhere else "no such hit")
+            if self._gateway.metrics.workers == 1:
+                return _error(404, "no such hit")
+            answer = _error(404, "no such hit at this worker: try again")
+            answer.headers["Connection"] = "close"  # the next connection may be another worker's
+            return answer
         return JSONResponse({"removed": await self._gateway.wrong(shown)})
 
 

@@ -287,7 +287,9 @@ def run_workers(count: int, work: Callable[[], None], sockets: Sequence[socket.s
     # Each would take all cores for its encoder.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     running: dict[SpawnProcess, float] = {}  # and when it was started
-    with tempfile.TemporaryDirectory(prefix="semkv-figures-") as folder:
+    # Workers map these files: on a full disk the kernel kills who writes to a new page.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="semkv-figures-", dir=memory) as folder:
         os.environ[FOLDER] = folder
         try:
             while not stopping.is_set():
