@@ -25,6 +25,7 @@ from gateway_helpers import ADMIN, Served, Started, chat, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
 from semkv.errors import SemkvError
+from semkv.server.metrics import FOLDER
 from semkv.server.serve import described, listening
 from semkv.server.settings import ServerSettings
 
@@ -267,8 +268,12 @@ class TestWorkers:
     def test_they_end_with_their_parent(self, started: tuple[Started, Scripted]) -> None:
         running, _ = started
         both = workers_of(running)
+        environment = Path(f"/proc/{both[0]}/environ").read_text()
+        (figures,) = re.findall(rf"{FOLDER}=([^\0]+)", environment)
+        assert Path(figures).is_dir()
         running.kill()
         wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in both))
+        assert not Path(figures).exists()
 
 
 STARTS = """

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -335,4 +336,5 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(os.environ[FOLDER], ignore_errors=True)  # it cannot any more
     os.kill(os.getpid(), signal.SIGTERM)
