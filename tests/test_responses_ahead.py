@@ -241,6 +241,24 @@ def test_a_full_log_refuses_and_goes_on_when_the_store_does(
     wait_until(lambda: sum(file.stat().st_size for file in logs(tmp_path)) == 0)
 
 
+def test_more_waits_while_the_store_is_away(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
+    gate = Gate(reached=False)
+    log = AheadLog(tmp_path, gate, max_bytes=2000)
+    end(gate, log)
+    kept: list[str] = []
+    size = lambda: sum(file.stat().st_size for file in logs(tmp_path))  # noqa: E731
+
+    def fill() -> bool:
+        kept.extend(key for key in map(str, range(len(kept), len(kept) + 100)) if log.append(answer(key), "1"))
+        return size() > 16 * 2000 - len(ahead._record(answer("x" * 9), "1"))
+
+    wait_until(fill)
+    assert size() <= 16 * 2000
+    gate.reached = True
+    wait_until(lambda: not size())
+    assert set(gate.brought) == set(kept)
+
+
 def test_a_disk_that_is_full_costs_the_log_and_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Gate, AheadLog], None]
 ) -> None:

@@ -31,6 +31,7 @@ _FRAME = struct.Struct("<QQ")  # checksum and length of what follows: cursor, he
 _STAND_BACK_S = 0.005  # before the store is written: it shares the interpreter with the response that goes out
 _SLOW_S = 0.05  # a write that takes longer was not one to memory
 _PAUSE_S = 1.0  # without appending after such a write or one that failed, and before a store is tried again
+_AWAY = 16  # times as many bytes may wait while the store cannot be reached
 _LATE_S = 1.0  # a response that comes to the store so long after it was made may have been followed by another
 
 log = logging.getLogger("semkv")
@@ -57,7 +58,8 @@ class AheadLog:
         folder: of the files of all processes; made when missing.
         bring: hands a response, and the cursor when it began, to the store; False where that could not be reached: it
             is tried again. It must not raise. Called by one thread at a time.
-        max_bytes: bound on the file, which begins anew whenever the store has everything.
+        max_bytes: bound on the file, which begins anew whenever the store has everything; 16 times as much while the
+            store cannot be reached.
 
     Raises:
         OSError: the folder cannot be written, or files in it cannot be locked.
@@ -78,7 +80,7 @@ class AheadLog:
             raise
         replay(folder, bring)
         self._waiting: deque[tuple[StoredResponse, str]] = deque()  # written to the file, and not in the store
-        self._size = 0
+        self._size, self._away = 0, False
         self._lock = threading.Lock()  # of the two above; held for moments
         self._quick_from = float("-inf")
         self._some, self._closing = threading.Event(), threading.Event()
@@ -99,7 +101,7 @@ class AheadLog:
             return False
         record, written = _record(response, since), False
         with self._lock:
-            if self._closing.is_set() or self._size + len(record) > self._most:
+            if self._closing.is_set() or self._size + len(record) > self._most * (_AWAY if self._away else 1):
                 return False
             with suppress(OSError):
                 written = os.pwrite(self._file, record, self._size) == len(record)
@@ -123,12 +125,13 @@ class AheadLog:
             with self._lock:
                 if not self._waiting:
                     self._some.clear()
-                    self._size = 0
+                    self._size, self._away = 0, False
                     with suppress(OSError):  # what is brought twice does no harm
                         os.ftruncate(self._file, 0)
                     return True
                 response, since = self._waiting[0]
-            if not self._bring(response, since) or time.monotonic() > self._until:
+            self._away = not self._bring(response, since)
+            if self._away or time.monotonic() > self._until:
                 return False
             with self._lock:
                 self._waiting.popleft()
