@@ -297,7 +297,7 @@ class Language(Tables):
             word = word.replace(letters, others)
         for step in self.suffixes:
             for ending, instead in step:
-                if word.endswith(ending) and len(word) - len(ending) >= _SHORTEST:
+                if word.endswith(ending) and (instead == ending or len(word) - len(ending) >= _SHORTEST):
                     word = word[: len(word) - len(ending)] + instead
                     break
         if len(word) > _SHORTEST and word[-1] == "e":
