@@ -74,6 +74,9 @@ class Tables:
     tongues: Words
     counting: Words
     naming: Words
+    coding: Words
+    extensions: Words
+    lookalikes: Words
 
     opposites: Mapping[str, Pairs]
     groups: Mapping[str, Senses]
@@ -108,6 +111,9 @@ class Tables:
     owns: str
     modals: Senses
     advice: Words
+    moods: Senses
+    mild: Words
+    bindings: Senses
     tenses: Senses
     ways: Senses
     pivots: Words
@@ -262,6 +268,10 @@ class Language(Tables):
         said = (*self.numbers, *self.multipliers, *self.all_units, *self.senses, *self.grouped)
         self.being = self.stems(self.passive & self.tenses.keys())
         self.auxiliaries = self.being | self.stems((*self.tenses, *self.modals))
+        strongest = [*self.modals.values()][-1:]
+        self.bound = {word for word, mood in {**self.modals, **self.moods}.items() if mood in strongest}
+        """Words for what must be, or is denied by itself."""
+        self.bound |= self.bindings.keys()
         self.open_questions = {word for word, kind in self.questions.items() if not kind}
         self.silent = self.function | {",", ";", "?"}
         self.calendar = self.shifts | self.senses.keys()

@@ -269,7 +269,13 @@ def _named(text: Text, language: Language) -> Token | None:
 
 def modality(p: Pair) -> str | None:
     """What may, should or must be; between neighbours only where no question word asks for more than yes or no."""
+    bound = {_bound(p.a, p.language), _bound(p.b, p.language)}
+    if len(bound) == 2 and "" not in bound:
+        return "modality"
     first, second = _modal(p.a, p.language), _modal(p.b, p.language)
+    if not (first and second) and _closed(p.a, p.language) and _closed(p.b, p.language):
+        moods = {_mood(p.a, first, p.language), _mood(p.b, second, p.language)}
+        return "modality" if len(moods) == 2 and moods.isdisjoint(("", *p.language.mild)) else None
     if not first or not second or first == second:
         return None
     if p.language.modals[first] == p.language.modals[second]:
@@ -287,6 +293,27 @@ def _modal(text: Text, language: Language) -> str:
     i = next((i for i, t in enumerate(text.tokens) if t.word in language.modals and not t.name), -1)
     polite = i == 0 and len(text.tokens) > 1 and text.tokens[1].word in language.hearer
     return "" if i < 0 or polite else text.tokens[i].word
+
+
+def _mood(text: Text, modal: str, language: Language) -> str:
+    """What the first auxiliary says, or else the first other word that says what may or must be: "is it allowed"."""
+    if modal:
+        return language.modals[modal]
+    return next((language.moods[t.word] for t in text.tokens if t.word in language.moods), "")
+
+
+def _bound(text: Text, language: Language) -> str:
+    """Whether a text forbids ("must not", "cannot") or excuses ("need not", "not have to")."""
+    if language.bound.isdisjoint(text.words):
+        return ""
+    for before, token, after in zip((END, *text.tokens), text.tokens, (*text.tokens[1:], END), strict=False):
+        if token.word in language.bindings:
+            return language.bindings[token.word]
+        if token.word in language.bound and before.word in language.negations:
+            return "excuses"
+        if token.word in language.bound and after.word in language.negations:
+            return "forbids" if token.word in language.modals else "excuses"
+    return ""
 
 
 def tense(p: Pair) -> str | None:

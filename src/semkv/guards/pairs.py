@@ -119,6 +119,8 @@ class Pair:
             language.classes.get(y.stem, _NO_CLASS)
         ):
             return True
+        if x.word in language.lookalikes and y.word in language.lookalikes:
+            return False
         if x.name and y.name and x.word not in language.senses:
             short, long = sorted((x.stem, y.stem), key=len)
             return _demonym(short, long, language)

@@ -206,6 +206,8 @@ def differ(a: Quantities, b: Quantities, language: Language, *, converse: bool =
     first, second = (Counter(map(_measure, x.found)) for x in (a, b))
     if first != second:
         left, right = _without(a.found, Counter(second), _measure), _without(b.found, first, _measure)
+        if all(len({bool(q.dimension) for q in side}) == 2 for side in (left, right)):
+            return "number"  # "2 pills every 4 hours", "4 pills every 2 hours"
         left, right = _unmet(left, right, language), _unmet(right, left, language)
         measured = all(q.dimension != "clock" for q in (*left, *right))
         if left and measured and Counter(q.raw for q in left) == Counter(q.raw for q in right):

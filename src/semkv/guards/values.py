@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from semkv.guards.language import Token
+from semkv.guards.language import Token, Words
 from semkv.guards.pairs import MOST, Pair
 from semkv.guards.quantities import Quantity, differ
 from semkv.guards.text import STOPS, Text
@@ -15,7 +15,7 @@ _WILD = frozenset("%*_^~|\\")  # signs of patterns
 _SIGNS = re.compile(r"[\W_]+")
 _NUMBERED = re.compile(r"[A-Za-z][\w.-]*\d|[a-z][\w.-]*/")
 _HUMPED = re.compile(r"[A-Za-z][\w.-]*[A-Z]")
-_FILE = re.compile(r".*\w\.[a-z]{1,4}")
+_FILE = re.compile(r".*\w\.([a-z]\w{0,4})")
 _SYMBOL = 2  # letters of a chemical symbol
 _PROSE = frozenset(("-", "--", "---", "/", "&", "%", "~"))  # operators that may be marks of prose
 
@@ -36,11 +36,14 @@ def code(p: Pair) -> str | None:
 
 def _respelled(p: Pair) -> bool:
     """Whether an identifier has other signs or letters of another case: "web01", "web-01"; "feature/login"."""
+    exact, apart = p.a.cased is not None and p.b.cased is not None, p.a.spelled ^ p.b.spelled
+    files = [word for word in apart if (file := _FILE.fullmatch(word)) and file[1] in p.language.extensions]
+    if exact and any(word.casefold() in p.a.spelled & p.b.spelled for word in files):
+        return True
     named = not p.language.naming.isdisjoint(p.words)
-    found = [word for word in p.a.spelled ^ p.b.spelled if _NUMBERED.match(word) or _HUMPED.match(word)]
+    found = [word for word in apart if _NUMBERED.match(word) or _HUMPED.match(word)]
     if not named or not found:
         return False
-    exact = p.a.cased is not None and p.b.cased is not None
     bare: tuple[dict[str, set[str]], ...] = ({}, {})
     for spellings, text in zip(bare, (p.b, p.a), strict=True):
         for word in text.spelled:
@@ -91,7 +94,7 @@ def case(p: Pair) -> str | None:
         return None
     spelling = p.language.spelling
     asked = not (spelling.isdisjoint(p.a.words) or spelling.isdisjoint(p.b.words))
-    named = _named(p.a, p) & _named(p.b, p)
+    named, coded = (_named(p.a, words, p) & _named(p.b, words, p) for words in (p.language.naming, p.language.coding))
     small = _small_acronyms(p.a, p.b, p), _small_acronyms(p.b, p.a, p)
     for written in first ^ second:
         mine, other = (p.a, p.b) if written in first else (p.b, p.a)
@@ -102,7 +105,7 @@ def case(p: Pair) -> str | None:
             theirs = {w for w in other.cased or () if w.casefold() == word}
             if not theirs and any(t.word == word and not t.name for t in other.tokens):
                 theirs = {word}
-            exact = asked or (word in named and (other.cased or other.starts))
+            exact = asked or word in coded or (word in named and (other.cased or other.starts))
             if any(exact or _apart(written, their, other, p) for their in theirs):
                 return "case"
     return None
@@ -119,9 +122,9 @@ def _another_start(p: Pair) -> bool:
     return any(names)
 
 
-def _named(text: Text, p: Pair) -> set[str]:
+def _named(text: Text, naming: Words, p: Pair) -> set[str]:
     """The words that are identifiers by a word before them: "the branch Prod", "deploy to Prod"."""
-    naming, joints = p.language.naming, p.language.ways.keys() - p.language.joints
+    joints = p.language.ways.keys() - p.language.joints
     spine = [t.word for t in text.spine if t.word not in joints] if naming & text.words else []
     return {y for x, y in itertools.pairwise(spine) if x in naming}
 
