@@ -122,6 +122,10 @@ CHANGED = [
     ("What is an example of irony?", "What is a definition of irony?", "antonym"),
     ("flights from New York to Orleans", "flights from York to New Orleans", "entity"),
     ("Who passed?", "Who failed to pass?", "negation"),
+    ("Who is the president of France?", "Who is the former president of France?", "entity"),
+    ("What is the dose of aspirin?", "What is the lethal dose of aspirin?", "quantity"),
+    ("Can I take ibuprofen?", "Can I take ibuprofen while pregnant?", "entity"),
+    ("Is honey safe?", "Is honey safe for babies?", "entity"),
     ("What is the latest release?", "What is the first release?", "direction"),
 ]
 
