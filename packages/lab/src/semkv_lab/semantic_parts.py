@@ -55,7 +55,7 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
     """
     absent = {name: why for name in flags.caches if (why := missing(name, flags.redis_url))}
     given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot", "redis_url")}
-    found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=str))}
+    found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
     drawn = Console(stderr=True)
     with progress_bar(drawn, transient=True, disable=not drawn.is_terminal) as bars:
         bench = Bench(flags, [name for name in flags.caches if name not in absent], bars)
