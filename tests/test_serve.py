@@ -314,6 +314,40 @@ def test_a_worker_that_cannot_start_again_leaves_the_others_alone(tmp_path: Path
         os.kill(second, 0)
 
 
+HANGS = """
+import os, signal, socket, sys
+from functools import partial
+from pathlib import Path
+from semkv.server import serve
+
+def work(folder):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / f"{os.getpid()}.pid").touch()
+    while True:
+        signal.pause()
+
+if __name__ == "__main__":
+    serve._DRAIN_S, folder = 1, Path(sys.argv[1])
+    listener = socket.create_server(("127.0.0.1", 0))
+    (folder / "port").write_text(str(listener.getsockname()[1]))
+    serve.run_workers(2, partial(work, folder), [listener])
+"""
+
+
+def test_workers_that_hang_are_ended_and_the_port_is_closed_before(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    running = subprocess.Popen([sys.executable, script, tmp_path])
+    wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    address = ("127.0.0.1", int((tmp_path / "port").read_text()))
+    socket.create_connection(address).close()
+    running.send_signal(signal.SIGTERM)
+    wait_until(lambda: socket.socket().connect_ex(address) != 0)
+    assert running.wait(120) == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 def test_workers_without_a_store_are_refused(tmp_path: Path) -> None:
     out = semkv("serve", "--workers", 2, "--port", 0, "--store", "memory", "--cache-dir", tmp_path)
     assert out.returncode == 2
