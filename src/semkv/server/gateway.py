@@ -165,8 +165,7 @@ class Gateway:
         found, looking = Lookup(request.canonical), None
         overlaps = self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
         try:
-            pending = Pending(self.cache, request.canonical)
-            if overlaps and not self._join(request, found) and not self.pending.busy(pending):
+            if overlaps and not self._join(request, found) and not self.pending.busy(request.canonical):
                 self._start(request, found)
             reader = request.reader
             if request.controls.read:
@@ -179,7 +178,7 @@ class Gateway:
                 )
                 if reader is not None:
                     if not reader.joined:
-                        self._record_soon(request, pending, looking)
+                        self._record_soon(request, request.canonical, looking)
                     await asyncio.wait((looking, reader.flight.task), return_when=asyncio.FIRST_COMPLETED)
                 if reader is None or looking.done() or not reader.flight.whole:
                     looked = await asyncio.shield(looking)
@@ -190,7 +189,7 @@ class Gateway:
                             return answer
             if request.reader is None:
                 self._start(request, found)
-                self._record_soon(request, Pending(self.cache, found.canonical), looking)
+                self._record_soon(request, found.canonical, looking)
             return await self._serve(request, found, looking)
         except UpstreamError as error:
             request.leave()
@@ -382,7 +381,7 @@ class Gateway:
         if answer is None:  # another's key was refused or its answer is its own, or a form that this one cannot have
             request.leave()
             self._start(request, lookup, shared=False)
-            self._record_soon(request, Pending(self.cache, lookup.canonical), looking)
+            self._record_soon(request, lookup.canonical, looking)
             answer = await self._upstream_answer(request)
         assert answer is not None
         assert request.reader is not None
@@ -560,12 +559,14 @@ class Gateway:
             log.error("background work failed", exc_info=error)
             self.metrics.fault("background")
 
-    def _record_soon(self, request: GatewayRequest, pending: Pending, looking: asyncio.Future[Lookup] | None) -> None:
+    def _record_soon(
+        self, request: GatewayRequest, canonical: CanonicalRequest, looking: asyncio.Future[Lookup] | None
+    ) -> None:
         """Record what the request just started brings; from here on near-repeats may join it."""
         assert request.reader is not None
         if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
             return
-        pending.flight, pending.looking = request.reader.flight, looking
+        pending = Pending(canonical, request.reader.flight, looking, self.cache)
         if self.flights.is_shared(pending.flight):
             self.pending.add(pending)
         self._spawn(self._record(request, pending))

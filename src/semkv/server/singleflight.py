@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -340,25 +341,26 @@ class Reader:
 # -- near-repeats ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Pending:
-    """A request that goes upstream.
+    """A request that went upstream.
 
     Attributes:
         canonical: the request.
-        flight: brings its answer. Like ``looking``, it is set once the request was sent.
+        flight: brings its answer.
         looking: the lookup of the request that it was sent for.
+        cache: knows its group.
     """
 
+    canonical: CanonicalRequest
     flight: InFlight
     looking: asyncio.Future[Lookup]
-
-    def __init__(self, cache: CacheClient, canonical: CanonicalRequest) -> None:
-        self.canonical, self._cache = canonical, cache
+    cache: CacheClient
 
     @cached_property
     def group(self) -> str:
         """Requests of other groups never match. Worked out when it is first asked for: a lone request does not pay."""
-        return self._cache.pending_group(self.canonical)
+        return self.cache.pending_group(self.canonical)
 
     @property
     def entry(self) -> PendingEntry | None:
@@ -395,10 +397,11 @@ class PendingRequests:
         if pending.entry is not None:
             self._ended.append((time.perf_counter(), pending.canonical.key, pending.entry))
 
-    def busy(self, pending: Pending) -> bool:
+    def busy(self, canonical: CanonicalRequest) -> bool:
         """Whether a request waits for its answer that this one may turn out to be similar to."""
-        waiting = [other for other in self._running if not other.flight.done]
-        return bool(waiting and pending.group) and any(other.group == pending.group for other in waiting)
+        waiting = [pending for pending in self._running if not pending.flight.done]
+        group = self._cache.pending_group(canonical) if waiting else ""
+        return bool(group) and any(pending.group == group for pending in waiting)
 
     async def find(self, lookup: Lookup, since: float) -> Lookup | None:
         """What a request whose lookup found nothing gets from another; None where it has to go itself.
