@@ -14,8 +14,7 @@ from cache_helpers import Bench
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
 from semkv.stores import catalog as catalog_module
-from semkv.stores.catalog import Catalog
-from semkv.stores.catalog_rows import Record, pack, unpack
+from semkv.stores.catalog import Catalog, Record, pack, unpack
 from semkv.stores.database import FORMAT
 from semkv.types import Entry, MediaSegment, Namespace, Role, TextSegment
 

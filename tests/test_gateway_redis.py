@@ -24,7 +24,7 @@ from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, Served, Started, cha
 from redis_server import RedisServer
 from scripted_upstream import Scripted
 from semkv.server.tenancy import named_tenant
-from semkv.stores.catalog_rows import Record, pack, unpack
+from semkv.stores.catalog import Record, pack, unpack
 from semkv.stores.entry_log import EntryLog, LogBatch
 from semkv.stores.maintenance import purge_all, purge_entries
 from semkv.stores.responses.base import Selector

@@ -32,8 +32,7 @@ from semkv.encoders.hooks import EmbeddingHook, JoinedHook, build_hook, declared
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import ConfigError, StoreError
 from semkv.guards import forget, no_veto, veto
-from semkv.stores.catalog import Catalog
-from semkv.stores.catalog_rows import Removed
+from semkv.stores.catalog import Catalog, Removed
 from semkv.stores.entry_log import EntryLog
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import GuardedEncoder, Tally

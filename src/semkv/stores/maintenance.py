@@ -19,8 +19,7 @@ from semkv.errors import CorruptValue, StoreError
 from semkv.stores.block_file import MARKER, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory, remove_old_graphs
-from semkv.stores.catalog import Catalog
-from semkv.stores.catalog_rows import NamespaceUse
+from semkv.stores.catalog import Catalog, NamespaceUse
 from semkv.stores.database import CATALOG, is_damage, is_filled
 from semkv.stores.database import is_ours as is_our_database
 from semkv.stores.files import described, matching, remove_strays

@@ -24,8 +24,7 @@ import xxhash
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
-from semkv.stores.catalog import Catalog, Criteria
-from semkv.stores.catalog_rows import Record, Removed, dump_segments, load_segments, pack
+from semkv.stores.catalog import Catalog, Criteria, Record, Removed, dump_segments, load_segments, pack
 from semkv.stores.entry_log import EntryLog
 from semkv.stores.files import lock
 from semkv.tiers.base import Tally
