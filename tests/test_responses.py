@@ -19,9 +19,8 @@ from redis_server import RedisServer
 from semkv.errors import ConfigError, StoreError
 from semkv.server.routes import ROUTES
 from semkv.server.tenancy import parse_tag_rule
-from semkv.stores.clock import SteadyClock
 from semkv.stores.responses import open_store
-from semkv.stores.responses.base import Selector
+from semkv.stores.responses.base import Selector, SteadyClock
 from semkv.stores.responses.memory import MemoryStore
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import SqliteStore

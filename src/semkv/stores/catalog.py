@@ -380,21 +380,9 @@ class Catalog:
         )
         found = []
         with self.database as db:
-            for (
-                row,
-                name,
-                tenant,
-                model,
-                segments,
-                chunk,
-                answer,
-                tags,
-                created,
-                last_hit,
-                hits,
-                metadata,
-            ) in db.execute(statement, values).fetchall():
+            for row, name, *rest in db.execute(statement, values).fetchall():
                 try:
+                    tenant, model, segments, chunk, answer, tags, created, last_hit, hits, metadata = rest
                     entry = Entry(
                         name, Namespace(tenant, model), load_segments(segments), chunk, answer, {},
                         tuple(sorted(json.loads(tags))), created, last_hit, hits, json.loads(metadata),

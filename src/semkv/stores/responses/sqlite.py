@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
-from semkv.stores.clock import SteadyClock
 from semkv.stores.database import Database
 from semkv.stores.responses.base import (
     CHECKSUM,
@@ -21,6 +20,7 @@ from semkv.stores.responses.base import (
     News,
     ResponseStore,
     Selector,
+    SteadyClock,
     StoredResponse,
     decode,
     decode_head,
