@@ -139,24 +139,6 @@ def test_time_to_live_is_absolute_and_then_stale_and_then_over() -> None:
             assert found.age_s == pytest.approx(after)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_sliding_lives_lengthen_when_read_and_end_when_not(shared: bool, tmp_path: Path) -> None:
-    clock = Clock()
-    store = SqliteStore(tmp_path / "a", clock=clock) if shared else None
-    cache = ResponseCache(store, freshness=Freshness(Lifetime(10.0, sliding=True)), clock=clock)
-    cache.keep(Asked(), GOOD)
-    clock.now += 2.0
-    assert cache.peek("a") is not None  # the first half of its life
-    for _ in range(5):
-        clock.now += 7.0
-        assert cache.peek("a") is None
-        assert cache.lookup("a") is not None
-        assert cache.peek("a") is not None
-    clock.now += 10.1
-    assert cache.lookup("a") is None
-    cache.close()
-
-
 def steady(wall: Clock, passed: Clock, file: Path) -> ResponseCache:
     """A gateway's cache, by the machine's two clocks."""
     clock = SteadyClock(wall, passed)
@@ -228,11 +210,11 @@ def test_rules_decide_before_the_default() -> None:
     def own(subject: Subject) -> Lifetime | None:
         return Lifetime(7.0) if subject.tags == ("mine",) else None
 
-    texts = ("tag:NEWS=5m,stale=60", "prompt:*[uw]eather*=10s", "model:llama*=1d,sliding,jitter=0.1")
+    texts = ("tag:NEWS=5m,stale=60", "prompt:*[uw]eather*=10s", "model:llama*=1d,jitter=0.1")
     freshness = Freshness(Lifetime(1.0), [*map(parse_rule, texts), own])
     assert freshness.lifetime(Subject("x", "m", ("a", "news"))) == Lifetime(300.0, 60.0)
     assert freshness.lifetime(Subject("The WEATHER?", "m")) == Lifetime(10.0)
-    assert freshness.lifetime(Subject("x", "llama-3")) == Lifetime(86400.0, 0.0, True, 0.1)
+    assert freshness.lifetime(Subject("x", "llama-3")) == Lifetime(86400.0, 0.0, 0.1)
     assert freshness.lifetime(Subject("x", "m", ("mine",))) == Lifetime(7.0)
     assert freshness.lifetime(Subject("x", "m")) == Lifetime(1.0)
     assert parse_rule("prompt:a=b=inf").pattern == "a=b"

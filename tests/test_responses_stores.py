@@ -74,7 +74,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
 
 def test_an_answer_comes_back_as_it_was(make: Make) -> None:
     store = make()
-    mine = answer("a", payload='{"x": "ü\0 \u2028"}'.encode(), prompt="ü\nq", expires=time.time() + 50, slide_s=3.0)
+    mine = answer("a", payload='{"x": "ü\0 \u2028"}'.encode(), prompt="ü\nq", expires=time.time() + 50)
     assert store.put(mine)
     assert store.get("a") == mine
     assert make().get("a") == mine
@@ -98,20 +98,6 @@ def test_stale_answers_come_until_their_grace_ends(make: Make) -> None:
     store.put(answer("gone", expires=now - 2, stale_until=now - 1))
     assert store.get("stale") is not None
     assert store.get("gone") is None
-
-
-def test_a_life_can_be_lengthened_but_not_another_answers(make: Make) -> None:
-    store = make()
-    first = answer("a", expires=time.time() + 5, stale_until=time.time() + 5)
-    store.put(first)
-    longer = replace(first, expires=first.expires + 100, stale_until=first.stale_until + 100)
-    store.slide(longer)
-    assert store.get("a") == longer
-    store.put(replace(first, created=first.created + 1))
-    store.slide(longer)
-    assert store.get("a").expires == first.expires  # type: ignore[union-attr]
-    store.slide(replace(first, key="nobody"))
-    assert store.get("nobody") is None
 
 
 def test_refused_credentials_are_held_within_bounds_until_they_are_accepted(

@@ -19,7 +19,7 @@ from semkv.errors import CorruptValue
 FORMAT = 1
 REFUSALS, REFUSED_S = 100_000, 90 * 86_400.0  # credentials, and for how long
 CHECKSUM = 32  # bytes of the head before its JSON
-_TIMES = ("created", "expires", "stale_until", "slide_s")
+_TIMES = ("created", "expires", "stale_until")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,6 @@ class StoredResponse:
         created: when it was kept.
         expires: from then on it is stale.
         stale_until: from then on it is not served at all; never before ``expires``.
-        slide_s: an answer that is read in the second half of its life gets this many seconds again; 0: it does not.
         tags: labels for invalidation.
         prompt: text of the last user turn, for operators' eyes and for invalidation by prefix.
     """
@@ -48,7 +47,6 @@ class StoredResponse:
     created: float
     expires: float = float("inf")
     stale_until: float = float("inf")
-    slide_s: float = 0.0
     tags: tuple[str, ...] = ()
     prompt: str = ""
 
@@ -139,6 +137,7 @@ def encode(response: StoredResponse) -> tuple[bytes, bytes]:
         "tags": response.tags,
         "prompt": response.prompt,
         "sum": xxhash.xxh3_128_hexdigest(response.payload),
+        "slide_s": 0.0,  # read by earlier versions, which may share the store
         **times,
     }
     text = json.dumps(head).encode()
@@ -249,10 +248,6 @@ class ResponseStore(Protocol):
         Returns:
             Whether it was kept: False where it was invalidated meanwhile, or is larger than the store.
         """
-        ...
-
-    def slide(self, response: StoredResponse) -> None:
-        """Write an entry's new ``expires`` and ``stale_until``, if it is still there."""
         ...
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import replace
 
 from semkv.stores.responses.base import REFUSALS, REFUSED_S, News, ResponseStore, Selector, StoredResponse
 
@@ -72,13 +71,6 @@ class MemoryStore(ResponseStore):
         held = self._entries.pop(key, None)
         if held is not None:
             self._bytes -= held[1]
-
-    def slide(self, response: StoredResponse) -> None:
-        with self._lock:
-            held = self._entries.get(response.key)
-            if held is not None and held[0].created == response.created:
-                longer = replace(held[0], expires=response.expires, stale_until=response.stale_until)
-                self._entries[response.key] = (longer, held[1])
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
         with self._lock:

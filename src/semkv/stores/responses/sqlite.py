@@ -133,6 +133,7 @@ class SqliteStore(ResponseStore):
     def put(self, response: StoredResponse, since: str = "") -> bool:
         head, payload = encode(response)
         size, now = len(head) + len(payload), self._clock()
+        until = None if response.stale_until == float("inf") else response.stale_until
         if size > min(self.max_bytes, self.max_tenant_bytes or self.max_bytes):
             return False
         with self.database.write() as db:
@@ -142,7 +143,7 @@ class SqliteStore(ResponseStore):
             db.execute("DELETE FROM responses WHERE key=?", (response.key,))
             db.execute(
                 "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (response.key, head, payload, response.created, _finite(response.stale_until), now, size),
+                (response.key, head, payload, response.created, until, now, size),
             )
             db.execute("DELETE FROM responses WHERE stale_until<=?", (now,))
             if self.max_tenant_bytes:
@@ -181,15 +182,6 @@ class SqliteStore(ResponseStore):
             entries, nbytes = entries - 1, nbytes - size
         db.executemany("DELETE FROM responses WHERE key=?", gone)
         return nbytes
-
-    def slide(self, response: StoredResponse) -> None:
-        with self.database.write() as db:
-            row = db.execute("SELECT head FROM responses WHERE key=?", (response.key,)).fetchone()
-            if row is not None and decode_head(response.key, bytes(row[0])).created == response.created:
-                db.execute(
-                    "UPDATE responses SET head=?, stale_until=? WHERE key=?",
-                    (encode(response)[0], _finite(response.stale_until), response.key),
-                )
 
     # -- invalidation -------------------------------------------------------------------------------------------
 
@@ -308,7 +300,3 @@ def _fault(key: bytes, head: bytes, payload: bytes) -> str:
     except (CorruptValue, LookupError, TypeError, ValueError) as error:
         return str(error) if isinstance(error, CorruptValue) else f"answer {name}: {error}"
     return ""
-
-
-def _finite(value: float) -> float | None:
-    return None if value == float("inf") else value
