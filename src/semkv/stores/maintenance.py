@@ -396,7 +396,7 @@ def purge_entries(
                 )
             answers = 0
             if responses.usage()[0] or any(cache_dir.glob("ahead*")):  # a gateway was here: it looks for what is logged
-                answers = responses.purge(selectors, dry_run=dry_run)
+                answers = sum(responses.invalidate(selector, dry_run=dry_run) for selector in selectors)
             removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
             if not dry_run and not catalog.database.truncate_log():
                 unread.append(f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again")

@@ -251,7 +251,8 @@ class ResponseStore(Protocol):
         ...
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
-        """Delete what the selector names and log it, or with ``dry_run`` only count it."""
+        """Delete what the selector names and log it, or with ``dry_run`` only count it, expired answers that are still
+        there included."""
         ...
 
     def news(self, cursor: str) -> News:

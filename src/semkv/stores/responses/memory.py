@@ -74,15 +74,13 @@ class MemoryStore(ResponseStore):
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
         with self._lock:
-            now = self._clock()
             if not dry_run:
                 self._number += 1
                 self._log.append((self._number, selector))
             gone = [key for key, (response, _) in self._entries.items() if selector.matches(response)]
-            live = sum(self._entries[key][0].stale_until > now for key in gone)
             for key in () if dry_run else gone:
                 self._drop(key)
-            return live
+            return len(gone)
 
     def news(self, cursor: str) -> News:
         with self._lock:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
@@ -171,22 +171,18 @@ class RedisStore(ResponseStore):
         if not dry_run:
             self._begin_log()
             self._add_to_log(json.dumps(selector.view()), only_first=False)
-        live: set[str] = set()  # a scan may show a key twice
+        found: set[str] = set()  # a scan may show a key twice
         for batch in self._heads(None if selector.key is None else [selector.key]):
             gone = []
             for key, head in batch:
-                try:
-                    response = decode_head(key, head)
-                except CorruptValue:
-                    gone.append(key)
-                    continue
-                if selector.matches(response):
-                    gone.append(key)
-                    if response.stale_until > self._clock():
-                        live.add(key)
+                with suppress(CorruptValue):  # what cannot be read goes too
+                    if not selector.matches(decode_head(key, head)):
+                        continue
+                gone.append(key)
+            found.update(gone)
             if gone and not dry_run:
                 self._remove(gone)
-        return len(live)
+        return len(found)
 
     def _heads(self, only: list[str] | None) -> Iterator[list[tuple[str, bytes]]]:
         """Keys and heads in batches: of every answer that was there from the start, or of some keys."""

@@ -6,7 +6,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,34 +186,21 @@ class SqliteStore(ResponseStore):
     # -- invalidation -------------------------------------------------------------------------------------------
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
-        return self._invalidate([selector], dry_run=dry_run)[1]
-
-    def purge(self, selectors: Sequence[Selector], *, dry_run: bool = False) -> int:
-        """Invalidate what any of the selectors names, or only count it. Counts expired and damaged responses too."""
-        return self._invalidate(selectors, dry_run=dry_run)[0]
-
-    def _invalidate(self, selectors: Sequence[Selector], *, dry_run: bool) -> tuple[int, int]:
-        """How many rows went, unreadable ones too; and how many of them could have been served."""
-        key = selectors[0].key if len(selectors) == 1 else None
-        where, values = ("WHERE key=?", (key,)) if key is not None else ("", ())
-        gone, live, now = [], 0, self._clock()
+        """What cannot be read goes too: it may be of the selector."""
+        where, values = ("", ()) if selector.key is None else ("WHERE key=?", (selector.key,))
+        gone = []
         with self.database if dry_run else self.database.write() as db:
             statement = f"SELECT rowid, CAST(key AS BLOB), head FROM responses {where}"  # noqa: S608 (our own words)
             for row, name, head in db.execute(statement, values):
-                try:
-                    response = decode_head(name.decode(errors="replace"), bytes(head))
-                except (CorruptValue, TypeError):
-                    gone.append((row,))
-                    continue
-                if any(selector.matches(response) for selector in selectors):
-                    gone.append((row,))
-                    live += response.stale_until > now
+                with suppress(CorruptValue, TypeError):
+                    if not selector.matches(decode_head(name.decode(errors="replace"), bytes(head))):
+                        continue
+                gone.append((row,))
             if not dry_run:
                 db.executemany("DELETE FROM responses WHERE rowid=?", gone)
-                logged = [(json.dumps(selector.view()),) for selector in selectors]
-                db.executemany("INSERT INTO invalidations (selector) VALUES (?)", logged)
+                db.execute("INSERT INTO invalidations (selector) VALUES (?)", (json.dumps(selector.view()),))
                 db.execute("DELETE FROM invalidations WHERE number<=(SELECT MAX(number) FROM invalidations)-?", (_LOG,))
-        return len(gone), live
+        return len(gone)
 
     def news(self, cursor: str) -> News:
         with self.database as db:
