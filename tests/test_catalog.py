@@ -208,7 +208,7 @@ def test_another_format_version_is_refused_by_name(tmp_path: Path) -> None:
     Catalog(tmp_path / "c.sqlite").close()
     with sqlite3.connect(tmp_path / "c.sqlite") as db:
         db.execute("PRAGMA user_version=7")
-    with pytest.raises(StoreError, match=rf"format version 7.*version {FORMAT}.*--purge"):
+    with pytest.raises(StoreError, match=rf"format version 7.*version {FORMAT}.*semkv purge"):
         Catalog(tmp_path / "c.sqlite")
 
 

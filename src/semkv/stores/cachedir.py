@@ -29,12 +29,10 @@ _STORES = ("kv", "fusion")
 _WAIT_S = 5.0  # for processes that write to the database
 _MARK = json.dumps({"format": FORMAT, "kind": "cache"})
 
-OLD_GRAPHS = ("graphs/*/*.graph", "graphs/*/*.tmp")  # vectors, which earlier versions kept a second time
 # What semkv writes into a cache directory besides databases and block stores.
 CACHE_FILES = (
     f"{CATALOG}.damaged",
     "media/??/*",
-    *OLD_GRAPHS,
     "policy.json",
     "policy.json.*.tmp",
     f"weights/{'?' * 64}.json",  # what the connectors noted of checkpoints
@@ -101,14 +99,6 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     if left:
         raise StoreError(left)
     return len(files | blocks)
-
-
-def remove_old_graphs(root: Path) -> int:
-    """Delete the graphs of vectors that an earlier version left; how many."""
-    files = {file for pattern in OLD_GRAPHS for file in _files(root, pattern)}
-    for file in files:
-        file.unlink(missing_ok=True)
-    return len(files)
 
 
 def _empty_store(root: Path) -> None:

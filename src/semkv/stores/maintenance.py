@@ -18,7 +18,7 @@ from pathlib import Path
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.block_file import MARKER, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
-from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory, remove_old_graphs
+from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory
 from semkv.stores.catalog import Catalog, NamespaceUse
 from semkv.stores.database import CATALOG, is_damage, is_filled
 from semkv.stores.database import is_ours as is_our_database
@@ -365,7 +365,7 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
 def _drop_strays(cache_dir: Path) -> int:
     """Delete what crashed writers left under temporary names, but for block files; how many files that were."""
     patterns = [pattern for pattern in ("media/??/*.tmp", *CACHE_FILES) if pattern.endswith(".tmp")]
-    return sum(remove_strays(cache_dir, pattern) for pattern in patterns) + remove_old_graphs(cache_dir)
+    return sum(remove_strays(cache_dir, pattern) for pattern in patterns)
 
 
 def purge_entries(

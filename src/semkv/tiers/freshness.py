@@ -13,7 +13,6 @@ from semkv.errors import ConfigError
 
 FOREVER = float("inf")
 _FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE], FIELD being prompt, model or tag, such as tag:news=5m"
-_GLOB = "a glob over the whole text, not a /regex/: write *rain* for /rain/, and two rules for /rain|snow/"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -77,16 +76,6 @@ class Pattern:
         return any(fnmatchcase(value.casefold(), self.pattern.casefold()) for value in values)
 
 
-def require_glob(key: str, rule: str, pattern: str) -> None:
-    """Refuse what earlier versions took for a regular expression.
-
-    Raises:
-        ConfigError: the pattern of a rule stands between slashes.
-    """
-    if len(pattern) > 1 and pattern[0] == pattern[-1] == "/":
-        raise ConfigError(key, rule, _GLOB)
-
-
 @dataclass(frozen=True, slots=True)
 class PatternRule(Pattern):
     """A lifetime for the answers that a pattern picks."""
@@ -130,7 +119,6 @@ def parse_rule(text: str, key: str = "--ttl-rule") -> PatternRule:
     if form is None:
         raise ConfigError(key, text, _FORM)
     name, pattern, ttl, options = form.groups()
-    require_glob(key, text, pattern)
     try:
         lifetime = Lifetime(_seconds(ttl))
         for option in options.split(",")[1:]:
