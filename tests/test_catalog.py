@@ -252,13 +252,3 @@ def test_a_large_catalog_makes_room_in_small_steps(tmp_path: Path, monkeypatch: 
     smaller = Catalog(tmp_path / "c.sqlite", max_entries=400)  # what is too many goes at once
     assert len(smaller.add(record("last", created=1000.0))[1].entry_ids) > 90
     assert len(smaller) <= 400
-
-
-def test_one_namespaces_image_vector_outlives_the_others(tmp_path: Path) -> None:
-    catalog = Catalog(tmp_path / "c.sqlite")
-    catalog.add(record("a"))
-    catalog.add(record("b", namespace=THERE))
-    removed = catalog.invalidate(namespace=HERE)
-    assert removed.media == ()
-    assert catalog.media_vector(namespace_key(HERE), "vision@1", "m" * 64) is None
-    assert catalog.media_vector(namespace_key(THERE), "vision@1", "m" * 64) is not None

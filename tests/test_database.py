@@ -16,7 +16,7 @@ import pytest
 
 from semkv.errors import StoreError
 from semkv.stores.catalog import Catalog
-from semkv.stores.database import CATALOG, Database, opening
+from semkv.stores.database import CATALOG, Database
 from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 from test_catalog import record
@@ -135,13 +135,6 @@ def test_a_catalog_that_is_damaged_while_open_is_put_aside_once(tmp_path: Path) 
     assert (tmp_path / f"{CATALOG}.damaged").exists()
     for catalog in (one, two):
         catalog.close()
-
-
-def test_one_at_a_time_opens_a_database(tmp_path: Path) -> None:
-    with opening(tmp_path / CATALOG), pytest.raises(BlockingIOError), opening(tmp_path / CATALOG, 0.0):
-        pass
-    with opening(tmp_path / CATALOG, 0.0):
-        pass
 
 
 OPENER = """

@@ -31,7 +31,6 @@ from semkv.cli import EXIT_ERROR, main
 from semkv.cli.store import EXIT_DAMAGED
 from semkv.config import CacheConfig
 from semkv.stores.block_file import tenant_tag
-from semkv.stores.blocks import BlockStore
 from semkv.stores.database import CATALOG
 from semkv.stores.maintenance import collect, inspect, verify
 from semkv.stores.responses.base import StoredResponse
@@ -101,30 +100,6 @@ def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
     assert "3 damaged, 3 of them deleted" in call("verify", "--cache-dir", str(used), "--repair")
     assert verify(used).damaged == ()
     assert inspect(used).nbytes > 0
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a command that cannot read everything prints."""
-    monkeypatch.setattr("sys.argv", ["semkv", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == EXIT_ERROR
-    return capsys.readouterr().out
-
-
-def test_stats_and_gc_go_on_past_a_damaged_catalog(
-    used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    break_page(used / CATALOG)
-    block_files(used, "kv")[0].with_name("0" * 16 + ".safetensors").write_bytes(b"half a file")
-    said = failing(monkeypatch, capsys, "gc", "--cache-dir", str(used), "--max-age-days", "1")
-    assert "deleted: 1 of KV, 0 of fusion states, 0 pictures, 0 entries" in said
-    found = json.loads(failing(monkeypatch, capsys, "stats", "--cache-dir", str(used), "--json"))
-    assert {store["store"]: store["items"] for store in found["stores"]} == {"kv": 2, "fusion": 1, "media": 2}
-    (unread,) = found["unread"]
-    assert "damaged" in unread
-    found = json.loads(failing(monkeypatch, capsys, "stats", "--cache-dir", str(used), "--tenant", "alice", "--json"))
-    assert found["stores"] == [], "whose the pictures are is not known"
 
 
 @pytest.mark.parametrize("command", ["stats", "gc", "verify"])
@@ -197,18 +172,6 @@ def test_a_folder_that_is_no_cache_is_refused_and_left_alone(tmp_path: Path, com
     assert files_of(tmp_path) == ({CATALOG: b""} if empty_file else {})
 
 
-def test_verify_takes_an_evicted_file_for_no_damage(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    look, other = BlockStore.damage, BlockStore(used / "kv", "kv")
-
-    def damage(store: BlockStore, file: str) -> str:
-        other.purge()
-        return look(store, file)
-
-    monkeypatch.setattr(BlockStore, "damage", damage)
-    assert verify(used).damaged == ()
-    other.close()
-
-
 # -- a database that cannot be read ------------------------------------------------------------------------------------
 
 
@@ -240,7 +203,9 @@ def make_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [break_whole, break_page, make_foreign, make_newer, make_folder])
-@pytest.mark.parametrize("command", ["stats", "verify", "verify --repair", "purge --tenant alice"])
+@pytest.mark.parametrize(
+    "command", ["stats", "verify", "verify --repair", "gc --max-age-days 1", "purge --tenant alice"]
+)
 def test_a_database_that_cannot_be_read_is_named_and_not_touched(
     used: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -277,6 +242,18 @@ def test_a_database_that_cannot_be_read_is_named_and_not_touched(
     assert [name for name in after if CATALOG in name] == [name for name in before if CATALOG in name]
     if command.startswith("purge"):
         assert "0 entries, 0 answers and 1 files deleted" in said.out, "the rest is done all the same"
+    if command.startswith("gc"):
+        assert "0 pictures, 0 entries, 0 answers" in said.out
     if command == "stats":
         assert sorted(after) == sorted(before)
         assert all(word in said.out for word in ("kv", "fusion", "media"))
+
+
+@pytest.mark.parametrize("harm", [break_whole, break_page])
+def test_a_purge_of_everything_takes_a_damaged_database_along(used: Path, harm: Callable[[Path], None]) -> None:
+    harm(used / CATALOG)
+    call("purge", "--cache-dir", str(used), "--dry-run")
+    assert (used / CATALOG).exists()
+    call("purge", "--cache-dir", str(used))
+    assert left(used) == []
+    assert inspect(used).unread == ()

@@ -6,13 +6,13 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway_helpers import wait_until
 from growth import assert_linear
 from redis_server import RedisServer
 from semkv.errors import ConfigError, StoreError
@@ -52,15 +52,6 @@ def payload(*reasons: Any, **fields: Any) -> bytes:
 
 
 GOOD = payload("stop")
-
-
-def until(condition: Callable[[], bool], seconds: float = 300.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 # -- what is kept -------------------------------------------------------------------------------------------------
@@ -284,17 +275,6 @@ def test_the_weight_of_an_entry_is_no_less_than_what_it_takes() -> None:
 # -- invalidation -------------------------------------------------------------------------------------------------
 
 
-def test_what_was_invalidated_while_it_was_computed_is_not_kept(tmp_path: Path) -> None:
-    for store in (None, SqliteStore(tmp_path / "a")):
-        cache = ResponseCache(store)
-        since = cache.begin()
-        assert cache.invalidate(Selector(model="model")) == 0
-        assert not cache.keep(Asked(), GOOD, since=since)
-        assert cache.lookup("a") is None
-        assert cache.keep(Asked(), GOOD, since=cache.begin())
-        cache.close()
-
-
 def test_every_replica_heeds_an_invalidation_within_the_poll(tmp_path: Path) -> None:
     caches = [ResponseCache(SqliteStore(tmp_path / "a"), poll_s=0.1) for _ in range(3)]
     caches[0].keep(Asked("a"), GOOD)
@@ -307,7 +287,7 @@ def test_every_replica_heeds_an_invalidation_within_the_poll(tmp_path: Path) -> 
     assert caches[2].peek("a") is not None
     assert caches[1].invalidate(Selector(partition="tenant")) == 1
     assert caches[1].peek("a") is None
-    assert all(until(lambda cache=cache: cache.peek("a") is None, 2.0) for cache in caches)  # type: ignore[misc]
+    wait_until(lambda: all(cache.peek("a") is None for cache in caches))
     assert all(cache.lookup("a") is None for cache in caches)
     assert all(cache.peek("b") is not None for cache in caches)
     assert not caches[2].keep(Asked("a"), GOOD, since=since)
@@ -376,7 +356,7 @@ def test_a_store_that_is_down_is_left_alone_counted_and_taken_up_again() -> None
     assert cache.peek("x5") is not None
     assert cache.counts()["fault:store get"] == 1
     store.broken = False
-    assert until(lambda: cache.keep(Asked("y"), GOOD) and store.get("y") is not None)
+    wait_until(lambda: cache.keep(Asked("y"), GOOD) and store.get("y") is not None)
     assert cache.lookup("none") is None
     cache.close()
 
@@ -410,7 +390,7 @@ def test_memory_is_not_served_when_the_store_was_unheard_of_for_long() -> None:
     cache.keep(Asked(), GOOD)
     assert cache.peek("a") is not None
     store.broken = True
-    assert until(lambda: cache.peek("a") is None)
+    wait_until(lambda: cache.peek("a") is None)
     store.invalidate(Selector(key="a"))  # by another replica, which reaches the store
     store.broken = False
     time.sleep(0.3)

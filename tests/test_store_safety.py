@@ -26,9 +26,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from block_helpers import FAULTS, files, found, lose_index, open_store, rewrite, right, save
+from block_helpers import files, found, lose_index, open_store, rewrite, right, save
 from semkv.errors import CorruptValue, StoreError
-from semkv.stores import block_index, blocks
+from semkv.stores import block_index
 from semkv.stores.block_file import BlockFile
 from semkv.stores.blocks import Bounds
 from semkv.stores.cachedir import purge_directory
@@ -183,26 +183,6 @@ def pristine(memory: Path) -> Path:
     return memory / "pristine"
 
 
-def test_a_thousand_faults_are_a_thousand_counted_misses(memory: Path, pristine: Path) -> None:
-    rng, root = random.Random(3), memory / "kv"
-    logging.disable(logging.WARNING)
-    try:
-        for number in range(1000):
-            shutil.copytree(pristine, root)
-            every = sorted((root / "extents").glob("??/*.safetensors"))
-            FAULTS[number % len(FAULTS)](rng.choice(every), rng, every)
-            store = open_store(root)
-            assert right(store, 0, 12) < 12, FAULTS[number % len(FAULTS)].__name__
-            assert store.counters.get("corrupt", 0) + store.counters.get("missing", 0) >= 1
-            if number % 20 == 0:  # and the place is free again
-                save(store, 0, 4)
-                assert right(store, 0, 4) == 4
-            store.close()
-            shutil.rmtree(root)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def test_any_flipped_bit_of_the_index_stops_nothing(memory: Path, pristine: Path) -> None:
     """The store opens, serves nothing wrong, takes new blocks, purges and is looked after, without an exception."""
     rng, root, size = random.Random(5), memory / "kv", (pristine / "index.sqlite").stat().st_size
@@ -324,23 +304,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"needs the right to mount a file system (run as root): {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_on_a_full_disk_writing_pauses_and_goes_on_when_there_is_room(
-    small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks, "RETRY_S", 0.0)
-    (small_disk / "other").write_bytes(bytes(100_000))
-    store = open_store(small_disk / "kv")
-    assert save(store, 0, 4)
-    for first in range(8, 800, 8):
-        save(store, first, 8)
-    assert store.on
-    assert right(store, 0, 4) == 4
-    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
-    (small_disk / "other").unlink()
-    assert save(store, 1000, 8)
-    assert right(store, 1000, 8) == 8
 
 
 def test_a_purge_frees_a_disk_that_answers_have_filled_under_a_running_process(small_disk: Path) -> None:
