@@ -25,7 +25,8 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -320,45 +321,43 @@ def dump(record: Record) -> bytes:
     return xxhash.xxh3_128_hexdigest(text).encode() + text
 
 
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """What others wrote; whatever is wrong with it is a `CorruptValue`."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise CorruptValue(f"{what}: {error!r}") from error
+
+
 def load(data: bytes) -> tuple[Entry, dict[str, bytes]]:
     """The reverse of `dump`: an entry, and its packed vectors.
 
     Raises:
         CorruptValue: the checksum, the format or a value is not what it should be.
     """
-    body = _body(data)
-    try:
+    text = data[_CHECKSUM:]
+    if len(data) > _LARGEST or data[:_CHECKSUM] != xxhash.xxh3_128_hexdigest(text).encode():
+        raise CorruptValue("shared entry: too large, or it fails its checksum")
+    with _reading("shared entry"):
+        body: Mapping[str, Any] = json.loads(text)
+        if body["format"] != FORMAT:
+            raise ValueError("of another format")
         words = [body[name] for name in ("id", "tenant", "model", "chunk_text", "response")]
-        segments, created = load_segments(body["segments"]), float(body["created"])
+        segments, tags, created = load_segments(body["segments"]), tuple(body["tags"]), float(body["created"])
         texts = [s.media_id if isinstance(s, MediaSegment) else s.text for s in segments]
-        names = [s.name for s in segments if isinstance(s, MediaSegment)]
+        images = [s for s in segments if isinstance(s, MediaSegment)]
+        "".join([*words, *texts, *(s.name for s in images), *tags]).encode()  # texts, and no half of a character
+        if not segments or not all(re.fullmatch(r"[0-9a-f]{64}", s.media_id) for s in images):
+            raise ValueError("no segments, or no digest of an image")
+        if not math.isfinite(created):
+            raise ValueError("no time")
         vectors = {str(layer): base64.b64decode(text, validate=True) for layer, text in body["vectors"].items()}
-        ids = [s.media_id for s in segments if isinstance(s, MediaSegment)]
-        if not all(isinstance(word, str) for word in (*words, *texts, *names, *body["tags"])):
-            raise CorruptValue("shared entry: a text that is none")
-        "".join((*words, *texts, *names, *body["tags"])).encode()  # no half of a character
-        if not segments or not all(re.fullmatch(r"[0-9a-f]{64}", item) for item in ids) or not math.isfinite(created):
-            raise CorruptValue("shared entry: no segments, no digest of an image, or no time")
         entry_id, tenant, model, chunk_text, response = words
         return Entry(
-            entry_id, Namespace(tenant, model), segments, chunk_text, response, tags=tuple(body["tags"]),
+            entry_id, Namespace(tenant, model), segments, chunk_text, response, tags=tags,
             created=min(created, time.time()), metadata=dict(body["metadata"]),
         ), vectors  # fmt: skip
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CorruptValue(f"shared entry: {error!r}") from error
-
-
-def _body(data: bytes) -> Mapping[str, Any]:
-    text = data[_CHECKSUM:]
-    try:
-        if len(data) > _LARGEST or data[:_CHECKSUM] != xxhash.xxh3_128_hexdigest(text).encode():
-            raise CorruptValue("shared entry: too large, or it fails its checksum")
-        body: Mapping[str, Any] = json.loads(text)
-        if body["format"] == FORMAT:
-            return body
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise CorruptValue(f"shared entry: {error!r}") from error
-    raise CorruptValue("shared entry: of another format")
 
 
 def read_criteria(data: bytes) -> Criteria:
@@ -367,15 +366,12 @@ def read_criteria(data: bytes) -> Criteria:
     Raises:
         CorruptValue: they are none. So nothing is removed, rather than too much.
     """
-    try:
+    with _reading("shared removal"):
         criteria: Criteria = json.loads(data)
         right = all(isinstance(value, _KINDS[name]) for name, value in criteria.items())  # type: ignore[arg-type]
-        right = right and math.isfinite(criteria.get("before", 0.0))  # type: ignore[arg-type]
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-        raise CorruptValue(f"shared removal: {error!r}") from error
-    if not right:
-        raise CorruptValue("shared removal: a criterion of another type")
-    return criteria
+        if not right or not math.isfinite(criteria.get("before", 0.0)):  # type: ignore[arg-type]
+            raise ValueError("a criterion of another type")
+        return criteria
 
 
 def _concerns(criteria: Criteria, data: bytes) -> bool:
