@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,43 +95,3 @@ def rewrite(path: Path, **fields: Any) -> None:
     checksum = block_file._head_checksum(text, tensor)
     head = json.dumps({"__metadata__": {"semkv": text, "checksum": checksum}, "blocks": tensor}).encode()
     path.write_bytes(struct.pack("<Q", len(head)) + head + raw[8 + length :])
-
-
-# -- what can happen to a block file: functions of the file, a random source and all files of the store ---------------
-
-
-def flip(path: Path, rng: random.Random, _: list[Path]) -> None:
-    data = bytearray(path.read_bytes())
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def truncate(path: Path, rng: random.Random, _: list[Path]) -> None:
-    os.truncate(path, rng.randrange(path.stat().st_size))
-
-
-def grow(path: Path, rng: random.Random, _: list[Path]) -> None:
-    path.write_bytes(path.read_bytes() + rng.randbytes(rng.randint(1, 4096)))
-
-
-def swap(path: Path, rng: random.Random, every: list[Path]) -> None:
-    other = rng.choice([p for p in every if p != path])
-    mine, others = path.read_bytes(), other.read_bytes()
-    path.write_bytes(others)
-    other.write_bytes(mine)
-
-
-def relabel(path: Path, rng: random.Random, _: list[Path]) -> None:
-    """A well-formed file of another model, tenant, or order of blocks."""
-    mine = header(path)
-    changes = {"namespace": "another", "owner": "another", "layout": "{}", "version": 3, "file": "f" * 16}
-    changes |= {field: " ".join(mine[field].split()[::-1]) for field in ("keys", "checksums")}
-    field = rng.choice(sorted(changes))
-    rewrite(path, **{field: changes[field]})
-
-
-def remove(path: Path, rng: random.Random, _: list[Path]) -> None:
-    path.unlink()
-
-
-FAULTS = [flip, truncate, grow, swap, relabel, remove]

@@ -27,7 +27,7 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
     for store in (open_store(root / "kv"), BlockStore(root / "fusion", "fusion"), BlockStore(fusion, "fusion")):
         assert save(store, 0, 2)
         store.close()
-    ours = ["catalog.sqlite.damaged", "media/ab/" + "ab" * 32, "graphs/a/a.graph", "policy.json"]
+    ours = ["catalog.sqlite.damaged", "media/ab/" + "ab" * 32, "policy.json"]
     ours += ["kv/extents/0a/0a11.safetensors", f"weights/{'0a' * 32}.json", f"weights/{'0a' * 32}.json.0a11.tmp"]
     theirs = [
         "notes.txt",

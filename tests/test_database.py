@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sqlite3
@@ -17,7 +16,7 @@ import pytest
 
 from semkv.errors import StoreError
 from semkv.stores.catalog import Catalog
-from semkv.stores.database import CATALOG, Database, is_ours, opening
+from semkv.stores.database import CATALOG, Database
 from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 from test_catalog import record
@@ -25,14 +24,6 @@ from test_catalog import record
 
 def response(key: str, payload: bytes = b"{}") -> StoredResponse:
     return StoredResponse(key, "tenant", "model", payload, time.time())
-
-
-def make_old(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute("CREATE TABLE answers (key TEXT)")
-        db.execute("INSERT INTO answers VALUES ('an old secret')")
-        db.execute(f"PRAGMA application_id={0x73656D6B}")
-        db.execute("PRAGMA user_version=1")
 
 
 def modes(folder: Path) -> set[int]:
@@ -49,17 +40,6 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
     with closing(Catalog(folder / CATALOG)) as catalog:
         catalog.add(record("b"))
         assert modes(folder) == {0o600}, "a file of an older version gets the mode when it is opened"
-
-
-def test_an_older_format_is_emptied_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make_old(tmp_path / CATALOG)
-    assert is_ours(tmp_path / CATALOG)
-    with pytest.raises(StoreError, match="older version"):
-        Catalog(tmp_path / CATALOG, replace=False)
-    with caplog.at_level(logging.WARNING), closing(SqliteStore(tmp_path / CATALOG)) as store:
-        assert store.put(response("a"))
-    assert [line.message for line in caplog.records if "older version" in line.message]
-    assert b"an old secret" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
 
 
 def test_who_has_an_emptied_database_open_hears_of_it_and_goes_on(tmp_path: Path) -> None:
@@ -157,13 +137,6 @@ def test_a_catalog_that_is_damaged_while_open_is_put_aside_once(tmp_path: Path) 
         catalog.close()
 
 
-def test_one_at_a_time_opens_a_database(tmp_path: Path) -> None:
-    with opening(tmp_path / CATALOG), pytest.raises(BlockingIOError), opening(tmp_path / CATALOG, 0.0):
-        pass
-    with opening(tmp_path / CATALOG, 0.0):
-        pass
-
-
 OPENER = """
 import sys, time
 from pathlib import Path
@@ -178,13 +151,11 @@ store.close()
 """
 
 
-@pytest.mark.parametrize("harm", ["missing", "damaged", "old"])
+@pytest.mark.parametrize("harm", ["missing", "damaged"])
 def test_processes_that_open_at_once_have_one_database(tmp_path: Path, harm: str) -> None:
     path = tmp_path / CATALOG
     if harm == "damaged":
         path.write_bytes(b"garbage" * 1000)
-    elif harm == "old":
-        make_old(path)
     commands = [[sys.executable, "-c", OPENER, str(path), str(number)] for number in range(4)]
     started = [subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for c in commands]
     for process in started:

@@ -24,11 +24,10 @@ from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, Served, Started, cha
 from redis_server import RedisServer
 from scripted_upstream import Scripted
 from semkv.server.tenancy import named_tenant
-from semkv.stores.catalog_rows import Record, pack, unpack
-from semkv.stores.entry_log import EntryLog, LogBatch
+from semkv.stores.catalog import Record, pack, unpack
 from semkv.stores.maintenance import purge_all, purge_entries
 from semkv.stores.responses.base import Selector
-from semkv.tiers.sharing import dump
+from semkv.tiers.sharing import EntryLog, LogBatch, dump
 from semkv.types import Namespace, Request, TextSegment
 
 PROXY = {"trusted_proxies": ("127.0.0.0/8",)}
@@ -547,7 +546,7 @@ class TestDonors:
     def test_who_was_away_for_longer_than_the_log_hears_of_every_removal(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("semkv.stores.entry_log._REMOVALS", 3)
+        monkeypatch.setattr("semkv.tiers.sharing._REMOVALS", 3)
         server = RedisServer(tmp_path)
         try:
             log = EntryLog(server.url, timeout_s=60, name=f"log:{DIGEST}")

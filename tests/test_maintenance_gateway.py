@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from command_line import invoke
 from gateway_helpers import SECRET, Pair, wait_until
 from maintenance_helpers import call, left, refused
 from semkv.config import CacheConfig
-from semkv.stores.block_file import tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import prepare
-from semkv.stores.catalog import Catalog
 from semkv.stores.database import CATALOG
 from semkv.stores.responses.ahead import AheadLog
 from semkv.stores.responses.base import StoredResponse
@@ -41,22 +37,6 @@ def fill(folder: Path, count: int = 600) -> None:
     with closing(SqliteStore(folder / CATALOG)) as store:
         for i in range(count):
             store.put(StoredResponse(f"{i:064x}", "alice", "model", b'{"a": %d}' % i, time.time()))
-
-
-def test_hits_of_a_gateways_entries_are_counted_while_it_runs(tmp_path: Path) -> None:
-    def found() -> list[tuple[int, int]]:
-        listed = json.loads(call("stats", "--cache-dir", str(tmp_path), "--json"))["entries"]
-        return [(use["entries"], use["hits"]) for use in listed]
-
-    with Pair(tmp_path, semantic=True) as pair:
-        pair.post("What is the capital of Italy?")
-        wait_until(lambda: found() == [(1, 0)])
-        for text in ("what is  the capital of Italy?", "What is the  capital of Italy?"):
-            assert "text:normalised" in pair.post(text).headers["x-semkv"]
-        pair.post("Who wrote Faust?")
-        wait_until(lambda: found() == [(2, 2)])
-        assert pair.post("what is  the  capital of Italy?").headers["x-semkv"].startswith("hit")
-    assert found() == [(2, 3)], "the last one was written at the end"
 
 
 @pytest.mark.parametrize(
@@ -171,35 +151,6 @@ def test_purge_of_a_directory_that_engines_share_with_a_running_gateway(tmp_path
         assert "text:normalised" in pair.post("who wrote  Faust?").headers["x-semkv"]
     call(*purge)
     assert left(tmp_path) in ([], ["secret"])
-
-
-def damage_head(catalog: Path) -> None:
-    catalog.write_bytes(b"garbage" * 1000)
-
-
-def damage_pages(catalog: Path) -> None:
-    Catalog(catalog).close()
-    data = bytearray(catalog.read_bytes())
-    data[4096:] = b"\xff" * (len(data) - 4096)
-    catalog.write_bytes(data)
-
-
-@pytest.mark.parametrize("harm", [damage_head, damage_pages])
-def test_a_damaged_catalog_stops_no_purge(tmp_path: Path, harm: Callable[[Path], None]) -> None:
-    prepare(CacheConfig(tmp_path))
-    fill(tmp_path, 3)
-    with closing(BlockStore(tmp_path / "kv", "kv")) as kv:
-        kv.write("ns", {}, [b"k" * 32], [np.zeros(256, np.uint8)], owner=tenant_tag("alice"))
-    harm(tmp_path / CATALOG)
-    purge = ("purge", "--cache-dir", str(tmp_path))
-    result = invoke([*purge, "--tenant", "alice"])
-    assert "0 entries, 0 answers and 1 files deleted" in result.stdout
-    assert result.exit_code == 2
-    assert "a purge without --tenant and --tag deletes it" in result.stderr
-    call(*purge, "--dry-run")
-    assert (tmp_path / CATALOG).exists()
-    call(*purge)
-    assert (left(tmp_path), answers(tmp_path)) == ([], 0)
 
 
 def test_another_programs_catalog_is_told_and_stays(tmp_path: Path) -> None:

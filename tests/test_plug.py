@@ -438,7 +438,7 @@ def test_a_wrong_part_is_named_with_key_and_value(tmp_path: Path, flag: str, pat
 
 
 def test_a_wrong_store_or_policy_is_named_before_a_gateway_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--store: .*a semkv\.ResponseStore with get, put, slide"):
+    with pytest.raises(ConfigError, match=r"--store: .*a semkv\.ResponseStore with get, put, invalidate"):
         open_store(f"{__name__}:nothing", tmp_path / "db")
     with pytest.raises(ConfigError, match="no license"):
         build_policy(CacheConfig(tmp_path, policy=f"{__name__}:broken"), "")

@@ -168,28 +168,31 @@ def test_a_cache_that_nobody_has_any_more_is_not_followed(tmp_path: Path) -> Non
     assert not follower.is_alive()
 
 
-def test_what_is_recorded_again_during_a_purge_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["another process", "this one"])
+def test_what_is_recorded_again_during_a_purge_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
     cache = opened(tmp_path)
     record(cache, "bob", 30)
-    matching = cache._matching
-    real = matching._catalog.missing
-    again: list[threading.Thread] = []
+    name = "missing" if by == "another process" else "invalidate"
+    real, again = getattr(cache._catalog, name), []
 
-    def missing(entries: Sequence[str]) -> list[str]:
-        """Just after it was asked, another thread records the same."""
-        gone = real(entries)
+    def asked(*which: Any, **criteria: Any) -> Any:
+        """Just after it, another thread records the same."""
+        gone = real(*which, **criteria)
         if gone and not again:
-            thread = threading.Thread(target=record, args=(cache, "bob", 30))
-            thread.start()
-            thread.join(0.2)
-            again.append(thread)
+            again.append(threading.Thread(target=record, args=(cache, "bob", 30)))
+            again[0].start()
+            again[0].join(0.2)
         return gone
 
-    monkeypatch.setattr(matching._catalog, "missing", missing)
-    purge_entries(tmp_path, ["bob"], None, dry_run=False)
-    wait_until(lambda: again)
+    monkeypatch.setattr(cache._catalog, name, asked)
+    if by == "another process":
+        purge_entries(tmp_path, ["bob"], None, dry_run=False)
+    else:
+        assert cache.invalidate(namespace=Namespace("bob", "m")) == 30
+    wait_until(lambda: again and cache._matching._purge == cache._catalog.purge())
     again[0].join(120)
-    wait_until(lambda: matching._purge == matching._catalog.purge())
     assert [len(index) for index in indexes(cache)] == [30, 30] == [len(cache._catalog)] * 2
     cache.close()
 
@@ -235,22 +238,3 @@ def test_what_another_process_wrote_is_indexed_though_the_first_try_fails(
     wait_until(lambda: [len(index) for index in indexes(cache)] == [1, 1])
     assert failed
     cache.close(), other.close()
-
-
-def test_what_is_recorded_again_during_an_invalidation_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = opened(tmp_path)
-    record(cache, "bob", 30)
-    real = cache._catalog.invalidate
-
-    def invalidate(**criteria: Any) -> Any:
-        """Just after it, another thread records the same."""
-        removed = real(**criteria)
-        record(cache, "bob", 30)
-        return removed
-
-    monkeypatch.setattr(cache._catalog, "invalidate", invalidate)
-    assert cache.invalidate(namespace=Namespace("bob", "m")) == 30
-    assert [len(index) for index in indexes(cache)] == [30, 30] == [len(cache._catalog)] * 2
-    cache.close()

@@ -210,12 +210,6 @@ def test_what_is_no_log_is_left_alone(tmp_path: Path) -> None:
     assert not gate.brought
 
 
-def test_what_is_on_its_way_to_one_store_is_not_brought_to_another(tmp_path: Path) -> None:
-    places = {ahead.folder_of(tmp_path, store) for store in ("", "redis://:hush@host/0", "redis://host/1", "file")}
-    assert len(places) == 4
-    assert "hush" not in str(places)
-
-
 def test_a_file_system_without_locks_has_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> None:
         raise OSError("no locks")
@@ -310,18 +304,6 @@ def test_what_another_replica_invalidates_meanwhile_is_not_served(tmp_path: Path
     assert store.get("a") is None
     cache.close()
     other.close()
-
-
-def test_what_is_invalidated_while_it_is_computed_is_not_kept(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "a")
-    cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=300.0)
-    since = cache.begin()
-    cache.invalidate(Selector())
-    assert cache.try_keep(Asked(), GOOD, since=since) is False
-    assert cache.counts()["refused:invalidated or too large"] == 1
-    assert cache.peek("a") is None
-    cache.close()
-    assert SqliteStore(tmp_path / "a").get("a") is None
 
 
 def test_an_invalidation_counts_what_is_on_its_way_and_does_not_wait_for_it(tmp_path: Path) -> None:

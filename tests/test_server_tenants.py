@@ -215,7 +215,6 @@ class TestTags:
             "prompt:x=",
             "prompt:x=a b",
             f"prompt:x={'y' * 65}",
-            "prompt:/(a+)+b/=x",
         ):
             with pytest.raises(ConfigError, match="--tag-rule"):
                 parse_tag_rule(wrong)

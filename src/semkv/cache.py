@@ -32,9 +32,7 @@ from semkv.encoders.hooks import EmbeddingHook, JoinedHook, build_hook, declared
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import ConfigError, StoreError
 from semkv.guards import forget, no_veto, veto
-from semkv.stores.catalog import Catalog
-from semkv.stores.catalog_rows import Removed
-from semkv.stores.entry_log import EntryLog
+from semkv.stores.catalog import Catalog, Removed
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import GuardedEncoder, Tally
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
@@ -44,7 +42,7 @@ from semkv.tiers.pending import PendingTier
 from semkv.tiers.plan import Planner
 from semkv.tiers.plugged import Index, Tier
 from semkv.tiers.policies import Decider, build_policy
-from semkv.tiers.sharing import Sharing
+from semkv.tiers.sharing import EntryLog, Sharing
 from semkv.tiers.similar import wrong_dimension
 from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport, Scope
 

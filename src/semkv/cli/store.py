@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,15 +17,21 @@ from semkv.errors import ConfigError, StoreError
 from semkv.stores.database import CATALOG
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    from collections.abc import Callable, Sequence
+
     from rich.console import Console
     from rich.table import Table
 
-    from semkv.stores.maintenance import CacheUse
+    from semkv.stores.maintenance import CacheUse, Collected, Damage, Purged
 
 EXIT_DAMAGED = 1
 _ELSEWHERE = f"answers that a gateway keeps elsewhere than in {CATALOG} there (its --store)"
 _INVALIDATE = f"{_ELSEWHERE}: its /semkv/api/invalidate removes them"
+_IN_MEMORY = (
+    "KV blocks and encoder outputs that running engines hold in memory (until they are evicted, or the engine "
+    "restarts), the latest hits that a gateway's dashboard shows, and what is being written now"
+)
+_PUT_ASIDE = f"{CATALOG}.damaged, which an engine or a gateway put aside (delete it)"
 _NAMES = 20  # tenants that are listed
 
 CacheDir = Annotated[
@@ -118,12 +128,7 @@ def _stats(
             known = list(dict.fromkeys(names))
             listed = ", ".join(map(_tenant, known[:_NAMES])) + ", ..." * (len(known) > _NAMES)
             print(f"nothing is here of {_tenant(tenant)}; known: {listed or 'nobody'}", file=sys.stderr)
-    if as_json:
-        _print_json(found)
-    else:
-        _print_use(found)
-    if found.unread:
-        raise StoreError("; ".join(found.unread))
+    _report(found, as_json, lambda: _print_use(found))
 
 
 def _print_use(found: CacheUse) -> None:
@@ -174,15 +179,9 @@ def _verify(
             repair=repair,
             advance=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    if as_json:
-        _print_json(found)
-    else:
-        for line in found.damaged:
-            print(line)
-        counts = f"{found.checked} files and {found.answers} answers checked, {len(found.damaged)} damaged"
-        print(counts + f", {found.deleted} of them deleted" * repair + ", not all could be read" * bool(found.unread))
-    if found.unread:
-        raise StoreError("; ".join(found.unread))
+    counts = f"{found.checked} files and {found.answers} answers checked, {len(found.damaged)} damaged"
+    counts += f", {found.deleted} of them deleted" * repair + ", not all could be read" * bool(found.unread)
+    _report(found, as_json, lambda: print(*found.damaged, counts, sep="\n"))
     if len(found.damaged) > found.deleted:
         sys.exit(EXIT_DAMAGED)
 
@@ -209,17 +208,12 @@ def _gc(
     from semkv.stores.maintenance import collect
 
     found = collect(_folder(cache_dir), fusion_cache_dir, max_age_days)
-    if as_json:
-        _print_json(found)
-    else:
-        print(
-            f"deleted: {found.kv} of KV, {found.fusion} of fusion states, {found.media} pictures, "
-            f"{found.entries} entries, {found.answers} answers, {found.strays} temporary files"
-        )
-    if max_age_days and _has_gateway(_folder(cache_dir)):
-        print(f"left: {_INVALIDATE}", file=sys.stderr)
-    if found.unread:
-        raise StoreError("; ".join(found.unread))
+    said = (
+        f"deleted: {found.kv} of KV, {found.fusion} of fusion states, {found.media} pictures, "
+        f"{found.entries} entries, {found.answers} answers, {found.strays} temporary files"
+    )
+    left = [_INVALIDATE] * bool(max_age_days and _has_gateway(_folder(cache_dir)))
+    _report(found, as_json, lambda: print(said), left)
 
 
 @purge.default
@@ -238,36 +232,49 @@ def _purge(
     """
     from semkv.stores.maintenance import purge_all, purge_entries, purge_salts
 
-    folder, gateways = _folder(cache_dir), None
-    has_gateway = _has_gateway(folder)
+    folder = _folder(cache_dir)
+    left = [_INVALIDATE] * _has_gateway(folder)
     if tenant is None and tag is None:
         found = purge_all(folder, fusion_cache_dir, dry_run=dry_run)
     else:
+        left += [_IN_MEMORY, *[_PUT_ASIDE] * (folder / f"{CATALOG}.damaged").exists()]
         names = None if tenant is None else _names(folder, tenant)
         found = purge_entries(folder, names, tag, dry_run=dry_run)
-        if names is not None and tag is None:
-            own, salts = _salts(folder, names)
-            found += purge_salts(folder, fusion_cache_dir, own, dry_run=dry_run)
-            if salts:
+        if names is None or tag is not None:
+            left.append("KV blocks and encoder outputs (they have no tags)")
+        else:
+            own, gateways = _salts(folder, names)
+            left += _unattributed(known=bool(gateways))
+            for salts in (own, gateways):
                 theirs = purge_salts(folder, fusion_cache_dir, salts, dry_run=dry_run)
-                found, gateways = found + theirs, theirs.files
+                found += theirs
+            if gateways and not theirs.files:
+                left.append("those of a gateway, if it stored any: none has the salt of this tenant and this secret")
+    done = "would be deleted" if dry_run else "deleted"
+    said = f"{found.entries} entries, {found.answers} answers and {found.files} files {done}"
+    _report(found, as_json, lambda: print(said), left)
+
+
+def _report(
+    found: CacheUse | Damage | Collected | Purged, as_json: bool, show: Callable[[], None], left: Sequence[str] = ()
+) -> None:
+    """Print a result, and for people what was left.
+
+    Raises:
+        StoreError: not all could be read.
+    """
     if as_json:
-        _print_json(found)
+        print(json.dumps(asdict(found), indent=2))
     else:
-        done = "would be deleted" if dry_run else "deleted"
-        print(f"{found.entries} entries, {found.answers} answers and {found.files} files {done}")
-    if tenant is not None or tag is not None:
-        print(_left_over(folder, tag, gateways, has_gateway=has_gateway), file=sys.stderr)
-    elif has_gateway:
-        print(f"left: {_INVALIDATE}", file=sys.stderr)
+        show()
+    if left:
+        print("left: " + "; ".join(left), file=sys.stderr)
     if found.unread:
         raise StoreError("; ".join(found.unread))
 
 
 def _secret(folder: Path) -> bytes:
     """The gateway's, where it can be had."""
-    import os
-
     file = folder / "secret"
     try:
         return os.environ.get("SEMKV_SECRET", "").encode() or file.read_bytes()
@@ -305,24 +312,6 @@ def _salts(folder: Path, names: list[str]) -> tuple[list[str | None], list[str]]
     return own, [tenant_salt(secret, name, None) for name in names] if secret else []
 
 
-def _left_over(folder: Path, tag: str | None, gateways: int | None, *, has_gateway: bool) -> str:
-    """What a purge of some entries does not reach, for people. ``gateways``: how many files had the gateway's salt."""
-    left = [
-        "KV blocks and encoder outputs that running engines hold in memory (until they are evicted, or the engine "
-        "restarts), the latest hits that a gateway's dashboard shows, and what is being written now",
-        *[_INVALIDATE] * has_gateway,
-    ]
-    if (folder / f"{CATALOG}.damaged").exists():
-        left.append(f"{CATALOG}.damaged, which an engine or a gateway put aside (delete it)")
-    if tag is not None:
-        left.append("KV blocks and encoder outputs (they have no tags)")
-    else:
-        left += _unattributed(known=gateways is not None)
-        if gateways == 0:
-            left.append("those of a gateway, if it stored any: none has the salt of this tenant and this secret")
-    return "left: " + "; ".join(left)
-
-
 def _unattributed(*, known: bool) -> list[str]:
     """What is on the disk and not known to be a tenant's, for people. ``known``: whether the gateway's secret is."""
     unattributed = [
@@ -336,13 +325,6 @@ def _unattributed(*, known: bool) -> list[str]:
 
 def _folder(given: Path | None) -> Path:
     return given or default_cache_dir()
-
-
-def _print_json(value: DataclassInstance) -> None:
-    import json
-    from dataclasses import asdict
-
-    print(json.dumps(asdict(value), indent=2))
 
 
 def _console() -> Console:
@@ -382,8 +364,6 @@ def _size(nbytes: int) -> str:
 
 
 def _ago(moment: float | None) -> str:
-    import time
-
     if moment is None:
         return "-"
     seconds = max(0.0, time.time() - moment)

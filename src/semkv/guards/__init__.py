@@ -52,7 +52,7 @@ MOST_UNMATCHED = 8.0
 """Unmatched words from which more make no difference to a calibration."""
 
 _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
-    code, quote, case, form, quantity, date, negation, groups, choice, sides, around, opposites, question, modality,
+    code, quote, case, form, quantity, date, negation, choice, sides, around, groups, opposites, question, modality,
     tense, person, role, word_order, focus, particle, relation, nation, substitution, unknown_language,
 )  # fmt: skip
 _REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests

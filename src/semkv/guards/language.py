@@ -237,6 +237,7 @@ class Language(Tables):
         months = dict.fromkeys(self.dates.get("month", {}).values())
         self.senses |= {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}
         self.grouped = {word for table in self.groups.values() for word in table}
+        self.groupings = self.stems(self.grouped)
         self.around = self.groups.get("direction", {}).keys() | self.pivots
         self.alone = self.articles | self.persons.keys()
         self.parting = self.ways.keys() | self.questions.keys() | self.relatives | self.clauses

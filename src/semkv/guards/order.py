@@ -26,7 +26,9 @@ def word_order(p: Pair) -> str | None:
 
 def sides(p: Pair) -> str | None:
     """Another word after a side or a "than", or after the "that" of a noun: "above the ring"; "birds that eat
-    owls", "birds that owls eat"."""
+    owls", "birds that owls eat". Or a color, a size and the like at another noun: "a green ball and a ring"."""
+    if _attached(p):
+        return "word order"
     if (p.language.around | p.language.relatives).isdisjoint(p.words):
         return None
     first, second = (_after(text, p.language) for text in (p.a, p.b))
@@ -34,6 +36,19 @@ def sides(p: Pair) -> str | None:
         return None
     shared = p.a.stems.keys() & p.b.stems.keys()
     return "word order" if {*first.values(), *second.values()} <= {"", *shared} else None
+
+
+def _attached(p: Pair) -> bool:
+    """Whether a word that tells objects apart stands before another of the nouns that both texts have."""
+    if p.language.grouped.isdisjoint(p.a.words & p.b.words):
+        return False
+    first, second = (
+        {x.word: y.stem for x, y in itertools.pairwise(text.spine) if x.word in p.language.grouped} for text in (p.a, p.b)
+    )
+    shared = (p.a.stems.keys() & p.b.stems.keys()) - p.language.quiet - p.language.groupings
+    return any(
+        stem != second[word] and {stem, second[word]} <= shared for word, stem in first.items() if word in second
+    )
 
 
 def around(p: Pair) -> str | None:

@@ -61,14 +61,13 @@ from semkv.server.routes import ROUTES
 from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.server.upstream import AppUpstream, Call, HttpUpstream, Upstream, UpstreamError
-from semkv.stores.clock import SteadyClock
 from semkv.stores.database import CATALOG
-from semkv.stores.entry_log import open_entry_log
 from semkv.stores.responses import open_store
 from semkv.stores.responses.ahead import folder_of
-from semkv.stores.responses.base import Selector
+from semkv.stores.responses.base import Selector, SteadyClock
 from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
 from semkv.tiers.response import ResponseCache
+from semkv.tiers.sharing import open_entry_log
 
 if TYPE_CHECKING:
     from semkv.server.tracing import Tracing

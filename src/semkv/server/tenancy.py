@@ -27,7 +27,7 @@ from semkv.errors import ConfigError
 from semkv.keys import media_uuid
 from semkv.server.asgi import Scope, header
 from semkv.server.routes import ROUTES
-from semkv.tiers.freshness import Pattern, Subject, require_glob
+from semkv.tiers.freshness import Pattern, Subject
 
 Network = IPv4Network | IPv6Network
 
@@ -240,7 +240,6 @@ def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
     form = re.fullmatch(r"(prompt|model):(.+)=([^=]*)", text, re.DOTALL)
     if form is None or not _TAG.fullmatch(form[3]):
         raise ConfigError(key, text, _FORM)
-    require_glob(key, text, form[2])
     return TagRule(form[1], form[2], form[3])
 
 

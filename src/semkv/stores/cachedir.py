@@ -29,12 +29,10 @@ _STORES = ("kv", "fusion")
 _WAIT_S = 5.0  # for processes that write to the database
 _MARK = json.dumps({"format": FORMAT, "kind": "cache"})
 
-OLD_GRAPHS = ("graphs/*/*.graph", "graphs/*/*.tmp")  # vectors, which earlier versions kept a second time
 # What semkv writes into a cache directory besides databases and block stores.
 CACHE_FILES = (
     f"{CATALOG}.damaged",
     "media/??/*",
-    *OLD_GRAPHS,
     "policy.json",
     "policy.json.*.tmp",
     f"weights/{'?' * 64}.json",  # what the connectors noted of checkpoints
@@ -96,19 +94,12 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     for pattern in CACHE_FILES:  # what was written until then
         for file in _files(root, pattern):
             file.unlink(missing_ok=True)
-    if _version_of(root) not in (None, FORMAT) and root not in stores:
+    marker = read_marker(root)
+    if marker is not None and marker.get("format") != FORMAT and root not in stores:
         replace_text(root / MARKER, _MARK, private=True)
     if left:
         raise StoreError(left)
     return len(files | blocks)
-
-
-def remove_old_graphs(root: Path) -> int:
-    """Delete the graphs of vectors that an earlier version left; how many."""
-    files = {file for pattern in OLD_GRAPHS for file in _files(root, pattern)}
-    for file in files:
-        file.unlink(missing_ok=True)
-    return len(files)
 
 
 def _empty_store(root: Path) -> None:
@@ -172,26 +163,19 @@ def is_ours(root: Path) -> bool:
     return any(marker.is_file() for marker in markers) or bool(database.is_ours(root / CATALOG))
 
 
-def _version_of(folder: Path) -> object:
-    """The format that a folder's marker names; None where there is no marker, a text where it is damaged."""
-    try:
-        marker = read_marker(folder)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    version = None if marker is None else marker.get("format")
-    return version if marker is None or isinstance(version, int) else str(version)
-
-
 def _check(root: Path) -> None:
     """Refuse a directory of another version, before an engine is started on it."""
     for folder in (root, *(root / store for store in _STORES)):
-        version = _version_of(folder)
+        try:
+            marker = read_marker(folder)
+        except OSError as error:
+            raise _unusable(folder, error) from error
         # Of an older format a block store empties itself.
         known = range(1, FORMAT_VERSION + 1) if folder in _stores(root) else (FORMAT,)
-        if version is not None and version not in known:
+        if marker is not None and marker.get("format") not in known:
             raise StoreError(
-                f"{root} was written by another version of semkv (format {version}, this one reads {FORMAT}): "
-                "empty it with --purge or choose another --cache-dir"
+                f"{root} was written by another version of semkv (format {marker.get('format')}, this one reads "
+                f"{FORMAT}): empty it with --purge or choose another --cache-dir"
             )
 
 

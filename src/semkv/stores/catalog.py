@@ -7,28 +7,23 @@ write-ahead log lets readers go on while one of them writes, and `Catalog.change
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from semkv.errors import CorruptValue
 from semkv.keys import namespace_key
-from semkv.stores.catalog_rows import (
-    WHOLE_ENTRY,
-    MediaRow,
-    NamespaceUse,
-    Record,
-    Removed,
-    VectorRow,
-    delete,
-    dump_segments,
-    load_entry,
-    pack,
-    removal,
-)
 from semkv.stores.database import SHARED, Database
-from semkv.types import Entry, MediaSegment, Namespace
+from semkv.types import Entry, MediaSegment, Namespace, Role, Segment, TextSegment
+
+if TYPE_CHECKING:
+    from semkv.types import Vector
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
 _COUNT_HITS = "UPDATE entries SET hits=hits+?1, last_hit=MAX(last_hit, ?2), used=MAX(used, ?2) WHERE entry_id=?3"
@@ -45,6 +40,83 @@ _TESTS = {
 
 Criteria = dict[str, str | float | list[str]]
 """Which entries to remove: those that meet all of ``tag``, ``entry_id``, ``space``, ``before`` and ``tenants``."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceUse:
+    """What one tenant and model has in the catalog; times are seconds since the epoch.
+
+    Attributes:
+        tenant, model: the namespace.
+        entries: how many.
+        hits: how often one of them stood in for a request. An exact repeat that a gateway answers from its store of
+            answers is none: the catalog is not asked.
+        oldest: when the first was recorded.
+        used: when one was last recorded or hit.
+        name: of the model, where an entry tells it.
+    """
+
+    tenant: str
+    model: str
+    entries: int
+    hits: int
+    oldest: float
+    used: float
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An entry with everything by which it is found.
+
+    Attributes:
+        entry: what is kept.
+        keys: digests under which `Catalog.find` returns it.
+        frame: digest of all its segments but the question, or an empty string.
+        loose_frame: the same with every media item alike.
+        run: digest of its leading run up to the last media item with every media item alike, or an empty string.
+        contexts: key of a leading run that ends in a context -> hashes of that context's sentences (signed 64 bits).
+        vectors: layer key -> vector of this entry.
+        media_vectors: (layer key, media id) -> vector of one media item.
+    """
+
+    entry: Entry
+    keys: tuple[str, ...]
+    frame: str = ""
+    loose_frame: str = ""
+    run: str = ""
+    contexts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    vectors: Mapping[str, Vector] = field(default_factory=dict)
+    media_vectors: Mapping[tuple[str, str], Vector] = field(default_factory=dict)
+
+
+class VectorRow(NamedTuple):
+    """One entry's vector as an index wants it; ``number`` grows with every row ever written."""
+
+    number: int
+    entry_id: str
+    space: str
+    frame: str
+    loose_frame: str
+    layer: str
+    data: bytes
+
+
+class MediaRow(NamedTuple):
+    """One entry's media items; ``number`` grows with every entry ever written."""
+
+    number: int
+    entry_id: str
+    space: str
+    run: str
+    media: tuple[str, ...]
+
+
+class Removed(NamedTuple):
+    """What a deletion took away: entries, and media items that no entry refers to any more."""
+
+    entry_ids: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
 
 
 class Catalog:
@@ -289,29 +361,38 @@ class Catalog:
 
     def get(self, entry_id: str) -> Entry | None:
         """One entry, without its embeddings, or None."""
-        return next(iter(self._entries(f"SELECT {WHOLE_ENTRY} FROM entries WHERE entry_id=?", entry_id)), None)  # noqa: S608
+        return next(iter(self._entries("entries WHERE entry_id=?", entry_id)), None)
 
     def find(self, key: str, limit: int = 4) -> list[Entry]:
         """The entries registered under a key, oldest first, so that every request settles on the same donor."""
-        joined = "entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?"
-        return self._entries(f"SELECT {WHOLE_ENTRY} FROM {joined}", key, limit)  # noqa: S608
+        return self._entries("entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?", key, limit)
 
     def has(self, key: str) -> bool:
         """Whether any entry is registered under a key."""
         with self.database as db:
             return db.execute("SELECT 1 FROM entry_keys WHERE key=? LIMIT 1", (key,)).fetchone() is not None
 
-    def _entries(self, statement: str, *values: object) -> list[Entry]:
+    def _entries(self, where: str, *values: object) -> list[Entry]:
+        statement = (
+            "SELECT id, entry_id, tenant, model, segments, chunk_text, response,"  # noqa: S608 (our own words)
+            " (SELECT json_group_array(tag) FROM tags WHERE entry=entries.id), created, last_hit, hits, metadata"
+            f" FROM {where}"
+        )
+        found = []
         with self.database as db:
-            found = []
-            for row in db.execute(statement, values).fetchall():
+            for row, name, *rest in db.execute(statement, values).fetchall():
                 try:
-                    found.append(load_entry(*row[1:]))
+                    tenant, model, segments, chunk, answer, tags, created, last_hit, hits, metadata = rest
+                    entry = Entry(
+                        name, Namespace(tenant, model), load_segments(segments), chunk, answer, {},
+                        tuple(sorted(json.loads(tags))), created, last_hit, hits, json.loads(metadata),
+                    )  # fmt: skip
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    with self._write() as db:
-                        delete(db, [row[0]])
-                    raise CorruptValue(f"entry {row[1]}: {error}") from error
-            return found
+                    with self._write() as writing:
+                        delete(writing, [row])
+                    raise CorruptValue(f"entry {name}: {error}") from error
+                found.append(entry)
+        return found
 
     def vote(self, hashes: Iterable[int], limit: int = 4, postings: int = 64) -> list[str]:
         """Keys of the contexts that share the most sentences, best first.
@@ -384,3 +465,77 @@ class Catalog:
                 "SELECT vector FROM media_vectors WHERE space=? AND layer=? AND media=?", (space, layer, media)
             ).fetchone()
         return None if row is None else bytes(row[0])
+
+
+def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
+    """What `delete` would take away."""
+    ids = (json.dumps(rows),)
+    gone = db.execute("SELECT entry_id FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids).fetchall()
+    media = db.execute(
+        "WITH gone AS (SELECT value FROM json_each(?)),"
+        " shown AS (SELECT DISTINCT media FROM entry_media WHERE entry IN gone)"
+        " SELECT media FROM shown WHERE NOT EXISTS"
+        " (SELECT 1 FROM entry_media WHERE entry_media.media=shown.media AND entry NOT IN gone) ORDER BY media",
+        ids,
+    ).fetchall()
+    return Removed(tuple(e for (e,) in gone), tuple(m for (m,) in media))
+
+
+def delete(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
+    """Delete entries by the numbers of their rows, with the contexts and vectors of media that only they had.
+
+    What refers to an entry goes by itself (``ON DELETE CASCADE``).
+    """
+    removed = removal(db, rows)
+    ids = (json.dumps(rows),)
+    media = db.execute(
+        "SELECT DISTINCT media, space FROM entry_media WHERE entry IN (SELECT value FROM json_each(?))", ids
+    ).fetchall()
+    keys = db.execute(
+        "SELECT DISTINCT key FROM entry_keys JOIN contexts USING (key) WHERE entry IN (SELECT value FROM json_each(?))",
+        ids,
+    ).fetchall()
+    db.execute("DELETE FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids)
+    db.executemany("DELETE FROM contexts WHERE key=?1 AND NOT EXISTS (SELECT 1 FROM entry_keys WHERE key=?1)", keys)
+    db.executemany(
+        "DELETE FROM media_vectors WHERE media=?1 AND space=?2"
+        " AND NOT EXISTS (SELECT 1 FROM entry_media WHERE media=?1 AND space=?2)",
+        media,
+    )
+    return removed
+
+
+def pack(vector: Vector) -> bytes:
+    """Little-endian float32, the form of every vector in the catalog."""
+    return vector.astype("<f4", copy=False).tobytes()
+
+
+def unpack(data: bytes, dim: int) -> Vector:
+    """The vector behind `pack`, read-only.
+
+    Raises:
+        CorruptValue: another length than ``dim``, or not finite.
+    """
+    if len(data) != 4 * dim:
+        raise CorruptValue(f"a vector of {len(data)} bytes where {dim} numbers belong")
+    vector = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
+    if not math.isfinite(np.dot(vector, vector)):  # one pass; a catalog is opened by reading all of them
+        raise CorruptValue("a vector that is not finite")
+    return vector
+
+
+def dump_segments(segments: Iterable[Segment]) -> str:
+    """Segments as JSON; a media item keeps its id and name, never a path."""
+    rows = [
+        {"media": s.media_id, "name": s.name} if isinstance(s, MediaSegment) else {"role": s.role, "text": s.text}
+        for s in segments
+    ]
+    return json.dumps(rows, ensure_ascii=False)
+
+
+def load_segments(text: str) -> tuple[Segment, ...]:
+    """The segments behind `dump_segments`; raises what JSON and a missing field raise."""
+    return tuple(
+        MediaSegment(row["media"], None, row["name"]) if "media" in row else TextSegment(row["text"], Role(row["role"]))
+        for row in json.loads(text)
+    )

@@ -134,8 +134,8 @@ _CACHE = Schema(_TABLES, FORMAT, ("entries", "responses"))
 class Database:
     """One connection behind one lock; any thread may use it. Several processes may share the file.
 
-    A damaged file is put aside as ``<name>.damaged`` and one of an older format is deleted; either way a new file is
-    begun, with a warning. A file that somebody deleted or replaced is opened anew.
+    A damaged file is put aside as ``<name>.damaged`` and a new one is begun, with a warning. A file that somebody
+    deleted or replaced is opened anew.
 
     Args:
         path: the file; made when missing, as is its folder.
@@ -154,7 +154,7 @@ class Database:
         damaged: how many damaged files were replaced.
 
     Raises:
-        StoreError: the file cannot be opened, is another program's, or was written by a newer format version.
+        StoreError: the file cannot be opened, is another program's, or was written by another format version.
     """
 
     def __init__(
@@ -340,23 +340,9 @@ class Database:
             db.execute("PRAGMA foreign_keys=ON")
             db.execute("PRAGMA secure_delete=ON")  # what goes is overwritten with zeros; not every build does it
             db.execute("PRAGMA synchronous=NORMAL")
-            found = self._format_of(db)
-            if found == "old" and self._replace:
-                db.close()
-                if self._schema.rebuild:
-                    self._put_aside("it is of another format")
-                else:
-                    log.warning("semkv: %s was written by an older version of semkv; it is emptied", self.path)
-                    delete_files(self.path)
-                return self._connect(wait_s)
-            if found == "old":
-                raise StoreError(
-                    f"{self.path} was written by an older version of semkv: an engine or a gateway that is started on "
-                    "it empties it, as does a purge without --tenant and --tag"
-                )
-            if found == "new" and not self._replace:
-                raise StoreError(f"{self.path} is empty")
-            if found == "new":
+            if self._is_new(db):
+                if not self._replace:
+                    raise StoreError(f"{self.path} is empty")
                 self._begin(db)
             if writable:
                 db.execute("PRAGMA journal_mode=WAL")  # after the above, which `is_ours` finds in the file then
@@ -368,30 +354,29 @@ class Database:
             raise
         return db
 
-    def _format_of(self, db: sqlite3.Connection) -> str:
-        """``ours``, ``old``, or ``new`` where nothing is in the file.
+    def _is_new(self, db: sqlite3.Connection) -> bool:
+        """Whether nothing is in the file.
 
         Raises:
-            StoreError: it is another program's, or was written by a newer format version.
+            StoreError: it is another program's, or of another format version.
+            sqlite3.DatabaseError: the same of one that can be rebuilt.
         """
         version, application, tables = (
             db.execute(statement).fetchone()[0]
             for statement in ("PRAGMA user_version", "PRAGMA application_id", "SELECT COUNT(*) FROM sqlite_master")
         )
         if not tables and not version and not application:
-            return "new"
+            return True
         if version == self._schema.version and application == _APPLICATION:
-            return "ours"
+            return False
         if self._schema.rebuild:
-            return "old"
+            raise sqlite3.DatabaseError("it is of another format")
         if application != _APPLICATION:
             raise StoreError(f"{self.path} is not a semkv database: choose another file or cache directory")
-        if version > FORMAT:
-            raise StoreError(
-                f"{self.path} was written by format version {version}, this semkv reads version {FORMAT}: update "
-                "semkv, start once with --purge to empty the cache, or choose another file or cache directory"
-            )
-        return "old"
+        raise StoreError(
+            f"{self.path} was written by format version {version}, this semkv reads version {FORMAT}: update semkv, "
+            "empty the cache with 'semkv purge', or choose another file or cache directory"
+        )
 
     def _make_private(self) -> None:
         if not check_regular(self.path):

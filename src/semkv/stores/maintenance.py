@@ -18,9 +18,8 @@ from pathlib import Path
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.block_file import MARKER, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
-from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory, remove_old_graphs
-from semkv.stores.catalog import Catalog
-from semkv.stores.catalog_rows import NamespaceUse
+from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory
+from semkv.stores.catalog import Catalog, NamespaceUse, Removed
 from semkv.stores.database import CATALOG, is_damage, is_filled
 from semkv.stores.database import is_ours as is_our_database
 from semkv.stores.files import described, matching, remove_strays
@@ -37,7 +36,7 @@ _WAIT_S = 5.0  # for other processes that use the database
 
 @dataclass(frozen=True, slots=True)
 class StoreUse:
-    """One store on disk; times are seconds since the epoch, None where it is empty.
+    """One store on disk; times are seconds since the epoch.
 
     Attributes:
         store: ``kv``, ``fusion``, ``media`` or ``answers`` (of a gateway).
@@ -45,8 +44,7 @@ class StoreUse:
         items: block files, fusion states, images or responses.
         blocks: KV blocks or fusion states.
         nbytes: bytes of the files; of responses, those of heads and payloads, so that tenants' sizes add up.
-        oldest: when the oldest was written.
-        used: when one was last used.
+        oldest, used: when the oldest was written, and when one was last used; None where it is empty.
     """
 
     store: str
@@ -162,34 +160,34 @@ def check_is_cache(cache_dir: Path) -> None:
 
 
 @contextmanager
-def _database(cache_dir: Path) -> Iterator[tuple[Catalog, SqliteStore] | None]:
-    """The catalog and the responses of a cache; None where it has none. No fault of SQLite leaves the ``with`` block.
+def _database(
+    cache_dir: Path, unread: list[str], damaged: list[str] | None = None
+) -> Iterator[tuple[Catalog, SqliteStore] | None]:
+    """The catalog and the responses of a cache; None where it has none, or none that can be opened.
 
-    Raises:
-        CorruptValue: the database is damaged.
-        StoreError: it is locked, another program's, or of another format version.
+    A fault ends the ``with`` block and becomes a line of ``unread``, or of ``damaged`` where the file is.
     """
-    file = cache_dir / CATALOG
-    if not is_filled(file):
-        yield None
-        return
+    file, is_open = cache_dir / CATALOG, False
     try:
-        with (
-            closing(SqliteStore(file, max_bytes=_ALL, max_entries=_ALL, timeout_s=_WAIT_S, replace=False)) as responses,
-            closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
-        ):
-            replay(folder_of(cache_dir), lambda response, since: _delivered(responses, response, since))
-            yield catalog, responses
+        if is_filled(file):
+            with (
+                closing(SqliteStore(file, max_bytes=_ALL, max_entries=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
+                closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
+            ):
+                replay(folder_of(cache_dir), lambda response, since: _delivered(store, response, since))
+                is_open = True
+                yield catalog, store
     except (sqlite3.Error, StoreError) as error:
         cause = error.__cause__ or error
         if is_damage(cause):
-            raise CorruptValue(
+            (unread if damaged is None else damaged).append(
                 f"{file} is damaged ({cause}): a purge without --tenant and --tag deletes it, an engine or a gateway "
                 "that is started on it puts it aside"
-            ) from cause
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(f"{file}: {error}") from error
+            )
+        else:
+            unread.append(str(error) if isinstance(error, StoreError) else f"{file}: {error}")
+    if not is_open:
+        yield None
 
 
 def _delivered(store: SqliteStore, response: StoredResponse, since: str) -> bool:
@@ -247,15 +245,12 @@ def inspect(
     answers: list[AnswersUse] = []
     theirs: set[str] = set()
     unread: list[str] = []
-    try:
-        with _database(cache_dir) as database:
-            if database is not None:
-                catalog, responses = database
-                entries = tuple(row for tenant in tenants or (None,) for row in catalog.by_namespace(tenant))
-                theirs = {media_id for tenant in tenants or () for media_id in catalog.media_of(tenant)}
-                answers = [use for use in responses.by_tenant() if tenants is None or use.tenant in tenants]
-    except StoreError as error:
-        unread.append(str(error))
+    with _database(cache_dir, unread) as database:
+        if database is not None:
+            catalog, responses = database
+            entries = tuple(row for tenant in tenants or (None,) for row in catalog.by_namespace(tenant))
+            theirs = {media_id for tenant in tenants or () for media_id in catalog.media_of(tenant)}
+            answers = [use for use in responses.by_tenant() if tenants is None or use.tenant in tenants]
     media = [file for file in _images(cache_dir) if tenants is None or file.name in theirs]
     if files := [status for _, status in described(media)]:
         times, nbytes = [status.st_mtime for status in files], sum(status.st_size for status in files)
@@ -286,6 +281,7 @@ def verify(
     """
     check_is_cache(cache_dir)
     damaged: list[str] = []
+    catalogs: list[str] = []  # damage that no repair deletes
     unread: list[str] = []
     with _blocks(cache_dir, fusion_dir) as opened:
         checks: list[tuple[str, Callable[[], str], Callable[[], object]]] = []  # store, what is wrong, and to delete it
@@ -303,26 +299,18 @@ def verify(
                 if repair:
                     delete()
             advance(done, files)
-    answers, kept = 0, 0
-    try:
-        with _database(cache_dir) as database:
-            if database is not None:
-                catalog, responses = database
-                if reason := catalog.database.check():
-                    damaged.append(f"catalog: {reason} (a purge of everything deletes it)")
-                    kept = 1
-                total = files + responses.usage()[0]
-                for answers, reason in enumerate(responses.examine(repair=repair), 1):
-                    damaged += [f"answers: {reason}"] * bool(reason)
-                    done = files + answers
-                    advance(done, max(done, total))
-    except CorruptValue as error:
-        if not kept:
-            damaged.append(f"catalog: {error}")
-            kept = 1
-    except StoreError as error:
-        unread.append(str(error))
-    return Damage(files, answers, tuple(damaged), len(damaged) - kept if repair else 0, tuple(unread))
+    answers = 0
+    with _database(cache_dir, unread, catalogs) as database:
+        if database is not None:
+            catalog, responses = database
+            if reason := catalog.database.check():
+                catalogs.append(f"{reason} (a purge of everything deletes it)")
+            total = files + responses.usage()[0]
+            for answers, reason in enumerate(responses.examine(repair=repair), 1):
+                damaged += [f"answers: {reason}"] * bool(reason)
+                advance(files + answers, max(files + answers, total))
+    lines = (*damaged, *(f"catalog: {line}" for line in catalogs[:1]))
+    return Damage(files, answers, lines, len(damaged) if repair else 0, tuple(unread))
 
 
 # -- deleting ---------------------------------------------------------------------------------------------------------
@@ -344,29 +332,31 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     max_age_s, old = (max_age_days or 0.0) * _DAY_S, Purged()
     if max_age_s:
         old = purge_entries(cache_dir, None, None, before=time.time() - max_age_s, dry_run=False)
-    swept, images, unread = {"kv": 0, "fusion": 0}, old.files, list(old.unread)
+    swept, unread, loose = {"kv": 0, "fusion": 0}, list(old.unread), []
     with _blocks(cache_dir, fusion_dir, Bounds(max_bytes=0, max_age_s=max_age_s)) as opened:
         for name, store in opened:
             swept[name] += store.swept
-    try:
-        with _database(cache_dir) as database:
-            if database is not None:
-                catalog, _ = database
-                for image, status in described(_images(cache_dir)):
-                    young = time.time() - status.st_mtime < _DAY_S  # its entry may be about to be written
-                    if not young and not catalog.has_media(image.name):
-                        image.unlink(missing_ok=True)
-                        images += 1
-    except StoreError as error:
-        unread.append(str(error))
-    lines = tuple(dict.fromkeys(unread))
-    return Collected(**swept, media=images, entries=old.entries, answers=old.answers, strays=strays, unread=lines)
+    with _database(cache_dir, unread) as database:
+        if database is not None:
+            before = time.time() - _DAY_S  # the entry of a younger one may be about to be written
+            found = described(_images(cache_dir))
+            loose = [f for f, status in found if status.st_mtime < before and not database[0].has_media(f.name)]
+    for image in loose:
+        image.unlink(missing_ok=True)
+    return Collected(
+        **swept,
+        media=old.files + len(loose),
+        entries=old.entries,
+        answers=old.answers,
+        strays=strays,
+        unread=tuple(dict.fromkeys(unread)),
+    )
 
 
 def _drop_strays(cache_dir: Path) -> int:
     """Delete what crashed writers left under temporary names, but for block files; how many files that were."""
     patterns = [pattern for pattern in ("media/??/*.tmp", *CACHE_FILES) if pattern.endswith(".tmp")]
-    return sum(remove_strays(cache_dir, pattern) for pattern in patterns) + remove_old_graphs(cache_dir)
+    return sum(remove_strays(cache_dir, pattern) for pattern in patterns)
 
 
 def purge_entries(
@@ -382,27 +372,22 @@ def purge_entries(
         StoreError: there is no cache.
     """
     check_is_cache(cache_dir)
-    selectors = [
-        Selector(partition=tenant, tag=tag, before=before) for tenant in ((None,) if tenants is None else tenants)
-    ]
+    removed, answers = Removed(), 0
     unread: list[str] = []
-    try:
-        with _database(cache_dir) as database:
-            if database is None:
-                return Purged(dry_run=dry_run)
+    with _database(cache_dir, unread) as database:
+        if database is not None:
             catalog, responses = database
             if reason := catalog.database.check():  # nothing is written to a damaged file
                 raise CorruptValue(
                     f"{catalog.path} is damaged ({reason}): a purge without --tenant and --tag deletes it"
                 )
-            answers = 0
-            if responses.usage()[0] or any(cache_dir.glob("ahead*")):  # a gateway was here: it looks for what is logged
-                answers = responses.purge(selectors, dry_run=dry_run)
+            # Where no gateway was nobody looks for what is logged, and the log would have the tenant's name.
+            has_gateway = responses.usage()[0] or any(cache_dir.glob("ahead*"))
+            for tenant in ((None,) if tenants is None else tenants) if has_gateway else ():
+                answers += responses.invalidate(Selector(partition=tenant, tag=tag, before=before), dry_run=dry_run)
             removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
             if not dry_run and not catalog.database.truncate_log():
                 unread.append(f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again")
-    except StoreError as error:
-        return Purged(dry_run=dry_run, unread=(str(error),))
     loose = set(removed.media)
     images = [image for image in _images(cache_dir) if image.name in loose]
     if not dry_run:
@@ -441,21 +426,19 @@ def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool)
     if fusion_dir is not None:
         purge_directory(fusion_dir, dry_run=True)  # refuses what is not ours
     entries = answers = 0
-    unread: tuple[str, ...] = ()
-    try:
-        with _database(cache_dir) as database:
-            if database is not None:
-                entries, answers = len(database[0]), database[1].usage()[0]
-    except StoreError as error:  # it goes all the same, unless it is another program's
-        if is_our_database(cache_dir / CATALOG) is False:
-            unread = (str(error),)
+    unread: list[str] = []
+    with _database(cache_dir, unread) as database:
+        if database is not None:
+            entries, answers = len(database[0]), database[1].usage()[0]
+    if is_our_database(cache_dir / CATALOG) is not False:
+        unread.clear()  # it goes all the same
     files = 0
     try:
         for folder in (cache_dir,) if fusion_dir is None else (cache_dir, fusion_dir):
             try:
                 files += purge_directory(folder, dry_run=dry_run)
             except StoreError as error:
-                unread += (str(error),)
+                unread.append(str(error))
     except OSError as error:
         raise StoreError(f"{error.filename or cache_dir} cannot be purged ({error.strerror or error})") from error
-    return Purged(entries, answers, files, dry_run, unread)
+    return Purged(entries, answers, files, dry_run, tuple(unread))

@@ -12,8 +12,7 @@ from typing import Protocol
 from semkv.errors import ConfigError
 
 FOREVER = float("inf")
-_FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE][,sliding], FIELD being prompt, model or tag, such as tag:news=5m"
-_GLOB = "a glob over the whole text, not a /regex/: write *rain* for /rain/, and two rules for /rain|snow/"
+_FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE], FIELD being prompt, model or tag, such as tag:news=5m"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -24,7 +23,6 @@ class Lifetime:
     Attributes:
         ttl_s: seconds until it is stale; infinity for ever; 0: it is not kept at all.
         stale_s: seconds after that in which it is still served while a fresh one is fetched.
-        sliding: an answer that is read in the second half of its life gets the whole again.
         jitter: share of ``ttl_s``, of which up to all is taken off at random, so that what came together does not go
             together.
 
@@ -34,7 +32,6 @@ class Lifetime:
 
     ttl_s: float = FOREVER
     stale_s: float = 0.0
-    sliding: bool = False
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
@@ -79,16 +76,6 @@ class Pattern:
         return any(fnmatchcase(value.casefold(), self.pattern.casefold()) for value in values)
 
 
-def require_glob(key: str, rule: str, pattern: str) -> None:
-    """Refuse what earlier versions took for a regular expression.
-
-    Raises:
-        ConfigError: the pattern of a rule stands between slashes.
-    """
-    if len(pattern) > 1 and pattern[0] == pattern[-1] == "/":
-        raise ConfigError(key, rule, _GLOB)
-
-
 @dataclass(frozen=True, slots=True)
 class PatternRule(Pattern):
     """A lifetime for the answers that a pattern picks."""
@@ -116,33 +103,30 @@ class Freshness:
 
 
 def parse_rule(text: str, key: str = "--ttl-rule") -> PatternRule:
-    """Read ``FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE][,sliding]``.
+    """Read ``FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE]``.
 
     Times are seconds, or end in s, m, h or d; ``inf`` is for ever.
 
     >>> parse_rule("prompt:*weather*=5m,stale=60").lifetime
-    Lifetime(ttl_s=300.0, stale_s=60.0, sliding=False, jitter=0.0)
+    Lifetime(ttl_s=300.0, stale_s=60.0, jitter=0.0)
 
     Raises:
         ConfigError: the text has another form.
     """
     form = re.fullmatch(
-        r"(prompt|model|tag):(.+?)=(\w+(?:\.\d+)?)((?:,(?:sliding|stale=[\w.]+|jitter=[\d.]+))*)", text, re.DOTALL
+        r"(prompt|model|tag):(.+?)=(\w+(?:\.\d+)?)((?:,(?:stale=[\w.]+|jitter=[\d.]+))*)", text, re.DOTALL
     )
     if form is None:
         raise ConfigError(key, text, _FORM)
     name, pattern, ttl, options = form.groups()
-    require_glob(key, text, pattern)
     try:
         lifetime = Lifetime(_seconds(ttl))
         for option in options.split(",")[1:]:
             word, _, value = option.partition("=")
             if word == "stale":
                 lifetime = replace(lifetime, stale_s=_seconds(value))
-            elif word == "jitter":
-                lifetime = replace(lifetime, jitter=float(value))
             else:
-                lifetime = replace(lifetime, sliding=True)
+                lifetime = replace(lifetime, jitter=float(value))
         return PatternRule(name, pattern, lifetime)
     except ValueError:
         raise ConfigError(key, text, _FORM) from None

@@ -21,8 +21,7 @@ from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook
 from semkv.errors import ConfigError, CorruptValue
 from semkv.guards import Guard, forget
-from semkv.stores.catalog import Catalog
-from semkv.stores.catalog_rows import Record, unpack
+from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.tiers.base import EXACT, Candidate, GuardedEncoder, PartError, Tally
 from semkv.tiers.contexts import SimilarContext, context_rows
 from semkv.tiers.plan import Planner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -112,15 +112,13 @@ class ResponseCache:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def peek(self, key: str) -> Found | None:
-        """From memory alone; never blocks. None also for an answer whose life `lookup` would lengthen."""
+        """From memory alone; never blocks."""
         if self._unheard():
             return None
         response = self._memory.get(key)
         if response is None:
             return None
         now = self._clock()
-        if response.slide_s and now > response.expires - response.slide_s / 2:
-            return None
         self._hits += 1
         return Found(response, max(0.0, now - response.created), now >= response.expires)
 
@@ -143,8 +141,6 @@ class ResponseCache:
             self._tally.add("miss")
             return None
         self._tally.add("hit:store" if self._store is not None else "hit:memory")
-        if response.slide_s and response.expires - response.slide_s / 2 < now < response.expires:
-            response = self._slide(response, now)
         return Found(response, max(0.0, now - response.created), now >= response.expires)
 
     def _fetch(self, key: str) -> StoredResponse | None:
@@ -157,13 +153,6 @@ class ResponseCache:
         if response is not None:
             self._memory.put(response, since)  # refused where it was invalidated since the store was asked
         return response
-
-    def _slide(self, response: StoredResponse, now: float) -> StoredResponse:
-        grace = response.stale_until - response.expires
-        longer = replace(response, expires=now + response.slide_s, stale_until=now + response.slide_s + grace)
-        self._ask("slide", lambda store: store.slide(longer), None)
-        self._memory.slide(longer)
-        return longer
 
     # -- keeping ------------------------------------------------------------------------------------------------
 
@@ -261,7 +250,6 @@ class ResponseCache:
             created=now,
             expires=now + ttl,
             stale_until=now + ttl + lifetime.stale_s,
-            slide_s=ttl if lifetime.sliding and ttl != float("inf") else 0.0,
             tags=tags,
             prompt=request.prompt,
         )
@@ -330,7 +318,7 @@ class ResponseCache:
 
     def _ask(self, kind: str, work: Callable[[ResponseStore], _T], otherwise: _T) -> _T:
         """What ``work`` gets from the store; ``otherwise`` where it fails (counted) or is left alone after a fault."""
-        breaker = self._breakers[kind in ("put", "slide")]
+        breaker = self._breakers[kind == "put"]
         if self._store is None or not breaker.admits():
             return otherwise
         try:

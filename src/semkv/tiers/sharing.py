@@ -3,19 +3,31 @@
 A thread sends what was recorded here to a log, and brings what others sent into the catalog, from where it goes the way
 of all entries: every process of the directory indexes it. Of the processes of a directory one at a time reads the log.
 How far it is read lies in the catalog. A log that cannot be reached is a counted fault: what waits is sent later.
+
+The log is two streams in Redis, and a name:
+
+    {semkv:<name>}:entries    what was recorded, and what was removed, in order: the latest 8,192, of one day
+    {semkv:<name>}:removals   the latest 1,000 removals again, under the same ids, for who was away for longer
+    {semkv:<name>}:begun      names the log: another name tells who read it before that it was emptied
+
+Gateways that share a directory need no log: they read the catalog's rows.
 """
 
 from __future__ import annotations
 
 import base64
+import hmac
 import json
 import math
 import re
 import sqlite3
 import threading
 import time
+import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,10 +36,10 @@ import xxhash
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
-from semkv.stores.catalog import Catalog, Criteria
-from semkv.stores.catalog_rows import Record, Removed, dump_segments, load_segments, pack
-from semkv.stores.entry_log import EntryLog
+from semkv.stores.catalog import Catalog, Criteria, Record, Removed, dump_segments, load_segments, pack
 from semkv.stores.files import lock
+from semkv.stores.responses import is_redis
+from semkv.stores.responses.redis import asking, connect, root_of
 from semkv.tiers.base import Tally
 from semkv.tiers.matching import Matching
 from semkv.types import Entry, MediaSegment, Namespace
@@ -39,6 +51,18 @@ _WAITING = 1024  # entries that wait for the log
 _POLL_S, _PAUSE_S = 0.25, 1.0
 _CHECKSUM = 32
 _KINDS = {"tag": str, "entry_id": str, "space": str, "before": (int, float), "tenants": list}
+_ENTRIES, _KEPT_S = 8192, 86_400
+_REMOVALS = 1000
+_BATCH = 256
+
+# KEYS: entries, removals. ARGV: a removal, how many are kept. A full Redis refuses XADD, but not in a script that has
+# written before: so make room first.
+_REMOVE = """
+redis.call('XTRIM', KEYS[2], 'MAXLEN', ARGV[2] - 1)
+local id = redis.call('XADD', KEYS[1], '*', 'removal', ARGV[1])
+redis.call('XADD', KEYS[2], id, 'removal', ARGV[1])
+return id
+"""
 
 
 class Sharing:
@@ -164,6 +188,111 @@ class Sharing:
             self._removed(removed)
 
 
+# -- the log ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LogBatch:
+    """What a log has after a cursor.
+
+    Attributes:
+        cursor: the log's name and the place of the last one; hand it in next time.
+        rows: in order, each with whether it is a removal.
+        lost: removals may have come meanwhile that the log has no more: any entry may have been removed.
+    """
+
+    cursor: str
+    rows: tuple[tuple[bool, bytes], ...] = ()
+    lost: bool = False
+
+
+class EntryLog:
+    """Entries and removals, of any form. Every method blocks and may raise `StoreError` (unreachable, full).
+
+    Args:
+        url: of Redis.
+        timeout_s: longest wait for a connection and for an answer.
+        name: deployments with different names share nothing.
+
+    Raises:
+        ConfigError: as `RedisStore`.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 0.25, name: str = "log") -> None:
+        self._db: Any = connect(url, timeout_s)
+        root = root_of(name)
+        self._entries, self._removals, self._begun = f"{root}:entries", f"{root}:removals", f"{root}:begun"
+        self._remove = self._db.register_script(_REMOVE)
+
+    def add(self, entry: bytes) -> None:
+        """Append an entry."""
+        with asking():
+            pipe = self._db.pipeline()  # one transaction, which a full Redis refuses as a whole
+            pipe.xadd(self._entries, {"entry": entry}, maxlen=_ENTRIES, approximate=True)
+            pipe.xtrim(self._entries, minid=int((time.time() - _KEPT_S) * 1000), approximate=True)
+            pipe.expire(self._entries, _KEPT_S)
+            pipe.execute()
+
+    def remove(self, removal: bytes, concerns: Callable[[bytes], bool]) -> None:
+        """Append a removal, and delete the entries before it that it concerns."""
+        with asking():
+            last = self._remove(keys=[self._entries, self._removals], args=[removal, _REMOVALS])
+            start = "-"
+            while rows := self._db.xrange(self._entries, min=start, max=last, count=_BATCH):
+                gone = [name for name, fields in rows if b"entry" in fields and concerns(fields[b"entry"])]
+                if gone:
+                    self._db.xdel(self._entries, *gone)
+                start = f"({rows[-1][0].decode()}"
+
+    def read(self, cursor: str) -> LogBatch:
+        """What comes after a cursor; an empty one asks for all that there is. At most `_BATCH` entries at once."""
+        name, _, place = cursor.rpartition(" ")
+        with asking():
+            begun = self._name()
+            emptied = bool(name) and name != begun
+            after = f"({place}" if place and not emptied else "-"
+            pipe = self._db.pipeline(transaction=False)  # a full Redis refuses a transaction, even one that only reads
+            pipe.xrange(self._removals, min=after)
+            pipe.xrange(self._entries, min=after, count=_BATCH)
+            removals, rows = pipe.execute()
+        if after == "-":
+            removals = []
+        lost = emptied or len(removals) >= _REMOVALS
+        found = dict(rows)
+        last = _place(rows[-1][0]) if len(rows) == _BATCH else None
+        found |= {name: fields for name, fields in removals if last is None or _place(name) <= last}
+        order = sorted(found, key=_place)
+        place = order[-1].decode() if order else "" if emptied else place
+        told = (
+            (b"removal" in row, row.get(b"removal", row.get(b"entry", b""))) for row in map(found.__getitem__, order)
+        )
+        return LogBatch(f"{begun} {place}", tuple(told), lost)
+
+    def _name(self) -> str:
+        """What this log is called since it was last empty."""
+        name = self._db.get(self._begun)
+        if name is None:
+            self._db.set(self._begun, uuid.uuid4().hex, nx=True)
+            name = self._db.get(self._begun)
+        return str((name or b"").decode())
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._db.close()
+
+
+def open_entry_log(where: str, timeout_s: float, secret: bytes) -> EntryLog | None:
+    """The log in the store that a setting names, for those who know a secret; None where that is no Redis. Raises as
+    `EntryLog`."""
+    if not is_redis(where):
+        return None
+    return EntryLog(where, timeout_s=timeout_s, name=f"log:{hmac.digest(secret, b'entry log', 'sha256').hex()[:16]}")
+
+
+def _place(name: bytes) -> tuple[int, ...]:
+    return tuple(int(part) for part in name.split(b"-"))
+
+
 # -- the form of what is shared -----------------------------------------------------------------------------------
 
 
@@ -192,45 +321,43 @@ def dump(record: Record) -> bytes:
     return xxhash.xxh3_128_hexdigest(text).encode() + text
 
 
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """What others wrote; whatever is wrong with it is a `CorruptValue`."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise CorruptValue(f"{what}: {error!r}") from error
+
+
 def load(data: bytes) -> tuple[Entry, dict[str, bytes]]:
     """The reverse of `dump`: an entry, and its packed vectors.
 
     Raises:
         CorruptValue: the checksum, the format or a value is not what it should be.
     """
-    body = _body(data)
-    try:
+    text = data[_CHECKSUM:]
+    if len(data) > _LARGEST or data[:_CHECKSUM] != xxhash.xxh3_128_hexdigest(text).encode():
+        raise CorruptValue("shared entry: too large, or it fails its checksum")
+    with _reading("shared entry"):
+        body: Mapping[str, Any] = json.loads(text)
+        if body["format"] != FORMAT:
+            raise ValueError("of another format")
         words = [body[name] for name in ("id", "tenant", "model", "chunk_text", "response")]
-        segments, created = load_segments(body["segments"]), float(body["created"])
+        segments, tags, created = load_segments(body["segments"]), tuple(body["tags"]), float(body["created"])
         texts = [s.media_id if isinstance(s, MediaSegment) else s.text for s in segments]
-        names = [s.name for s in segments if isinstance(s, MediaSegment)]
+        images = [s for s in segments if isinstance(s, MediaSegment)]
+        "".join([*words, *texts, *(s.name for s in images), *tags]).encode()  # texts, and no half of a character
+        if not segments or not all(re.fullmatch(r"[0-9a-f]{64}", s.media_id) for s in images):
+            raise ValueError("no segments, or no digest of an image")
+        if not math.isfinite(created):
+            raise ValueError("no time")
         vectors = {str(layer): base64.b64decode(text, validate=True) for layer, text in body["vectors"].items()}
-        ids = [s.media_id for s in segments if isinstance(s, MediaSegment)]
-        if not all(isinstance(word, str) for word in (*words, *texts, *names, *body["tags"])):
-            raise CorruptValue("shared entry: a text that is none")
-        "".join((*words, *texts, *names, *body["tags"])).encode()  # no half of a character
-        if not segments or not all(re.fullmatch(r"[0-9a-f]{64}", item) for item in ids) or not math.isfinite(created):
-            raise CorruptValue("shared entry: no segments, no digest of an image, or no time")
         entry_id, tenant, model, chunk_text, response = words
         return Entry(
-            entry_id, Namespace(tenant, model), segments, chunk_text, response, tags=tuple(body["tags"]),
+            entry_id, Namespace(tenant, model), segments, chunk_text, response, tags=tags,
             created=min(created, time.time()), metadata=dict(body["metadata"]),
         ), vectors  # fmt: skip
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CorruptValue(f"shared entry: {error!r}") from error
-
-
-def _body(data: bytes) -> Mapping[str, Any]:
-    text = data[_CHECKSUM:]
-    try:
-        if len(data) > _LARGEST or data[:_CHECKSUM] != xxhash.xxh3_128_hexdigest(text).encode():
-            raise CorruptValue("shared entry: too large, or it fails its checksum")
-        body: Mapping[str, Any] = json.loads(text)
-        if body["format"] == FORMAT:
-            return body
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise CorruptValue(f"shared entry: {error!r}") from error
-    raise CorruptValue("shared entry: of another format")
 
 
 def read_criteria(data: bytes) -> Criteria:
@@ -239,15 +366,12 @@ def read_criteria(data: bytes) -> Criteria:
     Raises:
         CorruptValue: they are none. So nothing is removed, rather than too much.
     """
-    try:
+    with _reading("shared removal"):
         criteria: Criteria = json.loads(data)
         right = all(isinstance(value, _KINDS[name]) for name, value in criteria.items())  # type: ignore[arg-type]
-        right = right and math.isfinite(criteria.get("before", 0.0))  # type: ignore[arg-type]
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-        raise CorruptValue(f"shared removal: {error!r}") from error
-    if not right:
-        raise CorruptValue("shared removal: a criterion of another type")
-    return criteria
+        if not right or not math.isfinite(criteria.get("before", 0.0)):  # type: ignore[arg-type]
+            raise ValueError("a criterion of another type")
+        return criteria
 
 
 def _concerns(criteria: Criteria, data: bytes) -> bool:

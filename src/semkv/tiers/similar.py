@@ -25,8 +25,7 @@ from semkv.config import CacheConfig
 from semkv.errors import ConfigError, CorruptValue
 from semkv.index import Row, VectorIndex
 from semkv.keys import digest
-from semkv.stores.catalog import Catalog
-from semkv.stores.catalog_rows import MediaRow, VectorRow, unpack
+from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
 from semkv.tiers.base import Candidate, PartError, Tally
 from semkv.tiers.plugged import Index, PluggedIndex
 from semkv.tiers.prompt_keys import SPELLINGS, Keyed, same_texts, with_media

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from semkv.errors import CorruptValue
 FORMAT = 1
 REFUSALS, REFUSED_S = 100_000, 90 * 86_400.0  # credentials, and for how long
 CHECKSUM = 32  # bytes of the head before its JSON
-_TIMES = ("created", "expires", "stale_until", "slide_s")
+_TIMES = ("created", "expires", "stale_until")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,6 @@ class StoredResponse:
         created: when it was kept.
         expires: from then on it is stale.
         stale_until: from then on it is not served at all; never before ``expires``.
-        slide_s: an answer that is read in the second half of its life gets this many seconds again; 0: it does not.
         tags: labels for invalidation.
         prompt: text of the last user turn, for operators' eyes and for invalidation by prefix.
     """
@@ -47,7 +47,6 @@ class StoredResponse:
     created: float
     expires: float = float("inf")
     stale_until: float = float("inf")
-    slide_s: float = 0.0
     tags: tuple[str, ...] = ()
     prompt: str = ""
 
@@ -138,6 +137,7 @@ def encode(response: StoredResponse) -> tuple[bytes, bytes]:
         "tags": response.tags,
         "prompt": response.prompt,
         "sum": xxhash.xxh3_128_hexdigest(response.payload),
+        "slide_s": 0.0,  # read by earlier versions, which may share the store
         **times,
     }
     text = json.dumps(head).encode()
@@ -199,6 +199,28 @@ def _response(values: dict[str, Any], payload: bytes) -> StoredResponse:
         raise CorruptValue(f"answer {values['key']}: {error!r}") from error
 
 
+class SteadyClock:
+    """Seconds since the epoch that do not go back when the machine's clock does: nothing lives longer for that.
+
+    Args:
+        wall: the machine's clock.
+        passed: seconds since any moment, which never go back.
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.time, passed: Callable[[], float] = time.monotonic) -> None:
+        self._wall, self._passed = wall, passed
+        self._start = float("-inf")  # the largest difference of the two so far
+
+    def __call__(self) -> float:
+        passed = self._passed()
+        self._start = max(self._start, self._wall() - passed)
+        return self._start + passed
+
+    def at_least(self, seen: float) -> None:
+        """A time was written down before; it is at least that late."""
+        self._start = max(self._start, seen - self._passed())
+
+
 class ResponseStore(Protocol):
     """Answers under exact keys, bounded in bytes and entries; the least recently used go first.
 
@@ -228,12 +250,9 @@ class ResponseStore(Protocol):
         """
         ...
 
-    def slide(self, response: StoredResponse) -> None:
-        """Write an entry's new ``expires`` and ``stale_until``, if it is still there."""
-        ...
-
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
-        """Delete what the selector names and log it, or with ``dry_run`` only count it."""
+        """Delete what the selector names and log it, or with ``dry_run`` only count it, expired answers that are still
+        there included."""
         ...
 
     def news(self, cursor: str) -> News:

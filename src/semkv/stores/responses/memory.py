@@ -7,7 +7,6 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import replace
 
 from semkv.stores.responses.base import REFUSALS, REFUSED_S, News, ResponseStore, Selector, StoredResponse
 
@@ -73,24 +72,15 @@ class MemoryStore(ResponseStore):
         if held is not None:
             self._bytes -= held[1]
 
-    def slide(self, response: StoredResponse) -> None:
-        with self._lock:
-            held = self._entries.get(response.key)
-            if held is not None and held[0].created == response.created:
-                longer = replace(held[0], expires=response.expires, stale_until=response.stale_until)
-                self._entries[response.key] = (longer, held[1])
-
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
         with self._lock:
-            now = self._clock()
             if not dry_run:
                 self._number += 1
                 self._log.append((self._number, selector))
             gone = [key for key, (response, _) in self._entries.items() if selector.matches(response)]
-            live = sum(self._entries[key][0].stale_until > now for key in gone)
             for key in () if dry_run else gone:
                 self._drop(key)
-            return live
+            return len(gone)
 
     def news(self, cursor: str) -> News:
         with self._lock:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
@@ -85,13 +85,6 @@ return redis.call('XADD', KEYS[1], '*', 'selector', ARGV[1])
 """
 # ARGV: prefix, key...
 _DELETE = _DROP + "for i = 2, #ARGV do drop(ARGV[i]) end"
-# ARGV: prefix, key, head as it was, new head, milliseconds to live or ''
-_SLIDE = """
-if redis.call('HGET', ARGV[1] .. ARGV[2], 'head') == ARGV[3] then
-  redis.call('HSET', ARGV[1] .. ARGV[2], 'head', ARGV[4])
-  if ARGV[5] ~= '' then redis.call('PEXPIRE', ARGV[1] .. ARGV[2], ARGV[5]) end
-end
-"""
 
 
 class RedisStore(ResponseStore):
@@ -125,8 +118,7 @@ class RedisStore(ResponseStore):
         root = root_of(name)
         self._answer, self._log, self._refusals = f"{root}:a:", f"{root}:log", f"{root}:refused"
         self._keys = [f"{root}:{part}" for part in ("used", "sizes", "bytes")] + [self._log]
-        scripts = (self._db.register_script(text) for text in (_PUT, _DELETE, _SLIDE, _NOTE))
-        self._put, self._delete, self._slide, self._note = scripts
+        self._put, self._delete, self._note = map(self._db.register_script, (_PUT, _DELETE, _NOTE))
 
     def get(self, key: str) -> StoredResponse | None:
         with asking():
@@ -166,46 +158,31 @@ class RedisStore(ResponseStore):
                     return False
                 expected = news.cursor
             now = self._clock()
+            left = response.stale_until - now
+            to_live = "" if left == float("inf") else max(1, int(left * 1000))
             with asking():
-                arguments = (response.key, head, payload, now, self._left(response, now), *bounds, expected)
+                arguments = (response.key, head, payload, now, to_live, *bounds, expected)
                 if self._put(keys=self._keys, args=[self._answer, *arguments]):
                     return True
         return False
-
-    @staticmethod
-    def _left(response: StoredResponse, now: float) -> str:
-        left = response.stale_until - now
-        return "" if left == float("inf") else str(max(1, int(left * 1000)))
-
-    def slide(self, response: StoredResponse) -> None:
-        name = self._answer + response.key
-        with asking():
-            head = self._db.hget(name, "head")
-            if head is not None and decode_head(response.key, head).created == response.created:
-                left = self._left(response, self._clock())
-                self._slide(keys=self._keys, args=[self._answer, response.key, head, encode(response)[0], left])
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
         """Log first: what is computed from now on is kept, what was begun before is refused by `put`."""
         if not dry_run:
             self._begin_log()
             self._add_to_log(json.dumps(selector.view()), only_first=False)
-        live: set[str] = set()  # a scan may show a key twice
+        found: set[str] = set()  # a scan may show a key twice
         for batch in self._heads(None if selector.key is None else [selector.key]):
             gone = []
             for key, head in batch:
-                try:
-                    response = decode_head(key, head)
-                except CorruptValue:
-                    gone.append(key)
-                    continue
-                if selector.matches(response):
-                    gone.append(key)
-                    if response.stale_until > self._clock():
-                        live.add(key)
+                with suppress(CorruptValue):  # what cannot be read goes too
+                    if not selector.matches(decode_head(key, head)):
+                        continue
+                gone.append(key)
+            found.update(gone)
             if gone and not dry_run:
                 self._remove(gone)
-        return len(live)
+        return len(found)
 
     def _heads(self, only: list[str] | None) -> Iterator[list[tuple[str, bytes]]]:
         """Keys and heads in batches: of every answer that was there from the start, or of some keys."""

@@ -6,13 +6,12 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
-from semkv.stores.clock import SteadyClock
 from semkv.stores.database import Database
 from semkv.stores.responses.base import (
     CHECKSUM,
@@ -21,6 +20,7 @@ from semkv.stores.responses.base import (
     News,
     ResponseStore,
     Selector,
+    SteadyClock,
     StoredResponse,
     decode,
     decode_head,
@@ -133,6 +133,7 @@ class SqliteStore(ResponseStore):
     def put(self, response: StoredResponse, since: str = "") -> bool:
         head, payload = encode(response)
         size, now = len(head) + len(payload), self._clock()
+        until = None if response.stale_until == float("inf") else response.stale_until
         if size > min(self.max_bytes, self.max_tenant_bytes or self.max_bytes):
             return False
         with self.database.write() as db:
@@ -142,7 +143,7 @@ class SqliteStore(ResponseStore):
             db.execute("DELETE FROM responses WHERE key=?", (response.key,))
             db.execute(
                 "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (response.key, head, payload, response.created, _finite(response.stale_until), now, size),
+                (response.key, head, payload, response.created, until, now, size),
             )
             db.execute("DELETE FROM responses WHERE stale_until<=?", (now,))
             if self.max_tenant_bytes:
@@ -182,46 +183,24 @@ class SqliteStore(ResponseStore):
         db.executemany("DELETE FROM responses WHERE key=?", gone)
         return nbytes
 
-    def slide(self, response: StoredResponse) -> None:
-        with self.database.write() as db:
-            row = db.execute("SELECT head FROM responses WHERE key=?", (response.key,)).fetchone()
-            if row is not None and decode_head(response.key, bytes(row[0])).created == response.created:
-                db.execute(
-                    "UPDATE responses SET head=?, stale_until=? WHERE key=?",
-                    (encode(response)[0], _finite(response.stale_until), response.key),
-                )
-
     # -- invalidation -------------------------------------------------------------------------------------------
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
-        return self._invalidate([selector], dry_run=dry_run)[1]
-
-    def purge(self, selectors: Sequence[Selector], *, dry_run: bool = False) -> int:
-        """Invalidate what any of the selectors names, or only count it. Counts expired and damaged responses too."""
-        return self._invalidate(selectors, dry_run=dry_run)[0]
-
-    def _invalidate(self, selectors: Sequence[Selector], *, dry_run: bool) -> tuple[int, int]:
-        """How many rows went, unreadable ones too; and how many of them could have been served."""
-        key = selectors[0].key if len(selectors) == 1 else None
-        where, values = ("WHERE key=?", (key,)) if key is not None else ("", ())
-        gone, live, now = [], 0, self._clock()
+        """What cannot be read goes too: it may be of the selector."""
+        where, values = ("", ()) if selector.key is None else ("WHERE key=?", (selector.key,))
+        gone = []
         with self.database if dry_run else self.database.write() as db:
             statement = f"SELECT rowid, CAST(key AS BLOB), head FROM responses {where}"  # noqa: S608 (our own words)
             for row, name, head in db.execute(statement, values):
-                try:
-                    response = decode_head(name.decode(errors="replace"), bytes(head))
-                except (CorruptValue, TypeError):
-                    gone.append((row,))
-                    continue
-                if any(selector.matches(response) for selector in selectors):
-                    gone.append((row,))
-                    live += response.stale_until > now
+                with suppress(CorruptValue, TypeError):
+                    if not selector.matches(decode_head(name.decode(errors="replace"), bytes(head))):
+                        continue
+                gone.append((row,))
             if not dry_run:
                 db.executemany("DELETE FROM responses WHERE rowid=?", gone)
-                logged = [(json.dumps(selector.view()),) for selector in selectors]
-                db.executemany("INSERT INTO invalidations (selector) VALUES (?)", logged)
+                db.execute("INSERT INTO invalidations (selector) VALUES (?)", (json.dumps(selector.view()),))
                 db.execute("DELETE FROM invalidations WHERE number<=(SELECT MAX(number) FROM invalidations)-?", (_LOG,))
-        return len(gone), live
+        return len(gone)
 
     def news(self, cursor: str) -> News:
         with self.database as db:
@@ -308,7 +287,3 @@ def _fault(key: bytes, head: bytes, payload: bytes) -> str:
     except (CorruptValue, LookupError, TypeError, ValueError) as error:
         return str(error) if isinstance(error, CorruptValue) else f"answer {name}: {error}"
     return ""
-
-
-def _finite(value: float) -> float | None:
-    return None if value == float("inf") else value
