@@ -43,7 +43,8 @@ def _attached(p: Pair) -> bool:
     if p.language.grouped.isdisjoint(p.a.words & p.b.words):
         return False
     first, second = (
-        {x.word: y.stem for x, y in itertools.pairwise(text.spine) if x.word in p.language.grouped} for text in (p.a, p.b)
+        {x.word: y.stem for x, y in itertools.pairwise(text.spine) if x.word in p.language.grouped}
+        for text in (p.a, p.b)
     )
     shared = (p.a.stems.keys() & p.b.stems.keys()) - p.language.quiet - p.language.groupings
     return any(
