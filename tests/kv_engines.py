@@ -16,7 +16,7 @@ from typing import IO, Any
 import pytest
 
 import tiny_models
-from semkv.connectors import ConnectorOutcome, read_outcome
+from semkv.connectors import ConnectorOutcome, disk_process, read_outcome
 from semkv_lab.local_engine import BLOCK, Answer, LocalEngine, answered, differs, prompt, report, token_ids
 from vllm_forks import Job
 
@@ -81,6 +81,7 @@ class Engine(LocalEngine):
 
     def __init__(self, model: Path | str, kv: dict[str, Any] | None = None, **args: Any) -> None:
         split_mamba_steps()
+        disk_process._SILENT_S = 1800.0  # on a busy machine a process may be silent for long, and lives
         self.family = Path(model).name
         super().__init__(model, kv, **args)
 

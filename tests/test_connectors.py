@@ -218,8 +218,10 @@ class TestEngine:
         (tier,) = engine.connector.manager.secondary_tiers
         with monkeypatch.context() as patch:
             patch.setattr("semkv.connectors.disk_process._SILENT_S", 0.5)
+            errors = engine.counts()["errors"]
             os.kill(tier._disk._process.pid, how)
             assert engine.one(prompt) == (cold, disk(0, fusion=(1, 0)))
+            assert engine.counts()["errors"] > errors
         engine.forget(keep_host=True)
         assert engine.one(prompt)[1].sources.get("host")
         engine.forget()

@@ -33,7 +33,7 @@ def ranks(model: str, cache: str) -> dict[str, Any]:
     if not engine.files():  # a store that did not happen is counted; the next one does
         ask("computed again", keep_host=False)
     ask("loaded again", keep_host=False)
-    return {"seen": found, "left": engine.left(), "counts": counts}
+    return {"seen": found, "left": engine.left(), "counts": counts, "at the end": engine.counts()}
 
 
 @pytest.mark.engine

@@ -1,10 +1,10 @@
 """Trains minigqa-vlm, a LLaVA of 6.8 million parameters that answers questions about MiniGQA's pictures; with
 ``--large`` one of 130 million that answers questions about documents of 2,000 tokens, too.
 
-    PYTHONPATH=src python3 training/minigqa_vlm/train.py --out DIR --minutes 8.5
-    PYTHONPATH=src python3 training/minigqa_vlm/train.py --out DIR --large --rate 4e-4 --minutes 7
-    PYTHONPATH=src python3 training/minigqa_vlm/train.py --out DIR --start CHECKPOINT --rate 5e-4 --minutes 5
-    PYTHONPATH=src python3 training/minigqa_vlm/train.py --out DIR --smoke        20 steps on a CPU
+    python training/minigqa_vlm/train.py --out DIR --minutes 8.5
+    python training/minigqa_vlm/train.py --out DIR --large --rate 4e-4 --minutes 7
+    python training/minigqa_vlm/train.py --out DIR --start CHECKPOINT --rate 5e-4 --minutes 5
+    python training/minigqa_vlm/train.py --out DIR --smoke        20 steps on a CPU
 
 ``--minutes`` is the time of the whole command. DIR gets the checkpoint and ``training_log.jsonl``.
 """

@@ -147,7 +147,7 @@ class DiskProcess:
             yield done
         if self._process is None:
             undone, self._under_way = self._under_way, set()
-            yield from (FileDone(number, b"", {}) for number in undone)
+            yield from (FileDone(number, b"", {"errors": 1}) for number in undone)
 
     def _ended(self) -> None:
         """The process is gone or silent. It must be dead before host memory is used for anything else; while the
