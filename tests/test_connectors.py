@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +231,34 @@ class TestEngine:
         engine.forget()
         again, outcome = engine.one(prompt)
         assert (again, set(outcome.sources)) == (cold, {"disk"})
+
+    def test_vllm_counts_host_hits_as_in_its_own_lookups(
+        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+
+        prompt, counted = engine.prompt("counted", picture=22), Counter[str]()
+        count = OffloadingConnectorStats.increase_counter
+
+        def counting(self: Any, name: Any, value: Any = 1, labelvalues: Any = ()) -> None:
+            if "chunk_" in str(name) and any("primary" in label for label in labelvalues):
+                counted[str(name)] += value
+            count(self, name, value, labelvalues)
+
+        engine.one(prompt)
+        monkeypatch.setattr(OffloadingConnectorStats, "increase_counter", counting)
+        seen = []
+        for ours in (True, False):
+            with monkeypatch.context() as patch:
+                if not ours:
+                    patch.setattr(type(engine.connector.manager), "_is_held", lambda *_: False)
+                counted.clear()
+                engine.forget(keep_host=True)
+                assert engine.one(prompt)[1].sources.get("host")
+                engine.settle()
+                seen.append(dict(counted))
+        assert seen[0] == seen[1]
+        assert min(seen[0].values()) >= 3, seen
 
     def test_what_the_disk_cannot_take_stays_in_host_memory(
         self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
@@ -536,6 +565,8 @@ PRIVATE = {
     "v1.kv_offload.tiering.factory:SecondaryTierFactory": "_registry",
     "v1.kv_offload.base:ReqContext": "_offload_key_positions",
     "v1.kv_offload.tiering.spec:TieringOffloadingSpec": "_manager _worker _engine_id _scheduler_mmap",
+    "v1.kv_offload.tiering.manager:TieringOffloadingManager": "_metrics _processed_jobs_this_step",
+    "v1.kv_offload.tiering.metrics:TieringMetricsTracker": "_request_states observed_lookups _stats",
     "v1.kv_offload.tiering.base:SecondaryTierManager": "_primary_kv_view",
     "v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion": "_creator",
     "v1.kv_offload.cpu.gpu_worker:CPUOffloadingWorker": "_mmap_region",

@@ -115,6 +115,7 @@ class SemKVConnector(OffloadingConnector):
         super().__init__(config, role, kv_cache_config)
         self._adapters = Adapters(settings.cache_dir)
         self._outcomes: dict[str, dict[str, Any]] = {}
+        self._sources: tuple[str, int, dict[Any, int]] = ("", 0, {})
         self.on_finished: Callable[[Any], None] | None = None
         self._loads, self._stores = transfer.is_kv_consumer, transfer.is_kv_producer
         self._shared.storing = self._stores
@@ -156,10 +157,19 @@ class SemKVConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
             sources = super().get_external_cache_hit_sources(request, num_external_tokens)
+            self._sources = request.request_id, num_external_tokens, sources
             self._outcomes[request.request_id] = {
                 "loaded_tokens": num_external_tokens,
                 "sources": {str(source.value): tokens for source, tokens in sources.items()},
             }
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """vLLM asks right after `update_state_after_alloc`, so it gets what was found there."""
+        *about, sources = self._sources
+        if about == [request.request_id, num_external_tokens]:
+            return dict(sources)
+        found: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
+        return found
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         try:

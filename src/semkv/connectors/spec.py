@@ -16,18 +16,21 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingEvent,
     OffloadingWorker,
     PrepareStoreOutput,
+    ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
     TransferResult,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -69,20 +72,45 @@ class SemKVManager(TieringOffloadingManager):
     _doomed: set[bytes]  # to be taken out of host memory as soon as no transfer uses them
     _spoiled: set[bytes]  # under way, and to be thrown away when they arrive
     _heard: int  # the last purge
+    _asking: ReqContext | None  # whose keys were looked up last, and those of them that are counted
+    _counted: dict[bytes, float | None] | None
+    _held: int  # keys found in host memory that vLLM's metrics have not heard of yet
 
     @classmethod
     def of(cls, manager: TieringOffloadingManager, shared: KVShared) -> SemKVManager:
         """Turn the manager that vLLM has just made into one of these. A second manager would poll the same tiers."""
         manager._doomed, manager._spoiled, manager._shared = set(), set(), shared
+        manager._asking, manager._counted, manager._held = None, None, 0
         manager._heard = 0 if shared.store is None else shared.store.last_purge()
         manager.__class__ = cls
         assert isinstance(manager, cls)
         return manager
 
     def lookup(self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
-        if key in self._doomed or self._too_old(key):
-            return LookupResult.MISS
+        try:
+            if self._doomed or self._shared.settings.max_age_s:
+                if key in self._doomed or self._too_old(key):
+                    return LookupResult.MISS
+            elif self._processed_jobs_this_step and self._is_held(key, req_context):
+                return LookupResult.HIT
+        except Exception:
+            self._shared.fault("a lookup")
         return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
+
+    def _is_held(self, key: bytes, req_context: ReqContext) -> bool:
+        """Whether host memory has a block: vLLM's lookup without its clocks. The scheduler asks for every block of
+        the first waiting prompt again in every step, 500 blocks of a prompt of 8,000 tokens."""
+        chunk = self.primary_tier._policy.get(key)
+        if chunk is None or chunk.ref_cnt < 0:
+            return False
+        if req_context is not self._asking:
+            self._asking, metrics = req_context, self._metrics._request_states.get(req_context.req_id)
+            seen = None if metrics is None else metrics.observed_lookups
+            self._counted = None if seen is None else seen.setdefault(self._metrics.primary_tier_label, {})
+        if self._counted is not None and key not in self._counted:
+            self._counted[key] = None
+            self._held += 1
+        return True
 
     def _too_old(self, key: bytes) -> bool:
         limit = self._shared.settings.max_age_s
@@ -138,6 +166,7 @@ class SemKVManager(TieringOffloadingManager):
         self._spoiled.update(keys)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._asking = None
         self._forget_doomed()
         try:
             if len(self._shared.records) > 2 * self.primary_tier._num_chunks + 64:
@@ -171,6 +200,13 @@ class SemKVManager(TieringOffloadingManager):
         self._shared.counters["purged_blocks"] += len(gone)
         if gone and primary.events is not None:
             primary.events.append(OffloadingEvent(gone, primary.medium, removed=True))
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        if self._held:
+            for name in (TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS):
+                self._metrics._stats.increase_counter(name, self._held, self._metrics.primary_tier_label)
+            self._held = 0
+        return super().get_stats()
 
     def reset_cache(self) -> None:
         super().reset_cache()
