@@ -565,7 +565,9 @@ PRIVATE = {
     "v1.kv_offload.tiering.factory:SecondaryTierFactory": "_registry",
     "v1.kv_offload.base:ReqContext": "_offload_key_positions",
     "v1.kv_offload.tiering.spec:TieringOffloadingSpec": "_manager _worker _engine_id _scheduler_mmap",
-    "v1.kv_offload.tiering.manager:TieringOffloadingManager": "_metrics _processed_jobs_this_step",
+    "v1.kv_offload.tiering.manager:TieringOffloadingManager": (
+        "_metrics _processed_jobs_this_step _request_load_sources"
+    ),
     "v1.kv_offload.tiering.metrics:TieringMetricsTracker": "_request_states observed_lookups _stats",
     "v1.kv_offload.tiering.base:SecondaryTierManager": "_primary_kv_view",
     "v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion": "_creator",

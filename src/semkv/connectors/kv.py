@@ -17,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVC
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_cache_interface import iter_layer_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from semkv.connectors import REPORT_KEY, SPEC, SPEC_MODULE, identity, register, wants_skip
 from semkv.connectors.identity import Adapters
@@ -115,7 +116,8 @@ class SemKVConnector(OffloadingConnector):
         super().__init__(config, role, kv_cache_config)
         self._adapters = Adapters(settings.cache_dir)
         self._outcomes: dict[str, dict[str, Any]] = {}
-        self._sources: tuple[str, int, dict[Any, int]] = ("", 0, {})
+        kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._one_group = len(kinds) == 1 and isinstance(kinds[0], FullAttentionSpec)
         self.on_finished: Callable[[Any], None] | None = None
         self._loads, self._stores = transfer.is_kv_consumer, transfer.is_kv_producer
         self._shared.storing = self._stores
@@ -156,20 +158,18 @@ class SemKVConnector(OffloadingConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
-            sources = super().get_external_cache_hit_sources(request, num_external_tokens)
-            self._sources = request.request_id, num_external_tokens, sources
+            sources = self.get_external_cache_hit_sources(request, num_external_tokens)
             self._outcomes[request.request_id] = {
                 "loaded_tokens": num_external_tokens,
                 "sources": {str(source.value): tokens for source, tokens in sources.items()},
             }
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """vLLM asks right after `update_state_after_alloc`, so it gets what was found there."""
-        *about, sources = self._sources
-        if about == [request.request_id, num_external_tokens]:
-            return dict(sources)
-        found: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
-        return found
+        """As vLLM's, which goes through every block; where all are host memory's, there is nothing to go through."""
+        if num_external_tokens and self._one_group and not self.manager._request_load_sources.get(request.request_id):
+            return {CacheHitSource.HOST: num_external_tokens}
+        sources: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
+        return sources
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         try:
