@@ -79,7 +79,7 @@ class Sweep:
         )
         file = self.folder / "samples" / f"{len(self.rows)}.jsonl"
         file.write_text("".join(json.dumps(r.to_json()) + "\n" for r in records), encoding="utf-8")
-        self.log(name, settings, summary=summary.to_json(), samples=f"samples/{file.name}", given=given)
+        self.log(name, settings, summary=summary, samples=f"samples/{file.name}", given=given)
 
     def log(self, name: str, settings: RunSettings, **values: Any) -> None:
         row: dict[str, Any] = {
@@ -223,7 +223,7 @@ def test_wrong_hits_are_told_once_and_the_surest_first() -> None:
 
 def summed(name: str, *records: SampleRecord, mode: str = "live") -> Experiment:
     """An experiment as the log has it: its figures as JSON."""
-    summary = json.loads(json.dumps(summarise(records).to_json()))
+    summary = json.loads(json.dumps(summarise(records)))
     return Experiment(name, "ok", "", "", None, {"preset": "x", "cache": {"mode": mode}}, {}, summary, records)
 
 

@@ -56,7 +56,7 @@ def _run(
     from semkv_lab.run import execute
 
     summary = execute(settings or RunSettings(), quiet=quiet, verbose=verbose)
-    if summary.interrupted:
+    if summary["interrupted"]:
         sys.exit(EXIT_INTERRUPTED)
 
 

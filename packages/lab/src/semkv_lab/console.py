@@ -26,7 +26,7 @@ from rich.table import Table
 
 from semkv import __version__
 from semkv.errors import ConfigError
-from semkv_lab.metrics import Estimate, Gqa, Summary, TierRow, Times, Tokens
+from semkv_lab.metrics import Estimate, Figures, read_estimate
 from semkv_lab.records import Cold, SampleRecord
 
 if TYPE_CHECKING:
@@ -152,23 +152,21 @@ def write_json(path: Path, value: object) -> None:
     path.write_bytes(to_json(value, indent=2))
 
 
-def write_summary(path: Path, settings: RunSettings, summary: Summary) -> None:
-    """Write ``--summary-out``: settings and figures.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    with writing(SUMMARY_OUT, path):
-        write_json(path, {**run_header(settings), "summary": summary.to_json()})
-
-
-def print_summary(console: Console, summary: Summary, settings: RunSettings) -> None:
+def print_summary(console: Console, summary: Figures, settings: RunSettings) -> None:
     """The tables at the end of a run."""
-    if summary.interrupted:
-        console.print(f"[yellow]interrupted[/yellow]: the figures cover the {summary.samples} samples answered so far")
-    if summary.samples:
+    if summary["interrupted"]:
+        said = f"the figures cover the {summary['samples']} samples answered so far"
+        console.print(f"[yellow]interrupted[/yellow]: {said}")
+    if summary["samples"]:
         names = ("tier", "samples", "rate", "latency p50", "p95", "TTFT p50", "accuracy [95%]")
-        console.print(table("by tier", names, (_tier_cells(row) for row in summary.tiers)))
+        rows = [
+            (
+                row["tier"], str(row["n"]), f"{row['rate']:.1%}", seconds(row["latency"]["p50_s"]),
+                seconds(row["latency"]["p95_s"]), seconds(row["ttft"]["p50_s"]), percent(read_estimate(row, "accuracy")),
+            )
+            for row in summary["tiers"]
+        ]  # fmt: skip
+        console.print(table("by tier", names, rows))
     console.print(table("figures", (), figures(summary, settings)))
 
 
@@ -182,102 +180,92 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Ta
     return made
 
 
-def _tier_cells(row: TierRow) -> tuple[str, ...]:
-    latency = (seconds(row.latency.p50_s), seconds(row.latency.p95_s), seconds(row.ttft.p50_s))
-    return (row.tier, str(row.n), f"{row.rate:.1%}", *latency, percent(row.accuracy))
-
-
 _SHOWN = 10  # names of samples in a line
 _UNJUDGED = "unknown without --baseline: hits that are not the label may be the model's own mistakes"
 
 
-def figures(summary: Summary, settings: RunSettings) -> list[tuple[str, str]]:
+def figures(summary: Figures, settings: RunSettings) -> list[tuple[str, str]]:
     """Everything that is one figure: name and value."""
+
+    def of(*path: str) -> str:
+        return percent(read_estimate(summary, *path))
+
+    def row(name: str, *path: str, more: str = "") -> list[tuple[str, str]]:
+        """A share that the run may not have."""
+        return [(name, of(*path) + more)] if read_estimate(summary, *path).n else []
+
+    area, skipped = summary["chr_area"]["reached"], summary["skipped"]
     rows = [
-        ("hits", f"{summary.hits} of {summary.samples}: {percent(summary.hit_share)}"),
-        ("similar, but refused", str(summary.refused)),
-        ("lookup p50 / p95", times(summary.lookup)),
-        ("after the answer p50 / p95", times(summary.after)),
-        *_token_rows(summary.tokens),
-        ("accuracy", percent(summary.accuracy)),
-        ("accuracy on hits", percent(summary.accuracy_on_hits)),
-        ("accuracy on misses", percent(summary.accuracy_on_misses)),
-        ("wrong hits a request", percent(summary.wrong_hit_share) if summary.wrong_hit_share.n else _UNJUDGED),
-        *_optional("consistency (entailed)", summary.consistency),
-        *_gqa_rows(summary.gqa),
-        *_optional("P-CHR AUC", summary.chr_area.area, f" up to a hit rate of {summary.chr_area.reached:.1%}"),
-        *_cold_rows(summary),
-        *_optional("answer equals the donor's", summary.donor_agreement, " of full hits"),
+        ("hits", f"{summary['hits']} of {summary['samples']}: {of('hit_share')}"),
+        ("similar, but refused", str(summary["refused"])),
+        ("lookup p50 / p95", times(summary["lookup"])),
+        ("after the answer p50 / p95", times(summary["after"])),
+        *_token_rows(summary["tokens"]),
+        ("accuracy", of("accuracy")),
+        ("accuracy on hits", of("accuracy_on_hits")),
+        ("accuracy on misses", of("accuracy_on_misses")),
+        *(row("wrong hits a request", "wrong_hit_share") or [("wrong hits a request", _UNJUDGED)]),
+        *row("consistency (entailed)", "consistency"),
+        *row("validity", "gqa", "validity"),
+        *row("plausibility", "gqa", "plausibility"),
     ]
-    counts = {tier: summary.statuses[tier].items() for tier in ("kv_cache", "fusion") if tier in summary.statuses}
-    rows += [(tier, ", ".join(f"{n} {status}" for status, n in found)) for tier, found in counts.items()]
-    if summary.skipped:
-        shown = ", ".join(summary.skipped[:_SHOWN]) + " ..." * (len(summary.skipped) > _SHOWN)
-        rows.append(("left out, no image file", f"{len(summary.skipped)}: {shown}"))
-    rows.append(("on disk", f"{size(summary.bytes_on_disk)} in {settings.cache.cache_dir}"))
-    return rows + [(name, str(count)) for name, count in summary.faults.items()]
-
-
-def _gqa_rows(found: Gqa | None) -> list[tuple[str, str]]:
-    if found is None:
-        return []
-    rows = [*_optional("validity", found.validity), *_optional("plausibility", found.plausibility)]
-    if found.distribution is not None:
-        rows.append(("distribution (chi-square)", f"{found.distribution:.2f}"))
-    for name in ("binary", "open"):
-        if name in found.by_type:
-            rows += _optional(f"accuracy, {name}", found.by_type[name])
-    return rows
-
-
-def _token_rows(t: Tokens) -> list[tuple[str, str]]:
-    rows = [
-        ("prompt tokens", f"{t.prompt:,}"),
-        ("not computed", f"{t.not_computed:,} ({part(t.not_computed, t.prompt)})"),
-        ("  loaded from the KV store", f"{t.from_store:,}"),
-        ("  vLLM's own prefix cache", f"{t.from_prefix_cache:,}"),
-    ]
-    if t.beyond is not None and t.baseline_prompt is not None and t.baseline_not_computed is not None:
-        alone, left = part(t.baseline_not_computed, t.baseline_prompt), part(t.beyond, t.baseline_computed or 0)
-        rows.append(("vLLM's prefix cache alone", f"{t.baseline_not_computed:,} ({alone}) not computed"))
-        rows.append(("saved beyond it", f"{t.beyond:,} tokens ({left} of what it left to compute)"))
-    return rows
-
-
-def _cold_rows(summary: Summary) -> list[tuple[str, str]]:
-    rows = []
-    if summary.baseline_accuracy is not None and summary.baseline_latency is not None:
-        rows.append(("cold: accuracy", percent(summary.baseline_accuracy)))
-        rows.append(("cold: latency p50 / p95", times(summary.baseline_latency)))
-    if cold := summary.against_cold:
-        if cold.n:
+    if (distribution := summary["gqa"]["distribution"]) is not None:
+        rows.append(("distribution (chi-square)", f"{distribution:.2f}"))
+    rows += [found for kind in ("binary", "open") for found in row(f"accuracy, {kind}", "gqa", "by_type", kind)]
+    rows += row("P-CHR AUC", "chr_area", "area", more=f" up to a hit rate of {area:.1%}")
+    if summary["baseline_accuracy"]:
+        rows.append(("cold: accuracy", of("baseline_accuracy")))
+        rows.append(("cold: latency p50 / p95", times(summary["baseline_latency"])))
+    if cold := summary["against_cold"]:
+        if cold["n"]:
             rows += [
-                ("hits run cold: accuracy", percent(cold.cold_accuracy_on_hits)),
-                ("hits: same answer as cold", percent(cold.agreement)),
-                ("hits: same tokens as cold", percent(cold.same_tokens)),
-                ("hits: tokens saved", interval(cold.saved_tokens)),
-                ("hits: cold TTFT / cached, without lookup", interval(cold.first_token, 2, "x")),
-                ("wrong hits / gained", f"{cold.wrong_hits} / {cold.gained_hits}"),
-                ("hits: cold latency / cached", interval(cold.speedup, 2, "x")),
+                ("hits run cold: accuracy", of("against_cold", "cold_accuracy_on_hits")),
+                ("hits: same answer as cold", of("against_cold", "agreement")),
+                ("hits: same tokens as cold", of("against_cold", "same_tokens")),
+                ("hits: tokens saved", interval(read_estimate(cold, "saved_tokens"))),
+                ("hits: cold TTFT / cached, without lookup", interval(read_estimate(cold, "first_token"), 2, "x")),
+                ("wrong hits / gained", f"{cold['wrong_hits']} / {cold['gained_hits']}"),
+                ("hits: cold latency / cached", interval(read_estimate(cold, "speedup"), 2, "x")),
             ]
-        rows.append(("all: same answer as cold", percent(cold.agreement_all)))
-        rows += _optional("cold: consistency (entailed)", cold.consistency)
-        rows += _optional("exact prompts: tokens equal cold", cold.identical_tokens, f" of {cold.identical_tokens.n}")
-    if saved := summary.saved:
-        rows += [
-            ("saved a request: tokens", interval(saved.tokens)),
-            ("  latency, mean", milliseconds(saved.latency_s)),
-            ("  latency, median", milliseconds(saved.latency_p50_s)),
-            ("  TTFT, mean", milliseconds(saved.ttft_s)),
-        ]
-    if noise := summary.noise_floor:
-        rows.append(("noise floor: answers differ", f"{percent(noise.answers)} of {noise.answers.n} asked twice"))
-        rows.append(("noise floor: tokens differ", percent(noise.tokens)))
+        rows.append(("all: same answer as cold", of("against_cold", "agreement_all")))
+        rows += row("cold: consistency (entailed)", "against_cold", "consistency")
+        exact = f" of {cold['identical_tokens']['n']}"
+        rows += row("exact prompts: tokens equal cold", "against_cold", "identical_tokens", more=exact)
+    if summary["saved"]:
+        rows.append(("saved a request: tokens", interval(read_estimate(summary, "saved", "tokens"))))
+        for name, key in (
+            ("latency, mean", "latency_s"),
+            ("latency, median", "latency_p50_s"),
+            ("TTFT, mean", "ttft_s"),
+        ):
+            rows.append((f"  {name}", milliseconds(read_estimate(summary, "saved", key))))
+    if noise := summary["noise_floor"]:
+        answers = f"{of('noise_floor', 'answers')} of {noise['answers']['n']} asked twice"
+        rows.append(("noise floor: answers differ", answers))
+        rows.append(("noise floor: tokens differ", of("noise_floor", "tokens")))
+    rows += row("answer equals the donor's", "donor_agreement", more=" of full hits")
+    for tier in ("kv_cache", "fusion"):
+        if found := summary["statuses"].get(tier):
+            rows.append((tier, ", ".join(f"{n} {status}" for status, n in found.items())))
+    if skipped:
+        shown = ", ".join(skipped[:_SHOWN]) + " ..." * (len(skipped) > _SHOWN)
+        rows.append(("left out, no image file", f"{len(skipped)}: {shown}"))
+    rows.append(("on disk", f"{size(summary['bytes_on_disk'])} in {settings.cache.cache_dir}"))
+    return rows + [(name, str(count)) for name, count in summary["faults"].items()]
+
+
+def _token_rows(t: Figures) -> list[tuple[str, str]]:
+    rows = [
+        ("prompt tokens", f"{t['prompt']:,}"),
+        ("not computed", f"{t['not_computed']:,} ({part(t['not_computed'], t['prompt'])})"),
+        ("  loaded from the KV store", f"{t['from_store']:,}"),
+        ("  vLLM's own prefix cache", f"{t['from_prefix_cache']:,}"),
+    ]
+    if t["beyond"] is not None:
+        alone, left = part(t["baseline_not_computed"], t["baseline_prompt"]), part(t["beyond"], t["baseline_computed"])
+        rows.append(("vLLM's prefix cache alone", f"{t['baseline_not_computed']:,} ({alone}) not computed"))
+        rows.append(("saved beyond it", f"{t['beyond']:,} tokens ({left} of what it left to compute)"))
     return rows
-
-
-def _optional(name: str, value: Estimate, more: str = "") -> list[tuple[str, str]]:
-    return [(name, percent(value) + more)] if value.n else []
 
 
 def interval(value: Estimate, digits: int = 1, unit: str = "", *, factor: float = 1.0) -> str:
@@ -300,9 +288,9 @@ def milliseconds(value: Estimate) -> str:
     return interval(value, unit=" ms", factor=1000)
 
 
-def times(value: Times) -> str:
+def times(value: Figures) -> str:
     """``12 ms / 30 ms``."""
-    return f"{seconds(value.p50_s)} / {seconds(value.p95_s)}"
+    return f"{seconds(value['p50_s'])} / {seconds(value['p95_s'])}"
 
 
 def size(count: int) -> str:

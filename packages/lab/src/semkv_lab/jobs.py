@@ -184,7 +184,7 @@ def run_here(job: Job) -> Outcome:
     except Exception:
         traceback.print_exc()
         return Outcome(None, environment(), traceback.format_exc(limit=-3))
-    return Outcome(summary.to_json(), environment(), "interrupted" if summary.interrupted else "")
+    return Outcome(summary, environment(), "interrupted" if summary["interrupted"] else "")
 
 
 def environment() -> dict[str, Any]:

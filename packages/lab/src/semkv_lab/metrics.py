@@ -7,9 +7,10 @@ Bootstrap Methods and their Application, 1997, 3.8). The seed is fixed: equal va
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,18 @@ import numpy.typing as npt
 
 from semkv.tiers.checking import wilson
 from semkv.types import Status
-from semkv_lab.records import Cold, SampleRecord, answers_match, normalise_answer
+from semkv_lab.records import Cold, SampleRecord, answers_match, at, normalise_answer
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+Figures = dict[str, Any]
+"""Figures by name: counts, `Estimate`, `Times`, and more of the same."""
 
 RESAMPLES, FEW_RESAMPLES = 2_000, 500
 _MANY_IMAGES = 2_000  # from so many on, fewer draws
 _AT_ONCE = 2_000_000  # numbers drawn at a time, to bound memory
 _SEED = 0
+_HUGE = 1e18  # of a file: what is as large, infinity too, is no figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,19 @@ class Estimate:
     value: float | None
     low: float | None = None
     high: float | None = None
+
+
+def read_estimate(summary: Mapping[str, Any], *path: str) -> Estimate:
+    """A figure of a summary; empty where there is none at this path."""
+    found = at(summary, *path)
+    n, value, low, high = (number(at(found, key)) for key in ("n", "value", "low", "high"))
+    return Estimate(int(n or 0), value, low, high)
+
+
+def number(value: Any) -> float | None:
+    """The value where it is a number that can be drawn and added up, else None."""
+    there = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HUGE
+    return float(value) if there else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,46 +186,31 @@ def consistency(records: Sequence[SampleRecord], *, cold: bool = False) -> Estim
     return mean(scores)
 
 
-@dataclass(frozen=True, slots=True)
-class Gqa:
+def gqa(records: Sequence[SampleRecord]) -> Figures:
     """GQA's own measures beside consistency (Hudson and Manning, GQA, CVPR 2019), where it has the annotations.
 
-    Attributes:
-        validity, plausibility: shares of answers of the question's kind, and of those that occur with its objects.
-        distribution: chi-square of the answers against the expected ones, by global group and weighted by its size; 0
-            where both are alike, None without groups.
-        by_type: accuracy by structural and semantic type, ``structural verify``; ``binary`` and ``open`` as well.
-
-    Over all questions that were asked; GQA's own script leaves out those that are not balanced.
+    ``validity`` and ``plausibility`` are the shares of answers of the question's kind, and of those that occur with its
+    objects; ``distribution`` is the chi-square of the answers against the expected ones, by global group and weighted
+    by its size, 0 where both are alike and None without groups; ``by_type`` is the accuracy by structural and semantic
+    type (``structural verify``), and of ``binary`` and ``open`` questions. Over all questions that were asked; GQA's own
+    script leaves out those that are not balanced.
     """
-
-    validity: Estimate
-    plausibility: Estimate
-    distribution: float | None
-    by_type: Mapping[str, Estimate]
-
-
-def gqa(records: Sequence[SampleRecord]) -> Gqa:
     types: dict[str, list[SampleRecord]] = {}
     groups: dict[str, list[tuple[str, str]]] = {}
     for r in records:
         if r.types:
-            names = (
-                f"structural {r.types[0]}",
-                f"semantic {r.types[1]}",
-                "open" if r.types[0] == "query" else "binary",
-            )
-            for name in names:
+            form = "open" if r.types[0] == "query" else "binary"
+            for name in (f"structural {r.types[0]}", f"semantic {r.types[1]}", form):
                 types.setdefault(name, []).append(r)
         if r.group and r.answer is not None:
             groups.setdefault(r.group, []).append((normalise_answer(r.answer), normalise_answer(r.text)))
     weighted = sum(_chi_square(answers) * len(answers) for answers in groups.values())
-    return Gqa(
-        share([(r.image, r.valid) for r in records if r.valid is not None]),
-        share([(r.image, r.plausible) for r in records if r.plausible is not None]),
-        weighted / sum(map(len, groups.values())) if groups else None,
-        {name: accuracy(of_it) for name, of_it in sorted(types.items())},
-    )
+    return {
+        "validity": share([(r.image, r.valid) for r in records if r.valid is not None]),
+        "plausibility": share([(r.image, r.plausible) for r in records if r.plausible is not None]),
+        "distribution": weighted / sum(map(len, groups.values())) if groups else None,
+        "by_type": {name: accuracy(of_it) for name, of_it in sorted(types.items())},
+    }
 
 
 def _chi_square(answers: Sequence[tuple[str, str]]) -> float:
@@ -259,15 +261,7 @@ def wrong_hit_share(records: Sequence[SampleRecord]) -> Estimate:
     return share([(image, wrong) for image, wrong in judged if wrong is not None])
 
 
-@dataclass(frozen=True, slots=True)
-class ChrArea:
-    """`chr_area`: the area, and the largest cache-hit ratio it was averaged over (0 without a hit)."""
-
-    area: Estimate
-    reached: float
-
-
-def chr_area(records: Sequence[SampleRecord]) -> ChrArea:
+def chr_area(records: Sequence[SampleRecord]) -> Figures:
     """P-CHR AUC: the area under precision against cache-hit ratio, as the threshold on the score falls.
 
     Introduced by Baral et al., Closing the Calibration Gap in Semantic Caching, 2026, arXiv:2606.19719.
@@ -277,7 +271,7 @@ def chr_area(records: Sequence[SampleRecord]) -> ChrArea:
     have score 1; hits that nothing can judge are left out; requests that missed count in the ratio only, so the curve
     ends at the run's hit rate: the area is divided by that ratio. 1 means that every hit was right at every threshold
     from the run's own upwards. For a whole curve run with a low threshold, ``--disable-guards`` and ``--cache-mode
-    dry-run``. Only areas that reach a like ratio can be compared.
+    dry-run``. Only areas that reach a like ratio can be compared: ``reached`` is that ratio, 0 without a hit.
     """
     rows = [
         (1.0 if r.score is None else r.score, n, good)
@@ -285,7 +279,7 @@ def chr_area(records: Sequence[SampleRecord]) -> ChrArea:
         if (good := stands_for(r)) is not None
     ]
     if not rows:
-        return ChrArea(Estimate(0, None), 0.0)
+        return {"area": Estimate(0, None), "reached": 0.0}
     scores, places, right = map(np.array, zip(*sorted(rows, key=lambda hit: -hit[0]), strict=True))
     last = np.flatnonzero(np.append(np.diff(scores) != 0, True))  # of one score, together
 
@@ -304,242 +298,111 @@ def chr_area(records: Sequence[SampleRecord]) -> ChrArea:
     groups, _ = split([(r.image, 0.0) for r in records])
     draws = resamples(int(groups.max()) + 1, len(records), FEW_RESAMPLES) if groups.any() else ()
     drawn = (np.array([area(weights)[0] for weights in counts[:, groups]]) for counts in draws)
-    return ChrArea(estimate(len(rows), value, drawn), reached)
+    return {"area": estimate(len(rows), value, drawn), "reached": reached}
 
 
 # -- compared with the same samples run cold --------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+def tokens(records: Sequence[SampleRecord]) -> Figures:
     """Prompt tokens of all samples, and where those that were not computed came from.
 
     ``beyond`` is what our caches saved over vLLM's own prefix cache: tokens the baseline computed less tokens this
     run computed. None without a baseline.
     """
 
-    prompt: int
-    computed: int
-    not_computed: int
-    from_store: int
-    from_prefix_cache: int
-    baseline_prompt: int | None = None
-    baseline_computed: int | None = None
-    baseline_not_computed: int | None = None
-    beyond: int | None = None
+    def split_up(of: Sequence[SampleRecord | Cold]) -> tuple[int, int, int]:
+        prompt, computed = sum(r.prompt_tokens for r in of), sum(r.computed_tokens for r in of)
+        return prompt, computed, prompt - computed
+
+    cold = [r.cold for r in records if r.cold is not None]
+    own, base = split_up(records), split_up(cold) if cold and len(cold) == len(records) else (None, None, None)
+    names = ("prompt", "computed", "not_computed")
+    return {
+        **dict(zip(names, own, strict=True)),
+        "from_store": sum(r.loaded_tokens or 0 for r in records),
+        "from_prefix_cache": sum(r.prefix_tokens for r in records),
+        **{f"baseline_{name}": value for name, value in zip(names, base, strict=True)},
+        "beyond": None if base[1] is None else base[1] - own[1],
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+def saved(records: Iterable[SampleRecord]) -> Figures | None:
     """What a request saved over vLLM's prefix cache and encoder cache: cold less cached, sample by sample.
 
     The lookup is paid for in the times; recording and checks come after the answer (``after_s`` of a record). Means,
-    and the median of the latency; negative where the cache costs more than it saves.
+    and the median of the latency; negative where the cache costs more than it saves. None without a baseline.
     """
-
-    tokens: Estimate
-    latency_s: Estimate
-    latency_p50_s: Estimate
-    ttft_s: Estimate
-
-
-@dataclass(frozen=True, slots=True)
-class NoiseFloor:
-    """The shares of prompts whose two answers, and whose generated tokens, differ on the baseline engine.
-
-    The first time a prompt is answered as the cold pass goes, prefix cache and all; the second time under a cache salt
-    of its own, so that vLLM computes all of it again. A difference from the cold answers below these shares says
-    nothing.
-    """
-
-    answers: Estimate
-    tokens: Estimate
-
-
-@dataclass(frozen=True, slots=True)
-class AgainstCold:
-    """Hits compared with the same samples run cold.
-
-    Attributes:
-        cold_accuracy_on_hits: of the cold answers to what hit.
-        agreement: share of hits whose answer equals the cold one (`answers_match`); ``agreement_all`` of all samples.
-        identical_tokens: share of all samples that sent their own prompt or a byte-equal one, whose tokens equal the
-            cold run's one by one.
-        same_tokens: share of hits whose tokens equal the cold run's one by one.
-        wrong_hits: hits that answer wrongly where the cold run was right.
-        gained_hits: hits that answer rightly where the cold run was wrong.
-        speedup: median of cold latency over cached latency, sample by sample, over hits.
-        first_token: median of cold over cached time to first token, the lookup left out, over hits.
-        saved_tokens: prompt tokens that the cold run computed less those that the hit did, mean.
-        consistency: GQA's, of the cold answers.
-    """
-
-    n: int
-    cold_accuracy_on_hits: Estimate
-    agreement: Estimate
-    agreement_all: Estimate
-    identical_tokens: Estimate
-    wrong_hits: int
-    gained_hits: int
-    speedup: Estimate
-    same_tokens: Estimate
-    first_token: Estimate
-    saved_tokens: Estimate
-    consistency: Estimate
-
-
-def tokens(records: Sequence[SampleRecord]) -> Tokens:
-    """Prompt tokens, split by where they came from."""
-    prompt, computed = sum(r.prompt_tokens for r in records), sum(r.computed_tokens for r in records)
-    cold = [r.cold for r in records if r.cold is not None]
-    parts: dict[str, int] = {}
-    if cold and len(cold) == len(records):
-        cold_prompt, cold_computed = sum(c.prompt_tokens for c in cold), sum(c.computed_tokens for c in cold)
-        parts = {
-            "baseline_prompt": cold_prompt,
-            "baseline_computed": cold_computed,
-            "baseline_not_computed": cold_prompt - cold_computed,
-            "beyond": cold_computed - computed,
-        }
-    return Tokens(
-        prompt=prompt,
-        computed=computed,
-        not_computed=prompt - computed,
-        from_store=sum(r.loaded_tokens or 0 for r in records),
-        from_prefix_cache=sum(r.prefix_tokens for r in records),
-        **parts,
-    )
-
-
-def saved(records: Iterable[SampleRecord]) -> Saved | None:
-    """What the records saved over their cold selves; None where none has one."""
     pairs = [(r, r.cold) for r in records if r.cold is not None]
     if not pairs:
         return None
     seconds = [(r.image, c.latency_s - r.latency_s) for r, c in pairs]
     first = [(r.image, c.ttft_s - r.ttft_s) for r, c in pairs if c.ttft_s is not None and r.ttft_s is not None]
-    tokens = mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in pairs])
-    return Saved(tokens, mean(seconds), median(seconds), mean(first))
+    return {
+        "tokens": mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in pairs]),
+        "latency_s": mean(seconds),
+        "latency_p50_s": median(seconds),
+        "ttft_s": mean(first),
+    }
 
 
-def noise_floor(cold: Iterable[Cold]) -> NoiseFloor | None:
-    """The noise floor over the cold samples that were asked twice; None where none was."""
+def noise_floor(cold: Iterable[Cold]) -> Figures | None:
+    """The shares of prompts whose two answers, and whose generated tokens, differ on the baseline engine.
+
+    The first time a prompt is answered as the cold pass goes, prefix cache and all; the second time under a cache salt
+    of its own, so that vLLM computes all of it again. A difference from the cold answers below these shares says
+    nothing. None where no prompt was asked twice.
+    """
     twice = [(c, c.again_text) for c in cold if c.again_text is not None]
     if not twice:
         return None
-    return NoiseFloor(
-        share([(c.image, not answers_match(c.text, again)) for c, again in twice]),
-        share([(c.image, c.token_ids != c.again_token_ids) for c, _ in twice]),
-    )
+    return {
+        "answers": share([(c.image, not answers_match(c.text, again)) for c, again in twice]),
+        "tokens": share([(c.image, c.token_ids != c.again_token_ids) for c, _ in twice]),
+    }
 
 
-def against_cold(records: Sequence[SampleRecord]) -> AgainstCold | None:
-    """Hits against the same samples run cold; None without a baseline."""
+def against_cold(records: Sequence[SampleRecord]) -> Figures | None:
+    """Hits compared with the same samples run cold; None without a baseline."""
     pairs = [(r, r.cold) for r in records if r.cold is not None]
     if not pairs:
         return None
     hits = [(r, c) for r, c in pairs if r.hit and r.applied]
-    exact = [(r, c) for r, c in pairs if not r.applied or r.exactness == "exact"]
+    exact = [(r, c) for r, c in pairs if not r.applied or r.exactness == "exact"]  # sent these very bytes
     timed = [(r, c.ttft_s, r.ttft_s) for r, c in hits if r.ttft_s is not None and c.ttft_s is not None]
     judged = [(r.match, c.match) for r, c in hits if r.match is not None and c.match is not None]
-    return AgainstCold(
-        n=len(hits),
-        cold_accuracy_on_hits=accuracy(c for _, c in hits),
-        agreement=share([(r.image, answers_match(r.text, c.text)) for r, c in hits]),
-        agreement_all=share([(r.image, answers_match(r.text, c.text)) for r, c in pairs]),
-        identical_tokens=share([(r.image, r.token_ids == c.token_ids) for r, c in exact]),
-        wrong_hits=sum(not now and before for now, before in judged),
-        gained_hits=sum(now and not before for now, before in judged),
-        speedup=median([(r.image, c.latency_s / r.latency_s) for r, c in hits if r.latency_s > 0]),
-        same_tokens=share([(r.image, r.token_ids == c.token_ids) for r, c in hits]),
-        first_token=median([(r.image, before / (now - r.lookup_s)) for r, before, now in timed if now > r.lookup_s]),
-        saved_tokens=mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in hits]),
-        consistency=consistency(records, cold=True),
-    )
+    return {
+        "n": len(hits),
+        "cold_accuracy_on_hits": accuracy(c for _, c in hits),
+        "agreement": share([(r.image, answers_match(r.text, c.text)) for r, c in hits]),
+        "agreement_all": share([(r.image, answers_match(r.text, c.text)) for r, c in pairs]),
+        "identical_tokens": share([(r.image, r.token_ids == c.token_ids) for r, c in exact]),
+        "wrong_hits": sum(not now and before for now, before in judged),
+        "gained_hits": sum(now and not before for now, before in judged),
+        "speedup": median([(r.image, c.latency_s / r.latency_s) for r, c in hits if r.latency_s > 0]),
+        "same_tokens": share([(r.image, r.token_ids == c.token_ids) for r, c in hits]),
+        # Cold over cached time to first token, the lookup left out.
+        "first_token": median([(r.image, before / (now - r.lookup_s)) for r, before, now in timed if now > r.lookup_s]),
+        "saved_tokens": mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in hits]),
+        "consistency": consistency(records, cold=True),
+    }
 
 
 # -- the figures of a whole run --------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TierRow:
-    """One line of the table by tier: ``tier`` is a provenance, ``miss`` or ``all``.
-
-    ``share`` is ``rate`` with its interval; ``saved`` is None without a baseline.
-    """
-
-    tier: str
-    n: int
-    rate: float
-    share: Estimate
-    latency: Times
-    ttft: Times
-    accuracy: Estimate
-    saved: Saved | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The figures of a run; ``--summary-out`` writes them as JSON.
-
-    Attributes:
-        hit_share: ``hit_rate`` with its interval.
-        accuracy_on_hits: of what hits gave; in dry-run mode of what they would have given.
-        wrong_hit_share: wrong hits (`wrong_hit`) a request, over the requests that can be judged.
-        consistency: GQA's, over ``entailed``.
-        chr_area: P-CHR AUC.
-        donor_agreement: share of full hits whose answer equals the donor's stored one. In dry-run mode, where each
-            request was answered as it came, it estimates what a live run would get right without having run one.
-        gqa: GQA's other measures.
-        skipped: ids of samples that were left out, since an image has no file.
-        saved: over vLLM's prefix cache and encoder cache; None without a baseline, as ``noise_floor``.
-    """
-
-    samples: int
-    hits: int
-    hit_rate: float
-    hit_share: Estimate
-    tiers: tuple[TierRow, ...]
-    lookup: Times
-    after: Times
-    tokens: Tokens
-    accuracy: Estimate
-    accuracy_on_hits: Estimate
-    accuracy_on_misses: Estimate
-    wrong_hit_share: Estimate
-    consistency: Estimate
-    chr_area: ChrArea
-    statuses: Mapping[str, Mapping[str, int]]
-    donor_agreement: Estimate
-    refused: int = 0
-    bytes_on_disk: int = 0
-    baseline_latency: Times | None = None
-    baseline_ttft: Times | None = None
-    baseline_accuracy: Estimate | None = None
-    against_cold: AgainstCold | None = None
-    saved: Saved | None = None
-    noise_floor: NoiseFloor | None = None
-    interrupted: bool = False
-    gqa: Gqa | None = None
-    skipped: tuple[str, ...] = ()
-    faults: Mapping[str, int] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[SampleRecord]) -> TierRow:
+def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[SampleRecord]) -> Figures:
     members = {id(r) for r in chosen}
-    return TierRow(
-        tier=tier,
-        n=len(chosen),
-        rate=len(chosen) / max(1, len(records)),
-        share=share([(r.image, id(r) in members) for r in records]),
-        latency=times((r.image, r.latency_s) for r in chosen),
-        ttft=times((r.image, r.ttft_s) for r in chosen),
-        accuracy=accuracy(chosen) if tier in ("miss", "all") else accuracy_on_hits(chosen),
-        saved=saved(chosen),
-    )
+    return {
+        "tier": tier,
+        "n": len(chosen),
+        "rate": len(chosen) / max(1, len(records)),
+        "share": share([(r.image, id(r) in members) for r in records]),
+        "latency": times((r.image, r.latency_s) for r in chosen),
+        "ttft": times((r.image, r.ttft_s) for r in chosen),
+        "accuracy": accuracy(chosen) if tier in ("miss", "all") else accuracy_on_hits(chosen),
+        "saved": saved(chosen),
+    }
 
 
 def summarise(
@@ -551,8 +414,11 @@ def summarise(
     interrupted: bool = False,
     skipped: tuple[str, ...] = (),
     faults: Mapping[str, int] | None = None,
-) -> Summary:
-    """The figures of a run.
+) -> Figures:
+    """The figures of a run as ``--summary-out`` writes them: an `Estimate` and `Times` are objects of their fields.
+
+    ``donor_agreement`` is the share of full hits whose answer equals the donor's stored one. In dry-run mode, where
+    each request was answered as it came, it estimates what a live run would get right without having run one.
 
     Args:
         records: every sample that was answered, in order; may be empty.
@@ -560,43 +426,43 @@ def summarise(
         refused: approximate matches that were turned down after the search.
         bytes_on_disk: what the cache folders hold now.
         interrupted: whether the run was stopped before its last sample.
-        skipped: ids of samples that were left out.
+        skipped: ids of samples that were left out, since an image has no file.
         faults: counted faults inside the cache, by name.
     """
     hits, misses = [r for r in records if r.hit], [r for r in records if not r.hit]
     names = sorted({r.provenance for r in hits})
     rows = [_tier_row(name, [r for r in hits if r.provenance == name], records) for name in names]
-    rows += [_tier_row("miss", misses, records), _tier_row("all", records, records)]
     counts = Counter((tier, status) for r in records for tier, status in r.statuses.items())
-    statuses = {tier: {str(s): counts[tier, s] for s in Status} for r in records for tier in r.statuses}
     donors = [(r.image, answers_match(r.text, r.donor_answer)) for r in hits if r.donor_answer is not None]
-    return Summary(
-        samples=len(records),
-        hits=len(hits),
-        hit_rate=len(hits) / max(1, len(records)),
-        hit_share=share([(r.image, r.hit) for r in records]),
-        tiers=tuple(rows),
-        lookup=times((r.image, r.lookup_s) for r in records),
-        after=times((r.image, r.after_s) for r in records),
-        tokens=tokens(records),
-        accuracy=accuracy(records),
-        accuracy_on_hits=accuracy_on_hits(hits),
-        accuracy_on_misses=accuracy(misses),
-        wrong_hit_share=wrong_hit_share(records),
-        consistency=consistency(records),
-        chr_area=chr_area(records),
-        statuses=statuses,
-        donor_agreement=share(donors),
-        refused=refused,
-        bytes_on_disk=bytes_on_disk,
-        baseline_latency=times((c.image, c.latency_s) for c in cold) if cold else None,
-        baseline_ttft=times((c.image, c.ttft_s) for c in cold) if cold else None,
-        baseline_accuracy=accuracy(cold) if cold else None,
-        against_cold=against_cold(records),
-        saved=saved(records),
-        noise_floor=noise_floor(cold),
-        interrupted=interrupted,
-        gqa=gqa(records),
-        skipped=skipped,
-        faults=dict(faults or {}),
-    )
+    found = {
+        "samples": len(records),
+        "hits": len(hits),
+        "hit_rate": len(hits) / max(1, len(records)),
+        "hit_share": share([(r.image, r.hit) for r in records]),
+        "tiers": [*rows, _tier_row("miss", misses, records), _tier_row("all", records, records)],
+        "lookup": times((r.image, r.lookup_s) for r in records),
+        "after": times((r.image, r.after_s) for r in records),
+        "tokens": tokens(records),
+        "accuracy": accuracy(records),
+        "accuracy_on_hits": accuracy_on_hits(hits),
+        "accuracy_on_misses": accuracy(misses),
+        "wrong_hit_share": wrong_hit_share(records),
+        "consistency": consistency(records),
+        "chr_area": chr_area(records),
+        "statuses": {tier: {str(s): counts[tier, s] for s in Status} for r in records for tier in r.statuses},
+        "donor_agreement": share(donors),
+        "refused": refused,
+        "bytes_on_disk": bytes_on_disk,
+        "baseline_latency": times((c.image, c.latency_s) for c in cold) if cold else None,
+        "baseline_ttft": times((c.image, c.ttft_s) for c in cold) if cold else None,
+        "baseline_accuracy": accuracy(cold) if cold else None,
+        "against_cold": against_cold(records),
+        "saved": saved(records),
+        "noise_floor": noise_floor(cold),
+        "interrupted": interrupted,
+        "gqa": gqa(records),
+        "skipped": skipped,
+        "faults": faults or {},
+    }
+    plain: Figures = json.loads(json.dumps(found, default=asdict))
+    return plain

@@ -20,6 +20,7 @@ from semkv import __version__
 from semkv.errors import ConfigError
 from semkv_lab.console import interval, keep_apart, percent, writing
 from semkv_lab.figures import Drawing, draw_all
+from semkv_lab.metrics import number
 from semkv_lab.results import (
     Experiment,
     Wrong,
@@ -27,7 +28,6 @@ from semkv_lab.results import (
     facts,
     family,
     group_names,
-    number,
     points,
     read_logs,
     thresholds,

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from semkv.errors import DatasetError
 from semkv_lab.console import milliseconds, percent
-from semkv_lab.metrics import Estimate, given, wrong_hit
+from semkv_lab.metrics import Estimate, given, number, read_estimate, wrong_hit
 from semkv_lab.records import SampleRecord, at
 from semkv_lab.samples import read_jsonl
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_HUGE = 1e18  # what is as large, infinity too, cannot be drawn or added up
 STATUSES = ("ok", "failed", "interrupted")
 
 
@@ -49,9 +48,7 @@ class Experiment:
 
     def estimate(self, *path: str) -> Estimate:
         """A figure of the summary with its interval; empty where the summary has none."""
-        found = self.value(*path)
-        n, value, low, high = (number(at(found, key)) for key in ("n", "value", "low", "high"))
-        return Estimate(int(n or 0), value, low, high)
+        return read_estimate(self.summary, *path)
 
     def value(self, *path: str) -> Any:
         """Whatever the summary holds at this path of keys, or None."""
@@ -125,12 +122,6 @@ def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
 def listed(value: Any) -> list[Any]:
     """The value where it is a list, else an empty one."""
     return value if isinstance(value, list) else []
-
-
-def number(value: Any) -> float | None:
-    """The value where it is a number that can be drawn, else None."""
-    there = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HUGE
-    return float(value) if there else None
 
 
 def read_samples(path: Path) -> tuple[SampleRecord, ...]:

@@ -38,11 +38,13 @@ from semkv_lab.console import (
     Listener,
     make_console,
     print_summary,
+    run_header,
     try_to_write,
-    write_summary,
+    write_json,
+    writing,
 )
 from semkv_lab.datasets import load_samples
-from semkv_lab.metrics import Summary, summarise
+from semkv_lab.metrics import Figures, summarise
 from semkv_lab.records import Cold, SampleRecord, answers_match
 from semkv_lab.results import read_samples
 from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers
@@ -327,7 +329,7 @@ def run(
     make_cache: Callable[[RunSettings], SemanticCache],
     listener: Listener,
     baseline: Path | None = None,
-) -> tuple[list[SampleRecord], Summary]:
+) -> tuple[list[SampleRecord], Figures]:
     """Run both passes and sum up. An interrupt (Ctrl-C) ends the pass; what was answered is kept and summed up.
 
     Args:
@@ -413,7 +415,7 @@ def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) ->
 
 def execute(
     settings: RunSettings, *, quiet: bool = False, verbose: bool = False, baseline: Path | None = None
-) -> Summary:
+) -> Figures:
     """Run, print and write what the settings ask for; ``baseline`` as in `run`.
 
     Raises:
@@ -435,11 +437,12 @@ def execute(
     console = make_console()
     with ConsoleListener(console, settings, quiet=quiet) as listener:
         _, summary = run(settings, samples, engine_factory(samples, verbose), make_cache, listener, baseline)
-        if not summary.interrupted:
+        if not summary["interrupted"]:
             listener.finish()
     print_summary(console, summary, settings)
     if settings.summary_out is not None:
-        write_summary(settings.summary_out, settings, summary)
+        with writing(SUMMARY_OUT, settings.summary_out):
+            write_json(settings.summary_out, {**run_header(settings), "summary": summary})
     return summary
 
 

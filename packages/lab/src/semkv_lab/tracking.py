@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from semkv_lab.results import flatten, number, read_logs
+from semkv_lab.metrics import number
+from semkv_lab.results import flatten, read_logs
 
 
 def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "semkv") -> int:
