@@ -66,9 +66,6 @@ class Subject:
         name: as vLLM has it.
         extra: its settings, None for those of `EXTRA`.
         folder: for checkpoints, stores and logs.
-
-    Raises:
-        ConfigError: the connector is not known here, and no settings were given.
     """
 
     def __init__(self, name: str, extra: dict[str, Any] | None, folder: Path) -> None:

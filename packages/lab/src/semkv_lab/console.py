@@ -162,7 +162,8 @@ def print_summary(console: Console, summary: Figures, settings: RunSettings) -> 
         rows = [
             (
                 row["tier"], str(row["n"]), f"{row['rate']:.1%}", seconds(row["latency"]["p50_s"]),
-                seconds(row["latency"]["p95_s"]), seconds(row["ttft"]["p50_s"]), percent(read_estimate(row, "accuracy")),
+                seconds(row["latency"]["p95_s"]), seconds(row["ttft"]["p50_s"]),
+                percent(read_estimate(row, "accuracy")),
             )
             for row in summary["tiers"]
         ]  # fmt: skip
@@ -316,11 +317,7 @@ SETTINGS = ".settings.json"  # added to the name of a file of samples
 
 @contextmanager
 def writing(key: str, path: Path) -> Iterator[None]:
-    """Names the setting where the block cannot write its file.
-
-    Raises:
-        ConfigError: in place of an OSError.
-    """
+    """Names the setting where the block cannot write its file."""
     try:
         yield
     except OSError as e:
@@ -328,11 +325,7 @@ def writing(key: str, path: Path) -> Iterator[None]:
 
 
 def try_to_write(key: str, path: Path) -> None:
-    """Make the folder of a file, and find out whether the file can be written; what is in it stays.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Make the folder of a file, and find out whether the file can be written; what is in it stays."""
     with writing(key, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
@@ -342,11 +335,7 @@ def try_to_write(key: str, path: Path) -> None:
 
 
 def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
-    """Refuse to write a file that is read, or two outputs to one file; paths by setting, None where there is none.
-
-    Raises:
-        ConfigError: names both settings.
-    """
+    """Refuse to write a file that is read, or two outputs to one file; paths by setting, None where there is none."""
     for (key, path), (other, taken) in itertools.chain(
         itertools.combinations(outputs.items(), 2), itertools.product(outputs.items(), inputs.items())
     ):

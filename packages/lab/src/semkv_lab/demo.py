@@ -29,9 +29,6 @@ def run_demo(directory: Path, *, samples: int, verbose: bool = False) -> None:
             emptied first.
         samples: how many questions.
         verbose: vLLM's own log, too.
-
-    Raises:
-        SemkvError: a pass failed; it has said why.
     """
     console = make_console()
     for name, (title, extra) in _PASSES.items():

@@ -192,8 +192,8 @@ def gqa(records: Sequence[SampleRecord]) -> Figures:
     ``validity`` and ``plausibility`` are the shares of answers of the question's kind, and of those that occur with its
     objects; ``distribution`` is the chi-square of the answers against the expected ones, by global group and weighted
     by its size, 0 where both are alike and None without groups; ``by_type`` is the accuracy by structural and semantic
-    type (``structural verify``), and of ``binary`` and ``open`` questions. Over all questions that were asked; GQA's own
-    script leaves out those that are not balanced.
+    type (``structural verify``), and of ``binary`` and ``open`` questions. Over all questions that were asked; GQA's
+    own script leaves out those that are not balanced.
     """
     types: dict[str, list[SampleRecord]] = {}
     groups: dict[str, list[tuple[str, str]]] = {}

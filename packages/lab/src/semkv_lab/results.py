@@ -125,11 +125,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def read_samples(path: Path) -> tuple[SampleRecord, ...]:
-    """The records of a ``--samples-out`` file. A last line that was cut off, as by a kill, is left out.
-
-    Raises:
-        DatasetError: a line is no record; names file and line.
-    """
+    """The records of a ``--samples-out`` file. A last line that was cut off, as by a kill, is left out."""
     records = []
     for line, row in read_jsonl(path, cut_off=True):
         try:

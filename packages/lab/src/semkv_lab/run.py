@@ -300,11 +300,7 @@ def make_builder(engine: Engine, settings: RunSettings) -> RequestBuilder:
 
 
 def leave_out(progress: Progress) -> None:
-    """Drop the samples that lack an image file.
-
-    Raises:
-        DatasetError: no sample is left, or with ``--strict`` one lacks an image: how many, and where to put them.
-    """
+    """Drop the samples that lack an image file."""
     lacking = [s for s in progress.samples if not s.complete]
     if not lacking:
         return
@@ -392,11 +388,7 @@ def bytes_on_disk(settings: RunSettings) -> int:
 
 
 def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) -> dict[str, Cold]:
-    """The cold answers in a file of ``--samples-out``, by sample id.
-
-    Raises:
-        DatasetError: the file is none, or lacks a sample as it is asked now.
-    """
+    """The cold answers in a file of ``--samples-out``, by sample id."""
     there = {record.sample_id: record.cold for record in read_samples(path)}
     found = {}
     for sample in samples:

@@ -123,11 +123,7 @@ def select(rows: list[_T], options: DatasetOptions) -> list[_T]:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file.
-
-    Raises:
-        DatasetError: it cannot be read or parsed; the message names file and line.
-    """
+    """Parse a JSON file."""
     try:
         return _parse(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as e:
@@ -314,11 +310,7 @@ class RequestBuilder:
     _media: dict[Path, MediaSegment] = field(default_factory=dict)
 
     def build(self, sample: Sample) -> Request:
-        """The sample's request.
-
-        Raises:
-            DatasetError: an image of the sample has no file, or it cannot be read.
-        """
+        """The sample's request."""
         segments: list[Segment] = []
         if sample.system:
             segments.append(TextSegment(sample.system, Role.SYSTEM))

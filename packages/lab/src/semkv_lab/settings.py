@@ -162,11 +162,7 @@ def _image_roots(dataset_root: Path | None) -> tuple[Path, ...]:
 
 
 def check_files(settings: RunSettings) -> None:
-    """Refuse settings that write over what they read.
-
-    Raises:
-        ConfigError: names the two settings.
-    """
+    """Refuse settings that write over what they read."""
     samples = settings.samples_out
     outputs = {"--samples-out": samples, "--summary-out": settings.summary_out}
     outputs["the settings beside --samples-out"] = samples and samples.with_name(samples.name + SETTINGS)

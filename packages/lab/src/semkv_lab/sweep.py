@@ -186,11 +186,7 @@ class SweepLog:
         self._write_csv()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write a row for good.
-
-        Raises:
-            ConfigError: the file cannot be written, as on a full disk; a row cut short is dropped at the next start.
-        """
+        """Write a row for good."""
         line = json.dumps(row) + "\n"
         with writing(_LOG_FILE, self.lines), self.lines.open("ab") as file:
             file.write(line.encode())
@@ -252,11 +248,7 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
 
 
 def show(flags: SweepFlags, console: Console) -> None:
-    """What would run, and nothing else.
-
-    Raises:
-        ConfigError: a spec or the log is wrong.
-    """
+    """What would run, and nothing else."""
     log = SweepLog(flags.log_file, resume=True)
     table = Table(title=str(flags.specs), title_justify="left")
     for column in ("experiment", "in the log", "preset or model", "flags", "notes"):
