@@ -15,8 +15,7 @@ from semkv.encoders.text import SentenceEncoder
 from semkv.guards import veto
 from semkv_lab import caches
 from semkv_lab.quality import Asked
-from semkv_lab.semantic import play
-from semkv_lab.semantic_parts import CONVERSATIONS
+from semkv_lab.semantic import CONVERSATIONS, play
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy"), "redisvl": ("redisvl",)}

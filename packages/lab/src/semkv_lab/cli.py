@@ -313,9 +313,9 @@ def _bench_semantic(*, flags: Annotated[SemanticFlags | None, FLAT] = None) -> N
     flags = flags or SemanticFlags()
     inputs = {"--pairs": flags.pairs, "--fit": flags.fit, "--stream": flags.stream}
     _check_outputs(flags.out, None, inputs)
-    from semkv_lab import semantic_parts
+    from semkv_lab import semantic
 
-    semantic_parts.run(flags, make_console())
+    semantic.run(flags, make_console())
 
 
 def _evaluate(what: str, path: Path, flags: QualityFlags | None, out: Path | None, plot: Path | None) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TIER = "semantic_text"
 NEIGHBOURS = 4  # the tier asks about so many
 _POINTS = 100
-_SETTLED = 500  # requests before which a rate says little
+SETTLED = 500  # requests before which a rate says little
 FLOOR = 0.5  # cosines below are no neighbours
 _MOST = 256  # neighbours of a text
 _CHUNK = 512
@@ -386,7 +386,7 @@ class Replay:
                         counts["checks"] += 1
                         policy.observe(match, correct=correct, served=decision)
                         stored[number] = answer
-            if count >= _SETTLED:
+            if count >= SETTLED:
                 worst = max(worst or 0.0, counts["wrong"] / count)
             if count % every == 0:
                 curve.append((count, counts["exact"] + counts["approximate"], counts["wrong"]))
