@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -53,8 +52,7 @@ _LEAST_RISK = 1e-4
 _FOLDS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(NamedTuple):
     """A text found its nearest neighbour, and no guard objects."""
 
     score: float
@@ -63,8 +61,7 @@ class Lookup:
     wording: Wording
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """A calibration and what it was fitted from.
 
     Attributes:

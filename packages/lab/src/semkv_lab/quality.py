@@ -10,6 +10,7 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
 from random import Random
@@ -75,10 +76,10 @@ def read_pairs(path: Path) -> list[Pair]:
     """
     pairs = []
     for where, row in _rows(path):
-        same = row.get("same")
-        if same not in (0, 1):
-            raise DatasetError(f"{where}: 'same' must be 0 or 1, not {same!r}")
-        pairs.append(Pair(_text(row, "a", where), _text(row, "b", where), bool(same), _label(row, "group", where)))
+        if row.get("same") not in (0, 1):
+            raise DatasetError(f"{where}: 'same' must be 0 or 1, not {row.get('same')!r}")
+        a, b = _text(row, "a", where), _text(row, "b", where)
+        pairs.append(Pair(a, b, bool(row["same"]), _label(row, "group", where)))
     return pairs
 
 
@@ -150,9 +151,7 @@ class Corpus:
     def __init__(self, items: Sequence[Item], vectors: Matrix, readable: Sequence[bool], guard: Guard) -> None:
         self.items = list(items)
         self.number = {item: n for n, item in enumerate(self.items)}
-        self.guard = guard
-        self._vetoes: dict[tuple[int, int], str] = {}
-        self._wordings: dict[tuple[int, int], Wording] = {}
+        self._watch(guard)
         self.neighbours: list[list[tuple[int, float]]] = [[] for _ in self.items]
         groups: dict[str, list[int]] = defaultdict(list)
         for n, (group, _) in enumerate(self.items):
@@ -171,23 +170,22 @@ class Corpus:
                 near = [(int(members[p]), min(1.0, float(scores[row, p]))) for p in places if scores[row, p] >= FLOOR]
                 self.neighbours[n] = [(m, score) for m, score in near if m != n][:_MOST]
 
+    def _watch(self, guard: Guard) -> None:
+        def ask(a: int, b: int) -> str:
+            return guard(self.items[a][1], self.items[b][1]) or ""
+
+        self.veto = cache(ask)
+        """Why a guard objects to b in place of a; empty where none does."""
+
     def with_guard(self, guard: Guard) -> Corpus:
         """The same texts and neighbours under another guard."""
         other = copy.copy(self)
-        other.guard, other._vetoes = guard, {}
+        other._watch(guard)
         return other
-
-    def veto(self, a: int, b: int) -> str:
-        """Why a guard objects to b in place of a; empty where none does."""
-        if (a, b) not in self._vetoes:
-            self._vetoes[a, b] = self.guard(self.items[a][1], self.items[b][1]) or ""
-        return self._vetoes[a, b]
 
     def wording(self, a: int, b: int) -> Wording:
         """How the words of a and b differ."""
-        if (a, b) not in self._wordings:
-            self._wordings[a, b] = wording(self.items[a][1], self.items[b][1])
-        return self._wordings[a, b]
+        return wording(self.items[a][1], self.items[b][1])
 
     def request(self, a: int) -> Request:
         """The request that asks a."""
@@ -257,16 +255,9 @@ class Judgement:
         return (self.accepted - self.right) / different if different else None
 
 
-def judge(
-    pairs: Sequence[Pair],
-    corpus: Corpus,
-    policy: Decider,
-    *,
-    verify_rate: float = 0.0,
-    seed: int = 0,
-) -> Judgement:
+def judge(pairs: Sequence[Pair], corpus: Corpus, policy: Decider, *, verify_rate: float = 0.0) -> Judgement:
     """Ask the policy about every pair, in order. A policy that learns gets the refused and the checked pairs."""
-    random = Random(seed)  # noqa: S311
+    random = Random(0)  # noqa: S311
     ranked: list[tuple[float, bool]] = []
     accepted = right = vetoed = 0
     for pair in pairs:
@@ -351,15 +342,14 @@ class Replay:
         self._asked = [(corpus.number[asked.group, asked.text], asked.answer) for asked in stream]
         self._corpus = corpus
 
-    def play(self, policy: Decider, *, verify_rate: float = 0.0, seed: int = 0) -> Outcome:
-        """Send every request.
+    def play(self, policy: Decider, *, verify_rate: float = 0.0) -> Outcome:
+        """Send every request to a new policy.
 
         Args:
-            policy: judges; a new one for each play.
+            policy: judges.
             verify_rate: share of approximate hits to check; with 0 nothing is checked, whatever the policy asks.
-            seed: of the sample.
         """
-        random = Random(seed)  # noqa: S311
+        random = Random(0)  # noqa: S311
         stored: dict[int, str] = {}
         counts: Counter[str] = Counter()
         worst: float | None = None
@@ -372,39 +362,34 @@ class Replay:
                 counts["wrong"] += stored[number] != answer
                 counts["wrong_exact"] += stored[number] != answer
             else:
-                match, nearest, decision = self._judge(policy, number, stored)
-                correct = match is not None and stored[nearest] == answer
-                if match is None or decision is None:
-                    if match is not None:
-                        policy.observe(match, correct=correct, served=None)
-                    stored[number] = answer
-                else:
+                match, decision = self._judge(policy, number, stored)
+                served = decision if decision is not None and decision.accept else None
+                correct = match is not None and stored[int(match.entry_id)] == answer
+                checked = served is None
+                if served is not None:
                     counts["approximate"] += 1
                     counts["wrong"] += not correct
-                    lot = random.random()
-                    if verify_rate > 0.0 and lot < max(verify_rate, decision.check):
-                        counts["checks"] += 1
-                        policy.observe(match, correct=correct, served=decision)
-                        stored[number] = answer
+                    checked = random.random() < max(verify_rate, served.check) and verify_rate > 0.0
+                    counts["checks"] += checked
+                if checked:
+                    if match is not None:
+                        policy.observe(match, correct=correct, served=served)
+                    stored[number] = answer
             if count >= SETTLED:
                 worst = max(worst or 0.0, counts["wrong"] / count)
             if count % every == 0:
                 curve.append((count, counts["exact"] + counts["approximate"], counts["wrong"]))
         return Outcome(len(self._asked), **counts, worst=worst, curve=tuple(curve))
 
-    def _judge(
-        self, policy: Decider, number: int, stored: Mapping[int, str]
-    ) -> tuple[Match | None, int, Decision | None]:
-        """The accepted match, its text and the decision; else the nearest match, and none."""
-        refused: tuple[Match | None, int, None] = (None, -1, None)
+    def _judge(self, policy: Decider, number: int, stored: Mapping[int, str]) -> tuple[Match | None, Decision | None]:
+        """The first match that is accepted, else the nearest one, with what the policy says of it."""
+        nearest: tuple[Match | None, Decision | None] = (None, None)
         there = ((other, score) for other, score in self._corpus.neighbours[number] if other in stored)
         for other, score in islice(there, NEIGHBOURS):
             match = self._corpus.match(number, other, score, policy)
-            if match is None:
-                continue
-            decision = policy.accept(self._corpus.request(number), _DONOR, match)
-            if decision.accept:
-                return match, other, decision
-            if refused[0] is None:
-                refused = match, other, None
-        return refused
+            if match is not None:
+                decision = policy.accept(self._corpus.request(number), _DONOR, match)
+                if decision.accept:
+                    return match, decision
+                nearest = nearest if nearest[0] else (match, decision)
+        return nearest
