@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import cycle
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -53,15 +52,10 @@ STYLE: Any = {
 }
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A finished figure.
+class Drawing(NamedTuple):
+    """A finished figure: ``name`` is a file name without suffix, ``caption`` says how to read it.
 
-    Attributes:
-        name: a file name without suffix.
-        title, caption: what it shows, and how to read it.
-        svg: light or dark, as its reader prefers.
-        png: light.
+    The SVG is light or dark, as its reader prefers; the PNG is light.
     """
 
     name: str
@@ -112,7 +106,7 @@ _INTERVAL = "95% intervals by bootstrap over images"
 
 def draw_all(experiments: Sequence[Experiment]) -> list[Drawing]:
     """Every figure that the experiments have data for."""
-    colors = _colors(group_names(experiments))
+    colors = dict(zip(dict.fromkeys(group_names(experiments)), cycle(SERIES), strict=False))
     drawings = []
     if plane := points(experiments):
         drawings.append(_tradeoff(plane, colors))
@@ -120,12 +114,7 @@ def draw_all(experiments: Sequence[Experiment]) -> list[Drawing]:
         drawings.append(_tiers(tiers, colors))
     if samples := _latencies(experiments):
         drawings.append(_latency(samples))
-    drawings += [_grid(number, grid) for number, grid in enumerate(grids(experiments), start=1)]
-    return drawings
-
-
-def _colors(groups: Iterable[str]) -> dict[str, str]:
-    return dict(zip(dict.fromkeys(groups), cycle(SERIES), strict=False))
+    return drawings + [_grid(number, grid) for number, grid in enumerate(grids(experiments), start=1)]
 
 
 def _bars(value: Estimate, factor: float) -> Any:

@@ -10,9 +10,8 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -60,14 +59,16 @@ def write_report(logs: Sequence[Path], out: Path, *, markdown: Path | None = Non
         DatasetError: a log cannot be read; names file and line.
         ConfigError: a file cannot be written, or is one that is read.
     """
-    read = {f"LOG {log.name}": log for log in logs} | {
-        f"the JSON lines of {log.name}": log.with_suffix(".jsonl") for log in logs
-    }
+    read = {f"LOG {log.name}": log for log in logs}
+    read |= {f"the JSON lines of {log.name}": log.with_suffix(".jsonl") for log in logs}
     keep_apart({"--out": out, "--markdown": markdown}, read)
     experiments = read_logs(logs)
     drawings = draw_all(experiments)
     folder = out.with_name(f"{out.stem}_files")
-    shown = _shown(experiments, drawings, title or "What each tier is worth", [log.name for log in logs])
+    shown = _shown(experiments, drawings) | {
+        "title": title or "What each tier is worth",
+        "logs": [log.name for log in logs],
+    }
     files: dict[Path, bytes] = {out: _render("report.html.j2", shown).encode()}
     files |= {folder / f"{d.name}.png": d.png for d in drawings}
     if markdown is not None:
@@ -80,16 +81,12 @@ def write_report(logs: Sequence[Path], out: Path, *, markdown: Path | None = Non
     return list(files)
 
 
-def _shown(
-    experiments: Sequence[Experiment], drawings: Sequence[Drawing], title: str, logs: Sequence[str]
-) -> dict[str, Any]:
-    """All that the templates show."""
+def _shown(experiments: Sequence[Experiment], drawings: Sequence[Drawing]) -> dict[str, Any]:
+    """All that the templates show of the experiments."""
     rows = [(e, group, cells(e, group)) for e, group in zip(experiments, group_names(experiments), strict=True)]
     wrong = wrong_hits(experiments)
     return {
-        "title": title,
         "version": __version__,
-        "logs": logs,
         "facts": facts(experiments),
         "drawings": drawings,
         "front": sorted((p for p in points(experiments) if p.front), key=lambda p: p.front),
@@ -152,8 +149,7 @@ def _head(names: Sequence[str]) -> str:
 # -- figures as text ------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A cell of the table of experiments: its text, and for a figure the number it is sorted by (None sorts last)."""
 
     text: str
@@ -251,8 +247,7 @@ def environments(experiments: Sequence[Experiment]) -> list[tuple[dict[str, str]
 def traces(experiments: Sequence[Experiment]) -> list[tuple[str, int]]:
     """Every workload trace that occurs, as text, with the number of its experiments."""
     found = [e.setting("trace") for e in experiments]
-    texts = [", ".join(f"{k} {_value(v)}" for k, v in trace.items()) for trace in found if isinstance(trace, Mapping)]
-    return list(Counter(texts).items())
+    return list(Counter(_value(trace) for trace in found if isinstance(trace, Mapping)).items())
 
 
 def _value(value: object) -> str:
@@ -278,15 +273,16 @@ def _card(wrong: Wrong) -> dict[str, Any]:
     record = wrong.record
     own, donor = differing(record.question, record.donor_question)
     files = {r.image: Path(r.image_file) for e in wrong.experiments for r in e.records if r.image_file}
-    other = record.donor_image not in ("", record.image)
+
+    def picture(name: str) -> dict[str, str]:
+        return {"name": name, "uri": _thumbnail(files.get(name))}
+
     return {
         "wrong": wrong,
         "question": own,
         "donor_question": donor if record.donor_question else (),
-        "picture": {"name": record.image, "uri": _thumbnail(files.get(record.image))},
-        "donor_picture": {"name": record.donor_image, "uri": _thumbnail(files.get(record.donor_image))}
-        if other
-        else None,
+        "picture": picture(record.image),
+        "donor_picture": picture(record.donor_image) if record.donor_image not in ("", record.image) else None,
         "thresholds": _limits(wrong.experiments[0]),
     }
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semkv.errors import DatasetError
 from semkv_lab.console import milliseconds, percent
@@ -103,10 +104,7 @@ def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
         if not isinstance(value, Mapping):
             raise DatasetError(f"{where}: {key!r} must be an object, found {type(value).__name__}")
     samples = path.parent / str(row["samples"]) if row.get("samples") else None
-    try:
-        there = samples is not None and samples.is_file()
-    except OSError:  # no name of a file at all
-        there = False
+    there = samples is not None and os.path.isfile(samples)  # noqa: PTH113 - False for what is no name of a file, too
     return Experiment(
         name=name,
         status=status,
@@ -114,7 +112,7 @@ def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
         notes=str(row.get("notes") or ""),
         seconds=number(row.get("seconds")),
         **objects,
-        records=read_samples(samples) if samples is not None and there else (),
+        records=read_samples(samples) if samples and there else (),
         missing=None if there else samples,
     )
 
@@ -198,11 +196,13 @@ def group_names(experiments: Sequence[Experiment]) -> list[str]:
     outer = [{k: _short(v) for k, v in flatten(e.settings) if k not in _INSIDE} for e in experiments]
     names = [base_name(e) for e in experiments]
 
-    def differing(name: str) -> list[str]:
-        own = [o for o, n in zip(outer, names, strict=True) if n == name]
-        return [key for key in dict.fromkeys(key for o in own for key in o) if len({o.get(key) for o in own}) > 1]
-
-    told = {name: differing(name) for name in set(names)}
+    own: dict[str, list[dict[str, str]]] = {}
+    for name, settings in zip(names, outer, strict=True):
+        own.setdefault(name, []).append(settings)
+    told = {
+        name: [key for key in dict.fromkeys(key for o in of for key in o) if len({o.get(key) for o in of}) > 1]
+        for name, of in own.items()
+    }
     return [
         ", ".join([name, *(f"{key.split('.')[-1]} {settings.get(key, '-')}" for key in told[name])])
         for name, settings in zip(names, outer, strict=True)
@@ -217,8 +217,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 24 else f"…{text[-22:]}"
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """An experiment on the plane of hit rate and accuracy on hits; ``front`` numbers those on the Pareto front."""
 
     experiment: Experiment
@@ -247,17 +246,15 @@ def points(experiments: Sequence[Experiment]) -> list[Point]:
         rate, accuracy = experiment.estimate("hit_share"), accuracy_on_hits(experiment)
         if rate.value and accuracy.value is not None:
             found.append(Point(experiment, group, family(experiment), rate, accuracy))
-    best, front = -1.0, []
-    for point in sorted(found, key=lambda p: (-(p.rate.value or 0), -(p.accuracy.value or 0))):
-        if (point.accuracy.value or 0) > best:
-            best = point.accuracy.value or 0
-            front.append(point)
-    numbers = {id(p): n for n, p in enumerate(reversed(front), start=1)}
-    return [replace(p, front=numbers.get(id(p), 0)) for p in found]
+    best, front = -1.0, list[int]()
+    for n in sorted(range(len(found)), key=lambda n: (-(found[n].rate.value or 0), -(found[n].accuracy.value or 0))):
+        if (found[n].accuracy.value or 0) > best:
+            best = found[n].accuracy.value or 0
+            front.insert(0, n)
+    return [p._replace(front=front.index(n) + 1 if n in front else 0) for n, p in enumerate(found)]
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """Experiments that differ in the thresholds of the ``prompt`` and the ``vision`` layer alone."""
 
     name: str
@@ -287,8 +284,7 @@ def grids(experiments: Sequence[Experiment]) -> list[Grid]:
     ]
 
 
-@dataclass(frozen=True)
-class TierPoint:
+class TierPoint(NamedTuple):
     """One tier of one experiment: the share of requests it served, and what each of them saved in seconds."""
 
     tier: str
@@ -309,8 +305,7 @@ def tier_points(experiments: Sequence[Experiment]) -> list[TierPoint]:
     return found
 
 
-@dataclass(frozen=True)
-class Wrong:
+class Wrong(NamedTuple):
     """A hit that gave a wrong answer, and the experiments in which it did."""
 
     record: SampleRecord
@@ -374,8 +369,7 @@ def _dry(experiment: Experiment) -> bool:
     return str(experiment.setting("cache", "mode")) == "dry-run"
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """A headline: a figure, what it is, and where it is from."""
 
     figure: str
@@ -386,8 +380,13 @@ class Fact:
 def facts(experiments: Sequence[Experiment]) -> list[Fact]:
     """What a reader should know first."""
 
-    def most(among: Sequence[Experiment], *path: str) -> Experiment:
-        return max(among, key=lambda e: e.estimate(*path).value or 0)
+    def most(among: Sequence[Experiment], *path: str) -> Experiment | None:
+        """The experiment with the largest figure above 0."""
+        having = [e for e in among if (e.estimate(*path).value or 0) > 0]
+        return max(having, key=lambda e: e.estimate(*path).value or 0, default=None)
+
+    def first(*path: str) -> Experiment | None:
+        return next((e for e in done if e.estimate(*path).value is not None), None)
 
     done = [e for e in experiments if e.summary]
     finished, failed = (sum(e.status == status for e in experiments) for status in ("ok", "failed"))
@@ -395,25 +394,18 @@ def facts(experiments: Sequence[Experiment]) -> list[Fact]:
     counts = f"{finished} finished, {failed} failed, {requests:,} requests in all"
     found = [Fact(str(len(experiments)), "experiments", counts)]
     clean = [e for e in done if _clean(e)]
-    if clean:
-        best = most(clean, "hit_share")
+    if best := most(clean, "hit_share"):
         found.append(Fact(percent(best.estimate("hit_share")), "most hits without a wrong one", best.name))
-    hitting = [e for e in done if e.estimate("hit_share").value]
-    if hitting:
-        top = most(hitting, "hit_share")
+    if top := most(done, "hit_share"):
         what = f"most hits at all, wrong hits a request: {percent(top.estimate('wrong_hit_share'))}"
         found.append(Fact(percent(top.estimate("hit_share")), what, top.name))
     # A dry run sends every request unchanged: what it saves is not its hits'.
-    timed = [e for e in clean if (e.estimate("saved", "latency_s").value or 0) > 0 and not _dry(e)]
-    if timed:
-        fastest = most(timed, "saved", "latency_s")
+    if fastest := most([e for e in clean if not _dry(e)], "saved", "latency_s"):
         saved = milliseconds(fastest.estimate("saved", "latency_s"))
         found.append(Fact(saved, "most time saved a request without a wrong hit", fastest.name))
-    cold = next((e for e in done if e.estimate("baseline_accuracy").value is not None), None)
-    if cold:
+    if cold := first("baseline_accuracy"):
         found.append(Fact(percent(cold.estimate("baseline_accuracy")), "accuracy without semkv", base_name(cold)))
-    noisy = next((e for e in done if e.estimate("noise_floor", "tokens").value is not None), None)
-    if noisy:
+    if noisy := first("noise_floor", "tokens"):
         noise = noisy.estimate("noise_floor", "tokens")
         what = "noise floor: the same prompt twice, other tokens"
         found.append(Fact(percent(noise), what, f"{noise.n} prompts, {noisy.name}"))

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from semkv import plug
-from semkv.cache import CacheStats
+from semkv.cache import CacheStats, SemanticCache
 from semkv.engines.base import Engine, EnginePrompt, EngineResult, MediaError
 from semkv.errors import DatasetError, EngineError, SemkvError
 from semkv.stores.cachedir import prepare
@@ -51,7 +51,6 @@ from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answ
 from semkv_lab.settings import Reuse, RunSettings
 
 if TYPE_CHECKING:
-    from semkv.cache import SemanticCache
     from semkv_lab.reuse import TransformersEngine
 
 _COMMON = ("color", "material", "shape")  # GQA's evaluation script has them too
@@ -115,19 +114,8 @@ def _each(stage: str, answer: Callable[[Sample], None], done: Sized, progress: P
                     raise
 
 
-def run_cold(engine: Engine, builder: RequestBuilder, progress: Progress) -> None:
-    """Answer every sample with the engine's own prefix cache alone, adding to ``progress.cold``."""
-    ask = _cold_answers(engine, builder, progress)
-
-    def answer(sample: Sample) -> None:
-        ask(sample)
-        progress.listener.cold(sample, progress.cold[sample.sample_id])
-
-    _each("cold", answer, progress.cold, progress)
-
-
 def _cold_answers(engine: Engine, builder: RequestBuilder, progress: Progress) -> Callable[[Sample], None]:
-    """Answers a sample cold.
+    """Answers a sample with the engine's own prefix cache alone, adding to ``progress.cold``.
 
     `NOISE_SAMPLES` of them, evenly spread, are asked a second time under a tenant, and so a cache salt, of their own:
     vLLM computes all of the prompt again, and what it keeps of that serves nobody else.
@@ -145,35 +133,18 @@ def _cold_answers(engine: Engine, builder: RequestBuilder, progress: Progress) -
             again = engine.generate(replace(prompt, tenant=f"{settings.tenant} noise floor {sample.sample_id}"))
         progress.cold[sample.sample_id] = Cold(
             image=sample.image_name,
-            text=result.text,
             match=_match(result.text, sample),
-            latency_s=result.latency_s,
-            ttft_s=result.ttft_s,
             again_text=again.text if again else None,
             again_token_ids=again.token_ids if again else None,
             asked=asked(request),
-            **_counted(result),
+            **_copied(result, "text latency_s ttft_s prompt_tokens cached_tokens token_ids"),
         )
 
     return answer
 
 
-def run_cached(
-    engine: Engine,
-    cache: SemanticCache | None,
-    builder: RequestBuilder,
-    progress: Progress,
-    cold: Callable[[Sample], None] = lambda _: None,
-) -> None:
-    """Answer every sample through the cache, adding to ``progress`` as it goes; ``cold`` is called before each."""
-
-    def answer(sample: Sample) -> None:
-        cold(sample)
-        record = _answer(sample, builder.build(sample), engine, cache, progress)
-        progress.records.append(record)
-        progress.listener.record(record)
-
-    _each("cached", answer, progress.records, progress)
+def _copied(source: object, names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names.split()}
 
 
 def _answer(
@@ -202,11 +173,7 @@ def _answer(
     match = report.plan.match
     donor_question, donor_image = _donor_inputs(report)
     return SampleRecord(
-        sample_id=sample.sample_id,
         image=sample.image_name,
-        question=sample.question,
-        text=result.text,
-        answer=sample.answer,
         match=_match(result.text, sample),
         provenance=report.provenance,
         exactness=str(match.exactness) if match else "",
@@ -214,26 +181,19 @@ def _answer(
         score=match.score if match else None,
         donor=match.entry_id if match else "",
         donor_answer=report.donor_response,
+        donor_question=donor_question,
+        donor_image=donor_image,
         statuses=dict(report.statuses),
         latency_s=report.lookup_s + result.latency_s,
         lookup_s=report.lookup_s,
-        ttft_s=None if result.ttft_s is None else report.lookup_s + result.ttft_s,
-        loaded_tokens=result.loaded_tokens,
-        prefix_tokens=result.prefix_tokens,
-        finish_reason=result.finish_reason,
-        variant=sample.variant,
-        donor_question=donor_question,
-        donor_image=donor_image,
-        entailed=sample.entailed,
-        cold=progress.cold.get(sample.sample_id),
         after_s=after_s,
-        group=sample.group,
-        types=sample.types,
-        full_answer=sample.full_answer,
+        ttft_s=None if result.ttft_s is None else report.lookup_s + result.ttft_s,
+        cold=progress.cold.get(sample.sample_id),
         valid=_among(result.text, sample.valid, sample),
         plausible=_among(result.text, sample.plausible, sample),
         image_file=str(sample.images[0].path or "") if sample.images else "",
-        **_counted(result),
+        **_copied(sample, "sample_id question answer variant entailed group types full_answer"),
+        **_copied(result, "text token_ids prompt_tokens cached_tokens loaded_tokens prefix_tokens finish_reason"),
     )
 
 
@@ -242,10 +202,6 @@ def _send(report: ReuseReport, engine: Engine, settings: RunSettings) -> EngineR
     if settings.reuse is Reuse.INPUTS or not report.plan.substituted:
         return engine.generate(sent)
     return cast("TransformersEngine", engine).reuse(_prompt(report.request.segments, settings), sent)
-
-
-def _counted(result: EngineResult) -> dict[str, Any]:
-    return {name: getattr(result, name) for name in ("prompt_tokens", "cached_tokens", "token_ids")}
 
 
 def _check(report: ReuseReport, answer: str, engine: Engine, cache: SemanticCache, settings: RunSettings) -> None:
@@ -288,17 +244,6 @@ def _among(text: str, choices: Sequence[str], sample: Sample) -> bool | None:
     return any(answers_match(text, choice) for choice in (_COMMON if common else choices))
 
 
-def make_builder(engine: Engine, settings: RunSettings) -> RequestBuilder:
-    """The builder of requests for this engine: its namespace, and images only where it takes them."""
-    return RequestBuilder(
-        namespace=Namespace(settings.tenant, engine.fingerprint()),
-        chunk_source=settings.chunk_source,
-        chunk_window=settings.chunk_window,
-        instruction=settings.instruction,
-        images=engine.accepts_images,
-    )
-
-
 def leave_out(progress: Progress) -> None:
     """Drop the samples that lack an image file."""
     lacking = [s for s in progress.samples if not s.complete]
@@ -337,28 +282,52 @@ def run(
     progress = Progress(settings, samples, listener)
     cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
 
+    def answer_cold(ask: Callable[[Sample], None]) -> None:
+        def answer(sample: Sample) -> None:
+            ask(sample)
+            listener.cold(sample, progress.cold[sample.sample_id])
+
+        _each("cold", answer, progress.cold, progress)
+
+    def answer_cached(engine: Engine, builder: RequestBuilder, cold: Callable[[Sample], None] | None) -> None:
+        def answer(sample: Sample) -> None:
+            if cold is not None:
+                cold(sample)
+            record = _answer(sample, builder.build(sample), engine, cache, progress)
+            progress.records.append(record)
+            listener.record(record)
+
+        _each("cached", answer, progress.records, progress)
+
     @contextmanager
     def started(attach: bool) -> Iterator[tuple[Engine, RequestBuilder]]:
         listener.stage("start", 0)
         with closing(make_engine(settings, attach)) as engine:
             if engine.accepts_images:
                 leave_out(progress)
-            yield engine, make_builder(engine, settings)
+            yield (
+                engine,
+                RequestBuilder(
+                    namespace=Namespace(settings.tenant, engine.fingerprint()),
+                    chunk_source=settings.chunk_source,
+                    chunk_window=settings.chunk_window,
+                    instruction=settings.instruction,
+                    images=engine.accepts_images,
+                ),
+            )
 
     try:
         if settings.baseline and not settings.in_turn and baseline is None:
-            with started(attach=False) as (engine, builder):
-                run_cold(engine, builder, progress)
+            with started(attach=False) as beside:
+                answer_cold(_cold_answers(*beside, progress))
         with ExitStack() as engines:
             engine, builder = engines.enter_context(started(attach=cache is not None))
+            cold = None
             if baseline is not None:
                 progress.cold.update(read_cold(baseline, progress.samples, builder))
-                run_cached(engine, cache, builder, progress)
             elif settings.in_turn:
-                beside = engines.enter_context(started(attach=False))
-                run_cached(engine, cache, builder, progress, _cold_answers(*beside, progress))
-            else:
-                run_cached(engine, cache, builder, progress)
+                cold = _cold_answers(*engines.enter_context(started(attach=False)), progress)
+            answer_cached(engine, builder, cold)
     except KeyboardInterrupt:
         progress.interrupted = True
     finally:
@@ -428,7 +397,9 @@ def execute(
         prepare(settings.cache, purge=settings.purge)
     console = make_console()
     with ConsoleListener(console, settings, quiet=quiet) as listener:
-        _, summary = run(settings, samples, engine_factory(samples, verbose), make_cache, listener, baseline)
+        _, summary = run(
+            settings, samples, engine_factory(samples, verbose), lambda s: SemanticCache(s.cache), listener, baseline
+        )
         if not summary["interrupted"]:
             listener.finish()
     print_summary(console, summary, settings)
@@ -460,28 +431,13 @@ def engine_factory(samples: list[Sample], verbose: bool = False) -> EngineFactor
         from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 
         cache = settings.cache
-        connectors = ConnectorOptions(
-            cache_dir=cache.cache_dir,
-            fusion_cache_dir=cache.fusion_cache_dir,
-            fusion=cache.fusion,
-            max_blocks=cache.max_cached_blocks,
-        )
+        stores = _copied(cache, "cache_dir fusion_cache_dir fusion")
         options = VllmOptions(
-            model=settings.model,
-            revision=settings.revision,
-            trust_remote_code=settings.trust_remote_code,
-            max_model_len=settings.max_model_len,
+            **_copied(settings, "model revision trust_remote_code max_model_len"),
             max_images=max((len(s.images) for s in samples), default=0),
-            connectors=connectors if attach else None,
+            connectors=ConnectorOptions(**stores, max_blocks=cache.max_cached_blocks) if attach else None,
             verbose=verbose,
         )
         return VllmEngine(options)
 
     return make
-
-
-def make_cache(settings: RunSettings) -> SemanticCache:
-    """The semantic cache of a run."""
-    from semkv.cache import SemanticCache
-
-    return SemanticCache(settings.cache)
