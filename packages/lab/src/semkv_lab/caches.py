@@ -193,6 +193,7 @@ class GPTCache(Cache):
     def __init__(self, encoder: TextEncoder, threshold: float) -> None:
         super().__init__(encoder)
         import gptcache.utils
+        from gptcache.adapter import api
 
         def refuse(package: str, warn: bool = False) -> None:
             raise ModuleNotFoundError(f"GPTCache wants {package}: pip install {package}")
@@ -202,6 +203,7 @@ class GPTCache(Cache):
         self.settings = {"similarity_threshold": threshold, "cosine": round(2 * threshold - 1, 4)}
         self._threshold, self._folder = threshold, Path(tempfile.mkdtemp())
         self._caches: dict[str, Any] = {}
+        self._api = api
         atexit.register(shutil.rmtree, self._folder, ignore_errors=True)  # after its own writes at an exit
 
     def _cache(self, group: str) -> Any:
@@ -224,15 +226,11 @@ class GPTCache(Cache):
         return self._caches[group]
 
     def lookup(self, asked: Asked) -> str | None:
-        from gptcache.adapter.api import get
-
-        found: str | None = get(asked.text, cache_obj=self._cache(asked.group))
+        found: str | None = self._api.get(asked.text, cache_obj=self._cache(asked.group))
         return found
 
     def store(self, asked: Asked) -> None:
-        from gptcache.adapter.api import put
-
-        put(asked.text, asked.answer, cache_obj=self._cache(asked.group))
+        self._api.put(asked.text, asked.answer, cache_obj=self._cache(asked.group))
 
     def close(self) -> None:
         self._caches.clear()
@@ -280,13 +278,7 @@ class SemKV(Cache):
     """The whole `SemanticCache`, with its catalog on disk, under a policy; bounded ones have a rate and a seed."""
 
     def __init__(
-        self,
-        encoder: TextEncoder,
-        policy: str,
-        flags: SemanticFlags,
-        prior: Calibration | None,
-        rate: float,
-        seed: int,
+        self, encoder: TextEncoder, policy: str, flags: SemanticFlags, prior: Calibration | None, rate: float, seed: int
     ) -> None:
         super().__init__(encoder)
         self._calibration = prior if policy in ("calibrated", "bounded") else None

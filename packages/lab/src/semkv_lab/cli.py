@@ -177,14 +177,10 @@ def _calibrate(
         index_encoder: Sentence encoder: id or directory.
         plot: Draw a figure (.png, .svg, .pdf).
     """
-    from semkv_lab.evaluate import calibrate_file, plot_fit
-
     _check_outputs(out, plot, {"PAIRS": pairs})
-    fitted, summary = calibrate_file(pairs, index_encoder, precision)
-    fitted.calibration.save(out)
-    if plot is not None:
-        plot_fit(fitted, plot)
-    print(json.dumps(summary, indent=1))
+    from semkv_lab import evaluate
+
+    print(json.dumps(evaluate.calibrate(pairs, out, index_encoder, precision, plot), indent=1))
 
 
 eval_pairs = command_line(
@@ -323,15 +319,8 @@ def _evaluate(what: str, path: Path, flags: QualityFlags | None, out: Path | Non
     _check_outputs(out, plot, {what: path, "--calibration": flags.calibration})
     from semkv_lab import evaluate
 
-    if what == "PAIRS":
-        judged, summary = evaluate.eval_pairs(path, flags)
-        if plot is not None:
-            evaluate.plot_pairs(judged, plot)
-    else:
-        outcome, summary = evaluate.eval_stream(path, flags)
-        if plot is not None:
-            evaluate.plot_stream(outcome, flags.max_error_rate if flags.policy == "bounded" else None, plot)
-    text = json.dumps(summary, indent=1)
+    run = evaluate.eval_pairs if what == "PAIRS" else evaluate.eval_stream
+    text = json.dumps(run(path, flags, plot), indent=1)
     if out is None:
         print(text)
     else:

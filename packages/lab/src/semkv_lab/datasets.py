@@ -33,7 +33,6 @@ from semkv_lab.samples import (
     text_field,
 )
 
-DATASETS = ("minigqa", "minigqa-text", "gqa", "gqa-text", "jsonl")
 _Rows = Iterable[dict[str, Any]]
 
 
@@ -49,29 +48,18 @@ def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
     """
     if name.endswith(".jsonl"):
         name, options = "jsonl", replace(options, root=Path(name))
-    loaders = {
-        "minigqa": load_minigqa,
-        "minigqa-text": load_minigqa_text,
-        "gqa": load_gqa,
-        "gqa-text": load_gqa_text,
-        "jsonl": load_jsonl,
-    }
     if plug.is_path(name):
-        samples = select(_own(name, options), options)
-    elif name not in loaders:
-        raise ConfigError("--dataset", name, DATASETS)
+        found = plug.load("--dataset", name, options)
+        own = list(found) if isinstance(found, Iterable) else [found]
+        if not all(isinstance(sample, Sample) for sample in own):
+            raise ConfigError("--dataset", name, "a function that returns a list of semkv_lab.samples.Sample")
+        samples = select(own, options)
+    elif name not in DATASETS:
+        raise ConfigError("--dataset", name, list(DATASETS))
     else:
-        samples = loaders[name](options)
+        samples = DATASETS[name](options)
     if not samples:
         raise DatasetError(f"data set {name!r} holds no samples for the options given")
-    return samples
-
-
-def _own(name: str, options: DatasetOptions) -> list[Sample]:
-    found = plug.load("--dataset", name, options)
-    samples = list(found) if isinstance(found, Iterable) else [found]
-    if not all(isinstance(sample, Sample) for sample in samples):
-        raise ConfigError("--dataset", name, "a function that returns a list of semkv_lab.samples.Sample")
     return samples
 
 
@@ -131,7 +119,9 @@ def load_official(root: Path, options: DatasetOptions, config: str) -> list[Samp
     if files is None:
         raise DatasetError(f"{root}: neither {name} (also in questions/) nor {config}/*.parquet was found there")
     rows = [(str(key), row, file) for file in files for key, row in _objects(file).items()]
-    choices = next((_objects(path) for path in _choices(places[0].parent, config) if path.is_file()), {})
+    beside = f"{config.removesuffix(_KIND).rsplit('_', 1)[0]}_choices.json"
+    folders = (root, root / "questions", root / "eval", root / "choices")
+    choices = next((_objects(folder / beside) for folder in folders if (folder / beside).is_file()), {})
     roots = [root / "images", root / "allImages" / "images", root]
     roots += [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
     return [
@@ -143,11 +133,6 @@ def load_official(root: Path, options: DatasetOptions, config: str) -> list[Samp
 def _parts(folder: Path) -> list[Path]:
     """The official archive has train_all in ten files: in the order of their numbers."""
     return sorted(folder.glob(f"{folder.name}_*.json"), key=lambda part: (len(part.name), part.name))
-
-
-def _choices(root: Path, config: str) -> list[Path]:
-    name = f"{config.removesuffix(_KIND).rsplit('_', 1)[0]}_choices.json"
-    return [folder / name for folder in (root, root / "questions", root / "eval", root / "choices")]
 
 
 def _objects(file: Path) -> dict[str, Any]:
@@ -412,3 +397,12 @@ def load_minigqa_text(options: DatasetOptions) -> list[Sample]:
         for number, row in enumerate(rows)
     ]
     return select(samples, options)
+
+
+DATASETS: Mapping[str, Callable[[DatasetOptions], list[Sample]]] = {
+    "minigqa": load_minigqa,
+    "minigqa-text": load_minigqa_text,
+    "gqa": load_gqa,
+    "gqa-text": load_gqa_text,
+    "jsonl": load_jsonl,
+}

@@ -186,21 +186,17 @@ def _corpus(items: Sequence[Item], encoder: SentenceEncoder, guard: Guard) -> Co
         return build_corpus(items, encoder, guard, lambda steps: bars.advance(bar, steps))
 
 
-def calibrate_file(path: Path, encoder_name: str, precision: float) -> tuple[Fit, dict[str, Any]]:
-    """Fit a calibration from a file of pairs.
-
-    Returns:
-        The fit, and what to print.
-
-    Raises:
-        ConfigError, DatasetError: a setting or the file is at fault.
-    """
+def calibrate(path: Path, out: Path, encoder_name: str, precision: float, plot: Path | None) -> dict[str, Any]:
+    """Fit a calibration from a file of pairs, and write and plot it. Raises `ConfigError` and `DatasetError`."""
     pairs = read_pairs(path)
     encoder = SentenceEncoder(encoder_name)
     items = list(clusters(pairs))
     fitted = fit(pairs, _corpus(items, encoder, veto), encoder.fingerprint, precision=precision)
     curve = fitted.calibration
-    summary = {
+    curve.save(out)
+    if plot is not None:
+        plot_fit(fitted, plot)
+    return {
         "pairs": len(pairs),
         "same": sum(pair.same for pair in pairs),
         "texts": len(items),
@@ -212,7 +208,6 @@ def calibrate_file(path: Path, encoder_name: str, precision: float) -> tuple[Fit
         "least_cosine": round(curve.least, 4),
         "weights": {"bias": curve.bias, **curve.weights},
     }
-    return fitted, summary
 
 
 def _prepare(flags: QualityFlags, items: list[Item]) -> tuple[Corpus, Decider]:
@@ -223,23 +218,27 @@ def _prepare(flags: QualityFlags, items: list[Item]) -> tuple[Corpus, Decider]:
     return _corpus(items, encoder, guard), policy
 
 
-def eval_pairs(path: Path, flags: QualityFlags) -> tuple[Judgement, dict[str, Any]]:
+def eval_pairs(path: Path, flags: QualityFlags, plot: Path | None) -> dict[str, Any]:
     """Send labelled pairs through a policy. Raises `ConfigError` and `DatasetError`."""
     pairs, rate = read_pairs(path), flags.checked_share
     items = [(pair.group, text) for pair in pairs for text in (pair.a, pair.b)]
     corpus, policy = _prepare(flags, items)
     judged = judge(pairs, corpus, policy, verify_rate=rate)
+    if plot is not None:
+        plot_pairs(judged, plot)
     counts = {name: getattr(judged, name) for name in ("pairs", "same", "accepted", "right", "vetoed")}
     shares = {name: _short(getattr(judged, name)) for name in ("precision", "recall", "false_positive_rate")}
-    return judged, {**flags.header(), **counts, **shares, "p_chr_auc": _short(judged.area)}
+    return {**flags.header(), **counts, **shares, "p_chr_auc": _short(judged.area)}
 
 
-def eval_stream(path: Path, flags: QualityFlags) -> tuple[Outcome, dict[str, Any]]:
+def eval_stream(path: Path, flags: QualityFlags, plot: Path | None) -> dict[str, Any]:
     """Play a stream through a policy. Raises `ConfigError` and `DatasetError`."""
     stream, rate = read_stream(path), flags.checked_share
     corpus, policy = _prepare(flags, [(asked.group, asked.text) for asked in stream])
     outcome = Replay(stream, corpus).play(policy, verify_rate=rate)
-    return outcome, {
+    if plot is not None:
+        plot_stream(outcome, flags.max_error_rate if flags.policy == "bounded" else None, plot)
+    return {
         **flags.header(),
         "verify_rate": rate,
         "requests": outcome.requests,

@@ -64,11 +64,6 @@ class Cold:
     def computed_tokens(self) -> int:
         return self.prompt_tokens - self.cached_tokens
 
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Cold:
-        """A line's ``cold`` as it was written; see `SampleRecord.from_json`."""
-        return _make(cls, row)
-
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
@@ -149,7 +144,7 @@ class SampleRecord:
         if not isinstance(statuses, dict):
             raise ValueError(f"'statuses' is {statuses!r}")
         statuses = {tier: Status(status) for tier, status in statuses.items()}
-        return _make(cls, {**row, "statuses": statuses, "cold": None if cold is None else Cold.from_json(cold)})
+        return _make(cls, {**row, "statuses": statuses, "cold": None if cold is None else _make(Cold, cold)})
 
 
 @cache

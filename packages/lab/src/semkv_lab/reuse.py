@@ -236,11 +236,9 @@ class TransformersEngine:
         first: int,
         blended: Collection[int] = (),
     ) -> EngineResult:
-        """Compute the prompt from its token ``first`` on, then the answer.
+        """Compute the prompt, which came at ``start``, from its token ``first`` on, then the answer.
 
-        Args:
-            start: when the prompt came.
-            kv: holds KV of all tokens before ``first``, and of ``blended`` ones behind it.
+        ``kv`` holds KV of all tokens before ``first``, and of ``blended`` ones behind it.
         """
         rows = torch.arange(first, len(tokens), device=self._model.device)
         doubtful = torch.tensor([n in blended for n in range(first, len(tokens))], device=self._model.device)

@@ -216,17 +216,20 @@ def _jsonl_sample(row: Mapping[str, Any], path: Path, number: int) -> Sample:
     where = f"{path}, line {number}"
     if unknown := sorted(set(row) - _FIELDS):
         raise DatasetError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
-    group = text_field(row, "group", where)
+
+    def text(key: str, *, required: bool = False) -> str:
+        return text_field(row, key, where, required=required)
+
     return Sample(
-        sample_id=text_field(row, "id", where) or f"{number:08d}",
-        question=text_field(row, "question", where, required=True),
-        answer=text_field(row, "answer", where) or None,
+        sample_id=text("id") or f"{number:08d}",
+        question=text("question", required=True),
+        answer=text("answer") or None,
         images=_images(row, path, where),
-        system=text_field(row, "system", where),
-        context=text_field(row, "context", where),
-        semantic_str=text_field(row, "semantic", where),
-        groups=(group,) if group else (),
-        variant=text_field(row, "variant", where),
+        system=text("system"),
+        context=text("context"),
+        semantic_str=text("semantic"),
+        groups=(text("group"),) if text("group") else (),
+        variant=text("variant"),
     )
 
 

@@ -36,9 +36,9 @@ from semkv.tiers.policies import Calibrated, Calibration, Decider, FixedThreshol
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
 from semkv_lab import caches
 from semkv_lab.caches import Cache, Maker
-from semkv_lab.console import percent, progress_bar, table, write_json
+from semkv_lab.console import interval, percent, progress_bar, table, write_json
 from semkv_lab.evaluate import figure, fit
-from semkv_lab.metrics import share
+from semkv_lab.metrics import Estimate, share
 from semkv_lab.quality import (
     SETTLED,
     TIER,
@@ -97,10 +97,7 @@ def rate(count: int, of: int) -> Row:
 
 def shown(row: Row, digits: int = 1) -> str:
     """``12.3% [10.1, 14.2]``."""
-    if row["share"] is None:
-        return "-"
-    low, high = (f"{100 * end:.{digits}f}" for end in row["interval"])
-    return f"{100 * row['share']:.{digits}f}% [{low}, {high}]"
+    return interval(Estimate(1, row["share"], *row["interval"]), digits, "%", factor=100)
 
 
 class Labeled(NamedTuple):
@@ -126,12 +123,6 @@ def read_rows(path: Path) -> list[Row]:
     return [dict(row) for _, row in read_jsonl(path)]
 
 
-def _labeled(folder: Path) -> list[Labeled]:
-    traps, same = (read_rows(folder / name) for name in ("traps.jsonl", "paraphrases.jsonl"))
-    found = [Labeled(Pair(r["a"], r["b"], False), r["category"], r["held_out"], r.get("passed_first")) for r in traps]
-    return found + [Labeled(Pair(r["a"], r["b"], True), r["kind"], r["held_out"], r.get("kept_first")) for r in same]
-
-
 class Bench:
     """One run: what is asked and what fits, encoder, calibration and caches.
 
@@ -143,13 +134,18 @@ class Bench:
 
     def __init__(self, flags: SemanticFlags, names: Sequence[str], bars: Progress) -> None:
         self.flags, self._names, self._bars = flags, names, bars
-        self._task, self._steps = bars.add_task("encoding", total=0), 0
+        self.begin("encoding")
         self.encoder = SentenceEncoder(flags.index_encoder, remembered=1 << 20)
 
     @cached_property
     def data(self) -> list[Labeled]:
         """All traps and paraphrases of ``--data``."""
-        return _labeled(self.flags.data)
+        files = (("traps.jsonl", False, "category", "passed_first"), ("paraphrases.jsonl", True, "kind", "kept_first"))
+        return [
+            Labeled(Pair(row["a"], row["b"], same), row[kind], row["held_out"], row.get(first))
+            for name, same, kind, first in files
+            for row in read_rows(self.flags.data / name)
+        ]
 
     @cached_property
     def halves(self) -> tuple[list[Pair], list[Pair]]:
@@ -172,7 +168,8 @@ class Bench:
 
     def begin(self, name: str) -> None:
         """A new bar."""
-        self._bars.update(self._task, visible=False)
+        for task in self._bars.task_ids:
+            self._bars.update(task, visible=False)
         self._task, self._steps = self._bars.add_task(name, total=0), 0
 
     def more(self, steps: int) -> None:
@@ -599,10 +596,6 @@ def encoder_part(bench: Bench, rounds: int = 110) -> Found:
 
 
 PARTS: dict[str, Callable[[Bench], Found]] = {
-    "pairs": pairs_part,
-    "traps": traps_part,
-    "streams": streams_part,
-    "turns": turns_part,
-    "images": images_part,
-    "encoder": encoder_part,
+    part.__name__.removesuffix("_part"): part
+    for part in (pairs_part, traps_part, streams_part, turns_part, images_part, encoder_part)
 }

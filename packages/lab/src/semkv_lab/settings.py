@@ -120,7 +120,10 @@ class RunSettings:
         for key, path in (("--calibration", self.cache.calibration), ("--dataset-root", self.data.root)):
             if path is not None and not path.exists():
                 raise ConfigError(key, str(path), EXISTS.text)
-        object.__setattr__(self, "cache", replace(self.cache, image_roots=_image_roots(self.data.root)))
+        roots = [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name, "").strip()]
+        if self.data.root is not None and (self.data.root / "images").is_dir():
+            roots.append(self.data.root / "images")
+        object.__setattr__(self, "cache", replace(self.cache, image_roots=tuple(roots)))
         check_files(self)
 
     @property
@@ -152,13 +155,6 @@ def _check_extremes(settings: Any) -> None:
 def is_unicode(text: str) -> bool:
     """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
     return text.encode(errors="ignore").decode() == text
-
-
-def _image_roots(dataset_root: Path | None) -> tuple[Path, ...]:
-    roots = [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name, "").strip()]
-    if dataset_root is not None and (dataset_root / "images").is_dir():
-        roots.append(dataset_root / "images")
-    return tuple(roots)
 
 
 def check_files(settings: RunSettings) -> None:
@@ -262,13 +258,11 @@ KINDS = ("zipf", "hot", "paraphrases", "hard-negatives", "templates", "minigqa",
 
 
 def _each(known: tuple[str, ...]) -> Allowed:
-    return Allowed(
-        f"of {', '.join(known)}, each once", lambda given: {*given} <= {*known} and len({*given}) == len(given)
-    )
+    text = f"of {', '.join(known)}, each once"
+    return Allowed(text, lambda given: {*given} <= {*known} and len({*given}) == len(given))
 
 
-def _shares(given: tuple[float, ...]) -> bool:
-    return bool(given) and all(map(SOME_SHARE.test, given))
+_SHARES = Allowed(SOME_SHARE.text, lambda given: bool(given) and all(map(SOME_SHARE.test, given)))
 
 
 @dataclass(frozen=True)
@@ -312,9 +306,7 @@ class SemanticFlags:
     seeds: Annotated[int, POSITIVE] = 2
     seed: Annotated[int, NOT_NEGATIVE] = 0
     similarity_threshold: Annotated[float, COSINE] = PolicyConfig.similarity_threshold
-    max_error_rate: Annotated[tuple[float, ...], Allowed(SOME_SHARE.text, _shares), MANY] = (
-        PolicyConfig.max_error_rate,
-    )
+    max_error_rate: Annotated[tuple[float, ...], _SHARES, MANY] = (PolicyConfig.max_error_rate,)
     precision: Annotated[float, SOME_SHARE] = 0.95
     index_encoder: str = PolicyConfig.index_encoder
     redis_url: str = ""

@@ -142,11 +142,6 @@ def shift(pairs: Sequence[Pair], seed: int, requests: int) -> Stream:
 
 
 KINDS: dict[str, Callable[[Sequence[Pair], int, int], Stream]] = {
-    "zipf": zipf,
-    "hot": hot,
-    "paraphrases": paraphrases,
-    "hard-negatives": hard_negatives,
-    "templates": templates,
-    "minigqa": minigqa,
-    "shift": shift,
+    kind.__name__.replace("_", "-"): kind
+    for kind in (zipf, hot, paraphrases, hard_negatives, templates, minigqa, shift)
 }

@@ -119,15 +119,7 @@ def _make_entry(rng: Random, topic: Mapping[str, Any], number: int) -> Entry:
         "name": rng.choice(topic["names"]),
         "good": rng.choice(topic["goods"]),
         "place": rng.choice(topic["places"]),
-        "count": draw_count(rng),
-        "time": draw_time(rng),
+        "count": str(rng.randrange(12, 100)),
+        "time": f"{rng.randrange(5, 22):02d}:{rng.choice((0, 10, 15, 20, 30, 40, 45, 50)):02d}",
     }
     return Entry(fact, slots, rng.choice(topic["filler"]))
-
-
-def draw_count(rng: Random) -> str:
-    return str(rng.randrange(12, 100))
-
-
-def draw_time(rng: Random) -> str:
-    return f"{rng.randrange(5, 22):02d}:{rng.choice((0, 10, 15, 20, 30, 40, 45, 50)):02d}"

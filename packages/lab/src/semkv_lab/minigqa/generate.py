@@ -242,14 +242,11 @@ def _ask_base(knobs: Knobs, rng: Random, picture: _Picture, ids: Iterator[str]) 
     plan.sort(key=lambda variant: variant != ORIGINAL)
     plan[0] = ORIGINAL
     made: list[_Asked] = []
-    texts: set[str] = set()
     for variant in plan:
-        new = None
-        if variant != ORIGINAL:
-            originals = [q for q in made if q.variant == ORIGINAL]
-            new = _variant(rng, picture, variant, originals, texts, ids)
+        texts = {q.text for q in made}
+        originals = [q for q in made if q.variant == ORIGINAL]
+        new = _variant(rng, picture, variant, originals, texts, ids) if variant != ORIGINAL else None
         made.append(new or _original(rng, picture, texts, ids))
-        texts.add(made[-1].text)
     return made
 
 
@@ -413,24 +410,23 @@ def _local_group(program: Program) -> str:
 
 def scene_graph(scene: Scene, object_ids: Sequence[str], *, scale: float = 1.0, shift: int = 0) -> dict[str, Any]:
     """The scene in GQA's scene graph schema, boxes in pixels of a picture that was scaled and then shifted."""
-    objects = {}
-    for i, thing in enumerate(scene.things):
-        relations = [
-            {"name": relation, "object": object_ids[j]}
-            for j in range(len(scene.things))
-            if j != i
-            for relation in RELATIONS
-            if relation_holds(scene, i, relation, j)
-        ]
-        objects[object_ids[i]] = {
+    objects = {
+        object_ids[i]: {
             "name": thing.shape,
             "x": round((thing.x - thing.radius) * scale) + shift,
             "y": round((thing.y - thing.radius) * scale) + shift,
             "w": round(2 * thing.radius * scale),
             "h": round(2 * thing.radius * scale),
             "attributes": [thing.color, thing.size],
-            "relations": relations,
+            "relations": [
+                {"name": relation, "object": other}
+                for j, other in enumerate(object_ids)
+                for relation in RELATIONS
+                if j != i and relation_holds(scene, i, relation, j)
+            ],
         }
+        for i, thing in enumerate(scene.things)
+    }
     side = round(WIDTH * scale)
     return {"width": side, "height": side, "location": scene.ground, "objects": objects}
 

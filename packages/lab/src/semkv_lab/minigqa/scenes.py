@@ -10,7 +10,7 @@ import io
 import math
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -169,60 +169,53 @@ def _background(scene: Scene) -> Image:
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8), "RGB")
 
 
+_EDGED = {"fill": "fill", "outline": "edge"}
+_STAR = [(1.08 * (0.42 if i % 2 else 1), math.pi * (i / 5 - 0.5)) for i in range(10)]  # radius and angle
+_HEART = [
+    (math.sin(a) ** 3, -(13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)) / 16)
+    for a in (2 * math.pi * i / 28 for i in range(28))
+]
+# How a shape is drawn: strokes of the pen, each with its points in half sides from the center, and its style.
+_STROKES: dict[str, list[tuple[str, list[tuple[float, float]], dict[str, Any]]]] = {
+    "cube": [
+        ("polygon", [(-1, -0.5), (-0.5, -1), (1, -1), (0.5, -0.5)], {"fill": "light", "outline": "edge"}),
+        ("polygon", [(0.5, -0.5), (1, -1), (1, 0.5), (0.5, 1)], {"fill": "edge", "outline": "edge"}),
+        ("rectangle", [(-1, -0.5), (0.5, 1)], {**_EDGED, "width": 2}),
+    ],
+    "ball": [
+        ("ellipse", [(-1, -1), (1, 1)], {**_EDGED, "width": 2}),
+        ("ellipse", [(-0.55, -0.6), (-0.1, -0.2)], {"fill": "light"}),
+    ],
+    "cone": [
+        ("ellipse", [(-1, 0.4), (1, 1)], {**_EDGED, "width": 2}),
+        ("polygon", [(0, -1), (-1, 0.7), (1, 0.7)], {"fill": "fill"}),
+        ("line", [(-1, 0.7), (0, -1), (1, 0.7)], {"fill": "edge", "width": 2}),
+    ],
+    "cylinder": [
+        ("ellipse", [(-0.66, 0.5), (0.66, 1)], {**_EDGED, "width": 2}),
+        ("rectangle", [(-0.66, -0.72), (0.66, 0.75)], {"fill": "fill"}),
+        ("line", [(-0.66, -0.72), (-0.66, 0.75)], {"fill": "edge", "width": 2}),
+        ("line", [(0.66, -0.72), (0.66, 0.75)], {"fill": "edge", "width": 2}),
+        ("ellipse", [(-0.66, -1), (0.66, -0.45)], {"fill": "light", "outline": "edge", "width": 2}),
+    ],
+    "star": [("polygon", [(r * math.cos(a), 0.08 + r * math.sin(a)) for r, a in _STAR], _EDGED)],
+    "ring": [("ellipse", [(-1, -1), (1, 1)], {"outline": "fill", "width": "thick"})],
+    "cross": [
+        ("rectangle", [(-0.34, -1), (0.34, 1)], {"fill": "fill"}),
+        ("rectangle", [(-1, -0.34), (1, 0.34)], {"fill": "fill"}),
+    ],
+    "heart": [("polygon", [(across, 0.92 * down - 0.08) for across, down in _HEART], _EDGED)],
+}
+
+
 def _draw_thing(pen: ImageDraw, thing: Thing) -> None:
     x, y, r = thing.x * _SCALE, thing.y * _SCALE, thing.radius * _SCALE
     fill = _shaded(_PAINTS[thing.color], 1 + 0.07 * thing.shade)
-    edge = _shaded(fill, _OUTLINE)
     light = tuple(part + (255 - part) // 2 for part in fill)
-    if thing.shape == "cube":
-        lift = 0.5 * r
-        left, top, right, bottom = x - r, y - r + lift, x + r - lift, y + r
-        pen.polygon([(left, top), (left + lift, y - r), (x + r, y - r), (right, top)], fill=light, outline=edge)
-        pen.polygon([(right, top), (x + r, y - r), (x + r, bottom - lift), (right, bottom)], fill=edge, outline=edge)
-        pen.rectangle((left, top, right, bottom), fill=fill, outline=edge, width=2)
-    elif thing.shape == "ball":
-        pen.ellipse((x - r, y - r, x + r, y + r), fill=fill, outline=edge, width=2)
-        pen.ellipse((x - 0.55 * r, y - 0.6 * r, x - 0.1 * r, y - 0.2 * r), fill=light)
-    elif thing.shape == "cone":
-        pen.ellipse((x - r, y + 0.4 * r, x + r, y + r), fill=fill, outline=edge, width=2)
-        pen.polygon([(x, y - r), (x - r, y + 0.7 * r), (x + r, y + 0.7 * r)], fill=fill)
-        pen.line([(x - r, y + 0.7 * r), (x, y - r), (x + r, y + 0.7 * r)], fill=edge, width=2)
-    elif thing.shape == "cylinder":
-        half = 0.66 * r
-        pen.ellipse((x - half, y + 0.5 * r, x + half, y + r), fill=fill, outline=edge, width=2)
-        pen.rectangle((x - half, y - 0.72 * r, x + half, y + 0.75 * r), fill=fill)
-        pen.line([(x - half, y - 0.72 * r), (x - half, y + 0.75 * r)], fill=edge, width=2)
-        pen.line([(x + half, y - 0.72 * r), (x + half, y + 0.75 * r)], fill=edge, width=2)
-        pen.ellipse((x - half, y - r, x + half, y - 0.45 * r), fill=light, outline=edge, width=2)
-    elif thing.shape == "star":
-        pen.polygon(_star(x, y + 0.08 * r, 1.08 * r), fill=fill, outline=edge)
-    elif thing.shape == "ring":
-        pen.ellipse((x - r, y - r, x + r, y + r), outline=fill, width=max(3, round(0.42 * r)))
-    elif thing.shape == "cross":
-        arm = 0.34 * r
-        pen.rectangle((x - arm, y - r, x + arm, y + r), fill=fill)
-        pen.rectangle((x - r, y - arm, x + r, y + arm), fill=fill)
-    else:
-        pen.polygon(_heart(x, y, r), fill=fill, outline=edge)
-
-
-def _star(x: float, y: float, r: float) -> list[tuple[float, float]]:
-    points = []
-    for i in range(10):
-        length = r if i % 2 == 0 else 0.42 * r
-        angle = math.pi * (i / 5 - 0.5)
-        points.append((x + length * math.cos(angle), y + length * math.sin(angle)))
-    return points
-
-
-def _heart(x: float, y: float, r: float) -> list[tuple[float, float]]:
-    points = []
-    for i in range(28):
-        t = 2 * math.pi * i / 28
-        across = math.sin(t) ** 3
-        down = -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)) / 16
-        points.append((x + r * across, y + r * (0.92 * down - 0.08)))
-    return points
+    values: dict[Any, Any] = {"fill": fill, "edge": _shaded(fill, _OUTLINE), "light": light, "thick": round(0.42 * r)}
+    for form, points, style in _STROKES[thing.shape]:
+        at = [(x + across * r, y + down * r) for across, down in points]
+        getattr(pen, form)(at, **{name: values.get(value, value) for name, value in style.items()})
 
 
 def _shaded(color: RGB, factor: float) -> RGB:
