@@ -178,7 +178,7 @@ def test_a_hit_stands_for_the_cold_answer_and_a_dry_one_for_its_own() -> None:
     assert metrics.wrong_hit(dry) is False
     # Without an expected answer the cold one is the yardstick.
     unlabelled = hit(0.9, True, text="red", cold=replace(cold, match=None))
-    assert metrics.wrong_hit(replace(unlabelled, match=None))
+    assert metrics.wrong_hit(replace(unlabelled, answer=None, match=None))
 
 
 def test_without_a_cold_answer_the_models_own_mistake_is_no_wrong_hit() -> None:

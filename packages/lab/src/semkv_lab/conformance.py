@@ -94,11 +94,7 @@ class Subject:
         return answers
 
     def stored(self) -> list[Path]:
-        """The files that an engine leaves behind that answered `PROMPTS`.
-
-        Raises:
-            Cannot: there are none.
-        """
+        """The files that an engine leaves behind that answered `PROMPTS`; raises `Cannot` where there are none."""
         same("the first engine", self.engine(ask), self.right())
         files = [path for path in self.store.rglob("*") if path.is_file()]
         if not files:
@@ -189,6 +185,12 @@ def same(what: str, answers: Sequence[Answer], reference: Sequence[Answer]) -> N
             raise Failed(f"{what}: prompt {number} is answered otherwise ({why}; {own['cached']} tokens loaded)")
 
 
+def apart(what: str, one: Sequence[Answer], two: Sequence[Answer]) -> None:
+    """Raises `Cannot` where nothing could be told apart."""
+    if not any(map(differs, one, two)):
+        raise Cannot(f"both {what} answer alike here")
+
+
 def loaded(answers: Sequence[Answer]) -> int:
     return sum(answer["cached"] or 0 for answer in answers)
 
@@ -216,8 +218,7 @@ def adapter_swap(subject: Subject) -> str:
     folders = [str(_adapter(subject.folder / f"adapter-{seed}", seed)) for seed in (1, 2)]
     lora = {"enable_lora": True, "max_lora_rank": 8}
     right = subject.plain("adapters", ask_adapters, folders, **lora)
-    if not any(differs(one, two) for one, two in zip(*right, strict=True)):
-        raise Cannot("both adapters answer alike here")
+    apart("adapters", *right)
     for answers, reference in zip(subject.engine(ask_adapters, folders, **lora), right, strict=True):
         same("the same name with other weights", answers, reference)
     (after,) = subject.engine(ask_adapters, folders[1:], **lora)
@@ -259,8 +260,7 @@ def no_room(subject: Subject) -> str:
 
 def weights_update(subject: Subject) -> str:
     before, after = subject.plain("update", ask_around_update)
-    if not any(differs(one, two) for one, two in zip(before, after, strict=True)):
-        raise Cannot("both weights answer alike here")
+    apart("weights", before, after)
     found = subject.engine(ask_around_update)
     same("before the update", found[0], before)
     same("after the update", found[1], after)
@@ -274,8 +274,7 @@ def new_checkpoint(subject: Subject) -> str:
     shutil.rmtree(subject.model)
     _checkpoint(subject.model, seed=1)
     other = subject.plain("checkpoint", ask)
-    if not any(differs(one, two) for one, two in zip(other, right, strict=True)):
-        raise Cannot("both checkpoints answer alike here")
+    apart("checkpoints", other, right)
     answers = subject.engine(ask)
     same("another checkpoint at the same path", answers, other)
     return f"{loaded(answers)} tokens of the old checkpoint loaded"

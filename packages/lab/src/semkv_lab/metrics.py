@@ -219,39 +219,34 @@ def _chi_square(answers: Sequence[tuple[str, str]]) -> float:
     return sum((given[answer] - count) ** 2 / count for answer, count in expected.items())
 
 
-def stands_for(record: SampleRecord) -> bool | None:
-    """Whether a hit gave what the request would have got without it; None for a miss and where nothing tells.
+def without(record: SampleRecord) -> str | None:
+    """What the request would have got without its hit, where that is known: the cold answer, of a dry run its own."""
+    return record.text if not record.applied else record.cold.text if record.cold is not None else None
 
-    Compared with the cold answer where there is one, else with the expected answer. A dry-run hit compares the donor's
-    answer with the request's own.
+
+def stands_for(record: SampleRecord) -> bool | None:
+    """Whether a hit gave what the request would have got without it, else the expected answer where that is not known;
+    None for a miss and where nothing tells.
     """
-    if not record.hit:
+    own, text = without(record), given(record)
+    if not record.hit or text is None:
         return None
-    if not record.applied:
-        return None if record.donor_answer is None else answers_match(record.donor_answer, record.text)
-    return answers_match(record.text, record.cold.text) if record.cold is not None else record.match
+    return record.match if own is None else answers_match(text, own)
 
 
 def wrong_hit(record: SampleRecord) -> bool | None:
-    """Whether the cache spoiled this answer: a hit that is wrong where the cold answer was right. False for a miss,
-    None for a hit that nothing judges: without a cold answer (``--baseline``) the model's own mistakes look the same.
-
-    Without an expected answer a hit that differs from the cold one is wrong. In dry-run mode the donor's answer is
-    judged, and the request's own answer is the cold one.
+    """Whether the cache spoiled this answer: a hit that is wrong where the answer without it was right. False for a
+    miss, None for a hit that nothing judges: without a cold answer (``--baseline``) the model's own mistakes look the
+    same. Without an expected answer a hit that differs is wrong.
     """
+    own, text = without(record), given(record)
     if not record.hit:
         return False
-    if not record.applied:
-        if record.donor_answer is None:
-            return None
-        if record.answer is None:
-            return not answers_match(record.donor_answer, record.text)
-        return bool(record.match) and not answers_match(record.donor_answer, record.answer)
-    if record.cold is None:
+    if own is None or text is None:
         return None
-    if record.match is None or record.cold.match is None:
-        return not answers_match(record.text, record.cold.text)
-    return not record.match and record.cold.match
+    if record.answer is None:
+        return not answers_match(text, own)
+    return answers_match(own, record.answer) and not answers_match(text, record.answer)
 
 
 def wrong_hit_share(records: Sequence[SampleRecord]) -> Estimate:

@@ -157,21 +157,25 @@ class Cell(NamedTuple):
     key: float | None = None
 
 
+# Title of each column that is a figure of the summary: its meaning, its place there, the factor it is shown with.
+_FIGURES: Mapping[str, tuple[str, str, float]] = {
+    "hit rate": ("% of requests", "hit_share", 100),
+    "accuracy on hits": ("% of hits that are right; of a dry run what the donor answered", "accuracy_on_hits", 100),
+    "wrong hits": ("hits that spoiled a right answer, % of requests; needs --baseline", "wrong_hit_share", 100),
+    "same as cold": ("% of hits with the answer that vLLM alone gave", "against_cold.agreement", 100),
+    "same tokens": ("% of hits with the tokens that vLLM alone gave", "against_cold.same_tokens", 100),
+    "hit tokens": ("prompt tokens that a hit saved over the cold run, mean", "against_cold.saved_tokens", 1),
+    "hit speed": ("cold time to first token over a hit's without the lookup, median", "against_cold.first_token", 1),
+    "accuracy": ("% of all answers that are right", "accuracy", 100),
+    "consistency": ("GQA's: of right answers, the share of entailed questions right too, %", "consistency", 100),
+    "P-CHR AUC": ("precision averaged over cache-hit ratios up to the hit rate, %", "chr_area.area", 100),
+    "tokens saved": ("prompt tokens a request over vLLM's prefix cache, mean", "saved.tokens", 1),
+    "ms saved": ("a request over vLLM's prefix and encoder cache, lookup paid for, mean", "saved.latency_s", 1000),
+}
 COLUMNS: Mapping[str, str] = {
     "experiment": "its name",
     "status": "ok, failed or interrupted",
-    "hit rate": "% of requests [95% interval]",
-    "accuracy on hits": "% of hits that are right; of a dry run what the donor answered [95% interval]",
-    "wrong hits": "hits that spoiled a right answer, % of requests; needs --baseline [95% interval]",
-    "same as cold": "% of hits with the answer that vLLM alone gave [95% interval]",
-    "same tokens": "% of hits with the tokens that vLLM alone gave [95% interval]",
-    "hit tokens": "prompt tokens that a hit saved over the cold run, mean [95% interval]",
-    "hit speed": "cold time to first token over a hit's without the lookup, median [95% interval]",
-    "accuracy": "% of all answers that are right [95% interval]",
-    "consistency": "GQA's: of right answers, the share of entailed questions right too, % [95% interval]",
-    "P-CHR AUC": "precision averaged over cache-hit ratios up to the hit rate, % [95% interval]",
-    "tokens saved": "prompt tokens a request over vLLM's prefix cache, mean [95% interval]",
-    "ms saved": "a request over vLLM's prefix and encoder cache, lookup paid for, mean [95% interval]",
+    **{name: f"{meaning} [95% interval]" for name, (meaning, _, _) in _FIGURES.items()},
     "lookup": "median time of the lookup, ms",
     "requests": "requests answered",
     "tiers": "tiers that are on",
@@ -181,22 +185,6 @@ COLUMNS: Mapping[str, str] = {
     "note": "error or note",
 }
 """Title and meaning of every column."""
-
-# Those that are figures of the summary: their places in it, and the factors they are shown with.
-_FIGURES: Mapping[str, tuple[tuple[str, ...], float]] = {
-    "hit rate": (("hit_share",), 100),
-    "accuracy on hits": (("accuracy_on_hits",), 100),
-    "wrong hits": (("wrong_hit_share",), 100),
-    "same as cold": (("against_cold", "agreement"), 100),
-    "same tokens": (("against_cold", "same_tokens"), 100),
-    "hit tokens": (("against_cold", "saved_tokens"), 1),
-    "hit speed": (("against_cold", "first_token"), 1),
-    "accuracy": (("accuracy",), 100),
-    "consistency": (("consistency",), 100),
-    "P-CHR AUC": (("chr_area", "area"), 100),
-    "tokens saved": (("saved", "tokens"), 1),
-    "ms saved": (("saved", "latency_s"), 1000),
-}
 
 
 def cells(experiment: Experiment, group: str) -> dict[str, Cell]:
@@ -215,8 +203,8 @@ def cells(experiment: Experiment, group: str) -> dict[str, Cell]:
         "took": _number(experiment.seconds, 1, 0),
         "note": Cell(note or "-"),
     }
-    for name, (path, factor) in _FIGURES.items():
-        value = experiment.estimate(*path)
+    for name, (_, path, factor) in _FIGURES.items():
+        value = experiment.estimate(*path.split("."))
         found[name] = Cell(interval(value, factor=factor), True, value.value)
     return {name: found[name] for name in COLUMNS}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semkv.errors import DatasetError
 from semkv_lab.console import milliseconds, percent
-from semkv_lab.metrics import Estimate, given, number, read_estimate, wrong_hit
+from semkv_lab.metrics import Estimate, given, number, read_estimate, without, wrong_hit
 from semkv_lab.records import SampleRecord, at
 from semkv_lab.samples import read_jsonl
 
@@ -321,9 +321,7 @@ class Wrong(NamedTuple):
 
     @property
     def without(self) -> str | None:
-        """The answer without the hit, where it is known."""
-        r = self.record
-        return r.text if not r.applied else r.cold.text if r.cold is not None else None
+        return without(self.record)
 
 
 def wrong_hits(experiments: Sequence[Experiment]) -> list[Wrong]:

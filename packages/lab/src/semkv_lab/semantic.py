@@ -6,7 +6,6 @@ the rows ask that were held out while the guards were tuned; of a file of one's 
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,7 +13,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -55,6 +54,7 @@ from semkv_lab.quality import (
 from semkv_lab.samples import read_jsonl
 from semkv_lab.settings import SemanticFlags
 from semkv_lab.streams import KINDS, Stream, halves, zipf
+from semkv_lab.sweep import version
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -71,11 +71,13 @@ def machine() -> Row:
     """What times depend on, the load of the moment included."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    found: Row = {"cpu": next(names, platform.machine()), "cores": len(os.sched_getaffinity(0)), "versions": {}}
-    for name in VERSIONS:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found["versions"][name] = importlib.metadata.version(name)
-    return found | {"python": platform.python_version(), "load_average": os.getloadavg()}
+    return {
+        "cpu": next(names, platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": {name: installed for name in VERSIONS if (installed := version(name))},
+        "python": platform.python_version(),
+        "load_average": os.getloadavg(),
+    }
 
 
 def times(seconds: Sequence[float]) -> Row:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations, product
 from pathlib import Path
 from random import Random
 
@@ -377,7 +378,7 @@ def _exist(scene: Scene, rng: Random) -> Program | None:
 def _exist_two(kind: str, holds: Callable[[bool, bool], bool]) -> Asker:
     def asker(scene: Scene, rng: Random) -> Program | None:
         truth = rng.random() < 0.5
-        first, second = rng.choice([(p, q) for p in (True, False) for q in (True, False) if holds(p, q) == truth])
+        first, second = rng.choice([both for both in product((True, False), repeat=2) if holds(*both) == truth])
         for _ in range(_TRIES):
             a, b = _maybe_there(scene, rng, first), _maybe_there(scene, rng, second)
             if a is None or b is None or a.text == b.text or set(a.fitting(scene)) & set(b.fitting(scene)):
@@ -396,10 +397,8 @@ def _same(kind: str) -> Asker:
     def asker(scene: Scene, rng: Random) -> Program | None:
         truth = rng.random() < 0.5
         pairs: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        for i, first in enumerate(scene.things):
-            for j, second in enumerate(scene.things):
-                if i != j:
-                    pairs[getattr(first, name) == getattr(second, name)].append((i, j))
+        for (i, first), (j, second) in permutations(enumerate(scene.things), 2):
+            pairs[getattr(first, name) == getattr(second, name)].append((i, j))
         if not pairs[True] or not pairs[False]:
             return None
         pair = _pair(scene, rng, rng.choice(pairs[truth == kind.startswith("same")]), without=name)
