@@ -41,12 +41,8 @@ CHECKS = 0.1  # of approximate hits are checked, the default of the bounded poli
 class Cache:
     """One cache under one setting; empty at first.
 
-    A runner calls `lookup`, then `hit` or `store`. Requests of different groups never meet.
-
-    Attributes:
-        name: names cache and setting in results.
-        settings: what a reader needs to run the same.
-        learns: from requests, so that it is warmed up before pairs.
+    A runner calls `lookup`, then `hit` or `store`. Requests of different groups never meet. ``settings`` are what a
+    reader needs to run the same; a cache that ``learns`` from requests is warmed up before pairs.
     """
 
     name, learns = "", False

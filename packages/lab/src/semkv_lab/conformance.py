@@ -60,13 +60,7 @@ class Cannot(Exception):  # noqa: N818 - a verdict
 
 
 class Subject:
-    """A connector under test: its settings, and engines with it.
-
-    Args:
-        name: as vLLM has it.
-        extra: its settings, None for those of `EXTRA`.
-        folder: for checkpoints, stores and logs.
-    """
+    """A connector under test, by its name in vLLM: its settings, and engines with it, all in one folder."""
 
     def __init__(self, name: str, extra: dict[str, Any] | None, folder: Path) -> None:
         if extra is None and name not in EXTRA:

@@ -73,12 +73,8 @@ class ConsoleListener(Listener):
     """Draws progress on a console, and writes records to ``--samples-out`` as they come.
 
     The file has one JSON object a line; the settings go beside it, to ``FILE.settings.json``. What an earlier run left
-    there stays until there is a record to put in its place, or the run has come to its end.
-
-    Args:
-        console: where to draw; a console that is no terminal gets lines without a bar.
-        settings: of the run.
-        quiet: no line a sample.
+    there stays until there is a record to put in its place, or the run has come to its end. With ``quiet`` there is no
+    line a sample; a console that is no terminal gets lines without a bar.
     """
 
     def __init__(self, console: Console, settings: RunSettings, *, quiet: bool) -> None:

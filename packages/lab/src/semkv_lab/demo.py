@@ -22,13 +22,8 @@ _PASSES: Mapping[str, tuple[str, list[str]]] = {
 
 
 def run_demo(directory: Path, *, samples: int, verbose: bool = False) -> None:
-    """Run both passes and print the comparison.
-
-    Args:
-        directory: gets ``cache/``, ``data/``, and per pass ``<pass>.jsonl`` and ``<pass>.json``; the cache in it is
-            emptied first.
-        samples: how many questions.
-        verbose: vLLM's own log, too.
+    """Run both passes and print the comparison. The folder gets ``cache/``, which is emptied first, ``data/``, and per
+    pass ``<pass>.jsonl`` and ``<pass>.json``.
     """
     console = make_console()
     for name, (title, extra) in _PASSES.items():

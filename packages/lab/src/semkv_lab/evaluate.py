@@ -64,11 +64,8 @@ class Lookup(NamedTuple):
 class Fit(NamedTuple):
     """A calibration and what it was fitted from.
 
-    Attributes:
-        calibration: the estimate.
-        losses: log loss on clusters left out, of the cosine alone and of all features.
-        lookups: what it was fitted from.
-        simulated: whether the pairs' texts served as traffic.
+    ``losses`` are log losses on clusters left out, of the cosine alone and of all features; ``simulated`` says whether
+    the pairs' texts served as traffic.
     """
 
     calibration: Calibration

@@ -100,12 +100,11 @@ class LocalEngine:
 def answered(output: Any, which: int = 0) -> Answer:
     """An output of vLLM as JSON can carry it."""
     completion, outcome = output.outputs[which], read_outcome(output)
-    best = [sorted(p.values(), key=lambda f: -f.logprob)[:2] for p in completion.logprobs or []]
-    ids = [sorted(p, key=lambda token: -p[token].logprob)[:2] for p in completion.logprobs or []]
+    best = [sorted(p.items(), key=lambda item: -item[1].logprob)[:2] for p in completion.logprobs or []]
     return {
         "tokens": list(completion.token_ids),
-        "best": ids,
-        "gaps": [round(one.logprob - two.logprob, 6) for one, two in best],
+        "best": [[token for token, _ in two] for two in best],
+        "gaps": [round(one.logprob - two.logprob, 6) for (_, one), (_, two) in best],
         "length": len(output.prompt_token_ids),
         "cached": output.num_cached_tokens,
         "loaded": outcome.loaded_tokens,

@@ -125,11 +125,9 @@ def split(values: Sequence[tuple[str, float]]) -> tuple[Integers, Floats]:
 
 
 def resamples(images: int, rows: int = 0, most: int = RESAMPLES) -> Iterator[Integers]:
-    """How often each image is there in draws with replacement, some draws at a time, [draws, images].
+    """How often each image is there in draws with replacement, [draws, images]; ``rows`` are made of each draw.
 
-    Args:
-        rows: how many numbers are made of each draw, to bound memory.
-        most: draws in all; fewer of many images.
+    Some draws come at a time, to bound memory, and fewer of many images.
     """
     rng = np.random.default_rng(_SEED)
     left, at_once = most if images <= _MANY_IMAGES else FEW_RESAMPLES, max(1, _AT_ONCE // max(images, rows))

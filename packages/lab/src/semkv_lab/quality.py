@@ -225,12 +225,8 @@ def build_corpus(
 class Judgement:
     """What a policy made of labelled pairs.
 
-    Attributes:
-        pairs, same: counts.
-        accepted, right: pairs it accepted, and how many of those are same.
-        vetoed: pairs a guard objected to.
-        curve: (hit ratio, precision) of the most confident pairs first; a veto is the least confidence.
-        area: under the curve (P-CHR AUC).
+    ``right`` are accepted pairs that are the same; to ``vetoed`` ones a guard objected. ``curve`` has (hit ratio,
+    precision) of the most confident pairs first, a veto being the least confidence; ``area`` is under it (P-CHR AUC).
     """
 
     pairs: int
@@ -300,11 +296,9 @@ def pair_curve(ranked: list[tuple[float, bool]]) -> tuple[tuple[tuple[float, flo
 class Outcome:
     """What became of a stream.
 
-    Attributes:
-        requests, exact, approximate, wrong, checks: counts; ``wrong`` are hits of both kinds.
-        wrong_exact: of them the exact ones: the same text, with another answer in this place of the stream.
-        worst: highest share of wrong answers at any time after the first 500 requests; None for a shorter stream.
-        curve: (requests, hits, wrong) along the stream.
+    ``wrong`` are hits of both kinds, ``wrong_exact`` those with the same text, but another answer in this place of the
+    stream. ``worst`` is the highest share of wrong answers at any time after the first 500 requests, None for a shorter
+    stream. ``curve`` has (requests, hits, wrong) along the stream.
     """
 
     requests: int
@@ -343,12 +337,7 @@ class Replay:
         self._corpus = corpus
 
     def play(self, policy: Decider, *, verify_rate: float = 0.0) -> Outcome:
-        """Send every request to a new policy.
-
-        Args:
-            policy: judges.
-            verify_rate: share of approximate hits to check; with 0 nothing is checked, whatever the policy asks.
-        """
+        """Send every request to a new policy; a ``verify_rate`` of 0 checks nothing, whatever the policy asks."""
         random = Random(0)  # noqa: S311
         stored: dict[int, str] = {}
         counts: Counter[str] = Counter()

@@ -298,11 +298,7 @@ def _prompt_key(segments: tuple[Segment, ...]) -> str:
 class RequestBuilder:
     """Turns samples into requests of one namespace.
 
-    Attributes:
-        namespace: tenant and model of every request.
-        chunk_source, chunk_window: see `chunk_text`.
-        instruction: appended to each question, on a line of its own.
-        images: False leaves images out, for a text model.
+    ``instruction`` is appended to each question, on a line of its own; without ``images`` a text model gets none.
     """
 
     namespace: Namespace

@@ -103,12 +103,10 @@ def shown(row: Row, digits: int = 1) -> str:
 
 
 class Labeled(NamedTuple):
-    """A row of ``bench/data``: a trap (two answers) or a paraphrase (one).
+    """A row of ``bench/data``: a trap (two answers) or a paraphrase (one), which differ in what ``kind`` says.
 
-    Attributes:
-        kind: what differs.
-        held_out: not seen while the guards were tuned.
-        first: of rows by strangers, whether the guards let it pass at first sight; else None.
+    Rows that are ``held_out`` were not seen while the guards were tuned; ``first`` says of rows by strangers whether
+    the guards let them pass at first sight, and is None of others.
     """
 
     pair: Pair
@@ -126,13 +124,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 class Bench:
-    """One run: what is asked and what fits, encoder, calibration and caches.
-
-    Args:
-        flags: of the command.
-        names: of the caches that can be measured here.
-        bars: where progress is drawn.
-    """
+    """One run: what is asked and what fits, encoder, calibration, and the caches that can be measured here."""
 
     def __init__(self, flags: SemanticFlags, names: Sequence[str], bars: Progress) -> None:
         self.flags, self._names, self._bars = flags, names, bars

@@ -165,11 +165,7 @@ def open_log(path: Path, *, resume: bool) -> Iterator[SweepLog]:
 
 
 class SweepLog:
-    """The rows so far, in the order in which they ended.
-
-    Args:
-        path: the ``.csv`` file. The JSON lines have the same name with ``.jsonl``.
-        resume: go on with a log that is there.
+    """The rows so far, in the order in which they ended: in a ``.csv`` file, and as JSON lines beside it.
 
     Raises:
         ConfigError: the name does not end in ``.csv``, there is a log and ``resume`` is False, or it cannot be read.
