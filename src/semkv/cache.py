@@ -34,13 +34,10 @@ from semkv.errors import ConfigError, StoreError
 from semkv.guards import forget, no_veto, veto
 from semkv.stores.catalog import Catalog, Removed
 from semkv.stores.media import MediaStore
-from semkv.tiers.base import GuardedEncoder, Tally
+from semkv.tiers.base import Index, Tally, Tier
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
-from semkv.tiers.images import ImageGuard
 from semkv.tiers.matching import Matching
-from semkv.tiers.pending import PendingTier
-from semkv.tiers.plan import Planner
-from semkv.tiers.plugged import Index, Tier
+from semkv.tiers.plan import ImageGuard, PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.sharing import EntryLog, Sharing
 from semkv.tiers.similar import wrong_dimension
@@ -144,7 +141,7 @@ class SemanticCache:
         on = config.mode is not CacheMode.OFF
         plain = text_encoder if text_encoder is not None else SentenceEncoder(config.index_encoder)
         hook = _hook(config, hook, plain) if on and config.embedding_layers else JoinedHook()
-        encoder = GuardedEncoder(plain) if on and config.semantic else None
+        encoder = plain if on and config.semantic else None
         if encoder is not None:
             _ = encoder.dim  # loads the model, so that a wrong name fails here
         self._tally = Tally()

@@ -26,7 +26,7 @@ from semkv.server.request_key import CanonicalRequest
 from semkv.server.tenancy import TagRule, tags_by
 from semkv.stores.responses.base import Selector
 from semkv.tiers.base import Candidate
-from semkv.tiers.pending import PendingEntry
+from semkv.tiers.plan import PendingEntry
 from semkv.tiers.response import Found, ResponseCache
 from semkv.types import Exactness, Plan, ReuseReport
 

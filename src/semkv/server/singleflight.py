@@ -27,7 +27,7 @@ from semkv.server.cache_client import CacheClient, Lookup
 from semkv.server.request_key import CanonicalRequest
 from semkv.server.sse import Assembler, NotKeepable, Recorder, Splitter, data_of, is_usage_only, read_chunk
 from semkv.server.upstream import Reply, UpstreamError
-from semkv.tiers.pending import PendingEntry
+from semkv.tiers.plan import PendingEntry
 
 log = logging.getLogger(__name__)
 

@@ -22,16 +22,15 @@ from semkv.encoders.hooks import EmbeddingHook
 from semkv.errors import ConfigError, CorruptValue
 from semkv.guards import Guard, forget
 from semkv.stores.catalog import Catalog, Record, unpack
-from semkv.tiers.base import EXACT, Candidate, GuardedEncoder, PartError, Tally
-from semkv.tiers.contexts import SimilarContext, context_rows
+from semkv.tiers.base import EXACT, Candidate, Index, PluggedTiers, Tally, Tier
 from semkv.tiers.plan import Planner
-from semkv.tiers.plugged import Index, PluggedTiers, Tier
 from semkv.tiers.policies import Decision
-from semkv.tiers.prompt_keys import SPELLINGS, Keyed, entry_of, has_chunk_text, same_texts
-from semkv.tiers.similar import SEMANTIC, VISION, SimilarTier, status_of, unit_vectors
+from semkv.tiers.prompt_keys import SPELLINGS, Keyed, context_rows, entry_of, has_chunk_text, same_texts
+from semkv.tiers.similar import SEMANTIC, VISION, SimilarContext, SimilarTier, status_of, unit_vectors
 from semkv.types import CacheMode, Entry, MediaSegment, Near, Plan, Request, ReuseReport, Scope, Status
 
 if TYPE_CHECKING:
+    from semkv.encoders.text import TextEncoder
     from semkv.types import Vector
 
 _DONORS = 4  # of one text: the next ones are asked when the policy refuses the first
@@ -88,7 +87,7 @@ class Matching:
         config: CacheConfig,
         catalog: Catalog,
         hook: EmbeddingHook,
-        encoder: GuardedEncoder | None,
+        encoder: TextEncoder | None,
         planner: Planner,
         guard: Guard,
         floor: float,
@@ -227,18 +226,14 @@ class Matching:
     def _ask_semantic(self, found: Lookup, keyed: Keyed) -> None:
         if self._contexts is None:
             return
-        if keyed.lead_depths():
-            found.statuses[SEMANTIC] = Status.MISS
+        found.statuses[SEMANTIC] = Status.MISS  # also where the encoder fails
         with self._tally.boundary(SEMANTIC):
-            try:
-                vector = self._chunk_vector(found.request.chunk_text)
-            except PartError:
-                found.statuses[SEMANTIC] = Status.MISS
-                raise
+            vector = self._chunk_vector(found.request.chunk_text)
             if vector is not None:
-                found.statuses[SEMANTIC] = Status.MISS
                 found.vectors[SEMANTIC] = vector
                 self._take(found, self._similar.by_chunk_text(keyed, vector))
+            elif not keyed.lead_depths():
+                found.statuses[SEMANTIC] = Status.SKIP
 
     def _ask_contexts(self, found: Lookup, keyed: Keyed) -> None:
         """Donors of a beginning that ends in a context: the longest equal one, else one with a few other sentences.
@@ -302,8 +297,7 @@ class Matching:
         for index in self._similar.indexes():
             index.apply_purges()
         forget()
-        if self._encoder is not None:
-            self._encoder.forget()
+        getattr(self._encoder, "forget", lambda: None)()  # texts in memory, where it keeps any
         self._purge = purge
 
     def remove(self, entry_ids: Sequence[str]) -> None:
