@@ -65,8 +65,7 @@ from semkv.stores.database import CATALOG
 from semkv.stores.responses import open_store
 from semkv.stores.responses.ahead import folder_of
 from semkv.stores.responses.base import Selector, SteadyClock
-from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
-from semkv.tiers.response import ResponseCache
+from semkv.tiers.response import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv.tiers.sharing import open_entry_log
 
 if TYPE_CHECKING:
@@ -270,11 +269,11 @@ def gateway_of(
         max_tenant_bytes=settings.tenant_mib << 20,
         clock=clock,
     )
-    lifetime = Lifetime(settings.ttl or FOREVER, settings.stale)
     responses = ResponseCache(
         store,
         max_bytes=settings.memory_mib << 20,
-        freshness=Freshness(lifetime, [parse_rule(rule) for rule in settings.ttl_rules]),
+        lifetime=Lifetime(settings.ttl or FOREVER, settings.stale),
+        rules=[parse_rule(rule) for rule in settings.ttl_rules],
         sampled=settings.sampled,
         unheard_s=settings.store_away,
         clock=clock,

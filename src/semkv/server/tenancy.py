@@ -27,7 +27,7 @@ from semkv.errors import ConfigError
 from semkv.keys import media_uuid
 from semkv.server.asgi import Scope, header
 from semkv.server.routes import ROUTES
-from semkv.tiers.freshness import Pattern, Subject
+from semkv.tiers.response import Pattern
 
 Network = IPv4Network | IPv6Network
 
@@ -245,8 +245,7 @@ def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
 
 def tags_by(rules: Sequence[TagRule], prompt: str, model: str) -> tuple[str, ...]:
     """The labels that rules give an answer."""
-    subject = Subject(prompt, model)
-    return tuple(rule.tag for rule in rules if rule.fits(subject))
+    return tuple(rule.tag for rule in rules if rule.fits(prompt, model))
 
 
 def read_tags(given: str) -> tuple[str, ...]:

@@ -1,24 +1,144 @@
-"""The response tier: whole answers under exact keys, in memory before a store."""
+"""The response tier: whole answers under exact keys, in memory before a store, each for as long as rules say."""
 
 from __future__ import annotations
 
+import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from semkv.errors import CorruptValue, StoreError
+from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores.responses.ahead import AheadLog, deliver
 from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
 from semkv.stores.responses.memory import MemoryStore
 from semkv.tiers.base import Tally
-from semkv.tiers.freshness import Answerable, Freshness, Lifetime, Subject
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store
 _AWAY = 5  # looks for invalidations that fail until a store is called away
+FOREVER = float("inf")
+_FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE], FIELD being prompt, model or tag, such as tag:news=5m"
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+# -- lifetimes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """How long an answer may be served.
+
+    Attributes:
+        ttl_s: seconds until it is stale; infinity for ever; 0: it is not kept at all.
+        stale_s: seconds after that in which it is still served while a fresh one is fetched.
+        jitter: share of ``ttl_s``, of which up to all is taken off at random, so that what came together does not go
+            together.
+    """
+
+    ttl_s: float = FOREVER
+    stale_s: float = 0.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("ttl_s", "stale_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(name, getattr(self, name), "0 or more seconds")
+        if not 0.0 <= self.jitter < 1.0:
+            raise ConfigError("jitter", self.jitter, "a share from 0 to below 1")
+
+    def draw(self) -> float:
+        """Seconds that one answer lives, jitter taken off."""
+        return self.ttl_s * (1.0 - self.jitter * random.random()) if self.jitter else self.ttl_s  # noqa: S311
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Picks answers by their prompt, their model or one of their tags; case does not count.
+
+    Attributes:
+        name: ``prompt``, ``model`` or ``tag``.
+        pattern: a glob over the whole of it. A regular expression may take minutes over a text, a glob does not.
+    """
+
+    name: str
+    pattern: str
+
+    def fits(self, prompt: str, model: str, tags: Sequence[str] = ()) -> bool:
+        """Whether it picks this answer."""
+        values = tags if self.name == "tag" else (prompt if self.name == "prompt" else model,)
+        return any(fnmatchcase(value.casefold(), self.pattern.casefold()) for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class LifetimeRule(Pattern):
+    """A lifetime for the answers that a pattern picks."""
+
+    lifetime: Lifetime
+
+
+def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
+    """Read ``FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE]``.
+
+    Times are seconds, or end in s, m, h or d; ``inf`` is for ever.
+
+    >>> parse_rule("prompt:*weather*=5m,stale=60").lifetime
+    Lifetime(ttl_s=300.0, stale_s=60.0, jitter=0.0)
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    form = re.fullmatch(
+        r"(prompt|model|tag):(.+?)=(\w+(?:\.\d+)?)((?:,(?:stale=[\w.]+|jitter=[\d.]+))*)", text, re.DOTALL
+    )
+    if form is None:
+        raise ConfigError(key, text, _FORM)
+    name, pattern, ttl, options = form.groups()
+    try:
+        lifetime = Lifetime(_seconds(ttl))
+        for option in options.split(",")[1:]:
+            word, _, value = option.partition("=")
+            if word == "stale":
+                lifetime = replace(lifetime, stale_s=_seconds(value))
+            else:
+                lifetime = replace(lifetime, jitter=float(value))
+        return LifetimeRule(name, pattern, lifetime)
+    except ValueError:
+        raise ConfigError(key, text, _FORM) from None
+
+
+def _seconds(text: str) -> float:
+    if text == "inf":
+        return FOREVER
+    number, unit = (text[:-1], text[-1]) if text[-1:].isalpha() else (text, "")
+    if unit not in _UNITS:
+        raise ValueError(text)
+    return float(number) * _UNITS[unit]
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Answerable(Protocol):
+    """What an answer is kept by; `semkv.server.request_key.CanonicalRequest` is one."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def partition(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def sampled(self) -> bool: ...
+    def refusal(self, payload: bytes, status: int) -> str:
+        """Why an answer must not be kept, in a word or two; empty for a complete one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +190,7 @@ class ResponseCache:
     Args:
         store: behind the memory; None for memory alone.
         max_bytes: bound on what memory holds, overhead included.
-        freshness: how long answers live.
+        lifetime: of answers that no rule picks; of several rules the first decides.
         sampled: keep answers that were drawn at random too.
         poll_s: seconds between two looks for invalidations.
         unheard_s: how long memory is served without news of the store.
@@ -84,7 +204,8 @@ class ResponseCache:
         store: ResponseStore | None,
         *,
         max_bytes: int = 256 << 20,
-        freshness: Freshness | None = None,
+        lifetime: Lifetime = Lifetime(),
+        rules: Sequence[LifetimeRule] = (),
         sampled: bool = False,
         poll_s: float = 1.0,
         unheard_s: float = 30.0,
@@ -95,7 +216,7 @@ class ResponseCache:
         self._memory = MemoryStore(max_bytes, clock=clock)
         self._store, self._clock = store, clock
         self._tally = Tally()
-        self._freshness, self._sampled = freshness or Freshness(), sampled
+        self._lifetime, self._rules, self._sampled = lifetime, rules, sampled
         self._breakers = {writes: _Breaker(pause_s) for writes in (False, True)}  # a full store can still be read
         self._hits = 0
         self._poll_s, self._unheard_s = poll_s, unheard_s
@@ -223,23 +344,19 @@ class ResponseCache:
 
     def keeps(self, request: Answerable, tags: Sequence[str] = ()) -> bool:
         """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
-        lifetime = self._lifetime(request, tuple(tags)) if self._sampled or not request.sampled else None
-        return lifetime is not None and bool(lifetime.ttl_s)
+        return (self._sampled or not request.sampled) and bool(self._lifetime_of(request, tags).ttl_s)
 
-    def _lifetime(self, request: Answerable, tags: tuple[str, ...]) -> Lifetime | None:
-        try:
-            return self._freshness.lifetime(Subject(request.prompt, request.model, tags))
-        except Exception as error:  # a rule may be the user's own
-            self._tally.fault("freshness rule", error)
-            return None
+    def _lifetime_of(self, request: Answerable, tags: Sequence[str]) -> Lifetime:
+        picked = (rule.lifetime for rule in self._rules if rule.fits(request.prompt, request.model, tags))
+        return next(picked, self._lifetime)
 
     def _stored(self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
         """What to keep of an answer, or why nothing."""
         reason = "sampled" if request.sampled and not self._sampled else request.refusal(payload, status)
         if reason:
             return reason
-        lifetime = self._lifetime(request, tags)
-        if lifetime is None or not lifetime.ttl_s:
+        lifetime = self._lifetime_of(request, tags)
+        if not lifetime.ttl_s:
             return "no lifetime"
         now, ttl = self._clock(), lifetime.draw()
         return StoredResponse(
