@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -584,6 +585,17 @@ def test_every_private_name_of_vllm_is_there(place: str) -> None:
     sources = "".join(inspect.getsource(cls) for cls in inspect.getmro(found) if cls is not object)
     for attribute in PRIVATE[place].split():
         assert hasattr(found, attribute) or attribute in sources, attribute
+
+
+def test_the_connector_needs_no_more_of_its_manager_than_methods() -> None:
+    """vLLM's own tests (`bench/vllm_tests.py`) give it a mock."""
+    from semkv.connectors.kv import SemKVConnector
+    from semkv.connectors.spec import SemKVManager
+
+    connector, scheduler = object.__new__(SemKVConnector), MagicMock(manager=MagicMock(spec=SemKVManager))
+    connector._one_group, connector.connector_scheduler = True, scheduler
+    found = connector.get_external_cache_hit_sources(SimpleNamespace(request_id="a"), 64)
+    assert found is scheduler.get_external_cache_hit_sources.return_value
 
 
 def test_an_older_vllm_is_named_with_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
