@@ -10,7 +10,7 @@
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
 #   fusion     fusion_load: Qwen3-VL-2B's shape
 #   disk       store.py: the store's reads and writes on this machine's disk
-#   train      minigqa-vlm of 130 million parameters, into $LARGE (/tmp/minigqa-vlm-large), in $MINUTES (6.5)
+#   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
 #   tiers      specs/tiers-large.json with it: accuracy and time of every tier, and of the arms of --reuse
 set -uo pipefail
 step=${1:?the name of a step}; shift
@@ -67,8 +67,8 @@ load() { # NAME ARGUMENTS
 large=${LARGE:-/tmp/minigqa-vlm-large}
 
 train() {
-    timeout -k 15 "$limit" python3 "$root/training/minigqa_vlm/train.py" --large --rate 4e-4 \
-        --minutes "${MINUTES:-6.5}" --out "$large" "$@" 2>&1 | tee "$out/train.log"
+    timeout -k 15 "$limit" python3 "$root/training/minigqa_vlm/train.py" --start "${START:?the folder that start_large.py made}" \
+        --documents --rate 3e-4 --minutes "${MINUTES:-9}" --out "$large" "$@" 2>&1 | tee "$out/train.log"
     local status=${PIPESTATUS[0]}
     cp "$large/training_log.jsonl" "$out/train.jsonl"
     return "$status"
