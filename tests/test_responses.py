@@ -18,8 +18,7 @@ from redis_server import RedisServer
 from semkv.errors import ConfigError, StoreError
 from semkv.server.routes import ROUTES
 from semkv.stores.responses import open_store
-from semkv.stores.responses.base import Selector, SteadyClock
-from semkv.stores.responses.memory import MemoryStore
+from semkv.stores.responses.base import MemoryStore, Selector, SteadyClock
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.tiers.response import FOREVER, Lifetime, ResponseCache, parse_rule
@@ -108,7 +107,7 @@ def test_an_answer_comes_back_byte_for_byte(tmp_path: Path) -> None:
     assert again.lookup("b") is None
     counts = again.counts()
     assert (counts["hit:store"], counts["hit:memory"], counts["miss"]) == (1, 1, 1)
-    assert (counts["store_entries"], counts["memory_entries"]) == (1, 1)
+    assert (again.sizes()["response_entries"], again.sizes()["memory_entries"]) == (1, 1)
     again.close()
 
 
@@ -248,9 +247,9 @@ def test_memory_is_bounded_in_bytes_as_the_interpreter_counts_them() -> None:
     cache = ResponseCache(None, max_bytes=1 << 20)
     for number in range(3000):
         assert cache.keep(Asked(f"{number:064}", prompt="ü" * 50), payload("stop", x="y" * 300))
-    counts = cache.counts()
-    assert counts["memory_bytes"] <= 1 << 20
-    assert counts["memory_entries"] + counts["evicted"] == 3000
+    sizes = cache.sizes()
+    assert sizes["memory_bytes"] <= 1 << 20
+    assert sizes["memory_entries"] + cache.counts()["evicted"] == 3000
     assert cache.peek(f"{2999:064}") is not None
     assert cache.peek(f"{0:064}") is None
 
@@ -266,7 +265,7 @@ def test_the_weight_of_an_entry_is_no_less_than_what_it_takes() -> None:
         cache.keep(asked, payload("stop", x=number), tags=(f"t{number}",))
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    weighed = cache.counts()["memory_bytes"]
+    weighed = cache.sizes()["memory_bytes"]
     assert taken <= weighed <= 2 * taken
 
 

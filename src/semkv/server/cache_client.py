@@ -47,13 +47,6 @@ _SMALL = 64 * 1024  # bytes of an answer that the event loop itself looks into a
 _NAME = 200  # characters of a model's name that are noted
 _ADMIN_S = 30.0
 _INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
-_SIZES = {
-    "memory_entries": "memory_entries",
-    "memory_bytes": "memory_bytes",
-    "response_entries": "store_entries",
-    "response_bytes": "store_bytes",
-    "store_up": "store_up",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,9 +293,8 @@ class CacheClient:
 
     def sizes(self) -> dict[str, dict[str, float]]:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
-        counts = dict(self.responses.counts())
-        gauges = {ours: float(counts.pop(theirs)) for ours, theirs in _SIZES.items() if theirs in counts}
-        events = {f"response {name}": float(n) for name, n in counts.items()}
+        gauges = {name: float(n) for name, n in self.responses.sizes().items()}
+        events = {f"response {name}": float(n) for name, n in self.responses.counts().items()}
         if self.semantic is not None:
             more, counted = _semantic_figures(self.semantic.stats())
             gauges.update(more)

@@ -14,9 +14,8 @@ from typing import Protocol, TypeVar
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores.responses.ahead import AheadLog, deliver
-from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
-from semkv.stores.responses.memory import MemoryStore
-from semkv.tiers.base import Tally
+from semkv.stores.responses.base import MemoryStore, ResponseStore, Selector, StoredResponse
+from semkv.tiers.base import Every, Tally
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store
@@ -222,13 +221,11 @@ class ResponseCache:
         self._poll_s, self._unheard_s = poll_s, unheard_s
         self._cursor, self._heard = "", time.monotonic()  # so far memory holds nothing that could be invalidated
         self._following = threading.Lock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._follower: Every | None = None
         self._ahead = None if store is None or ahead is None else self._open_ahead(ahead)
         if store is not None:
             self.follow()
-            self._thread = threading.Thread(target=self._follow, name="semkv-invalidations", daemon=True)
-            self._thread.start()
+            self._follower = Every(poll_s, self.follow, "semkv-invalidations")
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -429,10 +426,6 @@ class ResponseCache:
                 self._memory.invalidate(selector)
             self._cursor, self._heard = news.cursor, time.monotonic()
 
-    def _follow(self) -> None:
-        while not self._stop.wait(self._poll_s):
-            self.follow()
-
     def _ask(self, kind: str, work: Callable[[ResponseStore], _T], otherwise: _T) -> _T:
         """What ``work`` gets from the store; ``otherwise`` where it fails (counted) or is left alone after a fault."""
         breaker = self._breakers[kind == "put"]
@@ -453,26 +446,24 @@ class ResponseCache:
     # -- operators ----------------------------------------------------------------------------------------------
 
     def counts(self) -> Mapping[str, int]:
-        """Counters: ``hit:memory``, ``hit:store``, ``miss``, ``kept``, ``refused:<reason>``, ``evicted``,
-        ``fault:<kind>``; and the gauges ``memory_entries``, ``memory_bytes``, ``store_up`` and, where the store says
-        so, ``store_entries`` and ``store_bytes``.
-
-        Blocks: the store says how large it is.
-        """
+        """``hit:memory``, ``hit:store``, ``miss``, ``kept``, ``refused:<reason>``, ``evicted``, ``fault:<kind>``."""
         counts = self._tally.counts()
         counts["hit:memory"] = counts.get("hit:memory", 0) + self._hits
-        counts["memory_entries"], counts["memory_bytes"] = self._memory.usage()
-        counts["evicted"], counts["store_up"] = self._memory.evicted, int(self.store_up)
-        usage = self._ask("usage", lambda store: store.usage(), None)
-        if usage is not None:
-            counts["store_entries"], counts["store_bytes"] = usage
+        counts["evicted"] = self._memory.evicted
         return counts
+
+    def sizes(self) -> Mapping[str, int]:
+        """``memory_entries``, ``memory_bytes``, ``store_up`` and, where the store says so, ``response_entries`` and
+        ``response_bytes``. Blocks."""
+        entries, nbytes = self._memory.usage()
+        sizes = {"memory_entries": entries, "memory_bytes": nbytes, "store_up": int(self.store_up)}
+        usage = self._ask("usage", lambda store: store.usage(), None)
+        return sizes if usage is None else sizes | {"response_entries": usage[0], "response_bytes": usage[1]}
 
     def close(self) -> None:
         """Stop following invalidations, close the store."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5.0)
+        if self._follower is not None:
+            self._follower.stop(5.0)
         if self._ahead is not None:
             self._ahead.close()
         if self._store is not None:
