@@ -48,6 +48,11 @@ if TYPE_CHECKING:
 
 # Counted under their own names beside the faults that were raised as exceptions.
 _PLAIN_FAULTS = ("donor media lost", "media not found", "index out of step")
+# Counters of the same name, but for spaces.
+_COUNTED = (
+    *("lookups", "partial", "recorded", "repeats", "refused", "barred"),
+    *("checked", "checked_wrong", "checked_beside", "reported_wrong"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,22 +386,13 @@ class SemanticCache:
             return {name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix)}
 
         return CacheStats(
-            lookups=counts.get("lookups", 0),
             lookup_s=self._lookup_s,
             hits=named("hit:"),
-            partial=counts.get("partial", 0),
-            recorded=counts.get("recorded", 0),
-            repeats=counts.get("repeats", 0),
-            refused=counts.get("refused", 0),
             vetoes=named("veto:"),
             faults=named("fault:") | {name: counts[name] for name in _PLAIN_FAULTS if name in counts},
             entries=entries,
             media_bytes=self.media.nbytes,
-            barred=counts.get("barred", 0),
-            checked=counts.get("checked", 0),
-            checked_wrong=counts.get("checked wrong", 0),
-            checked_beside=counts.get("checked beside the sample", 0),
-            reported_wrong=counts.get("reported wrong", 0),
+            **{name: counts.get(name.replace("_", " "), 0) for name in _COUNTED},
         )
 
 

@@ -154,7 +154,7 @@ class CacheClient:
         report = found.report
         if report is None or not report.plan.substituted:
             return replace(found, canonical=canonical)
-        other = await self._with_plan(canonical, report.plan)
+        other = await self._guarded("semantic", _in_thread(canonical.with_plan, report.plan))
         if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
             return Lookup(canonical)
         if other.key == canonical.key:
@@ -189,9 +189,6 @@ class CacheClient:
         report = semantic.try_reuse(request)
         stored = self.responses.keeps(canonical, tags=self._tags(canonical))
         return Lookup(canonical, None, report, semantic.pending.entry(report) if stored else None)
-
-    async def _with_plan(self, canonical: CanonicalRequest, plan: Plan) -> CanonicalRequest | None:
-        return await self._guarded("semantic", _in_thread(canonical.with_plan, plan))
 
     # -- requests on their way ----------------------------------------------------------------------------------
 

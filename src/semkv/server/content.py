@@ -88,7 +88,7 @@ class Content:
 
     def with_uuids(self, uuid: Callable[[str], str] | None) -> Any:
         """``value`` with vLLM's ``uuid`` on every image, in place of what the client gave; None: with none at all."""
-        if self.keyed is self.value or not _has_parts(self.value):  # it is in the key as it came
+        if self.keyed is self.value:  # it is in the key as it came
             return self.value
         messages = []
         for i, message in enumerate(self.value):
@@ -264,10 +264,6 @@ def _emptied(part: Any) -> Any:
     if isinstance(part, str) or part["type"] == "text":
         return _filled(part, "")
     return {**part, "image_url": {name: value for name, value in part["image_url"].items() if name != "sha256"}}
-
-
-def _has_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
-    return any(isinstance(message.get("content"), list) for message in messages)
 
 
 def _named(part: dict[str, Any], keyed: dict[str, Any], uuid: Callable[[str], str] | None) -> dict[str, Any]:
