@@ -2,8 +2,9 @@
 
 An engine is an AsyncLLM in a process of its own, with vLLM's engine core in another below it, as in a server:
 
-    none      vLLM's prefix cache alone               offload  vLLM's OffloadingConnector with host memory
-    semkv     our connector with host memory and disk  fs       OffloadingConnector with vLLM's tier of files
+    none     vLLM's prefix cache alone                    offload  vLLM's OffloadingConnector with host memory
+    tiering  the same with TieringOffloadingSpec          fs       the same with vLLM's tier of files below
+    semkv    our connector with host memory and disk
     X-disk    X again, in a new process on the folder that X has filled
 
 The process takes commands (a line of JSON on its standard input) and answers each through a pipe. One that does not
@@ -42,7 +43,7 @@ TINY = {
     "num_key_value_heads": 2, "vocab_size": 151000,
 }  # fmt: skip
 TINY_ENGINE = {"block_size": 32, "enforce_eager": True}
-NAMES = ("none", "offload", "semkv", "fs")
+NAMES = ("none", "offload", "tiering", "fs", "semkv")
 STORES = ("semkv", "fs")  # those that write files
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 MAX_MODEL_LEN = 16384  # in all benches: what is compiled for one serves the others
@@ -79,8 +80,9 @@ def transfer_config(name: str, folder: str, host: int, disk: int, added: Mapping
         extra: dict[str, Any] = {"cache_dir": folder, "host_bytes": host, "max_bytes": disk, "break_even": False}
         return {"kv_connector": "SemKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     extra = {"cpu_bytes_to_use": host}
-    if name == "fs":
-        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": folder}]}
+    if name != "offload":
+        tiers = [{"type": "fs", "root_dir": folder}] if name == "fs" else []
+        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": tiers}
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 

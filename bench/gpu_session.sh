@@ -4,13 +4,14 @@
 # and this folder's packages; semkv itself is taken from ../src. Steps:
 #   check      versions, memory, the connector's import, one tiny engine with and one without the connector
 #   chat       kv_chat: none, offload, semkv once, one after the other      chat-fs   the same with vLLM's files and semkv
+#   chat-20    at 20 requests a second: offload, vLLM's tiering, semkv, semkv without a disk
 #   chat-both  kv_chat: offload and semkv, started together, two runs      chat-tp2  two GPUs, 10 requests a second
 #   load       kv_load: none, offload, semkv, then semkv from disk         load-fs   fs and semkv, then both from disk
 #   families   identity: a small model of every family                     families-tp2  llama, granite4, deepseek_v3
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
 #   fusion     fusion_load: Qwen3-VL-2B's shape
 #   disk       store.py: the store's reads and writes on this machine's disk
-#   train      minigqa-vlm of 130 million parameters, into $LARGE (/tmp/minigqa-vlm-large), in $MINUTES (6.5)
+#   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
 #   tiers      specs/tiers-large.json with it: accuracy and time of every tier, and of the arms of --reuse
 set -uo pipefail
 step=${1:?the name of a step}; shift
@@ -67,8 +68,8 @@ load() { # NAME ARGUMENTS
 large=${LARGE:-/tmp/minigqa-vlm-large}
 
 train() {
-    timeout -k 15 "$limit" python3 "$root/training/minigqa_vlm/train.py" --large --rate 4e-4 \
-        --minutes "${MINUTES:-6.5}" --out "$large" "$@" 2>&1 | tee "$out/train.log"
+    timeout -k 15 "$limit" python3 "$root/training/minigqa_vlm/train.py" --start "${START:?the folder that start_large.py made}" \
+        --documents --rate 3e-4 --minutes "${MINUTES:-9}" --out "$large" "$@" 2>&1 | tee "$out/train.log"
     local status=${PIPESTATUS[0]}
     cp "$large/training_log.jsonl" "$out/train.jsonl"
     return "$status"
@@ -88,6 +89,8 @@ case $step in
 check) check "$@" ;;
 chat) chat chat --engines none,offload,semkv --host-gib 32 "$@" ;;
 chat-fs) chat chat-fs --engines fs,semkv --host-gib 32 "$@" ;;
+chat-20) chat chat-20 --engines offload,tiering,semkv-host,semkv --rate 20 --users 80 --host-gib 40 --engine-args '{"max_num_seqs": 128}' \
+    --add 'semkv-host={"kv_connector": "SemKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": "$HOST", "break_even": false}}' "$@" ;;
 chat-both) chat chat-both --engines offload,semkv --together --repeats 2 --host-gib 32 "$@" ;;
 chat-tp2) chat chat-tp2 --tp 2 --rate 10 --engines offload,semkv --together --host-gib 32 "$@" ;;
 load) load load --engines none,offload,semkv,semkv-disk "$@" ;;
@@ -102,7 +105,7 @@ fusion) bench fusion fusion_load.py --out "$out/fusion-load.json" "$@" ;;
 disk) bench disk store.py --dir "$scratch" --rows 2048 --threads 1 4 8 16 --sizes 4 16 --out "$out/disk.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
-*) sed -n '2,14p' "$0"; exit 2 ;;
+*) sed -n '2,17p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common import machine, write_json
-from engines import QWEN_7B, write_model
+from engines import NAMES, QWEN_7B, transfer_config, write_model
 
 USERS, TOKENS, ROUNDS, BLOCK = 40, 16384, 4, 32
 ROW = 256  # bytes of a token's KV
@@ -32,20 +32,7 @@ SHAPE = QWEN_7B | {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 1000,
 }  # fmt: skip
-ENGINES = ("none", "offload", "tiering", "fs", "semkv")
-
-
-def transfer(name: str, folder: Path) -> dict[str, Any] | None:
-    if name == "none":
-        return None
-    if name == "semkv":
-        extra: dict[str, Any] = {"cache_dir": str(folder), "host_bytes": HOST, "break_even": False}
-        return {"kv_connector": "SemKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    extra = {"cpu_bytes_to_use": HOST}
-    if name != "offload":
-        tiers = [{"type": "fs", "root_dir": str(folder)}] if name == "fs" else []
-        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": tiers}
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+DISK = 1 << 30
 
 
 def without_copies() -> None:
@@ -84,8 +71,9 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
     without_copies()
     write_model(folder / "model", SHAPE)
+    transfer = transfer_config(name, str(folder / "store"), HOST, DISK, {})
     engine = LocalEngine(
-        folder / "model", transfer(name, folder / "store"), load_format="dummy", skip_tokenizer_init=True,
+        folder / "model", transfer, load_format="dummy", skip_tokenizer_init=True,
         max_model_len=24576, block_size=BLOCK, max_num_seqs=128, max_num_batched_tokens=8192, dtype="bfloat16",
         num_gpu_blocks_override=20 * TOKENS // BLOCK, kv_cache_memory_bytes=None,
     )  # fmt: skip
@@ -121,7 +109,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated: " + ", ".join(ENGINES))
+    parser.add_argument("--engines", default=",".join(NAMES), help="comma-separated: " + ", ".join(NAMES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("kv-steps.json"))
     parser.add_argument("--child", help=argparse.SUPPRESS)

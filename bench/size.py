@@ -48,7 +48,7 @@ def main() -> None:
     threads = [
         path
         for path in parts["product"]
-        if re.search(r"threading\.Thread\(|ThreadPoolExecutor\(", path.read_text(encoding="utf-8"))
+        if re.search(r"threading\.Thread[()]|ThreadPoolExecutor\(", path.read_text(encoding="utf-8"))
     ]
     print(
         f"\n{len(stated)} settings, {len(flags)} flags of {len(commands)} commands; {len(threads)} files start threads"

@@ -28,7 +28,7 @@ from gateway_helpers import (
     words,
 )
 from semkv.tiers.bounded import Bounded
-from semkv.tiers.freshness import Freshness, Lifetime, parse_rule
+from semkv.tiers.response import parse_rule
 
 STARTS = ("How do I", "How can I", "How could I", "How would I", "How should I")
 THINGS = ("sourdough bread", "a sourdough bread", "a loaf of sourdough bread", "my sourdough bread")
@@ -185,7 +185,7 @@ class TestKeptApart:
     @pytest.mark.parametrize("rule", ["prompt:How can*=0", "prompt:How do*=0"])
     def test_a_text_whose_answers_are_not_kept(self, pair: Pair, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
         """Neither joins it, nor is it joined: its rule says that no answer is good for a second time."""
-        monkeypatch.setattr(pair.app.gateway.cache.responses, "_freshness", Freshness(Lifetime(), [parse_rule(rule)]))
+        monkeypatch.setattr(pair.app.gateway.cache.responses, "_rules", [parse_rule(rule)])
         tenant = a_tenant()
         with beside(pair, headers=tenant, stream=True):
             later(pair, OTHER, waits=False, headers=tenant, stream=True)

@@ -18,12 +18,10 @@ from redis_server import RedisServer
 from semkv.errors import ConfigError, StoreError
 from semkv.server.routes import ROUTES
 from semkv.stores.responses import open_store
-from semkv.stores.responses.base import Selector, SteadyClock
-from semkv.stores.responses.memory import MemoryStore
+from semkv.stores.responses.base import MemoryStore, Selector, SteadyClock
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, Subject, parse_rule
-from semkv.tiers.response import ResponseCache
+from semkv.tiers.response import FOREVER, Lifetime, ResponseCache, parse_rule
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def test_an_answer_comes_back_byte_for_byte(tmp_path: Path) -> None:
     assert again.lookup("b") is None
     counts = again.counts()
     assert (counts["hit:store"], counts["hit:memory"], counts["miss"]) == (1, 1, 1)
-    assert (counts["store_entries"], counts["memory_entries"]) == (1, 1)
+    assert (again.sizes()["response_entries"], again.sizes()["memory_entries"]) == (1, 1)
     again.close()
 
 
@@ -118,7 +116,7 @@ def test_an_answer_comes_back_byte_for_byte(tmp_path: Path) -> None:
 
 def test_time_to_live_is_absolute_and_then_stale_and_then_over() -> None:
     clock = Clock()
-    cache = ResponseCache(None, freshness=Freshness(Lifetime(10.0, stale_s=5.0)), clock=clock)
+    cache = ResponseCache(None, lifetime=Lifetime(10.0, stale_s=5.0), clock=clock)
     cache.keep(Asked(), GOOD)
     for after, seen in ((0.0, False), (9.9, False), (10.0, True), (14.9, True), (15.0, None)):
         clock.now = 1e9 + after
@@ -131,7 +129,7 @@ def test_time_to_live_is_absolute_and_then_stale_and_then_over() -> None:
 def steady(wall: Clock, passed: Clock, file: Path) -> ResponseCache:
     """A gateway's cache, by the machine's two clocks."""
     clock = SteadyClock(wall, passed)
-    return ResponseCache(open_store("", file, clock=clock), freshness=Freshness(Lifetime(100.0)), clock=clock)
+    return ResponseCache(open_store("", file, clock=clock), lifetime=Lifetime(100.0), clock=clock)
 
 
 @pytest.mark.parametrize("back", [0.0, 50.0, 3600.0, 1e9])
@@ -166,9 +164,9 @@ def test_a_clock_that_went_on_while_the_machine_slept_is_followed() -> None:
 
 def test_an_answer_from_the_future_is_not_served(tmp_path: Path) -> None:
     ours, theirs = Clock(), Clock(1e9 + 5.0)
-    lifetime = Freshness(Lifetime(100.0))
+    lifetime = Lifetime(100.0)
     here, there = (
-        ResponseCache(SqliteStore(tmp_path / "a", clock=clock), freshness=lifetime, clock=clock)
+        ResponseCache(SqliteStore(tmp_path / "a", clock=clock), lifetime=lifetime, clock=clock)
         for clock in (ours, theirs)
     )
     there.keep(Asked(), GOOD)
@@ -184,7 +182,7 @@ def test_an_answer_from_the_future_is_not_served(tmp_path: Path) -> None:
 
 
 def test_jitter_takes_off_at_most_its_share() -> None:
-    cache = ResponseCache(None, freshness=Freshness(Lifetime(100.0, jitter=0.2)), clock=Clock())
+    cache = ResponseCache(None, lifetime=Lifetime(100.0, jitter=0.2), clock=Clock())
     lives = set()
     for number in range(200):
         cache.keep(Asked(str(number)), GOOD)
@@ -196,19 +194,23 @@ def test_jitter_takes_off_at_most_its_share() -> None:
 
 
 def test_rules_decide_before_the_default() -> None:
-    def own(subject: Subject) -> Lifetime | None:
-        return Lifetime(7.0) if subject.tags == ("mine",) else None
-
-    texts = ("tag:NEWS=5m,stale=60", "prompt:*[uw]eather*=10s", "model:llama*=1d,jitter=0.1")
-    freshness = Freshness(Lifetime(1.0), [*map(parse_rule, texts), own])
-    assert freshness.lifetime(Subject("x", "m", ("a", "news"))) == Lifetime(300.0, 60.0)
-    assert freshness.lifetime(Subject("The WEATHER?", "m")) == Lifetime(10.0)
-    assert freshness.lifetime(Subject("x", "llama-3")) == Lifetime(86400.0, 0.0, 0.1)
-    assert freshness.lifetime(Subject("x", "m", ("mine",))) == Lifetime(7.0)
-    assert freshness.lifetime(Subject("x", "m")) == Lifetime(1.0)
+    texts = ("tag:NEWS=5m,stale=60", "prompt:*[uw]eather*=10s", "model:llama*=1d", "prompt:*=7", "prompt:*=8")
+    cases = {"news": (300.0, 60.0), "weather": (10.0, 0.0), "llama": (86400.0, 0.0), "": (7.0, 0.0)}
+    cache = ResponseCache(None, lifetime=Lifetime(1.0), rules=[*map(parse_rule, texts)], clock=Clock())
+    for word, lives in cases.items():
+        model, prompt = ("llama-3" if word == "llama" else "m"), ("The WEATHER?" if word == "weather" else "x")
+        asked = Asked(word, model=model, prompt=prompt)
+        assert cache.keep(asked, GOOD, tags=("a", "news") if word == "news" else ())
+        found = cache.peek(word)
+        assert found is not None
+        assert (found.response.expires - 1e9, found.response.stale_until - found.response.expires) == lives
+    default = ResponseCache(None, lifetime=Lifetime(1.0), rules=[parse_rule("model:llama*=1d")], clock=Clock())
+    assert default.keep(Asked(), GOOD)
+    assert default.peek("a").response.expires == 1e9 + 1.0  # type: ignore[union-attr]
+    assert parse_rule("model:a=5,jitter=0.1").lifetime == Lifetime(5.0, 0.0, 0.1)
     assert parse_rule("prompt:a=b=inf").pattern == "a=b"
     assert parse_rule("prompt:*=0").lifetime.ttl_s == 0
-    assert parse_rule("model:/models/*=5").fits(Subject("x", "/models/llama"))
+    assert parse_rule("model:/models/*=5").fits("x", "/models/llama")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_wrong_rules_are_refused(text: str) -> None:
 
 def test_a_glob_takes_no_longer_than_the_text() -> None:
     rule = parse_rule(f"prompt:{'*a' * 30}*b=5")
-    assert_linear(lambda size: lambda: rule.fits(Subject("a" * size, "m")), 100_000)
+    assert_linear(lambda size: lambda: rule.fits("a" * size, "m"), 100_000)
 
 
 def test_wrong_lifetimes_are_refused() -> None:
@@ -232,15 +234,10 @@ def test_wrong_lifetimes_are_refused() -> None:
             Lifetime(**wrong)
 
 
-def test_a_rule_that_raises_or_says_zero_keeps_nothing() -> None:
-    def broken(subject: Subject) -> Lifetime | None:
-        raise RuntimeError("mine")
-
-    cache = ResponseCache(None, freshness=Freshness(rules=[broken]))
-    assert not cache.keep(Asked(), GOOD)
-    assert cache.counts()["fault:freshness rule"] == 1
-    assert not ResponseCache(None, freshness=Freshness(Lifetime(0.0))).keep(Asked(), GOOD)
-    assert ResponseCache(None, freshness=Freshness(Lifetime(FOREVER))).keep(Asked(), GOOD)
+def test_an_answer_without_a_lifetime_is_not_kept() -> None:
+    assert not ResponseCache(None, lifetime=Lifetime(0.0)).keep(Asked(), GOOD)
+    assert not ResponseCache(None, rules=[parse_rule("prompt:*=0")]).keep(Asked(), GOOD)
+    assert ResponseCache(None, lifetime=Lifetime(FOREVER)).keep(Asked(), GOOD)
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
@@ -250,9 +247,9 @@ def test_memory_is_bounded_in_bytes_as_the_interpreter_counts_them() -> None:
     cache = ResponseCache(None, max_bytes=1 << 20)
     for number in range(3000):
         assert cache.keep(Asked(f"{number:064}", prompt="ü" * 50), payload("stop", x="y" * 300))
-    counts = cache.counts()
-    assert counts["memory_bytes"] <= 1 << 20
-    assert counts["memory_entries"] + counts["evicted"] == 3000
+    sizes = cache.sizes()
+    assert sizes["memory_bytes"] <= 1 << 20
+    assert sizes["memory_entries"] + cache.counts()["evicted"] == 3000
     assert cache.peek(f"{2999:064}") is not None
     assert cache.peek(f"{0:064}") is None
 
@@ -268,7 +265,7 @@ def test_the_weight_of_an_entry_is_no_less_than_what_it_takes() -> None:
         cache.keep(asked, payload("stop", x=number), tags=(f"t{number}",))
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    weighed = cache.counts()["memory_bytes"]
+    weighed = cache.sizes()["memory_bytes"]
     assert taken <= weighed <= 2 * taken
 
 

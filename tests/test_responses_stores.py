@@ -23,8 +23,17 @@ import xxhash
 from redis_server import RedisServer
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores.responses import open_store
-from semkv.stores.responses.base import CHECKSUM, ResponseStore, Selector, StoredResponse, decode, decode_head, encode
-from semkv.stores.responses.memory import MemoryStore, weight
+from semkv.stores.responses.base import (
+    CHECKSUM,
+    MemoryStore,
+    ResponseStore,
+    Selector,
+    StoredResponse,
+    decode,
+    decode_head,
+    encode,
+    weight,
+)
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
 

@@ -357,7 +357,12 @@ def test_workers_without_a_store_are_refused(tmp_path: Path) -> None:
 def workers_of(running: Started) -> list[int]:
     """The processes that answer."""
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in children:
+        with suppress(ProcessLookupError, FileNotFoundError):  # it ends at this moment
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
 
 
 def ask(running: Started, text: str) -> httpx.Response:

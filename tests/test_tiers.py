@@ -15,9 +15,8 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.encoders.text import SentenceEncoder
 from semkv.keys import normalise
-from semkv.tiers.contexts import SKETCH, exact_sentences, sentences, sketch
 from semkv.tiers.policies import build_policy
-from semkv.tiers.prompt_keys import Keyed
+from semkv.tiers.prompt_keys import SKETCH, Keyed, exact_sentences, sentences, sketch
 from semkv.types import (
     EmbeddingLayer,
     Entry,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from semkv.keys import media_id, model_fingerprint
     from semkv.stores.fusion import FusionStore
     from semkv.stores.responses.base import ResponseStore
-    from semkv.tiers.plugged import Index, Tier
+    from semkv.tiers.base import Index, Tier
     from semkv.tiers.policies import Decider, Decision
     from semkv.types import (
         CacheMode,
@@ -94,7 +94,7 @@ _MODULES = {
     "keys": "media_id model_fingerprint",
     "stores.fusion": "FusionStore",
     "stores.responses.base": "ResponseStore",
-    "tiers.plugged": "Index Tier",
+    "tiers.base": "Index Tier",
     "tiers.policies": "Decider Decision",
 }
 _ELSEWHERE = {name: module for module, names in _MODULES.items() for name in names.split()}  # the rest: `semkv.types`

@@ -34,13 +34,10 @@ from semkv.errors import ConfigError, StoreError
 from semkv.guards import forget, no_veto, veto
 from semkv.stores.catalog import Catalog, Removed
 from semkv.stores.media import MediaStore
-from semkv.tiers.base import GuardedEncoder, Tally
+from semkv.tiers.base import Index, Tally, Tier
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
-from semkv.tiers.images import ImageGuard
 from semkv.tiers.matching import Matching
-from semkv.tiers.pending import PendingTier
-from semkv.tiers.plan import Planner
-from semkv.tiers.plugged import Index, Tier
+from semkv.tiers.plan import ImageGuard, PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.sharing import EntryLog, Sharing
 from semkv.tiers.similar import wrong_dimension
@@ -51,6 +48,11 @@ if TYPE_CHECKING:
 
 # Counted under their own names beside the faults that were raised as exceptions.
 _PLAIN_FAULTS = ("donor media lost", "media not found", "index out of step")
+# Counters of the same name, but for spaces.
+_COUNTED = (
+    *("lookups", "partial", "recorded", "repeats", "refused", "barred"),
+    *("checked", "checked_wrong", "checked_beside", "reported_wrong"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ class SemanticCache:
         on = config.mode is not CacheMode.OFF
         plain = text_encoder if text_encoder is not None else SentenceEncoder(config.index_encoder)
         hook = _hook(config, hook, plain) if on and config.embedding_layers else JoinedHook()
-        encoder = GuardedEncoder(plain) if on and config.semantic else None
+        encoder = plain if on and config.semantic else None
         if encoder is not None:
             _ = encoder.dim  # loads the model, so that a wrong name fails here
         self._tally = Tally()
@@ -384,22 +386,13 @@ class SemanticCache:
             return {name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix)}
 
         return CacheStats(
-            lookups=counts.get("lookups", 0),
             lookup_s=self._lookup_s,
             hits=named("hit:"),
-            partial=counts.get("partial", 0),
-            recorded=counts.get("recorded", 0),
-            repeats=counts.get("repeats", 0),
-            refused=counts.get("refused", 0),
             vetoes=named("veto:"),
             faults=named("fault:") | {name: counts[name] for name in _PLAIN_FAULTS if name in counts},
             entries=entries,
             media_bytes=self.media.nbytes,
-            barred=counts.get("barred", 0),
-            checked=counts.get("checked", 0),
-            checked_wrong=counts.get("checked wrong", 0),
-            checked_beside=counts.get("checked beside the sample", 0),
-            reported_wrong=counts.get("reported wrong", 0),
+            **{name: counts.get(name.replace("_", " "), 0) for name in _COUNTED},
         )
 
 

@@ -6,7 +6,7 @@ A preset fills in what was not given on the command line; any flag overrides it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -50,7 +50,14 @@ class Preset:
     max_tokens: int = 16
 
 
-_PROMPT_VISION = ("prompt:384:0.8", "vision:512:0.82")
+_VLM = Preset(
+    model="Qwen/Qwen3-VL-2B-Instruct",
+    embedding_layers=("prompt:384:0.8", "vision:512:0.82"),
+    embedding_hook="prompt_vision",
+    fusion=True,
+    instruction=GQA_INSTRUCTION,
+    max_model_len=8192,
+)
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
@@ -65,31 +72,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             max_tokens=8,
         ),
         "opt-125m": Preset(model="facebook/opt-125m", dataset="gqa", max_model_len=2048),
-        "qwen3-vl-2b": Preset(
-            model="Qwen/Qwen3-VL-2B-Instruct",
-            embedding_layers=_PROMPT_VISION,
-            embedding_hook="prompt_vision",
-            fusion=True,
-            instruction=GQA_INSTRUCTION,
-            max_model_len=8192,
-        ),
-        "internvl3.5-2b": Preset(
-            model="OpenGVLab/InternVL3_5-2B-Instruct",
-            trust_remote_code=True,
-            embedding_layers=_PROMPT_VISION,
-            embedding_hook="prompt_vision",
-            fusion=True,
-            instruction=GQA_INSTRUCTION,
-            max_model_len=8192,
-        ),
-        "qwen2.5-vl-7b": Preset(
-            model="Qwen/Qwen2.5-VL-7B-Instruct",
-            embedding_layers=_PROMPT_VISION,
-            embedding_hook="prompt_vision",
-            fusion=True,
-            instruction=GQA_INSTRUCTION,
-            max_model_len=8192,
-        ),
+        "qwen3-vl-2b": _VLM,
+        "internvl3.5-2b": replace(_VLM, model="OpenGVLab/InternVL3_5-2B-Instruct", trust_remote_code=True),
+        "qwen2.5-vl-7b": replace(_VLM, model="Qwen/Qwen2.5-VL-7B-Instruct"),
     }
 )
 

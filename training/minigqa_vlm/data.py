@@ -68,19 +68,19 @@ class Chunk:
     Attributes:
         images: uint8 ``[n, 96, 96, 3]``; none where rows are about documents.
         owner: int64 ``[rows]``, the image of each row.
-        ids: int16 ``[rows, length]``, token ids; a row has `ROW` or `TEXT_ROW` of them.
+        ids: int32 ``[rows, length]``, token ids; a row has `ROW` or `TEXT_ROW` of them.
         segments: uint8 ``[rows, length]``: 0 the head, 1.. the questions, 255 padding.
         positions: int16 ``[rows, length]``.
-        labels: int16 ``[rows, length]``: the next token where it is part of an answer, else -1.
+        labels: int32 ``[rows, length]``: the next token where it is part of an answer, else -1.
         kinds: int8 ``[rows, length]``: the question's kind where ``labels`` is set, else -1.
     """
 
     images: npt.NDArray[np.uint8]
     owner: npt.NDArray[np.int64]
-    ids: npt.NDArray[np.int16]
+    ids: npt.NDArray[np.int32]
     segments: npt.NDArray[np.uint8]
     positions: npt.NDArray[np.int16]
-    labels: npt.NDArray[np.int16]
+    labels: npt.NDArray[np.int32]
     kinds: npt.NDArray[np.int8]
 
 
@@ -112,10 +112,10 @@ def _empty(images: int, owner: npt.NDArray[np.int64], length: int) -> Chunk:
     return Chunk(
         np.zeros((images, WIDTH, WIDTH, 3), np.uint8),
         owner,
-        np.full(shape, prompt.PAD_ID, np.int16),
+        np.full(shape, prompt.PAD_ID, np.int32),
         np.full(shape, PAD_SEGMENT, np.uint8),
         np.zeros(shape, np.int16),
-        np.full(shape, -1, np.int16),
+        np.full(shape, -1, np.int32),
         np.full(shape, -1, np.int8),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +14,27 @@ TARGETS, TEXT_TARGETS = 72, 200
 """Most answer tokens in a row: 21 questions of at most 3 (`data.QUESTIONS`), 28 of at most 7, and some to spare."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a network: of the tower that sees, and of the model that answers."""
-
-    vision: int
-    vision_layers: int
-    text: int
-    text_inner: int
-    text_layers: int
-    kv_heads: int
-
-
-SMALL = Shape(vision=192, vision_layers=6, text=256, text_inner=512, text_layers=6, kv_heads=2)
-LARGE = Shape(vision=384, vision_layers=8, text=768, text_inner=2048, text_layers=16, kv_heads=12)
-"""6.8 and 130 million parameters."""
-
-
-def build(seed: int = 0, shape: Shape = SMALL) -> Any:
-    """A `LlavaForConditionalGeneration` in float32, randomly initialised."""
+def build(seed: int = 0) -> Any:
+    """A `LlavaForConditionalGeneration` of 6.8 million parameters in float32, randomly initialised."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     torch.manual_seed(seed)
     vision = CLIPVisionConfig(
-        hidden_size=shape.vision,
-        intermediate_size=4 * shape.vision,
-        num_hidden_layers=shape.vision_layers,
-        num_attention_heads=shape.vision // 64,
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=3,
         image_size=96,
         patch_size=8,
-        projection_dim=shape.vision,
+        projection_dim=192,
     )
     text = LlamaConfig(
         vocab_size=prompt.VOCABULARY,
-        hidden_size=shape.text,
-        intermediate_size=shape.text_inner,
-        num_hidden_layers=shape.text_layers,
-        num_attention_heads=shape.text // 64,
-        num_key_value_heads=shape.kv_heads,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=4096,
         bos_token_id=prompt.BOS_ID,

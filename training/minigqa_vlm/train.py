@@ -1,9 +1,9 @@
 """Trains minigqa-vlm, a LLaVA of 6.8 million parameters that answers questions about MiniGQA's pictures; with
-``--large`` one of 130 million that answers questions about documents of 2,000 tokens, too.
+``--documents`` about documents of 2,000 tokens, too, which takes a larger one to start from (`start_large.py`).
 
     python training/minigqa_vlm/train.py --out DIR --minutes 8.5
-    python training/minigqa_vlm/train.py --out DIR --large --rate 4e-4 --minutes 7
     python training/minigqa_vlm/train.py --out DIR --start CHECKPOINT --rate 5e-4 --minutes 5
+    python training/minigqa_vlm/train.py --out DIR --start CHECKPOINT --documents --rate 3e-4 --minutes 7
     python training/minigqa_vlm/train.py --out DIR --smoke        20 steps on a CPU
 
 ``--minutes`` is the time of the whole command. DIR gets the checkpoint and ``training_log.jsonl``.
@@ -98,10 +98,10 @@ class Pool:
         self._kept, self._per_image = kept, max(1, rows_per_image)
         rows = kept * self._per_image
         self._images = torch.zeros(kept if rows_per_image else 0, 96, 96, 3, dtype=torch.uint8, device=device)
-        self._ids = torch.zeros(rows, length, dtype=torch.int16, device=device)
+        self._ids = torch.zeros(rows, length, dtype=torch.int32, device=device)
         self._segments = torch.zeros(rows, length, dtype=torch.uint8, device=device)
         self._positions = torch.zeros(rows, length, dtype=torch.int16, device=device)
-        self._labels = torch.zeros(rows, length, dtype=torch.int16, device=device)
+        self._labels = torch.zeros(rows, length, dtype=torch.int32, device=device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
         self.made = 0
@@ -329,14 +329,16 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3, help="the highest learning rate")
     parser.add_argument("--start", type=Path, help="an exported checkpoint to train on, with its tokenizer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--large", action="store_true", help="130 million parameters, and documents as well")
+    parser.add_argument("--documents", action="store_true", help="every second step is one of documents")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     started = time.monotonic()
-    plan = SMOKE if args.smoke else Plan(args.minutes, workers=args.workers, rows=args.rows, rate=args.rate)
-    if args.large:
+    plan = Plan(args.minutes, workers=args.workers, rows=args.rows, rate=args.rate, warmup=100 if args.start else 300)
+    if args.smoke:
+        plan = SMOKE
+    if args.documents:
         plan = replace(plan, rows=max(1, plan.rows // 2), text_rows=max(1, plan.rows // 10), workers=plan.workers + 1)
-    texts = plan.workers // 5 + 1 if args.large else 0
+    texts = plan.workers // 5 + 1 if args.documents else 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args.out.mkdir(parents=True, exist_ok=True)
     log = Log(args.out / "training_log.jsonl")
@@ -347,11 +349,10 @@ def main() -> None:
     try:
         device = torch.device("cuda" if torch.cuda.is_available() and not args.smoke else "cpu")
         torch.set_float32_matmul_precision("high")
-        shape = network.LARGE if args.large else network.SMALL
-        model = (network.load(args.start) if args.start else network.build(args.seed, shape)).to(device).train()
+        model = (network.load(args.start) if args.start else network.build(args.seed)).to(device).train()
         kept, kept_texts = (n - n % plan.chunk_images for n in (plan.buffer_images, plan.buffer_texts))
         pools = [Pool(kept, data.ROW, device, 2)]
-        if args.large:
+        if args.documents:
             pools.append(Pool(kept_texts, data.TEXT_ROW, device, 0))
         feeder = threading.Thread(target=feed, args=(pools[0], pools[-1], chunks, stop), daemon=True)
         feeder.start()
@@ -371,7 +372,7 @@ def main() -> None:
             worker.terminate()
     log.write("export", weights_bytes=network.export(model, bpe, args.out))
     images = 8 if args.smoke else 400
-    answer_all(args.out, device, images, images // 4 if args.large else 0, log)
+    answer_all(args.out, device, images, images // 4 if args.documents else 0, log)
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ class SemKVConnector(OffloadingConnector):
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """As vLLM's, which goes through every block; where all are host memory's, there is nothing to go through."""
-        if num_external_tokens and self._one_group and not self.manager._request_load_sources.get(request.request_id):
+        if num_external_tokens and self._one_group and not self.manager.promoted(request.request_id):
             return {CacheHitSource.HOST: num_external_tokens}
         sources: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
         return sources

@@ -201,6 +201,10 @@ class SemKVManager(TieringOffloadingManager):
         if gone and primary.events is not None:
             primary.events.append(OffloadingEvent(gone, primary.medium, removed=True))
 
+    def promoted(self, request_id: str) -> bool:
+        """Whether vLLM notes of a request that blocks were brought into host memory for it."""
+        return bool(self._request_load_sources.get(request_id))
+
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._held:
             for name in (TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS):

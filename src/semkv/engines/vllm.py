@@ -125,6 +125,8 @@ class VllmEngine:
                 self._llm: Any = LLM(**_llm_arguments(options, cpu=self._cpu))
         except _START_ERRORS as e:
             failure = first_line(e)
+            if "encoder output width" in failure:
+                failure += "; a model that takes no images needs --disable-fusion-cache"
             log.debug("vLLM could not start", exc_info=True)
         if failure:  # raised out here: a half-made engine must not live on in the error's traceback
             _tear_down()

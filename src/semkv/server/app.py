@@ -18,7 +18,6 @@ import math
 import os
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from importlib.resources import files
@@ -46,6 +45,7 @@ from semkv.server.asgi import (
     Vanished,
     busy_answer,
     error_answer,
+    error_of,
     is_packed,
     read_body,
     reply,
@@ -65,8 +65,8 @@ from semkv.stores.database import CATALOG
 from semkv.stores.responses import open_store
 from semkv.stores.responses.ahead import folder_of
 from semkv.stores.responses.base import Selector, SteadyClock
-from semkv.tiers.freshness import FOREVER, Freshness, Lifetime, parse_rule
-from semkv.tiers.response import ResponseCache
+from semkv.tiers.base import Latest
+from semkv.tiers.response import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv.tiers.sharing import open_entry_log
 
 if TYPE_CHECKING:
@@ -270,11 +270,11 @@ def gateway_of(
         max_tenant_bytes=settings.tenant_mib << 20,
         clock=clock,
     )
-    lifetime = Lifetime(settings.ttl or FOREVER, settings.stale)
     responses = ResponseCache(
         store,
         max_bytes=settings.memory_mib << 20,
-        freshness=Freshness(lifetime, [parse_rule(rule) for rule in settings.ttl_rules]),
+        lifetime=Lifetime(settings.ttl or FOREVER, settings.stale),
+        rules=[parse_rule(rule) for rule in settings.ttl_rules],
         sampled=settings.sampled,
         unheard_s=settings.store_away,
         clock=clock,
@@ -310,8 +310,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def _error(status: int, message: str) -> JSONResponse:
     kind = "authentication_error" if status in (401, 403) else "invalid_request_error"
-    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    return JSONResponse(body, status, headers=_SECURITY)
+    return JSONResponse(error_of(status, message, kind), status, headers=_SECURITY)
 
 
 class WrongKeys:
@@ -323,7 +322,7 @@ class WrongKeys:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._latest: OrderedDict[str, tuple[int, float]] = OrderedDict()  # how many, and until when they count
+        self._latest: Latest[str, tuple[int, float]] = Latest(_ADDRESSES)  # how many, and until when they count
 
     def wait_s(self, address: str) -> int:
         """How long the next key from an address has to wait; 0 where it may come now."""
@@ -333,11 +332,9 @@ class WrongKeys:
     def add(self, address: str) -> None:
         """A wrong key has come."""
         name, now = _network(address), self._clock()
-        many, until = self._latest.pop(name, (0, 0.0))
+        many, until = self._latest.get(name, (0, 0.0))
         many = many + 1 if now < until else 1
         self._latest[name] = many, now + _GUESSED_S
-        if len(self._latest) > _ADDRESSES:
-            self._latest.popitem(last=False)
         if many == _GUESSES:
             log.warning("%d wrong admin keys from %s: it has to wait for %d s", many, name, _GUESSED_S)
 

@@ -47,10 +47,14 @@ class Answer:
     ours: bool = True
 
 
-def error_answer(status: int, message: str, kind: str, headers: Headers | None = None) -> Answer:
+def error_of(status: int, message: str, kind: str) -> dict[str, dict[str, Any]]:
     """An error as the OpenAI API words it."""
-    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
-    return Answer(status, [JSON, *(headers or ())], body)
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def error_answer(status: int, message: str, kind: str, headers: Headers | None = None) -> Answer:
+    """An error as an answer."""
+    return Answer(status, [JSON, *(headers or ())], json.dumps(error_of(status, message, kind)).encode())
 
 
 class Refused(Exception):  # noqa: N818

@@ -26,7 +26,7 @@ from semkv.server.request_key import CanonicalRequest
 from semkv.server.tenancy import TagRule, tags_by
 from semkv.stores.responses.base import Selector
 from semkv.tiers.base import Candidate
-from semkv.tiers.pending import PendingEntry
+from semkv.tiers.plan import PendingEntry
 from semkv.tiers.response import Found, ResponseCache
 from semkv.types import Exactness, Plan, ReuseReport
 
@@ -47,13 +47,6 @@ _SMALL = 64 * 1024  # bytes of an answer that the event loop itself looks into a
 _NAME = 200  # characters of a model's name that are noted
 _ADMIN_S = 30.0
 _INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
-_SIZES = {
-    "memory_entries": "memory_entries",
-    "memory_bytes": "memory_bytes",
-    "response_entries": "store_entries",
-    "response_bytes": "store_bytes",
-    "store_up": "store_up",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +154,7 @@ class CacheClient:
         report = found.report
         if report is None or not report.plan.substituted:
             return replace(found, canonical=canonical)
-        other = await self._with_plan(canonical, report.plan)
+        other = await self._guarded("semantic", _in_thread(canonical.with_plan, report.plan))
         if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
             return Lookup(canonical)
         if other.key == canonical.key:
@@ -196,9 +189,6 @@ class CacheClient:
         report = semantic.try_reuse(request)
         stored = self.responses.keeps(canonical, tags=self._tags(canonical))
         return Lookup(canonical, None, report, semantic.pending.entry(report) if stored else None)
-
-    async def _with_plan(self, canonical: CanonicalRequest, plan: Plan) -> CanonicalRequest | None:
-        return await self._guarded("semantic", _in_thread(canonical.with_plan, plan))
 
     # -- requests on their way ----------------------------------------------------------------------------------
 
@@ -300,9 +290,8 @@ class CacheClient:
 
     def sizes(self) -> dict[str, dict[str, float]]:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
-        counts = dict(self.responses.counts())
-        gauges = {ours: float(counts.pop(theirs)) for ours, theirs in _SIZES.items() if theirs in counts}
-        events = {f"response {name}": float(n) for name, n in counts.items()}
+        gauges = {name: float(n) for name, n in self.responses.sizes().items()}
+        events = {f"response {name}": float(n) for name, n in self.responses.counts().items()}
         if self.semantic is not None:
             more, counted = _semantic_figures(self.semantic.stats())
             gauges.update(more)

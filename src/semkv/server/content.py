@@ -64,32 +64,31 @@ class Content:
         """The same with other texts and images at its slots; None where they are not as many, or of other kinds."""
         if len(segments) != len(self.segments) or not segments:
             return None
-        value = self.value
-        for slot, own, other in zip(self.slots, self.segments, segments, strict=True):
+        new: list[str | None] = []  # text or data URL at each slot; None for what is there
+        for own, other in zip(self.segments, segments, strict=True):
             if isinstance(own, TextSegment) and isinstance(other, TextSegment) and own.role is other.role:
-                value = value if own.text == other.text else _replaced(value, slot, other.text)
+                new.append(None if own.text == other.text else other.text)
             elif isinstance(own, MediaSegment) and isinstance(other, MediaSegment):
-                if own.media_id != other.media_id:
-                    data = read_media(other, ())
-                    if data is None:
-                        return None
-                    value = _replaced(value, slot, _data_url(data))
+                same = own.media_id == other.media_id
+                data = None if same else read_media(other, ())
+                if data is None and not same:
+                    return None
+                new.append(None if data is None else _data_url(data))
             else:
                 return None
-        return read_prompt(value) if self.name == "prompt" else read_messages(value, remote=False)
+        if self.name == "prompt":
+            return read_prompt(self.value if new[0] is None else new[0])
+        changed = [(slot, text) for slot, text in zip(self.slots, new, strict=True) if text is not None]
+        value = _edited(self.value, [slot for slot, _ in changed], lambda n, part: _filled(part, changed[n][1]))
+        return read_messages(value, remote=False)
 
     def template(self) -> Any:
         """``keyed`` with every slot empty: what a donor must share."""
-        if self.name == "prompt":
-            return ""
-        template = [_copied(message) for message in self.keyed]
-        for slot in self.slots:
-            _blank(template, slot)
-        return template
+        return "" if self.name == "prompt" else _edited(self.keyed, self.slots, lambda _, part: _emptied(part))
 
     def with_uuids(self, uuid: Callable[[str], str] | None) -> Any:
         """``value`` with vLLM's ``uuid`` on every image, in place of what the client gave; None: with none at all."""
-        if self.keyed is self.value or not _has_parts(self.value):  # it is in the key as it came
+        if self.keyed is self.value:  # it is in the key as it came
             return self.value
         messages = []
         for i, message in enumerate(self.value):
@@ -239,46 +238,32 @@ def _data_url(data: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _replaced(value: Any, slot: Slot, new: str) -> Any:
-    """``value`` with another text or data URL at a slot; the rest is shared."""
-    if isinstance(value, str):
+def _edited(messages: Sequence[Any], slots: Sequence[Slot], edit: Callable[[int, Any], Any]) -> list[Any]:
+    """Messages with another text or part at each of some slots, ``edit``'s of its number and of what is there. The rest
+    is shared."""
+    edited = list(messages)
+    for number, (i, j) in enumerate(slots):
+        own = edited[i]["content"]
+        new = edit(number, own) if j is None else [*own[:j], edit(number, own[j]), *own[j + 1 :]]
+        edited[i] = {**edited[i], "content": new}
+    return edited
+
+
+def _filled(part: Any, new: str) -> Any:
+    """A text or a part with another text or data URL."""
+    if isinstance(part, str):
         return new
-    i, j = slot
-    message = value[i]
-    if j is None:
-        changed: Any = new
-    else:
-        part = message["content"][j]
-        changed = list(message["content"])
-        if part["type"] == "text":
-            changed[j] = {**part, "text": new}
-        else:
-            own = part["image_url"]
-            changed[j] = {**part, "image_url": {**own, "url": new} if isinstance(own, dict) else {"url": new}}
-    return [*value[:i], {**message, "content": changed}, *value[i + 1 :]]
+    if part["type"] == "text":
+        return {**part, "text": new}
+    own = part["image_url"]
+    return {**part, "image_url": {**own, "url": new} if isinstance(own, dict) else {"url": new}}
 
 
-def _copied(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A keyed message of its own as deep as slots go."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    parts = [{**part, **{kind: dict(part[kind]) for kind in ("image_url",) if kind in part}} for part in content]
-    return {**message, "content": parts}
-
-
-def _blank(template: list[dict[str, Any]], slot: Slot) -> None:
-    i, j = slot
-    if j is None:
-        template[i]["content"] = ""
-    elif template[i]["content"][j]["type"] == "text":
-        template[i]["content"][j]["text"] = ""
-    else:
-        template[i]["content"][j]["image_url"].pop("sha256")
-
-
-def _has_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
-    return any(isinstance(message.get("content"), list) for message in messages)
+def _emptied(part: Any) -> Any:
+    """A keyed text or part without what a segment stands for."""
+    if isinstance(part, str) or part["type"] == "text":
+        return _filled(part, "")
+    return {**part, "image_url": {name: value for name, value in part["image_url"].items() if name != "sha256"}}
 
 
 def _named(part: dict[str, Any], keyed: dict[str, Any], uuid: Callable[[str], str] | None) -> dict[str, Any]:

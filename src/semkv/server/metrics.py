@@ -6,13 +6,11 @@ Events are counters and durations histograms; only sizes are gauges. Labels have
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 import threading
 import time
-import weakref
 from collections import Counter as Counts
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
 from semkv.server.logs import visible
-from semkv.server.sse import read_answer
+from semkv.server.sse import usage_of
+from semkv.tiers.base import Every, Latest
 from semkv.tiers.response import Found
 from semkv.types import MediaSegment, Request, ReuseReport, Segment
 
@@ -40,8 +39,6 @@ _PAYLOAD = 64 * 1024  # bytes of an answer that is shown
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client reads this variable when it is imported."""
-
-log = logging.getLogger(__name__)
 
 MISS, JOINED, PASSED = "miss", "joined", "passed"  # beside the tiers that found an answer
 EQUAL, SIMILAR = "equal", "similar"  # kinds of joins
@@ -179,7 +176,7 @@ class Metrics:
         reads them every second, so that the others have them."""
         self._read = read
         if self._all is not self.registry:
-            threading.Thread(target=_every_second, args=(weakref.ref(self),), name="semkv-figures", daemon=True).start()
+            Every(1.0, self.refresh, "semkv-figures")
 
     def refresh(self) -> None:
         """Read sizes and the caches' own counters. Blocks."""
@@ -253,16 +250,6 @@ class Metrics:
         return generate_latest(self._all)
 
 
-def _every_second(metrics: weakref.ref[Metrics]) -> None:
-    while (found := metrics()) is not None:
-        try:
-            found.refresh()
-        except Exception:
-            log.exception("figures failed")
-        del found
-        time.sleep(1.0)
-
-
 # -- the latest hits ------------------------------------------------------------------------------------------------
 
 
@@ -303,14 +290,14 @@ class RecentHits:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._hits: dict[bool, deque[HitView]] = {kind: deque(maxlen=_SHOWN) for kind in (True, False)}
-        self._seconds: OrderedDict[str, float] = OrderedDict()
-        self._tokens: OrderedDict[str, int] = OrderedDict()
+        self._seconds: Latest[str, float] = Latest(_KNOWN)  # by key
+        self._tokens: Latest[str, int] = Latest(_KNOWN)
         self._mean_s = 0.0
 
     def computed(self, key: str, seconds: float) -> None:
         """The upstream has answered in so many seconds."""
         self._mean_s = seconds if not self._mean_s else 0.95 * self._mean_s + 0.05 * seconds
-        _put(self._seconds, key, seconds)
+        self._seconds[key] = seconds
 
     def hit(
         self,
@@ -342,8 +329,7 @@ class RecentHits:
         self._hits[exact].append(hit)
         tokens = self._tokens.get(response.key)
         if tokens is None:
-            tokens = tokens_of(response.payload)
-            _put(self._tokens, response.key, tokens)
+            tokens = self._tokens[response.key] = max(0, usage_of(response.payload).get("output_tokens", 0))
         self._metrics.tokens.inc(tokens)
         self._metrics.saved.inc(max(0.0, self._seconds.get(response.key, self._mean_s) - seconds))
 
@@ -355,22 +341,6 @@ class RecentHits:
     def find(self, number: str) -> HitView | None:
         """A hit by its id, if it is still known."""
         return next((hit for hit in self.recent(2 * _SHOWN) if hit.number == number), None)
-
-
-def _put(values: OrderedDict[str, Any], key: str, value: Any) -> None:
-    values[key] = value
-    if len(values) > _KNOWN:
-        values.popitem(last=False)
-
-
-def tokens_of(payload: bytes) -> int:
-    """Completion tokens of an answer; 0 where it does not say."""
-    try:
-        usage = read_answer(payload)["usage"]
-        tokens = usage["completion_tokens"] if "completion_tokens" in usage else usage["output_tokens"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return 0
-    return tokens if isinstance(tokens, int) and tokens > 0 else 0
 
 
 def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:

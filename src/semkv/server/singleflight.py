@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from semkv.server.asgi import Headers
+from semkv.server.asgi import Headers, error_of
 from semkv.server.cache_client import CacheClient, Lookup
 from semkv.server.request_key import CanonicalRequest
 from semkv.server.sse import Assembler, NotKeepable, Recorder, Splitter, data_of, is_usage_only, read_chunk
 from semkv.server.upstream import Reply, UpstreamError
-from semkv.tiers.pending import PendingEntry
+from semkv.tiers.plan import PendingEntry
 
 log = logging.getLogger(__name__)
 
@@ -165,8 +165,7 @@ class InFlight:
     def broken(self) -> bytes:
         """The event that says why it broke off."""
         assert self.error is not None
-        error = {"message": str(self.error), "type": "upstream_error", "param": None, "code": self.error.status}
-        return self._error_event(error)
+        return self._error_event(**error_of(self.error.status, str(self.error), "upstream_error"))
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition on this answer holds, or it has ended."""

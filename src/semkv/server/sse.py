@@ -26,6 +26,7 @@ _MESSAGE_KNOWN = frozenset(("role", "tool_calls", *_TEXTS))
 _ANSWER_CHOICE_KNOWN = (_CHOICE_KNOWN | {"message"}) - {"delta"}
 _CALL_KNOWN = frozenset(("index", "id", "type", "function"))
 _FUNCTION_KNOWN = frozenset(("name", "arguments"))
+_USAGE = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}  # as chats and as all others say it
 # Events that say something of the answer as a whole: their type, and the field that says it.
 _SUMMARIES = {"response.completed": "response", "message_start": "message", "message_delta": "delta"}
 
@@ -303,6 +304,16 @@ def read_answer(payload: bytes) -> Any:
         if not answer:
             raise
         return answer
+
+
+def usage_of(payload: bytes) -> dict[str, int]:
+    """The tokens that an answer speaks of, as ``input_tokens`` and ``output_tokens``; without what it does not say."""
+    try:
+        usage = read_answer(payload)["usage"]
+        named = {_USAGE.get(name, name): count for name, count in usage.items() if isinstance(count, int)}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}
+    return {name: named[name] for name in _USAGE.values() if name in named}
 
 
 def event(chunk: Mapping[str, Any]) -> bytes:

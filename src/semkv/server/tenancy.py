@@ -17,17 +17,17 @@ import hmac
 import json
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address
-from typing import Any, TypeVar
+from typing import Any
 
 from semkv.errors import ConfigError
 from semkv.keys import media_uuid
 from semkv.server.asgi import Scope, header
 from semkv.server.routes import ROUTES
-from semkv.tiers.freshness import Pattern, Subject
+from semkv.tiers.base import Latest
+from semkv.tiers.response import Pattern
 
 Network = IPv4Network | IPv6Network
 
@@ -38,8 +38,6 @@ REFUSED = (401, 403)  # statuses of an upstream that does not know the credentia
 _ACCEPTED_S = 300.0
 _GOOD_S = 10.0  # after that long another gateway is asked, through the store, whether it was refused there
 _REMEMBERED = 10_000  # credentials, by their digests
-
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +103,8 @@ class Tenants:
 
     def __init__(self, secret: bytes, *, trusted: tuple[Network, ...] = (), single: bool = False) -> None:
         self._secret, self._trusted, self._single = secret, trusted, single
-        self._accepted: OrderedDict[bytes, float] = OrderedDict()
-        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        self._accepted: Latest[bytes, float] = Latest(_REMEMBERED)  # until when they are good
+        self._refused: Latest[bytes, None] = Latest(_REMEMBERED)
 
     def client(self, scope: Scope) -> Client:
         """Who sent a request. A tenant's name that is not believed makes a tenant of its own of these credentials."""
@@ -163,10 +161,10 @@ class Tenants:
         """Whether they may be given, by what the store says. Where it says nothing, what was so before holds."""
         if refused:
             self._accepted.pop(client.name, None)
-            _remember(self._refused, client.name, None)
+            self._refused[client.name] = None
         if client.name in self._refused or (refused is None and client.name not in self._accepted):
             return False
-        _remember(self._accepted, client.name, time.monotonic() + _GOOD_S)
+        self._accepted[client.name] = time.monotonic() + _GOOD_S
         return True
 
     def answered(self, client: Client, status: int) -> bool | None:
@@ -179,12 +177,12 @@ class Tenants:
         """
         if status in REFUSED:
             self._accepted.pop(client.name, None)
-            _remember(self._refused, client.name, None)
+            self._refused[client.name] = None
             return None if self._single else True
         if 200 <= status < 300:
             was_refused = client.name in self._refused
             self._refused.pop(client.name, None)
-            _remember(self._accepted, client.name, time.monotonic() + (_ACCEPTED_S if self._single else _GOOD_S))
+            self._accepted[client.name] = time.monotonic() + (_ACCEPTED_S if self._single else _GOOD_S)
             return False if was_refused and not self._single else None
         return None
 
@@ -200,13 +198,6 @@ def _tenant(found: bytes) -> str:
 
 def _digest(secret: bytes, kind: str, name: str) -> bytes:
     return hmac.digest(secret, (kind + name).encode("utf-8", "surrogateescape"), "sha256")
-
-
-def _remember(names: OrderedDict[bytes, _Value], name: bytes, value: _Value) -> None:
-    names[name] = value
-    names.move_to_end(name)
-    while len(names) > _REMEMBERED:
-        names.popitem(last=False)
 
 
 # -- labels of answers -------------------------------------------------------------------------------------------------
@@ -245,8 +236,7 @@ def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
 
 def tags_by(rules: Sequence[TagRule], prompt: str, model: str) -> tuple[str, ...]:
     """The labels that rules give an answer."""
-    subject = Subject(prompt, model)
-    return tuple(rule.tag for rule in rules if rule.fits(subject))
+    return tuple(rule.tag for rule in rules if rule.fits(prompt, model))
 
 
 def read_tags(given: str) -> tuple[str, ...]:

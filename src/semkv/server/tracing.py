@@ -14,7 +14,7 @@ from typing import Any
 from semkv.errors import SemkvError
 from semkv.server.asgi import Scope
 from semkv.server.logs import Seen
-from semkv.server.sse import read_answer
+from semkv.server.sse import usage_of
 
 try:
     from opentelemetry import propagate, trace
@@ -34,7 +34,6 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
 }
-_USAGE = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}  # as chats and as all others say it
 _LARGE = 64 * 1024  # bytes of an answer that is not read for its usage
 
 
@@ -122,11 +121,4 @@ def _usage_of(seen: Seen) -> dict[str, int]:
         payload = seen.flight.payload
     elif seen.lookup is not None and seen.lookup.found is not None:
         payload = seen.lookup.found.response.payload
-    if payload is None or len(payload) > _LARGE:
-        return {}
-    try:
-        usage = read_answer(payload)["usage"]
-        named = {_USAGE.get(name, name): count for name, count in usage.items() if isinstance(count, int)}
-        return {name: named[name] for name in _USAGE.values() if name in named}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return {}
+    return {} if payload is None or len(payload) > _LARGE else usage_of(payload)

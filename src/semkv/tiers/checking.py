@@ -11,7 +11,6 @@ import math
 import re
 import secrets
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from semkv.guards import veto
 from semkv.keys import digest, normalise
 from semkv.stores.files import replace_text
-from semkv.tiers.base import Tally
+from semkv.tiers.base import Latest, Tally
 from semkv.tiers.policies import Decider, Decision
 from semkv.types import Exactness, Match, Request, ReuseReport
 
@@ -97,20 +96,12 @@ def wilson(wrong: int, checked: int, z: float = 1.96) -> tuple[float, float]:
 
 
 class _OpenHit(NamedTuple):
-    """A hit that may still be checked or reported wrong.
-
-    Attributes:
-        match: why the donor was chosen.
-        pair: names the request's text together with the donor.
-        selected: whether to check it.
-        sampled: whether it is in the plain random sample, from which the error rate is estimated.
-        decision: the policy's.
-    """
+    """A hit that may still be checked or reported wrong."""
 
     match: Match
-    pair: str
-    selected: bool
-    sampled: bool
+    pair: str  # names the request's text together with the donor
+    selected: bool  # to be checked
+    sampled: bool  # in the plain random sample, from which the error rate is estimated
     decision: Decision
 
 
@@ -121,12 +112,9 @@ class Checking:
 
     Args:
         rate: share of approximate hits in the random sample, 0 to 1.
-        decider: learns from outcomes.
-        same: compares answers.
         remove: deletes an entry, by its id.
         folder: the cache directory.
         fingerprint: whose scores the policy's state speaks of.
-        tally: counts outcomes, and faults in a comparison or in keeping the state.
         most: open hits to remember; the oldest go first.
     """
 
@@ -142,11 +130,11 @@ class Checking:
         *,
         most: int = _OPEN_HITS,
     ) -> None:
-        self._rate, self._decider, self._same, self._remove, self._most = rate, decider, same, remove, most
+        self._rate, self._decider, self._same, self._remove = rate, decider, same, remove
         self._file, self._fingerprint, self._tally = folder / FILE, fingerprint, tally
         self._random = Random(0)  # noqa: S311
-        self._open: OrderedDict[str, _OpenHit] = OrderedDict()
-        self._barred: OrderedDict[str, str] = OrderedDict()  # pair -> entry
+        self._open: Latest[str, _OpenHit] = Latest(most)
+        self._barred: Latest[str, str] = Latest(_BARRED)  # pair -> entry
         self._lock = threading.Lock()
         self._outcomes = 0
         with tally.boundary("policy"):
@@ -155,15 +143,8 @@ class Checking:
     # -- open hits ----------------------------------------------------------------------------------------------
 
     def open(self, request: Request, match: Match, decision: Decision | None = None) -> str:
-        """Remember a hit; approximate ones may be selected for a check.
-
-        Args:
-            request, match: the hit.
-            decision: the policy's; the check that it asks for is without effect where nothing is to be checked.
-
-        Returns:
-            The hit's id, which cannot be guessed.
-        """
+        """Remember a hit; returns its id, which cannot be guessed. Approximate ones may be selected for a check, also
+        as the policy asks, unless nothing is to be checked."""
         hit_id, pair = secrets.token_hex(12), _pair_of(request, match.entry_id)
         decision = decision or Decision(True)
         approximate = match.exactness is Exactness.APPROXIMATE and self._rate > 0.0
@@ -171,8 +152,6 @@ class Checking:
             lot = self._random.random()
             selected, sampled = approximate and lot < max(self._rate, decision.check), approximate and lot < self._rate
             self._open[hit_id] = _OpenHit(match, pair, selected, sampled, decision)
-            while len(self._open) > self._most:
-                self._open.popitem(last=False)
         return hit_id
 
     def selected(self, hit_id: str) -> bool:
@@ -197,8 +176,6 @@ class Checking:
         entry_id = hit.match.entry_id
         with self._lock:
             self._barred[hit.pair] = entry_id
-            while len(self._barred) > _BARRED:
-                self._barred.popitem(last=False)
             return sum(entry == entry_id for entry in self._barred.values())
 
     # -- outcomes -----------------------------------------------------------------------------------------------
@@ -218,7 +195,7 @@ class Checking:
             self._tally.add("checked")
             self._tally.add("checked wrong", 0 if correct else 1)
         else:
-            self._tally.add("checked beside the sample")
+            self._tally.add("checked beside")
         if hit.match.exactness is Exactness.APPROXIMATE:
             if not correct:
                 self._block(hit)
@@ -283,7 +260,7 @@ class Checking:
         barred = hits.get("barred") if isinstance(hits, dict) else None
         if not isinstance(barred, dict) or not all(isinstance(entry, str) for entry in barred.values()):
             raise ValueError("barred pairs are damaged")
-        self._barred = OrderedDict(barred)
+        self._barred.update(barred)
         if body.get("policy") is not None and self._decider.learns:
             self._decider.restore(body["policy"])
 

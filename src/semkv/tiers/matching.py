@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,16 +21,15 @@ from semkv.encoders.hooks import EmbeddingHook
 from semkv.errors import ConfigError, CorruptValue
 from semkv.guards import Guard, forget
 from semkv.stores.catalog import Catalog, Record, unpack
-from semkv.tiers.base import EXACT, Candidate, GuardedEncoder, PartError, Tally
-from semkv.tiers.contexts import SimilarContext, context_rows
+from semkv.tiers.base import EXACT, Candidate, Every, Index, PluggedTiers, Tally, Tier
 from semkv.tiers.plan import Planner
-from semkv.tiers.plugged import Index, PluggedTiers, Tier
 from semkv.tiers.policies import Decision
-from semkv.tiers.prompt_keys import SPELLINGS, Keyed, entry_of, has_chunk_text, same_texts
-from semkv.tiers.similar import SEMANTIC, VISION, SimilarTier, status_of, unit_vectors
+from semkv.tiers.prompt_keys import SPELLINGS, Keyed, context_rows, entry_of, has_chunk_text, same_texts
+from semkv.tiers.similar import SEMANTIC, VISION, SimilarContext, SimilarTier, status_of, unit_vectors
 from semkv.types import CacheMode, Entry, MediaSegment, Near, Plan, Request, ReuseReport, Scope, Status
 
 if TYPE_CHECKING:
+    from semkv.encoders.text import TextEncoder
     from semkv.types import Vector
 
 _DONORS = 4  # of one text: the next ones are asked when the policy refuses the first
@@ -88,7 +86,7 @@ class Matching:
         config: CacheConfig,
         catalog: Catalog,
         hook: EmbeddingHook,
-        encoder: GuardedEncoder | None,
+        encoder: TextEncoder | None,
         planner: Planner,
         guard: Guard,
         floor: float,
@@ -115,18 +113,12 @@ class Matching:
         self._refreshing = threading.Lock()
         with self._tally.boundary("catalog"):
             self.refresh()
-        self._closing = threading.Event()
-        self._follower = threading.Thread(
-            target=_follow, args=(weakref.ref(self), self._closing), name="semkv-purges", daemon=True
-        )
-        self._follower.start()
+        self._follower = Every(_FOLLOW_S, self._follow, "semkv-purges")
 
     def close(self) -> None:
         """Forget what was purged, and stop the indexes' upkeep."""
-        self._closing.set()
-        self._follower.join()
-        with self._tally.boundary("purge"):
-            self.apply_purges()
+        self._follower.stop()
+        self._follow()
         for index in self._similar.indexes():
             index.close()
 
@@ -227,18 +219,14 @@ class Matching:
     def _ask_semantic(self, found: Lookup, keyed: Keyed) -> None:
         if self._contexts is None:
             return
-        if keyed.lead_depths():
-            found.statuses[SEMANTIC] = Status.MISS
+        found.statuses[SEMANTIC] = Status.MISS  # also where the encoder fails
         with self._tally.boundary(SEMANTIC):
-            try:
-                vector = self._chunk_vector(found.request.chunk_text)
-            except PartError:
-                found.statuses[SEMANTIC] = Status.MISS
-                raise
+            vector = self._chunk_vector(found.request.chunk_text)
             if vector is not None:
-                found.statuses[SEMANTIC] = Status.MISS
                 found.vectors[SEMANTIC] = vector
                 self._take(found, self._similar.by_chunk_text(keyed, vector))
+            elif not keyed.lead_depths():
+                found.statuses[SEMANTIC] = Status.SKIP
 
     def _ask_contexts(self, found: Lookup, keyed: Keyed) -> None:
         """Donors of a beginning that ends in a context: the longest equal one, else one with a few other sentences.
@@ -289,6 +277,10 @@ class Matching:
             self._similar.load_media(media)
             self._seen_media = media[-1].number
 
+    def _follow(self) -> None:
+        with self._tally.boundary("purge"):  # user code may be in it
+            self.apply_purges()
+
     def apply_purges(self) -> None:
         """Forget what was purged since the last time, by this process or another: vectors, words of texts."""
         if self._catalog.changed() or self._behind:
@@ -302,8 +294,7 @@ class Matching:
         for index in self._similar.indexes():
             index.apply_purges()
         forget()
-        if self._encoder is not None:
-            self._encoder.forget()
+        getattr(self._encoder, "forget", lambda: None)()  # texts in memory, where it keeps any
         self._purge = purge
 
     def remove(self, entry_ids: Sequence[str]) -> None:
@@ -333,9 +324,28 @@ class Matching:
         metadata: Mapping[str, Any],
         now: float,
     ) -> Record:
-        record = make_record(report, response, vectors, self._similar.keys, tags, metadata, now)
-        own = self._plugged.entry_keys(record.entry, Keyed.of(record.entry.namespace, record.entry.segments))
-        return replace(record, keys=(*record.keys, *own)) if own else record
+        """The record, with unit vectors by layer that belong to the canonical prompt; ``vision`` by the request's own
+        media. Vectors of layers that are not indexed are left out."""
+        request, segments, layers = report.request, report.plan.segments, self._similar.keys
+        keyed = Keyed.of(request.namespace, segments)
+        entry = replace(entry_of(request, keyed), response=response, tags=tags, created=now, metadata=metadata)
+        sent = [s.media_id for s in segments if isinstance(s, MediaSegment)]
+        rows = np.atleast_2d(vectors[VISION]) if VISION in vectors and VISION in layers else ()
+        media = {
+            (layers[VISION], mine.media_id): row
+            for mine, computed, row in zip(request.media, sent, rows, strict=False)
+            if mine.media_id == computed  # a donor's image has its own vector already
+        }
+        return Record(
+            entry=entry,
+            keys=(*keyed.entry_keys(), *self._plugged.entry_keys(entry, keyed)),
+            frame=keyed.frame(),
+            loose_frame=keyed.frame(with_media=False),
+            run=keyed.run(),
+            contexts=context_rows(keyed),
+            vectors={layers[n]: v for n, v in vectors.items() if n in layers and n != VISION},
+            media_vectors=media,
+        )
 
     def shared_record(self, entry: Entry, packed: Mapping[str, bytes]) -> Record:
         """The record of an entry that another cache has made. All by which it is found is computed anew, but for its
@@ -386,47 +396,6 @@ class Matching:
         return vectors
 
 
-def make_record(
-    report: ReuseReport,
-    response: str,
-    vectors: Mapping[str, Vector],
-    layers: Mapping[str, str],
-    tags: tuple[str, ...],
-    metadata: Mapping[str, Any],
-    now: float,
-) -> Record:
-    """The record of ``report.plan.segments`` and their answer.
-
-    Args:
-        report: the lookup.
-        response: the engine's answer to the canonical prompt.
-        vectors: unit vectors by layer that belong to the canonical prompt; ``vision`` by the request's own media.
-        layers: the catalog's name of each layer; vectors of other layers are left out.
-        tags, metadata: as the entry keeps them.
-        now: seconds since the epoch.
-    """
-    request, segments = report.request, report.plan.segments
-    keyed = Keyed.of(request.namespace, segments)
-    entry = replace(entry_of(request, keyed), response=response, tags=tags, created=now, metadata=metadata)
-    sent = [s.media_id for s in segments if isinstance(s, MediaSegment)]
-    rows = np.atleast_2d(vectors[VISION]) if VISION in vectors and VISION in layers else ()
-    media = {
-        (layers[VISION], mine.media_id): row
-        for mine, computed, row in zip(request.media, sent, rows, strict=False)
-        if mine.media_id == computed  # a donor's image has its own vector already
-    }
-    return Record(
-        entry=entry,
-        keys=keyed.entry_keys(),
-        frame=keyed.frame(),
-        loose_frame=keyed.frame(with_media=False),
-        run=keyed.run(),
-        contexts=context_rows(keyed),
-        vectors={layers[n]: v for n, v in vectors.items() if n in layers and n != VISION},
-        media_vectors=media,
-    )
-
-
 def unit_rows(data: bytes, dim: int, count: int) -> Vector:
     """Packed unit vectors of one length: [dim], or [count, dim].
 
@@ -437,14 +406,3 @@ def unit_rows(data: bytes, dim: int, count: int) -> Vector:
     if not count or not np.allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-3):
         raise CorruptValue("a vector that has not length 1")
     return vectors[0] if count == 1 else vectors
-
-
-def _follow(matching: weakref.ref[Matching], closing: threading.Event) -> None:
-    """Heed purges until the tiers are closed, or nobody has them any more."""
-    while not closing.wait(_FOLLOW_S):
-        tiers = matching()
-        if tiers is None:
-            return
-        with tiers._tally.boundary("purge"):  # user code may be in it
-            tiers.apply_purges()
-        del tiers

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from semkv.config import CacheConfig
 from semkv.errors import ConfigError
 from semkv.guards import MOST_UNMATCHED, Wording
 from semkv.keys import digest
+from semkv.tiers.base import Latest
 from semkv.types import Entry, Match, PolicyName, Request
 
 FORMAT = 3  # of calibrations
@@ -95,7 +95,7 @@ class ServedTexts:
     has an answer of its own. Bounded; any thread may call."""
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[str, None] = OrderedDict()
+        self._texts: Latest[str, None] = Latest(_TEXTS)
         self._lock = threading.Lock()
 
     def again(self, request: Request) -> bool:
@@ -105,9 +105,6 @@ class ServedTexts:
         with self._lock:
             again = text in self._texts
             self._texts[text] = None
-            self._texts.move_to_end(text)
-            if len(self._texts) > _TEXTS:
-                self._texts.popitem(last=False)
         return again
 
 

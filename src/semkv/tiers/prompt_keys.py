@@ -7,18 +7,28 @@
     media   the same run with its own media items
 
 Each key is a digest over the namespace too, so that tenants and models share nothing.
+
+A long context is known by the smallest `SKETCH` of its sentence hashes (a bottom-k sketch, after Broder, "On the
+resemblance and containment of documents", 1997), so that neither a long document nor a large catalog makes a lookup
+slow: two documents that share 90% of their sentences share most of the sketch.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from semkv.keys import chain_keys, digest, namespace_key, normalise, segment_key
+from semkv.keys import LITERAL, chain_keys, digest, namespace_key, normalise, one_style, segment_key
 from semkv.types import Entry, Exactness, MediaSegment, Namespace, Request, Role, Segment, TextSegment
 
 SPELLINGS = 64  # entries of one folded text that are looked through for the same characters
+SKETCH = 64
+_LONGEST = 64  # words; what has no full stops is cut, so that a piece fits an encoder
+_END = re.compile(r"(?<=[.!?])\s+|(?<=。)\s*")
+_STOP = re.compile(r"(?<=[.!?])(?=\s)|(?<=。)")
+_WORD = re.compile(r"\s*\S+|\s+\Z")
 _space = lru_cache(maxsize=1024)(namespace_key)
 
 
@@ -190,3 +200,48 @@ def entry_of(request: Request, keyed: Keyed) -> Entry:
     chunk_text = request.chunk_text if has_chunk_text(request, keyed.segments) else request.question
     entry_id = digest("entry", keyed.space, keyed.exact[-1], chunk_text)[:32]
     return Entry(entry_id, request.namespace, keyed.segments, chunk_text, response="")
+
+
+# -- long contexts ------------------------------------------------------------------------------------------------
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text, each after `keys.normalise`, without lines; more than 64 words come in pieces."""
+    pieces = []
+    # One word says nothing of the style that a text is typed in.
+    styled = one_style(text) and not LITERAL.search(text)
+    for sentence in _END.split(text.lower() if styled else text):  # so that a quotation keeps no more than its own
+        words = normalise(sentence).split()
+        pieces += [" ".join(words[start : start + _LONGEST]) for start in range(0, len(words), _LONGEST)]
+    return [piece for piece in pieces if piece]
+
+
+def exact_sentences(text: str) -> list[str]:
+    """The sentences of a text as they stand, with the blanks before them: joined, they are the text."""
+    pieces = []
+    for sentence in _STOP.split(text):
+        words = _WORD.findall(sentence)
+        pieces += ["".join(words[start : start + _LONGEST]) for start in range(0, len(words), _LONGEST)]
+    return pieces
+
+
+def sketch(partition: str, pieces: Sequence[str]) -> list[int]:
+    """The smallest ``SKETCH`` hashes of a context's sentences within a partition, as signed 64-bit numbers."""
+    hashes = {
+        int.from_bytes(bytes.fromhex(digest("sentence", partition, piece)[:16]), "big", signed=True) for piece in pieces
+    }
+    return sorted(hashes)[:SKETCH]
+
+
+def context_rows(keyed: Keyed) -> dict[str, list[int]]:
+    """What the catalog needs to find an entry by its first context: lead key -> sentence hashes."""
+    first = keyed.first_context
+    if first is None or first + 1 >= len(keyed.segments):
+        return {}
+    segment = keyed.segments[first]
+    pieces = sentences(segment.text) if isinstance(segment, TextSegment) else []
+    rows = {}
+    for chain, with_media in ((keyed.folded, True), (keyed.loose, False)):
+        key = keyed.lead(chain, "folded", first + 1)
+        rows[key] = sketch(keyed.before_context(with_media=with_media), pieces)
+    return rows

@@ -1,24 +1,143 @@
-"""The response tier: whole answers under exact keys, in memory before a store."""
+"""The response tier: whole answers under exact keys, in memory before a store, each for as long as rules say."""
 
 from __future__ import annotations
 
+import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from semkv.errors import CorruptValue, StoreError
+from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores.responses.ahead import AheadLog, deliver
-from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse
-from semkv.stores.responses.memory import MemoryStore
-from semkv.tiers.base import Tally
-from semkv.tiers.freshness import Answerable, Freshness, Lifetime, Subject
+from semkv.stores.responses.base import MemoryStore, ResponseStore, Selector, StoredResponse
+from semkv.tiers.base import Every, Tally
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store
 _AWAY = 5  # looks for invalidations that fail until a store is called away
+FOREVER = float("inf")
+_FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE], FIELD being prompt, model or tag, such as tag:news=5m"
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+# -- lifetimes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """How long an answer may be served.
+
+    Attributes:
+        ttl_s: seconds until it is stale; infinity for ever; 0: it is not kept at all.
+        stale_s: seconds after that in which it is still served while a fresh one is fetched.
+        jitter: share of ``ttl_s``, of which up to all is taken off at random, so that what came together does not go
+            together.
+    """
+
+    ttl_s: float = FOREVER
+    stale_s: float = 0.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("ttl_s", "stale_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(name, getattr(self, name), "0 or more seconds")
+        if not 0.0 <= self.jitter < 1.0:
+            raise ConfigError("jitter", self.jitter, "a share from 0 to below 1")
+
+    def draw(self) -> float:
+        """Seconds that one answer lives, jitter taken off."""
+        return self.ttl_s * (1.0 - self.jitter * random.random()) if self.jitter else self.ttl_s  # noqa: S311
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Picks answers by their prompt, their model or one of their tags; case does not count.
+
+    Attributes:
+        name: ``prompt``, ``model`` or ``tag``.
+        pattern: a glob over the whole of it. A regular expression may take minutes over a text, a glob does not.
+    """
+
+    name: str
+    pattern: str
+
+    def fits(self, prompt: str, model: str, tags: Sequence[str] = ()) -> bool:
+        """Whether it picks this answer."""
+        values = tags if self.name == "tag" else (prompt if self.name == "prompt" else model,)
+        return any(fnmatchcase(value.casefold(), self.pattern.casefold()) for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class LifetimeRule(Pattern):
+    """A lifetime for the answers that a pattern picks."""
+
+    lifetime: Lifetime
+
+
+def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
+    """Read ``FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE]``.
+
+    Times are seconds, or end in s, m, h or d; ``inf`` is for ever.
+
+    >>> parse_rule("prompt:*weather*=5m,stale=60").lifetime
+    Lifetime(ttl_s=300.0, stale_s=60.0, jitter=0.0)
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    form = re.fullmatch(
+        r"(prompt|model|tag):(.+?)=(\w+(?:\.\d+)?)((?:,(?:stale=[\w.]+|jitter=[\d.]+))*)", text, re.DOTALL
+    )
+    if form is None:
+        raise ConfigError(key, text, _FORM)
+    name, pattern, ttl, options = form.groups()
+    try:
+        lifetime = Lifetime(_seconds(ttl))
+        for option in options.split(",")[1:]:
+            word, _, value = option.partition("=")
+            if word == "stale":
+                lifetime = replace(lifetime, stale_s=_seconds(value))
+            else:
+                lifetime = replace(lifetime, jitter=float(value))
+        return LifetimeRule(name, pattern, lifetime)
+    except ValueError:
+        raise ConfigError(key, text, _FORM) from None
+
+
+def _seconds(text: str) -> float:
+    if text == "inf":
+        return FOREVER
+    number, unit = (text[:-1], text[-1]) if text[-1:].isalpha() else (text, "")
+    if unit not in _UNITS:
+        raise ValueError(text)
+    return float(number) * _UNITS[unit]
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Answerable(Protocol):
+    """What an answer is kept by; `semkv.server.request_key.CanonicalRequest` is one."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def partition(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def sampled(self) -> bool: ...
+    def refusal(self, payload: bytes, status: int) -> str:
+        """Why an answer must not be kept, in a word or two; empty for a complete one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +189,7 @@ class ResponseCache:
     Args:
         store: behind the memory; None for memory alone.
         max_bytes: bound on what memory holds, overhead included.
-        freshness: how long answers live.
+        lifetime: of answers that no rule picks; of several rules the first decides.
         sampled: keep answers that were drawn at random too.
         poll_s: seconds between two looks for invalidations.
         unheard_s: how long memory is served without news of the store.
@@ -84,7 +203,8 @@ class ResponseCache:
         store: ResponseStore | None,
         *,
         max_bytes: int = 256 << 20,
-        freshness: Freshness | None = None,
+        lifetime: Lifetime = Lifetime(),
+        rules: Sequence[LifetimeRule] = (),
         sampled: bool = False,
         poll_s: float = 1.0,
         unheard_s: float = 30.0,
@@ -95,19 +215,17 @@ class ResponseCache:
         self._memory = MemoryStore(max_bytes, clock=clock)
         self._store, self._clock = store, clock
         self._tally = Tally()
-        self._freshness, self._sampled = freshness or Freshness(), sampled
+        self._lifetime, self._rules, self._sampled = lifetime, rules, sampled
         self._breakers = {writes: _Breaker(pause_s) for writes in (False, True)}  # a full store can still be read
         self._hits = 0
         self._poll_s, self._unheard_s = poll_s, unheard_s
         self._cursor, self._heard = "", time.monotonic()  # so far memory holds nothing that could be invalidated
         self._following = threading.Lock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._follower: Every | None = None
         self._ahead = None if store is None or ahead is None else self._open_ahead(ahead)
         if store is not None:
             self.follow()
-            self._thread = threading.Thread(target=self._follow, name="semkv-invalidations", daemon=True)
-            self._thread.start()
+            self._follower = Every(poll_s, self.follow, "semkv-invalidations")
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -223,23 +341,19 @@ class ResponseCache:
 
     def keeps(self, request: Answerable, tags: Sequence[str] = ()) -> bool:
         """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
-        lifetime = self._lifetime(request, tuple(tags)) if self._sampled or not request.sampled else None
-        return lifetime is not None and bool(lifetime.ttl_s)
+        return (self._sampled or not request.sampled) and bool(self._lifetime_of(request, tags).ttl_s)
 
-    def _lifetime(self, request: Answerable, tags: tuple[str, ...]) -> Lifetime | None:
-        try:
-            return self._freshness.lifetime(Subject(request.prompt, request.model, tags))
-        except Exception as error:  # a rule may be the user's own
-            self._tally.fault("freshness rule", error)
-            return None
+    def _lifetime_of(self, request: Answerable, tags: Sequence[str]) -> Lifetime:
+        picked = (rule.lifetime for rule in self._rules if rule.fits(request.prompt, request.model, tags))
+        return next(picked, self._lifetime)
 
     def _stored(self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
         """What to keep of an answer, or why nothing."""
         reason = "sampled" if request.sampled and not self._sampled else request.refusal(payload, status)
         if reason:
             return reason
-        lifetime = self._lifetime(request, tags)
-        if lifetime is None or not lifetime.ttl_s:
+        lifetime = self._lifetime_of(request, tags)
+        if not lifetime.ttl_s:
             return "no lifetime"
         now, ttl = self._clock(), lifetime.draw()
         return StoredResponse(
@@ -312,10 +426,6 @@ class ResponseCache:
                 self._memory.invalidate(selector)
             self._cursor, self._heard = news.cursor, time.monotonic()
 
-    def _follow(self) -> None:
-        while not self._stop.wait(self._poll_s):
-            self.follow()
-
     def _ask(self, kind: str, work: Callable[[ResponseStore], _T], otherwise: _T) -> _T:
         """What ``work`` gets from the store; ``otherwise`` where it fails (counted) or is left alone after a fault."""
         breaker = self._breakers[kind == "put"]
@@ -336,26 +446,24 @@ class ResponseCache:
     # -- operators ----------------------------------------------------------------------------------------------
 
     def counts(self) -> Mapping[str, int]:
-        """Counters: ``hit:memory``, ``hit:store``, ``miss``, ``kept``, ``refused:<reason>``, ``evicted``,
-        ``fault:<kind>``; and the gauges ``memory_entries``, ``memory_bytes``, ``store_up`` and, where the store says
-        so, ``store_entries`` and ``store_bytes``.
-
-        Blocks: the store says how large it is.
-        """
+        """``hit:memory``, ``hit:store``, ``miss``, ``kept``, ``refused:<reason>``, ``evicted``, ``fault:<kind>``."""
         counts = self._tally.counts()
         counts["hit:memory"] = counts.get("hit:memory", 0) + self._hits
-        counts["memory_entries"], counts["memory_bytes"] = self._memory.usage()
-        counts["evicted"], counts["store_up"] = self._memory.evicted, int(self.store_up)
-        usage = self._ask("usage", lambda store: store.usage(), None)
-        if usage is not None:
-            counts["store_entries"], counts["store_bytes"] = usage
+        counts["evicted"] = self._memory.evicted
         return counts
+
+    def sizes(self) -> Mapping[str, int]:
+        """``memory_entries``, ``memory_bytes``, ``store_up`` and, where the store says so, ``response_entries`` and
+        ``response_bytes``. Blocks."""
+        entries, nbytes = self._memory.usage()
+        sizes = {"memory_entries": entries, "memory_bytes": nbytes, "store_up": int(self.store_up)}
+        usage = self._ask("usage", lambda store: store.usage(), None)
+        return sizes if usage is None else sizes | {"response_entries": usage[0], "response_bytes": usage[1]}
 
     def close(self) -> None:
         """Stop following invalidations, close the store."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5.0)
+        if self._follower is not None:
+            self._follower.stop(5.0)
         if self._ahead is not None:
             self._ahead.close()
         if self._store is not None:

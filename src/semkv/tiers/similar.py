@@ -23,13 +23,22 @@ import numpy as np
 
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError, CorruptValue
+from semkv.guards import Guard
 from semkv.index import Row, VectorIndex
-from semkv.keys import digest
+from semkv.keys import digest, segment_key
 from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
-from semkv.tiers.base import Candidate, PartError, Tally
-from semkv.tiers.plugged import Index, PluggedIndex
-from semkv.tiers.prompt_keys import SPELLINGS, Keyed, same_texts, with_media
-from semkv.types import EmbeddingLayer, Entry, MatchPolicy, Namespace, Request, Scope, Score
+from semkv.tiers.base import Candidate, Index, PluggedIndex, Tally
+from semkv.tiers.prompt_keys import (
+    SPELLINGS,
+    Keyed,
+    exact_sentences,
+    is_context,
+    same_texts,
+    sentences,
+    sketch,
+    with_media,
+)
+from semkv.types import EmbeddingLayer, Entry, MatchPolicy, Namespace, Request, Scope, Score, Segment, TextSegment
 
 if TYPE_CHECKING:
     from semkv.encoders.text import TextEncoder
@@ -37,6 +46,7 @@ if TYPE_CHECKING:
 
 SEMANTIC = "semantic_text"
 VISION = "vision"
+_CONTEXTS = 8  # of one key that are compared sentence by sentence
 _NEIGHBOURS, _QUESTIONS = 8, 4  # of a layer, and of L1: the next ones are asked when the policy refuses the best
 
 
@@ -357,6 +367,94 @@ class SimilarTier:
         return donor
 
 
+@dataclass(frozen=True, slots=True)
+class _Aligned:
+    """How much of a donor stands for the request's: length of the run, and the sentences that differ, in pairs."""
+
+    donor: Entry
+    run: int
+    changed: tuple[tuple[str, str], ...]
+
+
+class SimilarContext:
+    """L1 for long contexts: entries whose contexts say the same but for a few reworded sentences.
+
+    A sentence encoder reads a few hundred tokens, so a document's vector would stand for its beginning alone. Instead
+    its sentences' hashes name stored contexts that share most of them. The best must then agree sentence by sentence,
+    but for a few that were reworded, and only those are encoded. The guard may veto one, such as one with another
+    number. Without ``normalised`` a sentence that is typed in another way is a changed one, and what is no context has
+    to be byte-equal.
+    """
+
+    def __init__(self, config: CacheConfig, catalog: Catalog, encoder: TextEncoder, guard: Guard) -> None:
+        self._catalog, self._encoder, self._guard = catalog, encoder, guard
+        self._with_media, self._threshold = config.scope is Scope.MEDIA, config.similarity_threshold
+        self._share, self._normalised = config.context_edit_share, config.normalised
+        self._cut = sentences if config.normalised else exact_sentences
+
+    def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
+        """Donors by length of the run, then by likeness; the run ends in a context, the rest is the request's own."""
+        first = keyed.first_context
+        if first is None or first + 1 >= len(keyed.segments):
+            return
+        context = keyed.segments[first]
+        pieces = sentences(context.text) if isinstance(context, TextSegment) else []
+        partition = keyed.before_context(with_media=self._with_media)
+        donors = [
+            donor
+            for key in self._catalog.vote(sketch(partition, pieces))
+            for donor in self._catalog.find(key, _CONTEXTS)
+        ]
+        aligned = [found for donor in donors if (found := self._align(keyed.segments, donor)) is not None]
+        for found in sorted(aligned, key=lambda a: (-a.run, len(a.changed))):
+            score = self._least_cosine(found.changed)
+            if score is not None and score >= self._threshold:
+                yield Candidate(found.donor, found.run, SEMANTIC, score, (SEMANTIC,))
+
+    def _align(self, own: Sequence[Segment], donor: Entry) -> _Aligned | None:
+        changed: list[tuple[str, str]] = []
+        run = 0
+        most = min(len(own), len(donor.segments)) - 1  # the question stays the request's own
+        for position in range(most):
+            mine, theirs = own[position], donor.segments[position]
+            if self._same(mine, theirs):
+                pairs: list[tuple[str, str]] | None = []
+            elif is_context(mine) and is_context(theirs):
+                assert isinstance(mine, TextSegment)
+                assert isinstance(theirs, TextSegment)
+                pairs = self._changed(self._cut(mine.text), self._cut(theirs.text))
+            else:
+                pairs = None
+            if pairs is None:
+                break
+            changed += pairs
+            if is_context(mine):
+                run = position + 1
+        return _Aligned(donor, run, tuple(changed)) if run else None
+
+    def _same(self, mine: Segment, theirs: Segment) -> bool:
+        keys = [segment_key(s, normalised=self._normalised, with_media=self._with_media) for s in (mine, theirs)]
+        return keys[0] == keys[1]
+
+    def _changed(self, mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]] | None:
+        """The pairs that differ, sentence by sentence; None for an insertion, a deletion, too many, or a veto."""
+        if len(mine) != len(theirs):
+            return None
+        pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a != b]
+        if len(pairs) > max(1, int(self._share * len(mine))) or any(self._guard(a, b) for a, b in pairs):
+            return None
+        return pairs
+
+    def _least_cosine(self, pairs: Sequence[tuple[str, str]]) -> float | None:
+        texts = [text for pair in pairs for text in pair]
+        if not texts:
+            return 1.0
+        if not all(self._encoder.fits(text) for text in texts):
+            return None
+        vectors = self._encoder.encode(texts)
+        return min(1.0, float(np.min(np.sum(vectors[0::2] * vectors[1::2], axis=1))))
+
+
 def unit_vectors(
     request: Request, raw: Mapping[str, Vector], layers: Sequence[EmbeddingLayer], hook_name: str
 ) -> dict[str, Vector]:
@@ -364,7 +462,7 @@ def unit_vectors(
 
     Raises:
         ConfigError: a vector of another length than its layer's.
-        PartError: a vector that is not finite, has no length, or does not come once per media item.
+        ValueError: a vector that is not finite, has no length, or does not come once per media item.
     """
     vectors: dict[str, Vector] = {}
     for layer in layers:
@@ -376,10 +474,10 @@ def unit_vectors(
         expected = max(1, len(request.media)) if layer.name == VISION else 1
         rows = np.atleast_2d(vector)
         if len(rows) != expected:
-            raise PartError(f"layer {layer.name}: {len(rows)} vectors where {expected} belong")
+            raise ValueError(f"layer {layer.name}: {len(rows)} vectors where {expected} belong")
         lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)  # float32 holds no square of 1e30
         if not np.isfinite(rows).all() or not lengths.all():
-            raise PartError(f"layer {layer.name}: a vector that is zero or not finite")
+            raise ValueError(f"layer {layer.name}: a vector that is zero or not finite")
         unit = (rows / lengths).astype(np.float32)
         vectors[layer.name] = unit[0] if len(unit) == 1 else unit
     return vectors
