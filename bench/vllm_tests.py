@@ -65,7 +65,7 @@ def exchange_ours() -> None:
     import vllm.v1.kv_offload.tiering.spec as tiering_spec
 
     from semkv.connectors.kv import SemKVConnector
-    from semkv.connectors.settings import KVSettings
+    from semkv.connectors import KVSettings
     from semkv.connectors.shared import KVShared
     from semkv.connectors.spec import SemKVManager, SemKVSpec
 
