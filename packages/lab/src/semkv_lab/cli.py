@@ -178,9 +178,9 @@ def _calibrate(
         plot: Draw a figure (.png, .svg, .pdf).
     """
     _check_outputs(out, plot, {"PAIRS": pairs})
-    from semkv_lab import evaluate
+    from semkv_lab import quality
 
-    print(json.dumps(evaluate.calibrate(pairs, out, index_encoder, precision, plot), indent=1))
+    print(json.dumps(quality.calibrate(pairs, out, index_encoder, precision, plot), indent=1))
 
 
 eval_pairs = command_line(
@@ -317,9 +317,9 @@ def _bench_semantic(*, flags: Annotated[SemanticFlags | None, FLAT] = None) -> N
 def _evaluate(what: str, path: Path, flags: QualityFlags | None, out: Path | None, plot: Path | None) -> None:
     flags = flags or QualityFlags()
     _check_outputs(out, plot, {what: path, "--calibration": flags.calibration})
-    from semkv_lab import evaluate
+    from semkv_lab import quality
 
-    run = evaluate.eval_pairs if what == "PAIRS" else evaluate.eval_stream
+    run = quality.eval_pairs if what == "PAIRS" else quality.eval_stream
     text = json.dumps(run(path, flags, plot), indent=1)
     if out is None:
         print(text)
