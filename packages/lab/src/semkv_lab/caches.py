@@ -184,10 +184,10 @@ class VCache(Cosine):
 class GPTCache(Cache):
     """GPTCache with SQLite and FAISS, a cache for each group.
 
-    Its threshold t is a share of the distance's range: squared distances from 0 to 4, so a cosine of 2 t - 1.
+    Its threshold t is a share of the distance's range: squared distances from 0 to 4, so a cosine of 2 t - 1. Its default is 0.8.
     """
 
-    def __init__(self, encoder: TextEncoder, threshold: float) -> None:
+    def __init__(self, encoder: TextEncoder, threshold: float = 0.8) -> None:
         super().__init__(encoder)
         import gptcache.utils
         from gptcache.adapter import api
@@ -364,7 +364,6 @@ _PACKAGES = {
     "gptcache": {"gptcache": "gptcache", "faiss": "faiss-cpu", "sqlalchemy": "sqlalchemy"},
     "redisvl": {"redisvl": "redisvl"},
 }
-GPTCACHE_DEFAULT = 0.8
 Maker = Callable[[int], Cache]
 """Makes a cache, empty; the argument seeds its draws."""
 
@@ -413,9 +412,7 @@ def makers(
     known: dict[str, Callable[[], list[Maker]]] = {
         "cosine": lambda: [lambda seed: Cosine(encoder, threshold)],
         "vcache": lambda: [partial(VCache, encoder, rate) for rate in rates],
-        "gptcache": lambda: [
-            lambda seed, t=t: GPTCache(encoder, t) for t in (GPTCACHE_DEFAULT, round((1 + threshold) / 2, 6))
-        ],
+        "gptcache": lambda: [lambda seed: GPTCache(encoder), lambda seed: GPTCache(encoder, (1 + threshold) / 2)],
         "redisvl": lambda: [lambda seed: RedisVL(encoder, threshold, flags.redis_url)],
         "fixed": lambda: [semkv("fixed", threshold, {"cosine": threshold})],
         "calibrated": lambda: [
