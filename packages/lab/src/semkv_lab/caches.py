@@ -184,7 +184,8 @@ class VCache(Cosine):
 class GPTCache(Cache):
     """GPTCache with SQLite and FAISS, a cache for each group.
 
-    Its threshold t is a share of the distance's range: squared distances from 0 to 4, so a cosine of 2 t - 1. Its default is 0.8.
+    Its threshold t is a share of the distance's range: squared distances from 0 to 4, so a cosine of 2 t - 1. Its
+    default is 0.8.
     """
 
     def __init__(self, encoder: TextEncoder, threshold: float = 0.8) -> None:
