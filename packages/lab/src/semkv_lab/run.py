@@ -372,7 +372,7 @@ def execute(
     for key, path in ((SAMPLES_OUT, settings.samples_out), (SUMMARY_OUT, settings.summary_out)):
         if path is not None:
             try_to_write(key, path)
-    samples = arrange(load_samples(settings.dataset, settings.data), settings.trace)
+    samples = arrange(load_samples(settings.dataset, settings.data), settings.data)
     if settings.cache.mode is not CacheMode.OFF:
         prepare(settings.cache, purge=settings.purge)
     console = make_console()

@@ -49,7 +49,7 @@ from semkv.stores.files import replace_text
 from semkv_lab.console import SETTINGS, keep_apart, progress_bar, writing
 from semkv_lab.results import flatten
 from semkv_lab.samples import read_jsonl
-from semkv_lab.settings import RunSettings, SweepFlags, check_files, is_unicode, resolve
+from semkv_lab.settings import RunSettings, SweepFlags, check_files, resolve
 
 # -- the file of experiments ------------------------------------------------------------------------------------
 
@@ -123,8 +123,8 @@ def read_spec(path: Path) -> list[Experiment]:
 def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
     given = {key: value for key, value in row.items() if key not in ("name", "notes")}
     notes = row.get("notes", "")
-    if not isinstance(notes, str) or not is_unicode(notes):
-        raise ConfigError(f"experiment {name}: notes", notes, "a text in valid Unicode")
+    if not isinstance(notes, str):
+        raise ConfigError(f"experiment {name}: notes", notes, "a text")
     for key in given:
         if key.replace("-", "_") in _OURS:
             raise ConfigError(f"experiment {name}", key, "a flag of semkv run; this one is the sweep's own")
