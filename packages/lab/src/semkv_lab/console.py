@@ -113,7 +113,8 @@ class ConsoleListener(Listener):
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
         if self._file is not None:
-            self._file.close()
+            with writing(SAMPLES_OUT, Path(self._file.name)):
+                self._file.close()
 
 
 def sample_line(record: SampleRecord) -> str:

@@ -194,7 +194,6 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, Mapp
     Raises:
         DatasetError: the file cannot be read, or a line is not a JSON object; the message names file and line.
     """
-    number = 0
     try:
         opener = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8", errors="replace" if cut_off else "strict", newline="\n") as file:
@@ -211,7 +210,7 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, Mapp
                     raise DatasetError(f"{path}, line {number}: expected an object, found {type(row).__name__}")
                 yield number, row
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
-        raise DatasetError(f"{path}, after line {number}: {getattr(e, 'strerror', None) or e}") from e
+        raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
 
 
 def text_field(row: Mapping[str, Any], key: str, where: str, *, required: bool = False) -> str:
