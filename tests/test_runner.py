@@ -89,7 +89,6 @@ def test_a_live_run_sends_the_donors_prompt(tmp_path: Path) -> None:
     assert [r.applied for r in records] == [False, True, False]
     assert (summary["samples"], summary["hits"]) == (3, 1)
     assert summary["accuracy_on_hits"]["value"] == 1.0
-    assert summary["accuracy_on_misses"]["value"] == 0.5
     assert engine.closed
 
 
@@ -129,11 +128,9 @@ def test_the_cold_pass_goes_first_on_an_engine_of_its_own(tmp_path: Path) -> Non
     assert len({p.cache_salt for p in cold.prompts}) == 3
     assert records[1].cold is not None
     assert records[1].cold.text == "blue"
-    assert summary["noise_floor"] is not None
     assert (summary["noise_floor"]["tokens"]["n"], summary["noise_floor"]["tokens"]["value"]) == (2, 0.0)
     compared = summary["against_cold"]
-    assert (compared["n"], compared["gained_hits"], compared["wrong_hits"]) == (1, 1, 0)
-    assert compared["agreement"]["value"] == 0.0
+    assert (compared["agreement"]["n"], compared["agreement"]["value"]) == (1, 0.0)
     assert compared["identical_tokens"]["n"] == 1  # the miss; the normalised hit is not a byte-equal prompt
     # The cold run computed 2 x 5 tokens, the cached run 5 + 1.
     assert (summary["tokens"]["baseline_computed"], summary["tokens"]["computed"], summary["tokens"]["beyond"]) == (
@@ -262,7 +259,6 @@ def test_an_interrupt_in_the_cold_pass_keeps_its_figures(tmp_path: Path) -> None
     cold = Failing(ANSWERS, interrupt=SKY.question)
     _, summary = go([CAR, SKY], settings(tmp_path, baseline=True), cold=cold)
     assert (summary["interrupted"], summary["samples"]) == (True, 0)
-    assert summary["baseline_accuracy"] is not None
     assert summary["baseline_accuracy"]["n"] == 1
 
 
@@ -276,12 +272,11 @@ def test_a_baseline_of_an_earlier_run_is_taken_where_the_same_is_asked(tmp_path:
     with ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener:
         go([sample, SKY], chosen, listener=listener)
     cold = ScriptedEngine()
-    records, summary = go([replace(sample, answer="blue"), SKY], settings(tmp_path), cold=cold, baseline=path)
+    records, _ = go([replace(sample, answer="blue"), SKY], settings(tmp_path), cold=cold, baseline=path)
     assert not cold.prompts
     assert all(r.cold is not None and r.cold.text == r.text for r in records)
     assert records[0].cold is not None
     assert records[0].cold.match is False  # judged by the label of now
-    assert summary["noise_floor"] is not None
 
     def refused(engine: ScriptedEngine | None = None, **fields: Any) -> None:
         with pytest.raises(DatasetError, match=r"cold\.jsonl has no cold answer for sample (1|9) "):
@@ -336,7 +331,7 @@ def test_an_earlier_file_stays_until_there_is_something_in_its_place(tmp_path: P
     assert failing.closed
     assert path.read_text(encoding="utf-8") == "of an earlier run\n"
     with ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener:
-        listener.finish()
+        listener.write()
     assert path.read_bytes() == b""
 
 

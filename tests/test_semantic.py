@@ -14,8 +14,9 @@ from redis_server import RedisServer
 from semkv.encoders.text import SentenceEncoder
 from semkv.guards import veto
 from semkv_lab import caches
-from semkv_lab.quality import Asked
-from semkv_lab.semantic import CONVERSATIONS, play
+from semkv_lab.caches import play
+from semkv_lab.semantic import CONVERSATIONS
+from semkv_lab.streams import Asked
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy"), "redisvl": ("redisvl",)}
