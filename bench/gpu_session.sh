@@ -96,7 +96,7 @@ families) bench families identity.py --models families --out "$out/families.json
 families-tp2) bench families-tp2 identity.py --models llama,granite4,deepseek_v3 --ranks 2 --jobs 3 --limit 200 \
     --out "$out/families-tp2.json" "$@" ;;
 identity) bench identity identity.py --models qwen3-vl-2b --samples 8 --out "$out/identity.json" "$@" ;;
-identity-tp2) bench identity-tp2 identity.py --models qwen3-vl-2b --samples 6 --ranks 2 --eager \
+identity-tp2) bench identity-tp2 identity.py --models qwen3-vl-2b --samples 6 --ranks 2 --engine-args '{"enforce_eager": true}' \
     --out "$out/identity-tp2.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
