@@ -1,6 +1,7 @@
 """What the gateway costs and gives: wrk in front, a scripted upstream behind, each in a process of its own.
 
     python bench/gateway.py --out bench/results/cpu/gateway.json --litellm-python PATH
+    python bench/gateway.py --workers 1 2 4 --out ...         (exact hits by number of workers, and nothing else)
 
 Measured in turns, so that what else the machine does strikes all alike: the upstream by itself, a proxy that only
 passes on, gateways by kind, and LiteLLM's proxy with its local cache where a Python that has it is named. A miss is
@@ -33,7 +34,6 @@ from ports import free_port
 
 KINDS: dict[str, tuple[str, ...]] = {
     "exact": ("--no-semantic",),
-    "exact_2_workers": ("--no-semantic", "--workers", "2"),
     "semantic": (),
     "waiting": ("--no-overlap",),  # a miss where near-repeats are common
 }
@@ -94,12 +94,15 @@ def gateway(folder: Path, port: int, upstream: str, *flags: str) -> list[str]:
     return [*command, "--cache-dir", str(folder), "--log-level", "warning", *flags]
 
 
-def wrk(url: str, connections: int, seconds: int, *, new: str = "", slow: bool = False) -> dict[str, Any]:
+def wrk(
+    url: str, connections: int, seconds: int, *, new: str = "", slow: bool = False, threads: int = 1
+) -> dict[str, Any]:
     """Requests a second and latencies in milliseconds; the server has all the work that it can do.
 
     Args:
         new: a name of these requests, each of which then has a question of its own.
         slow: the upstream thinks for 50 ms.
+        threads: of wrk.
     """
     head, tail = json.dumps(BODY).split("HERE")
     here = "[delay=0.05] " if slow else ""
@@ -107,8 +110,8 @@ def wrk(url: str, connections: int, seconds: int, *, new: str = "", slow: bool =
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as file:
         file.write(LUA.format(**parts, new="true" if new else "false", run=new))
         file.flush()
-        command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}", "--latency", "--timeout", "20", "-s", file.name]
-        out = subprocess.run([*command, url], check=True, capture_output=True, text=True).stdout
+        command = ["wrk", f"-t{threads}", f"-c{connections}", f"-d{seconds}", "--latency", "--timeout", "20"]
+        out = subprocess.run([*command, "-s", file.name, url], check=True, capture_output=True, text=True).stdout
     failed = re.search(r"(Non-2xx or 3xx responses|Socket errors).*", out)
     if failed:
         print(f"  {url}: {failed[0]}", flush=True)
@@ -162,6 +165,30 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def measure_workers(args: argparse.Namespace) -> dict[str, Any]:
+    """Exact hits at 64 connections by number of workers, in turns; ``times`` compares with the first number."""
+    up = free_port()
+    rates: dict[int, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
+        upstream = f"http://127.0.0.1:{up}"
+        servers.enter_context(process(uvicorn("tests", "scripted_upstream:app", up), f"{upstream}/health"))
+        urls = {}
+        for count in args.workers:
+            port = free_port()
+            urls[count] = f"http://127.0.0.1:{port}"
+            command = gateway(Path(folder) / str(count), port, upstream, "--no-semantic", "--workers", str(count))
+            servers.enter_context(process(command, f"{urls[count]}/healthz"))
+            wrk(urls[count], 64, 2)
+        for _ in range(args.rounds):
+            for count, url in urls.items():
+                rates[count].append(wrk(url, 64, args.seconds, threads=4)["requests_per_s"])
+    first = median(rates[args.workers[0]])
+    return {
+        f"{count}_workers": {"requests_per_s": median(each), "times": round(median(each) / first, 2)}
+        for count, each in rates.items()
+    }
+
+
 @contextmanager
 def litellm(python: str, folder: Path, upstream: str) -> Iterator[str]:
     """LiteLLM's proxy with its local cache."""
@@ -208,9 +235,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--litellm-python", default="", help="a Python that has litellm[proxy]")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of gateways")
+    parser.add_argument("--workers", nargs="+", type=int, help="only exact hits, by these numbers of workers")
     args = parser.parse_args()
     before = machine("uvicorn", "uvloop", "httptools", "aiohttp", "starlette", "prometheus-client")
-    found = measure(args)
+    found = measure_workers(args) if args.workers else measure(args)
     for name, row in found.items():
         print(name, row)
     if args.out:
