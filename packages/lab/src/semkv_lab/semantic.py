@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -40,7 +39,7 @@ from semkv_lab.quality import figure, fit, know, neighbors
 from semkv_lab.samples import read_jsonl
 from semkv_lab.settings import SemanticFlags
 from semkv_lab.streams import KINDS, Asked, Pair, Stream, halves, read_pairs, read_stream, zipf
-from semkv_lab.sweep import version
+from semkv_lab.sweep import environment, version
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from semkv_lab import scenes
 
 _T = TypeVar("_T")
-VERSIONS = ("semkv", "numpy", "sentence-transformers", "torch", "gptcache", "faiss-cpu", "sqlalchemy", "redisvl")
+VERSIONS = ("numpy", "sentence-transformers", "gptcache", "faiss-cpu", "redisvl")
 Row = dict[str, Any]
 Found = tuple[Row, list["Table"]]
 
@@ -152,15 +151,8 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
 
 def machine() -> Row:
     """What times depend on, the load of the moment included."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return {
-        "cpu": next(names, platform.machine()),
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": {name: installed for name in VERSIONS if (installed := version(name))},
-        "python": platform.python_version(),
-        "load_average": os.getloadavg(),
-    }
+    versions = {name: installed for name in VERSIONS if (installed := version(name))}
+    return environment() | {"versions": versions, "load_average": os.getloadavg()}
 
 
 def times(seconds: Sequence[float]) -> Row:
@@ -191,7 +183,6 @@ def _ms(row: Row) -> tuple[str, str]:
 
 # -- pairs and traps ------------------------------------------------------------
 
-SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # of the pairs, at which precision is shown
 STAY = 0.8  # of pairs that are the same: where caches are compared by those that are not
 ACCEPTED = 0.85  # a cosine that a threshold may well accept
 
@@ -223,7 +214,7 @@ def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
         with bench.warm(make) as cache:
             hits = [ask_pair(cache, pair, f"{number}") for number, pair in enumerate(pairs)]
             trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
-        curve, area = pair_curve([(value, pair.same) for value, pair in zip(trust, pairs, strict=True)])
+        _, area = pair_curve([(value, pair.same) for value, pair in zip(trust, pairs, strict=True)])
         of = {same: rate(sum(hits[n] for n in side), len(side)) for same, side in sides.items()}
         least = np.quantile([trust[n] for n in sides[True]] or [2.0], 1 - STAY, method="lower")
         at = rate(sum(bool(trust[n] >= least) for n in sides[False]), len(sides[False]))
@@ -231,7 +222,6 @@ def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
         found[cache.name] = {
             "settings": cache.settings, "hit_rate": rate(sum(hits), len(pairs)), "precision": precision,
             "same that hit": of[True], "different that hit": of[False], f"different where {STAY:.0%} hit": at,
-            "precision_at_hit_rate": {str(s): round(next(p for r, p in curve if r >= s), 4) for s in SHARES},
             "p_chr_auc": round(area, 4),
         }  # fmt: skip
         cells = (f"{sum(hits) / len(pairs):.1%}", *map(shown, (precision, of[True], of[False])), f"{area:.3f}")

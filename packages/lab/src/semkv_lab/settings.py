@@ -299,6 +299,13 @@ class SemanticFlags:
         check(self)
 
 
+class Executor(StrEnum):
+    """Where the experiments of a sweep run."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
 @dataclass(frozen=True)
 class SweepFlags:
     """Flags of ``semkv sweep``.
@@ -321,7 +328,7 @@ class SweepFlags:
     retry_failed: Annotated[bool, SWITCH] = False
     purge_cache_between_runs: Annotated[bool, SWITCH] = False
     only: tuple[str, ...] = ()
-    executor: str = "local"
+    executor: Executor = Executor.LOCAL
 
     def __post_init__(self) -> None:
         if self.retry_failed and not self.resume:
