@@ -25,7 +25,14 @@ from rich.console import Console
 from semkv import guards, keys
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
-from semkv.encoders.text import SentenceEncoder, TextEncoder, few_threads, load_sentence_transformer, resolve_model
+from semkv.encoders.text import (
+    DEFAULT_MODEL,
+    SentenceEncoder,
+    TextEncoder,
+    few_threads,
+    load_sentence_transformer,
+    resolve_model,
+)
 from semkv.errors import ConfigError
 from semkv.guards import veto
 from semkv.presets import get_preset
@@ -70,7 +77,7 @@ class Bench:
 
     def __init__(self, flags: SemanticFlags, names: Sequence[str], folder: Path) -> None:
         self.flags, self._names, self._folder = flags, names, folder
-        self.encoder = SentenceEncoder(flags.index_encoder, remembered=1 << 20)
+        self.encoder = SentenceEncoder(remembered=1 << 20)
 
     @cached_property
     def data(self) -> list[Labeled]:
@@ -106,7 +113,7 @@ class Bench:
         prior = None
         if {"calibrated", "bounded"} & {*self._names}:
             self.know(self.halves[0])
-            fitted = fit(self.halves[0], self.encoder, precision=self.flags.precision).calibration
+            fitted = fit(self.halves[0], self.encoder, precision=caches.PRECISION).calibration
             prior = fitted, self._folder / "calibration.json"
             fitted.save(prior[1])
         return caches.makers(self._names, self.encoder, prior, self.flags)
@@ -461,15 +468,14 @@ def _image_shares(made: Sequence[scenes.Pair], hits: Sequence[bool]) -> Row:
 
 def encoder_part(bench: Bench, rounds: int = 110) -> Found:
     """One new short text, and 16, with semkv's encoder and with sentence-transformers on one thread."""
-    name = bench.flags.index_encoder
-    theirs = load_sentence_transformer("--index-encoder", resolve_model(name))
+    theirs = load_sentence_transformer("encoder", resolve_model(DEFAULT_MODEL))
 
     def plain(batch: list[str]) -> object:
         with few_threads(1):
             return theirs.encode(batch, normalize_embeddings=True, show_progress_bar=False)
 
     found: Row = {}
-    for label, encoded in (("semkv", SentenceEncoder(name).encode), ("sentence-transformers", plain)):
+    for label, encoded in (("semkv", SentenceEncoder().encode), ("sentence-transformers", plain)):
         found[label] = {}
         for size in (1, 16):
             seconds = []
