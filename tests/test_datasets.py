@@ -108,15 +108,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None
     assert str(caught.value).startswith(f"{path}, line 2: {message}")
 
 
-def test_pictures_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
-    for folder in ("s1", "s2"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "frame.png").write_bytes(jpeg("blue"))
-    rows = [{"question": "q?", "image": f"{name}/frame.png"} for name in ("s1", "s2", "./s1")]
-    samples = load_samples("jsonl", options(tmp_path, root=write_lines(tmp_path / "p.jsonl", *rows)))
-    assert [s.image_name for s in samples] == ["s1/frame.png", "s2/frame.png", "s1/frame.png"]
-
-
 def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xff"}\n')
     (tmp_path / "empty.jsonl").touch()

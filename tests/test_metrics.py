@@ -125,14 +125,6 @@ def test_intervals_lie_inside_the_values(values: list[tuple[str, float]]) -> Non
             assert min(numbers) - 1e-9 <= figure.low <= figure.high <= max(numbers) + 1e-9
 
 
-def test_a_median_takes_whole_images() -> None:
-    slow = [(f"slow {i}", 100.0) for i in range(10)]
-    fast = [("fast", 1.0)] * 11  # one image with most of the questions: a draw without it is all slow
-    assert metrics.median([*slow, *fast]) == metrics.Estimate(21, 1.0, 1.0, 100.0)
-    apart = [(f"fast {i}", 1.0) for i in range(200)]
-    assert metrics.median([*slow, *apart]) == metrics.Estimate(210, 1.0, 1.0, 1.0)
-
-
 # --- how right the answers are
 
 

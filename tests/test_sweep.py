@@ -270,17 +270,6 @@ def test_only_what_was_chosen_is_tried_again(folder: Path) -> None:
     assert {row["name"]: row["status"] for row in rows(folder)} == {"fine": "ok", "f2": "failed", "f1": "ok"}
 
 
-def test_samples_take_no_other_files_place(folder: Path) -> None:
-    spec(folder, [{"name": "log", "max-samples": 5}])
-    for flags in ((), ("--dry-run",)):
-        done = sweep(folder, "--samples-dir", str(folder), *flags)
-        assert done.exit_code == 2
-        assert "another file than that of its lines" in done.stderr
-    assert not (folder / "log.jsonl").exists()
-    spec(folder, [{"name": "data"}])
-    assert "another file than that of --dataset" in sweep(folder, "--samples-dir", str(folder)).stderr
-
-
 def test_no_other_sweeps_samples_are_overwritten(folder: Path) -> None:
     spec(folder, [{"name": "a", "max-samples": 5}])
     assert sweep(folder).exit_code == 0

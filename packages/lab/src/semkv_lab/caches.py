@@ -365,6 +365,7 @@ _PACKAGES = {
     "gptcache": {"gptcache": "gptcache", "faiss": "faiss-cpu", "sqlalchemy": "sqlalchemy"},
     "redisvl": {"redisvl": "redisvl"},
 }
+PRECISION = 0.95  # least chance of a right answer of the calibrated policy
 Maker = Callable[[int], Cache]
 """Makes a cache, empty; the argument seeds its draws."""
 
@@ -375,18 +376,13 @@ def missing(name: str, redis_url: str) -> str:
     absent = [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]
     if absent:
         return f"{name}: not installed: pip install {' '.join(absent)}"
-    if name != "redisvl":
-        return ""
-    if not redis_url:
-        return "redisvl: not measured: --redis-url names no Redis server with the search module"
-    import redis
+    if name == "redisvl":
+        import redis
 
-    try:
-        redis.Redis.from_url(redis_url).execute_command("FT._LIST")  # type: ignore[no-untyped-call]
-    except redis.exceptions.ResponseError:
-        return "redisvl: not measured: the Redis server of --redis-url lacks the search module (Redis 8 has it)"
-    except (redis.exceptions.RedisError, ValueError) as error:
-        return f"redisvl: not measured: no Redis server answers at --redis-url ({error})"
+        try:
+            redis.Redis.from_url(redis_url or "redis://").execute_command("FT._LIST")  # type: ignore[no-untyped-call]
+        except (redis.exceptions.RedisError, ValueError) as error:
+            return f"redisvl: not measured: --redis-url needs a Redis server with the search module ({error})"
     return ""
 
 
@@ -395,11 +391,11 @@ def makers(
 ) -> list[Maker]:
     """Makers of every cache and setting; ``calibration`` comes with its file where a policy needs one."""
     logging.getLogger("gptcache").setLevel(logging.ERROR)
-    threshold, rates = flags.similarity_threshold, flags.max_error_rate
+    threshold, rates = PolicyConfig.similarity_threshold, flags.max_error_rate
     prior, file = calibration or (None, None)
 
     def semkv(name: str, value: float, settings: dict[str, Any], **policy: Any) -> Maker:
-        config = PolicyConfig(similarity_threshold=threshold, **policy)
+        config = PolicyConfig(**policy)
         curve = prior if config.calibration else None
         return lambda seed: SemKV(encoder, config, f"semkv {name} {value:g}", settings, curve, seed)
 
@@ -417,7 +413,7 @@ def makers(
         "redisvl": lambda: [lambda seed: RedisVL(encoder, threshold, flags.redis_url)],
         "fixed": lambda: [semkv("fixed", threshold, {"cosine": threshold})],
         "calibrated": lambda: [
-            semkv("calibrated", flags.precision, {"precision": flags.precision}, policy="calibrated", calibration=file)
+            semkv("calibrated", PRECISION, {"precision": PRECISION}, policy="calibrated", calibration=file)
         ],
         "bounded": lambda: bounded("bounded", calibration=file),
         "bounded-uncalibrated": lambda: bounded("bounded-uncalibrated"),

@@ -148,7 +148,8 @@ def print_summary(console: Console, summary: Figures, settings: RunSettings) -> 
             for row in summary["tiers"]
         ]  # fmt: skip
         console.print(table("by tier", names, rows))
-    console.print(table("figures", (), figures(summary, settings)))
+    place = ("on disk", f"{size(summary['bytes_on_disk'])} in {settings.cache.cache_dir}")
+    console.print(table("figures", (), [*figures(summary), place]))
 
 
 def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -161,11 +162,12 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Ta
     return made
 
 
-def figures(summary: Figures, settings: RunSettings) -> list[tuple[str, str]]:
+def figures(summary: Figures) -> list[tuple[str, str]]:
     """Everything that is one figure: name and value."""
     rows = [
         ("hits", f"{summary['hits']} of {summary['samples']}: {percent(read_estimate(summary, 'hit_share'))}"),
         ("similar, but refused", str(summary["refused"])),
+        ("latency p50 / p95", times(summary["tiers"][-1]["latency"])),
         ("lookup p50 / p95", times(summary["lookup"])),
         ("after the answer p50 / p95", times(summary["after"])),
         *_token_rows(summary["tokens"]),
@@ -188,7 +190,6 @@ def figures(summary: Figures, settings: RunSettings) -> list[tuple[str, str]]:
     if skipped := summary["skipped"]:
         names = ", ".join(skipped[:_SHOWN]) + " ..." * (len(skipped) > _SHOWN)
         rows.append(("left out, no image file", f"{len(skipped)}: {names}"))
-    rows.append(("on disk", f"{size(summary['bytes_on_disk'])} in {settings.cache.cache_dir}"))
     return rows + [(name, str(count)) for name, count in summary["faults"].items()]
 
 

@@ -241,8 +241,8 @@ def _latency(found: _Kinds) -> Drawing:
             for kind, (color, style) in _LINES.items():
                 if samples[kind]:
                     ax.ecdf([1000 * seconds for seconds in samples[kind]], color=color, linestyle=style)
-            ax.xaxis.set_major_formatter("{x:g}")
             ax.set(xlabel="latency, lookup included (ms, log)", ylabel="answered by then (share)", xscale="log")
+            ax.xaxis.set_major_formatter("{x:g}")
             counts = ", ".join(f"{len(samples[kind]):,} {kind}" for kind in ("hits", "misses"))
             ax.set_title(f"{textwrap.fill(group, 38)}\n{counts}", fontsize="medium", loc="left")
         lines = [Line2D([], [], color=color, linestyle=style, label=kind) for kind, (color, style) in _LINES.items()]

@@ -43,8 +43,6 @@ _STORED = (0.15, 0.32, 0.5, 0.68, 0.85)  # shares of the texts that are stored, 
 _ENOUGH = 300  # lookups with a neighbor, to fit from them
 _LEAST_PAIRS = 20
 _RIDGE = 10.0
-_LEAST_RISK = 1e-4
-_FOLDS = 5
 _POINTS = 100  # of a curve along a stream
 
 
@@ -53,19 +51,13 @@ class Lookup(NamedTuple):
 
     score: float
     wrong: bool
-    cluster: int
     wording: Wording
 
 
 class Fit(NamedTuple):
-    """A calibration and what it was fitted from.
-
-    ``losses`` are log losses on clusters left out, of the cosine alone and of all features; ``simulated`` says whether
-    the pairs' texts served as traffic.
-    """
+    """A calibration and what it was fitted from; ``simulated`` says whether the pairs' texts served as traffic."""
 
     calibration: Calibration
-    losses: dict[str, float]
     lookups: list[Lookup]
     simulated: bool
 
@@ -132,7 +124,7 @@ def fit(pairs: Sequence[Pair], encoder: TextEncoder, *, precision: float = 0.95,
         return guard(items[a][1], items[b][1]) is None
 
     def lookup(a: int, b: int, score: float, wrong: bool) -> Lookup:
-        return Lookup(score, wrong, of[a], wording(items[a][1], items[b][1]))
+        return Lookup(score, wrong, wording(items[a][1], items[b][1]))
 
     random = np.random.default_rng(0)
     looked: dict[tuple[int, int], Lookup] = {}
@@ -152,50 +144,33 @@ def fit(pairs: Sequence[Pair], encoder: TextEncoder, *, precision: float = 0.95,
         rows = [lookup(a, b, score, wrong) for a, b, score, wrong in scored if score is not None and free(a, b)]
     if len({row.wrong for row in rows}) < 2:
         raise DatasetError(f"nothing can be fitted: among pairs above a cosine of {FLOOR}, all are of one kind")
-    losses = {"cosine alone": _loss(rows, 2), "all features": _loss(rows, len(FEATURES))}
-    return Fit(_calibration(rows, encoder.fingerprint, 1.0 - precision), losses, rows, simulated)
+    return Fit(_calibration(rows, encoder.fingerprint, 1.0 - precision), rows, simulated)
 
 
-def _calibration(rows: Sequence[Lookup], fingerprint: str, limit: float, named: int = len(FEATURES)) -> Calibration:
-    """Logistic regression by penalized likelihood, of the first ``named`` features.
+def _calibration(rows: Sequence[Lookup], fingerprint: str, limit: float) -> Calibration:
+    """Logistic regression by penalized likelihood.
 
     A higher cosine may not raise the chance. A feature's weight, by its standard deviation, is drawn to 0.
     """
     from scipy.optimize import minimize  # type: ignore[import-untyped]
 
-    raw = np.array([features(row.score, row.wording)[:named] for row in rows])
+    raw = np.array([features(row.score, row.wording) for row in rows])
     wrong = np.array([row.wrong for row in rows], dtype=float)
     middle, spread = raw.mean(axis=0), np.maximum(raw.std(axis=0), 1e-6)
     table = np.hstack([np.ones((len(rows), 1)), (raw - middle) / spread])
-    penalty = np.array([1e-3, *[_RIDGE] * named])
+    penalty = np.array([1e-3, *[_RIDGE] * len(FEATURES)])
 
     def cost(weights: Floats) -> tuple[float, Floats]:
         odds = table @ weights
         value = float(np.sum(np.logaddexp(0.0, odds) - wrong * odds)) + 0.5 * float(penalty @ weights**2)
         return value, table.T @ (1.0 / (1.0 + np.exp(-odds)) - wrong) + penalty * weights
 
-    bounds = [(None, None), (None, 0.0), (None, 0.0), *[(None, None)] * (named - 2)]
+    bounds = [(None, None), (None, 0.0), (None, 0.0), *[(None, None)] * (len(FEATURES) - 2)]
     found = minimize(cost, np.zeros(table.shape[1]), jac=True, method="L-BFGS-B", bounds=bounds).x
     weights = found[1:] / spread
     bias = float(found[0] - weights @ middle)
-    named_weights = dict(zip(FEATURES, [*(round(float(w), 5) for w in weights), *[0.0] * len(FEATURES)], strict=False))
-    return Calibration(fingerprint, round(bias, 5), named_weights, round(limit, 6))
-
-
-def _loss(rows: Sequence[Lookup], named: int) -> float:
-    """Mean log loss over clusters left out."""
-    total, count = 0.0, 0
-    for fold in range(_FOLDS):
-        out = [row for row in rows if row.cluster % _FOLDS == fold]
-        kept = [row for row in rows if row.cluster % _FOLDS != fold]
-        if not out or len({row.wrong for row in kept}) < 2:
-            continue
-        fitted = _calibration(kept, "", 0.05, named)
-        for row in out:
-            risk = min(1 - _LEAST_RISK, max(_LEAST_RISK, fitted.risk(row.score, row.wording)))
-            total -= math.log(risk if row.wrong else 1.0 - risk)
-        count += len(out)
-    return total / count if count else math.inf
+    named = {name: round(float(weight), 5) for name, weight in zip(FEATURES, weights, strict=True)}
+    return Calibration(fingerprint, round(bias, 5), named, round(limit, 6))
 
 
 # -- the commands ------------------------------------------------------------
@@ -221,7 +196,6 @@ def calibrate(path: Path, out: Path, encoder_name: str, precision: float, plot: 
         "texts": len(texts),
         "fitted_from": "lookups among the texts" if fitted.simulated else "the pairs as they are",
         "lookups": len(fitted.lookups),
-        "log_loss": {name: round(loss, 5) for name, loss in fitted.losses.items()},
         "precision": precision,
         "limit": curve.limit,
         "least_cosine": round(curve.least, 4),

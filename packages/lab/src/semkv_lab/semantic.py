@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -26,7 +25,14 @@ from rich.console import Console
 from semkv import guards, keys
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
-from semkv.encoders.text import SentenceEncoder, TextEncoder, few_threads, load_sentence_transformer, resolve_model
+from semkv.encoders.text import (
+    DEFAULT_MODEL,
+    SentenceEncoder,
+    TextEncoder,
+    few_threads,
+    load_sentence_transformer,
+    resolve_model,
+)
 from semkv.errors import ConfigError
 from semkv.guards import veto
 from semkv.presets import get_preset
@@ -40,7 +46,7 @@ from semkv_lab.quality import figure, fit, know, neighbors
 from semkv_lab.samples import read_jsonl
 from semkv_lab.settings import SemanticFlags
 from semkv_lab.streams import KINDS, Asked, Pair, Stream, halves, read_pairs, read_stream, zipf
-from semkv_lab.sweep import version
+from semkv_lab.sweep import environment, version
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,7 +54,7 @@ if TYPE_CHECKING:
     from semkv_lab import scenes
 
 _T = TypeVar("_T")
-VERSIONS = ("semkv", "numpy", "sentence-transformers", "torch", "gptcache", "faiss-cpu", "sqlalchemy", "redisvl")
+VERSIONS = ("numpy", "sentence-transformers", "gptcache", "faiss-cpu", "redisvl")
 Row = dict[str, Any]
 Found = tuple[Row, list["Table"]]
 
@@ -71,7 +77,7 @@ class Bench:
 
     def __init__(self, flags: SemanticFlags, names: Sequence[str], folder: Path) -> None:
         self.flags, self._names, self._folder = flags, names, folder
-        self.encoder = SentenceEncoder(flags.index_encoder, remembered=1 << 20)
+        self.encoder = SentenceEncoder(remembered=1 << 20)
 
     @cached_property
     def data(self) -> list[Labeled]:
@@ -107,7 +113,7 @@ class Bench:
         prior = None
         if {"calibrated", "bounded"} & {*self._names}:
             self.know(self.halves[0])
-            fitted = fit(self.halves[0], self.encoder, precision=self.flags.precision).calibration
+            fitted = fit(self.halves[0], self.encoder, precision=caches.PRECISION).calibration
             prior = fitted, self._folder / "calibration.json"
             fitted.save(prior[1])
         return caches.makers(self._names, self.encoder, prior, self.flags)
@@ -152,15 +158,8 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
 
 def machine() -> Row:
     """What times depend on, the load of the moment included."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return {
-        "cpu": next(names, platform.machine()),
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": {name: installed for name in VERSIONS if (installed := version(name))},
-        "python": platform.python_version(),
-        "load_average": os.getloadavg(),
-    }
+    versions = {name: installed for name in VERSIONS if (installed := version(name))}
+    return environment() | {"versions": versions, "load_average": os.getloadavg()}
 
 
 def times(seconds: Sequence[float]) -> Row:
@@ -191,7 +190,6 @@ def _ms(row: Row) -> tuple[str, str]:
 
 # -- pairs and traps ------------------------------------------------------------
 
-SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # of the pairs, at which precision is shown
 STAY = 0.8  # of pairs that are the same: where caches are compared by those that are not
 ACCEPTED = 0.85  # a cosine that a threshold may well accept
 
@@ -223,7 +221,7 @@ def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
         with bench.warm(make) as cache:
             hits = [ask_pair(cache, pair, f"{number}") for number, pair in enumerate(pairs)]
             trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
-        curve, area = pair_curve([(value, pair.same) for value, pair in zip(trust, pairs, strict=True)])
+        _, area = pair_curve([(value, pair.same) for value, pair in zip(trust, pairs, strict=True)])
         of = {same: rate(sum(hits[n] for n in side), len(side)) for same, side in sides.items()}
         least = np.quantile([trust[n] for n in sides[True]] or [2.0], 1 - STAY, method="lower")
         at = rate(sum(bool(trust[n] >= least) for n in sides[False]), len(sides[False]))
@@ -231,7 +229,6 @@ def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
         found[cache.name] = {
             "settings": cache.settings, "hit_rate": rate(sum(hits), len(pairs)), "precision": precision,
             "same that hit": of[True], "different that hit": of[False], f"different where {STAY:.0%} hit": at,
-            "precision_at_hit_rate": {str(s): round(next(p for r, p in curve if r >= s), 4) for s in SHARES},
             "p_chr_auc": round(area, 4),
         }  # fmt: skip
         cells = (f"{sum(hits) / len(pairs):.1%}", *map(shown, (precision, of[True], of[False])), f"{area:.3f}")
@@ -471,15 +468,14 @@ def _image_shares(made: Sequence[scenes.Pair], hits: Sequence[bool]) -> Row:
 
 def encoder_part(bench: Bench, rounds: int = 110) -> Found:
     """One new short text, and 16, with semkv's encoder and with sentence-transformers on one thread."""
-    name = bench.flags.index_encoder
-    theirs = load_sentence_transformer("--index-encoder", resolve_model(name))
+    theirs = load_sentence_transformer("encoder", resolve_model(DEFAULT_MODEL))
 
     def plain(batch: list[str]) -> object:
         with few_threads(1):
             return theirs.encode(batch, normalize_embeddings=True, show_progress_bar=False)
 
     found: Row = {}
-    for label, encoded in (("semkv", SentenceEncoder(name).encode), ("sentence-transformers", plain)):
+    for label, encoded in (("semkv", SentenceEncoder().encode), ("sentence-transformers", plain)):
         found[label] = {}
         for size in (1, 16):
             seconds = []

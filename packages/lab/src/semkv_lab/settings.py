@@ -267,10 +267,7 @@ class SemanticFlags:
         requests: Most requests of a stream, and of the one that warms up.
         seeds: Streams of each kind.
         seed: The first seed: of streams, halves, scenes.
-        similarity_threshold: Least cosine: of the plain threshold, of peers that have one, and of the fixed policy.
         max_error_rate: Bounds of vcache and of the bounded policy; may be repeated.
-        precision: Least chance of a right answer of the calibrated policy.
-        index_encoder: Sentence encoder for all caches: id or directory.
         redis_url: A Redis server with the search module, for redisvl.
         scenes: Generated scenes of each kind, for images.
         plot: Draw hits against wrong answers for each kind of stream into this folder.
@@ -288,10 +285,7 @@ class SemanticFlags:
     requests: Annotated[int, POSITIVE] = 2000
     seeds: Annotated[int, POSITIVE] = 2
     seed: Annotated[int, NOT_NEGATIVE] = 0
-    similarity_threshold: Annotated[float, COSINE] = PolicyConfig.similarity_threshold
     max_error_rate: Annotated[tuple[float, ...], _SHARES, MANY] = (PolicyConfig.max_error_rate,)
-    precision: Annotated[float, SOME_SHARE] = 0.95
-    index_encoder: str = PolicyConfig.index_encoder
     redis_url: str = ""
     scenes: Annotated[int, POSITIVE] = 2
     plot: Annotated[Path | None, Allowed("a folder that exists", Path.is_dir)] = None
@@ -299,6 +293,13 @@ class SemanticFlags:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+class Executor(StrEnum):
+    """Where the experiments of a sweep run."""
+
+    LOCAL = "local"
+    RAY = "ray"
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,7 @@ class SweepFlags:
     retry_failed: Annotated[bool, SWITCH] = False
     purge_cache_between_runs: Annotated[bool, SWITCH] = False
     only: tuple[str, ...] = ()
-    executor: str = "local"
+    executor: Executor = Executor.LOCAL
 
     def __post_init__(self) -> None:
         if self.retry_failed and not self.resume:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from semkv import __version__
+from semkv.config import typed
 from semkv.errors import ConfigError, DatasetError, SemkvError
 from semkv.keys import digest
 from semkv.stores.cachedir import prepare
@@ -49,7 +50,7 @@ from semkv.stores.files import replace_text
 from semkv_lab.console import SETTINGS, keep_apart, progress_bar, writing
 from semkv_lab.results import flatten
 from semkv_lab.samples import read_jsonl
-from semkv_lab.settings import RunSettings, SweepFlags, check_files, resolve
+from semkv_lab.settings import Executor, RunSettings, SweepFlags, check_files, resolve
 
 # -- the file of experiments ------------------------------------------------------------------------------------
 
@@ -74,11 +75,6 @@ class Experiment:
     def samples(self) -> Path:
         assert self.settings.samples_out is not None  # the sweep's own place for them
         return self.settings.samples_out
-
-    @property
-    def output(self) -> Path:
-        """What the process says."""
-        return self.samples.with_suffix(".log")
 
     @cached_property
     def group(self) -> str:
@@ -122,9 +118,7 @@ def read_spec(path: Path) -> list[Experiment]:
 
 def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
     given = {key: value for key, value in row.items() if key not in ("name", "notes")}
-    notes = row.get("notes", "")
-    if not isinstance(notes, str):
-        raise ConfigError(f"experiment {name}: notes", notes, "a text")
+    notes = typed(f"experiment {name}: notes", row.get("notes", ""), str)
     for key in given:
         if key.replace("-", "_") in _OURS:
             raise ConfigError(f"experiment {name}", key, "a flag of semkv run; this one is the sweep's own")
@@ -227,9 +221,8 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
             console.print(f"{done} of {len(planned)} experiments are in {log.path}; {len(left)} are left")
         if left:
             _check_samples(left, flags)
-            heavy = any(e.settings.engine != "scripted" for e in left)
-            with executor(flags.executor, preload=heavy) as execute:
-                _run(left, len(planned), execute, log, console)
+            execute = _run_on_ray if flags.executor is Executor.RAY else _run_in_turn
+            _run(left, len(planned), execute, log, console)
     errors = {row["name"]: str(row["error"]).strip().splitlines()[-1] for row in log.rows if row["status"] == FAILED}
     for name, error in errors.items():
         console.print(f"failed: {name}: {error}", markup=False)
@@ -260,7 +253,7 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
         cache, folder = e.settings.cache, flags.log_file.parent / "cache"
         if not e.names_a_cache:
             # Experiments that run at the same time must not meet in one cache.
-            cache = replace(cache, cache_dir=folder / e.name if flags.executor == "ray" else folder)
+            cache = replace(cache, cache_dir=folder / e.name if flags.executor is Executor.RAY else folder)
         samples, purge = flags.samples_dir / f"{e.name}.jsonl", flags.purge_cache_between_runs
         settings = replace(e.settings, cache=cache, samples_out=samples, summary_out=None, purge=purge)
         check_files(settings)
@@ -293,7 +286,13 @@ def _check_samples(left: Sequence[Experiment], flags: SweepFlags) -> None:
             raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {e.samples.name}")
 
 
-def _run(left: Sequence[Experiment], total: int, execute: Execute, log: SweepLog, console: Console) -> None:
+def _run(
+    left: Sequence[Experiment],
+    total: int,
+    execute: Callable[[Iterable[Job], Tick], Jobs],
+    log: SweepLog,
+    console: Console,
+) -> None:
     place, cold = log.path.parent, dict[str, Path]()
 
     def remember(row: Mapping[str, Any]) -> None:
@@ -350,7 +349,6 @@ def _row(job: Job, outcome: Outcome, started: float, place: Path) -> dict[str, A
 
 # -- the experiments as processes ------------------------------------------------------------
 
-EXECUTORS = ("local", "ray")
 _POLL_S = 0.25
 # Imports that start no thread and touch no GPU, so that a fork is clean; one that is not installed is left out.
 _PRELOADED = ("torch", "transformers", "sentence_transformers", "faiss", "vllm", "vllm.entrypoints.llm")
@@ -372,50 +370,20 @@ class Outcome(NamedTuple):
     error: str = ""
 
 
-Execute = Callable[[Iterable[Job], Callable[[Experiment], None]], Iterator[tuple[Job, Outcome]]]
-"""Runs jobs, each in a process of its own, and yields them as they end; the second argument is called now and then with
-the experiment of one that runs."""
+Jobs = Iterator[tuple[Job, Outcome]]
+Tick = Callable[[Experiment], None]
+"""Called now and then with an experiment that runs."""
 
 
-@contextmanager
-def executor(name: str, *, preload: bool) -> Iterator[Execute]:
-    """What runs the jobs of a sweep; ``preload``: import the heavy libraries once for all jobs (``local`` only).
-
-    Raises:
-        ConfigError: there is no such executor, Ray is not installed, or there is no cluster at the address.
-    """
-    if name not in EXECUTORS:
-        raise ConfigError("--executor", name, EXECUTORS)
-    if name == "local":
-        yield partial(_run_in_turn, preload)
-        return
-    try:
-        import ray
-
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    except ImportError as error:
-        raise ConfigError("--executor", "ray", "local, or ray once installed: pip install ray") from error
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            "RAY_ADDRESS", os.environ.get("RAY_ADDRESS"), f"the address of a running cluster ({error})"
-        ) from error
-    try:
-        yield partial(_run_on_ray, ray)
-    finally:
-        ray.shutdown()
-
-
-def _run_in_turn(
-    preload: bool, jobs: Iterable[Job], tick: Callable[[Experiment], None]
-) -> Iterator[tuple[Job, Outcome]]:
-    """One job after the other. The processes are forked from one that has imported the heavy libraries."""
+def _run_in_turn(jobs: Iterable[Job], tick: Tick) -> Jobs:
+    """One job after the other, each in a process of its own, forked from one that has imported the heavy libraries."""
     context = multiprocessing.get_context("forkserver")
-    if preload:
-        from semkv.engines.vllm import set_environment
-
-        set_environment()  # what the libraries read when they are loaded
-        context.set_forkserver_preload(list(_PRELOADED))
     for job in jobs:
+        if job.experiment.settings.engine != "scripted":
+            from semkv.engines.vllm import set_environment
+
+            set_environment()  # what the libraries read when they are loaded
+            context.set_forkserver_preload(list(_PRELOADED))
         ours, theirs = context.Pipe()  # ours closes when this process ends, however it does
         process = context.Process(target=run_job, args=(job, theirs), name=job.experiment.name)
         with ours:
@@ -427,7 +395,8 @@ def _run_in_turn(
                 outcome = Outcome(*ours.recv())
             except EOFError:  # it died; the end of its output says why
                 process.join()
-                tail = job.experiment.output.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
+                output = job.experiment.samples.with_suffix(".log")
+                tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip() if output.exists() else ""
                 outcome = Outcome(None, {}, f"the process ended with exit code {process.exitcode}: {tail}")
             finally:
                 _stop(process)
@@ -444,9 +413,18 @@ def _stop(process: Any) -> None:
         process.join()
 
 
-def _run_on_ray(ray: Any, jobs: Iterable[Job], tick: Callable[[Experiment], None]) -> Iterator[tuple[Job, Outcome]]:
-    """As many jobs at a time as the cluster has GPUs, or cores where it has none."""
-    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
+def _run_on_ray(jobs: Iterable[Job], tick: Tick) -> Jobs:
+    """As many jobs at a time as the cluster of RAY_ADDRESS, or one that is started here, has GPUs, or cores."""
+    try:
+        import ray
+
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
+    except ImportError as error:
+        raise ConfigError("--executor", "ray", "local, or ray once installed: pip install ray") from error
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        address = os.environ.get("RAY_ADDRESS")
+        raise ConfigError("RAY_ADDRESS", address, f"the address of a running cluster ({error})") from error
+    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0  # type: ignore[no-untyped-call]
     # A worker ends after one task, so that an engine's memory is really gone; a crash is not tried again.
     task = ray.remote(num_cpus=1, num_gpus=gpus, max_calls=1, max_retries=0)(run_here)
     waiting = {task.remote(job): job for job in jobs}
@@ -474,7 +452,7 @@ def run_job(job: Job, sweep: Connection) -> None:
         os.killpg(0, signal.SIGKILL)
 
     os.setsid()
-    with job.experiment.output.open("wb") as file:
+    with job.experiment.samples.with_suffix(".log").open("wb") as file:
         for number in (1, 2):  # what libraries print below Python goes there, too
             os.dup2(file.fileno(), number)
     threading.Thread(target=end_with_the_sweep, daemon=True).start()
