@@ -13,8 +13,7 @@ from command_line import invoke
 from semkv import keys
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
-from semkv.engines import EnginePrompt, EngineResult
-from semkv.engines.base import load_image
+from semkv.engines import EnginePrompt, EngineResult, load_image
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, EngineError
 from semkv.presets import MINIGQA_VLM

@@ -21,21 +21,8 @@ GQA_INSTRUCTION = "Answer the question using a single word or phrase."
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Recommended settings for one model.
-
-    Attributes:
-        model: a directory or a hub id.
-        trust_remote_code: whether the checkpoint brings code of its own.
-        embedding_layers: ``NAME:DIM[:THRESHOLD]`` each.
-        embedding_hook: fills these layers.
-        vision_encoder: directory or id of the tower behind the ``vision`` layer; empty for CLIP where present.
-        similarity_threshold: of the semantic text tier.
-        fusion: keep encoder outputs.
-        dataset: data set name.
-        instruction: appended to every question; it is part of the prompt, not of the text the tiers match on.
-        max_model_len: longest prompt plus answer, in tokens.
-        max_tokens: bound on the answer, in tokens.
-    """
+    """Recommended settings for one model, named as the flags of ``semkv run``; ``instruction`` is appended to every
+    question: it is part of the prompt, not of the text that the tiers match on."""
 
     model: str
     trust_remote_code: bool = False
