@@ -139,9 +139,7 @@ class SemKVManager(TieringOffloadingManager):
             if purge.namespace not in (None, *self._shared.used()):
                 continue
             self._doomed.update(
-                key
-                for key, (owner, computed) in self._shared.records.items()
-                if purge.owner in (None, owner) and (purge.before is None or computed < purge.before)
+                key for key, (owner, _) in self._shared.records.items() if purge.owner in (None, owner)
             )
 
     def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
