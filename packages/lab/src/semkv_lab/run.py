@@ -277,7 +277,7 @@ class _Runner:
             valid=_among(result.text, sample.valid, sample),
             plausible=_among(result.text, sample.plausible, sample),
             image_file=str(sample.images[0].path or "") if sample.images else "",
-            **_copied(sample, "sample_id question answer variant entailed group types full_answer"),
+            **_copied(sample, "sample_id question answer variant entailed group types"),
             **_copied(result, "text token_ids prompt_tokens cached_tokens loaded_tokens prefix_tokens finish_reason"),
         )
 
