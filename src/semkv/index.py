@@ -163,8 +163,9 @@ class Partition:
     def vector(self, row: int) -> Vector:
         if self.graph is not None and row < self.covered:
             found: Vector = self.graph.index.reconstruct(row)
-            return found
-        return self.rows[row - self.covered]
+        else:
+            found = self.rows[row - self.covered]
+        return found
 
     def nearest(self, query: Vector, k: int) -> list[tuple[float, str | None]]:
         """The best ``k`` plain rows, in no order."""
