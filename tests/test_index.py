@@ -49,13 +49,6 @@ def grown() -> Iterator[tuple[VectorIndex, np.ndarray]]:
     index.close()
 
 
-def test_a_vector_of_another_length_is_refused_and_nothing_is_added() -> None:
-    index = VectorIndex(8)
-    with pytest.raises(ValueError, match="dimension 8"):
-        index.extend([Row("b", "p", drawn(1)[0]), Row("a", "p", drawn(1, 2)[0])])
-    assert len(index) == 0
-
-
 def test_graphs_find_what_brute_force_finds(grown: tuple[VectorIndex, np.ndarray]) -> None:
     index, vectors = grown
     flat, graph, _ = sizes(index)
@@ -144,16 +137,6 @@ def test_what_is_removed_while_a_graph_is_built_stays_removed(monkeypatch: pytes
         assert not {int(n.item) for n in found} & removed
         assert len({n.item for n in found}) == len(found) == 5
     index.close()
-
-
-def test_a_closed_index_still_answers_and_builds_no_more() -> None:
-    vectors = clustered(3000)
-    index = VectorIndex(64, flat=512)
-    index.close()
-    index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
-    assert index.settle()
-    assert sizes(index) == (3000, 0, 0)
-    assert index.search("p", vectors[7])[0].item == "7"
 
 
 def test_a_fault_of_the_upkeep_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
