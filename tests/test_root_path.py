@@ -11,7 +11,7 @@ import pytest
 
 from gateway_helpers import ADMIN, SECRET, Served, chat
 from semkv.server import Middleware
-from semkv.server.asgi import route_path
+from semkv.server.http import route_path
 
 
 @pytest.mark.parametrize(

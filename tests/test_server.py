@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from gateway_helpers import Pair, beside, chat, later, reached, wait_until
-from semkv.server.cache_client import Late, Pool
+from semkv.server.cache_client import Pool
 from semkv.server.tenancy import Tenants
 
 
@@ -190,10 +190,9 @@ class TestTenants:
         assert pair.post("named").headers["x-semkv"] == "miss"
 
     def test_a_trusted_proxy_can(self, tmp_path: Path) -> None:
-        with Pair(tmp_path, trusted_proxies=("127.0.0.0/8",), tell=False) as pair:
+        with Pair(tmp_path, trusted_proxies=("127.0.0.0/8",)) as pair:
             ids = [pair.post("x", headers={"X-Semkv-Tenant": name}).json()["id"] for name in ("a", "b", "a")]
             assert ids[0] == ids[2] != ids[1]
-            assert "x-semkv" not in pair.post("x").headers
 
     @pytest.mark.parametrize(
         ("client", "believed"),
@@ -337,11 +336,11 @@ class TestFaults:
             assert refused.status_code == 413
 
     def test_an_answer_too_large_to_hold_is_passed_on_and_not_kept(self, tmp_path: Path) -> None:
-        with Pair(tmp_path, max_answer_mib=1) as pair:
+        with Pair(tmp_path) as pair:
             for stream in (False, True):
                 for _ in range(2):
-                    answer = pair.post("[big=3000000][events=30]", stream=stream)
-                    assert answer.text.count("x") >= 3_000_000
+                    answer = pair.post("[big=9000000][events=90]", stream=stream)
+                    assert answer.text.count("x") >= 9_000_000
                     assert answer.headers["x-semkv"] == "miss"
             wait_until(lambda: pair.app.gateway.flights.held_bytes == 0)
 
@@ -419,17 +418,17 @@ def test_late_questions_are_dropped_and_late_orders_are_carried_out(drops: bool)
     async def story() -> None:
         first = asyncio.ensure_future(pool.run(None, go.wait))
         await asyncio.sleep(0)
-        with pytest.raises(Late, match="slow"):
+        with pytest.raises(TimeoutError):
             await do(0.05, done.append, "late")
         if not drops:
-            with pytest.raises(Late, match="too much"):
+            with pytest.raises(TimeoutError, match="too much"):
                 await do(None, done.append, "one too many")
         go.set()
         await first
         await do(None, done.append, "last")
 
     asyncio.run(story())
-    pool.close()
+    pool.shutdown()
     assert done == (["last"] if drops else ["late", "last"])
 
 
@@ -445,7 +444,7 @@ def test_work_goes_on_where_threads_may_not_be_nice(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("os.getpriority", lambda which, who: 10)
     pool = Pool("test", threads=1, queued=1, nice=5)
     assert asyncio.run(pool.run(None, lambda: "done")) == "done"
-    pool.close()
+    pool.shutdown()
     assert asked == [10]
 
 

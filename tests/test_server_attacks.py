@@ -212,7 +212,7 @@ class TestBodies:
             assert small.post("others").status_code == 200
 
     def test_a_body_that_comes_too_slowly(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("semkv.server.asgi._BODY_S", 0.2)
+        monkeypatch.setattr("semkv.server.http._BODY_S", 0.2)
         head = request(b"{" + b" " * 99).removesuffix(b" " * 99)
         with Pair(tmp_path) as hasty, Line(hasty) as line, Line(hasty) as trickle:
             assert line.send(head).until(b"\r\n\r\n")[9:12] == b"408"
@@ -242,7 +242,7 @@ class TestBodies:
             assert pair.app._room.used == 0
 
     def test_a_long_body_has_time_for_its_length(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("semkv.server.asgi._BODY_S", 0.3)
+        monkeypatch.setattr("semkv.server.http._BODY_S", 0.3)
         whole = request(json.dumps(chat("x" * 60_000)).encode())
         with Line(pair) as line:
             for at in range(0, len(whole), 3000):  # a second in all

@@ -331,7 +331,7 @@ class TestSpans:
     def test_a_fault_in_it_costs_nothing(
         self, tmp_path: Path, exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("semkv.server.tracing._attributes", lambda *_: 1 / 0)
+        monkeypatch.setattr("semkv.server.logs._attributes", lambda *_: 1 / 0)
         with Pair(tmp_path, otel=True) as pair:
             assert pair.post("in spite of it").status_code == 200
             wait_until(lambda: pair.metric("semkv_faults_total") == 1)
