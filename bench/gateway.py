@@ -101,7 +101,14 @@ def process(command: list[str], url: str, **environment: str) -> Iterator[subpro
 
 
 def wrk(
-    url: str, connections: int, seconds: int, share: int = 0, run: str = "", pace: int = 0, slow: bool = False
+    url: str,
+    connections: int,
+    seconds: int,
+    share: int = 0,
+    run: str = "",
+    pace: int = 0,
+    slow: bool = False,
+    threads: int = 1,
 ) -> dict[str, Any]:
     """Requests a second and latencies in milliseconds. Without a pace the server has all the work that it can do.
 
@@ -118,7 +125,7 @@ def wrk(
         file.flush()
         command = [
             "wrk",
-            "-t1",
+            f"-t{threads}",
             f"-c{connections}",
             f"-d{seconds}",
             "--latency",
@@ -271,6 +278,33 @@ def measure_litellm(python: str, folder: Path, upstream: str, seconds: int) -> d
         }
 
 
+def measure_workers(counts: list[int], seconds: int, rounds: int) -> dict[str, Any]:
+    """Exact hits at 64 connections by the number of workers, in turns; wrk has four threads."""
+    up = free_port()
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        process(uvicorn("tests", "scripted_upstream:app", up), f"http://127.0.0.1:{up}/health"),
+        ExitStack() as gateways,
+    ):
+        urls = {}
+        for count in counts:
+            port = free_port()
+            urls[count] = f"http://127.0.0.1:{port}"
+            flags = ("--no-semantic", "--workers", str(count))
+            serve = gateway(Path(folder) / str(count), port, f"http://127.0.0.1:{up}", *flags)
+            gateways.enter_context(process(serve, f"{urls[count]}/healthz"))
+            wrk(urls[count], 64, 2)
+        for _ in range(rounds):
+            for count, url in urls.items():
+                found[count].append(wrk(url, 64, seconds, threads=4))
+    result: dict[str, Any] = {str(count): middle(each) for count, each in found.items()}
+    one = result[str(counts[0])]["requests_per_s"] / counts[0]
+    for count in counts:
+        result[f"{count}_times_as_many"] = round(result[str(count)]["requests_per_s"] / one, 2)
+    return result
+
+
 _upstream: list[Any] = []  # of `passthrough`: its session
 
 
@@ -310,13 +344,19 @@ def main() -> None:
     parser.add_argument("--litellm-python", default="", help="a Python that has litellm[proxy]")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of gateways")
     parser.add_argument("--misses-only", action="store_true", help="what misses add, and nothing else")
+    parser.add_argument(
+        "--workers", nargs="+", type=int, help="only hits, by numbers of workers; the first is the unit"
+    )
     args = parser.parse_args()
     if args.litellm_python and "exact" not in args.kinds:
         parser.error("LiteLLM is compared with the kind exact")
     before = machine("uvicorn", "uvloop", "httptools", "aiohttp", "starlette", "prometheus-client")
-    found = measure(
-        args.seconds, args.rounds, args.requests, args.litellm_python, args.kinds, misses_only=args.misses_only
-    )
+    if args.workers:
+        found = measure_workers(args.workers, args.seconds, args.rounds)
+    else:
+        found = measure(
+            args.seconds, args.rounds, args.requests, args.litellm_python, args.kinds, misses_only=args.misses_only
+        )
     for name, value in found.items():
         short = isinstance(value, dict) and {k: v for k, v in value.items() if k not in ("rounds", "samples")}
         print(name, short or value)

@@ -14,8 +14,9 @@ from redis_server import RedisServer
 from semkv.encoders.text import SentenceEncoder
 from semkv.guards import veto
 from semkv_lab import caches
-from semkv_lab.quality import Asked
-from semkv_lab.semantic import CONVERSATIONS, play
+from semkv_lab.caches import play
+from semkv_lab.semantic import CONVERSATIONS
+from semkv_lab.streams import Asked
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy"), "redisvl": ("redisvl",)}
@@ -125,9 +126,9 @@ def test_vcaches_rule_uses_a_text_only_after_it_was_right_often_enough() -> None
 def test_a_redis_server_without_search_is_named(tmp_path: Path) -> None:
     pytest.importorskip("redisvl", reason="needs RedisVL: pip install redisvl")
     server = RedisServer(tmp_path)
-    assert "lacks the search module" in caches.missing("redisvl", server.url)
+    assert "needs a Redis server with the search module" in caches.missing("redisvl", server.url)
     server.kill()
-    assert "no Redis server answers" in caches.missing("redisvl", "redis://127.0.0.1:1")
+    assert "needs a Redis server with the search module" in caches.missing("redisvl", "redis://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

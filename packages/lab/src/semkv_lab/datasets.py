@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -92,13 +91,10 @@ def load_gqa(options: DatasetOptions) -> list[Sample]:
     """
     config, split = resolve_config(options)
     root = options.root or (Path(os.environ[ROOT_VARIABLE]) if os.environ.get(ROOT_VARIABLE) else None)
-    if root is None:
-        return _load_tables(options, config, _REPO, lambda name, _: _read_hub(name, split))
-    if not root.is_dir():
+    if root is not None and not root.is_dir():
         raise DatasetError(f"{root}: no such folder")
-    if any((root / config).glob(f"{split}-*.parquet")):
-        read = partial(_read_parquet, root, split)
-        return _load_tables(options, config, str(root / config), read)
+    if root is None or any((root / config).glob(f"{split}-*.parquet")):
+        return _load_tables(options, root, config, split)
     return load_official(root, options, config)
 
 
@@ -187,15 +183,12 @@ def _entailed(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(re.findall(r"[\w-]+", value)) if isinstance(value, str) else tuple(str(v) for v in value or ())
 
 
-def _load_tables(
-    options: DatasetOptions, config: str, where: str, read: Callable[[str, set[str] | None], _Rows]
-) -> list[Sample]:
-    """GQA in the Hugging Face layout; ``read`` gives the rows of a configuration, those of some ids where ids are
-    given."""
-    chosen = select(list(read(config, None)), options)
-    wanted = {str(r.get("imageId")) for r in chosen}
-    images = config.removesuffix(_KIND) + "_images"
-    found = _unpack_images(read(images, wanted), wanted, options.data_dir / "gqa" / images)
+def _load_tables(options: DatasetOptions, root: Path | None, config: str, split: str) -> list[Sample]:
+    """GQA in the Hugging Face layout: below a folder, or from the hub."""
+    where, images = str(root or _REPO), config.removesuffix(_KIND) + "_images"
+    chosen = select(list(_read_table(root, config, split)), options)
+    wanted = {str(row.get("imageId")) for row in chosen}
+    found = _unpack_images(_read_table(root, images, split), wanted, options.data_dir / "gqa" / images)
     samples = []
     for number, row in enumerate(chosen, start=1):
         key = text_field(row, "id", f"{where}, row {number}", required=True)
@@ -203,39 +196,24 @@ def _load_tables(
     return samples
 
 
-def _read_parquet(root: Path, split: str, config: str, wanted: set[str] | None) -> _Rows:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _read_table(root: Path | None, config: str, split: str) -> _Rows:
+    """The rows of a configuration; pictures stay encoded."""
+    from datasets import Image, load_dataset
 
-    for file in sorted((root / config).glob(f"{split}-*.parquet")):
-        try:
-            with pq.ParquetFile(file) as table:
-                for batch in table.iter_batches(batch_size=256):
-                    rows: list[dict[str, Any]] = batch.to_pylist()
-                    yield from (r for r in rows if wanted is None or str(r.get("id")) in wanted)
-        except (OSError, pa.ArrowException) as e:
-            raise DatasetError(f"{file}: not a readable parquet file ({str(e).splitlines()[0][:200]})") from e
-
-
-def _read_hub(config: str, split: str) -> _Rows:
     try:
-        from datasets import Image, load_dataset
-    except ImportError as e:
-        raise DatasetError(
-            f"no GQA folder was given (--dataset-root or {ROOT_VARIABLE}) and the package 'datasets' that reads "
-            f"{_REPO} from the hub is not installed: pip install datasets"
-        ) from e
-    try:
-        table = load_dataset(_REPO, config, split=split)
-        if "image" in table.column_names:
+        if root is None:
+            table = load_dataset(_REPO, config, split=split)
+        else:  # streamed: nothing is copied to the hub's cache
+            files = str(root / config / f"{split}-*.parquet")
+            table = load_dataset("parquet", data_files=files, split="train", streaming=True)
+        if "image" in (table.column_names or ()):
             table = table.cast_column("image", Image(decode=False))
+        yield from map(dict, table)
     except (OSError, ValueError, RuntimeError) as e:
+        advice = f"give a folder with --dataset-root or {ROOT_VARIABLE}, or take --dataset minigqa, which needs none"
         raise DatasetError(
-            f"{_REPO} ({config}, {split}) cannot be read from the hub: {str(e).splitlines()[0][:200]}; where there is "
-            f"no network give a folder with --dataset-root or {ROOT_VARIABLE}, or take --dataset minigqa, which needs "
-            "no download"
+            f"{root or _REPO} ({config}, {split}) cannot be read: {str(e).splitlines()[0]}; {advice}"
         ) from e
-    return (dict(row) for row in table)
 
 
 def _unpack_images(rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: Path) -> dict[str, Path]:
