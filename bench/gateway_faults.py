@@ -50,7 +50,7 @@ _LOAD_S = 5.0
 _FAULT_S = 3.0
 _SIZES = (10, 1_000, 30_000)  # characters of a question, and so of its answer
 _STREAMS = 1_000
-_PATIENT = ("--store-timeout", "1", "--connect-timeout", "60")
+_PATIENT = ("--store-timeout", "1")
 
 
 @dataclass

@@ -161,7 +161,10 @@ class CacheClient:
         """The stored answer, else a donor."""
         if canonical.sampled and not self._sampled:
             return Lookup(canonical)
+        start = time.perf_counter()
         found = await self.stored(canonical)
+        if found is not None and found.age_s <= time.perf_counter() - start:
+            found = None  # it came meanwhile, perhaps for this very request
         if found is not None or self.semantic is None or canonical.request is None:
             self._count(found=found is not None)
             return Lookup(canonical, found)
@@ -180,6 +183,12 @@ class CacheClient:
         report = semantic.try_reuse(request)
         stored = self.responses.keeps(canonical, tags=self._tags(canonical))
         return Lookup(canonical, None, report, semantic.pending.entry(report) if stored else None)
+
+    def pending_group(self, canonical: CanonicalRequest) -> str:
+        """What a request shares with those whose answers it may join; empty where there are none."""
+        if self.semantic is None or canonical.request is None:
+            return ""
+        return self.semantic.pending.group(canonical.request)
 
     async def join(self, lookup: Lookup, candidates: Sequence[tuple[str, Candidate]]) -> Lookup | None:
         """What a request that found nothing may use of others whose answers are on their way; None for nothing. All but

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -112,7 +112,7 @@ class GatewayRequest:
         self.reader = None
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Pending:
     """A request whose answer is on its way, or is being recorded: until then near-repeats find it here.
 
@@ -120,11 +120,18 @@ class Pending:
         canonical: the request.
         flight: brings its answer.
         looking: the lookup of the request that it was sent for.
+        cache: knows its group.
     """
 
     canonical: CanonicalRequest
     flight: InFlight
     looking: asyncio.Future[Lookup]
+    cache: CacheClient
+
+    @cached_property
+    def group(self) -> str:
+        """Requests of other groups are never similar. Worked out when it is first asked for."""
+        return self.cache.pending_group(self.canonical)
 
 
 class Gateway:
@@ -194,7 +201,7 @@ class Gateway:
             if request.controls.read:
                 look_up = self.cache.look_up(request.canonical, writes=request.controls.write)
                 looking = asyncio.ensure_future(look_up)
-                if overlaps and not self._join(request, request.canonical):
+                if overlaps and not self._join(request, request.canonical) and not self._may_be_similar(request):
                     self._start(request, request.canonical, looking)
                 flight = None if request.reader is None else request.reader.flight
                 if flight is not None:
@@ -312,27 +319,31 @@ class Gateway:
         request.reader = self.flights.start(flight, shared=shared)
         if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
             return
-        pending = Pending(canonical, flight, looking)
+        pending = Pending(canonical, flight, looking, self.cache)
         if shared:
             self.pending.append(pending)
         self.spawn(self._record(request, pending))
 
+    def _may_be_similar(self, request: GatewayRequest) -> bool:
+        """Whether a request is on its way that this one may turn out to be similar to."""
+        others = [pending for pending in self.pending if not pending.flight.done]
+        group = self.cache.pending_group(request.canonical) if others else ""
+        return bool(group) and any(pending.group == group for pending in others)
+
     async def _similar(self, request: GatewayRequest, found: Lookup) -> Lookup | None:
         """What a request that found nothing may use of an earlier one that asks the same in other words."""
-        own = None if request.reader is None else request.reader.flight
-        others = [
-            pending
-            for pending in takewhile(lambda pending: pending.flight is not own, self.pending)
-            if pending.canonical.key != found.canonical.key and pending.canonical.is_near(found.canonical)
-        ]
-        if found.entry is None or not others:
+        if found.entry is None:
             return None
-        for pending in others:
-            if not pending.looking.done():
+        own = None if request.reader is None else request.reader.flight
+        earlier = takewhile(lambda pending: pending.flight is not own, self.pending)
+        candidates = []
+        for pending in [pending for pending in earlier if pending.canonical.key != found.canonical.key]:
+            undecided = not pending.looking.done() and not pending.flight.done
+            if undecided and pending.group == found.entry.group:
                 await asyncio.wait((pending.looking,))
-        entries = [(pending.canonical.key, pending.looking.result().entry) for pending in others]
-        donated = [(key, entry.donate(found.entry)) for key, entry in entries if entry is not None]
-        candidates = [(key, candidate) for key, candidate in donated if candidate is not None]
+            entry = pending.looking.result().entry if pending.looking.done() else None
+            if entry is not None and (candidate := entry.donate(found.entry)) is not None:
+                candidates.append((pending.canonical.key, candidate))
         if not candidates:
             return None
         return await self.cache.join(found, sorted(candidates, key=lambda one: -one[1].score)[:_CANDIDATES])

@@ -91,11 +91,6 @@ class CanonicalRequest:
         """Labels that came with the request; part of the key."""
         return self._deployment.tags
 
-    def is_near(self, other: CanonicalRequest) -> bool:
-        """Whether the semantic cache may answer one with the other, as far as all but the texts decide."""
-        own, their = self.request, other.request
-        return own is not None and their is not None and own.namespace == their.namespace
-
     @property
     def route(self) -> Route:
         """Where it came in."""
