@@ -260,8 +260,9 @@ class TestHeads:
 
 class TestConnections:
     def test_a_client_that_does_not_read_does_not_fill_memory(self, tmp_path: Path) -> None:
-        with Pair(tmp_path, max_answer_mib=1) as small:
+        with Pair(tmp_path) as small:
             flights = small.app.gateway.flights
+            flights.max_answer_bytes = 1 << 20
             with Line(small) as line:
                 line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 line.send(request(chat("[big=60000000][events=600]", stream=True)))

@@ -327,20 +327,19 @@ class TestWithOrigins:
     def test_the_named_ones_are_let_in(self, tmp_path: Path) -> None:
         with Pair(tmp_path, cors_origins=(PAGE,), max_body_mib=1) as pair:
             pair.upstream.says = reflected
-            named = {"access-control-allow-origin": PAGE, "access-control-allow-credentials": "true", **EXPOSED}
-            for origin, expected in ((PAGE, named), ("https://other", {}), ("null", {})):
+            for origin, allowed in ((PAGE, PAGE), ("https://other", None), ("null", None)):
                 asked = {"Origin": origin}
                 texts = (f"from {origin}", f"from {origin}", f"[status=500] {origin}", "x" * 2_000_000)
                 for text, said in zip(texts, ("miss", "hit", "miss", None), strict=True):
                     answer = pair.post(text, headers=asked)
                     assert (answer.headers.get("x-semkv") or "").split(" ")[0] == (said or "")
-                    assert to_browser(answer) == expected
-                    assert "Origin" in answer.headers["vary"]
+                    assert answer.headers.get("access-control-allow-origin") == allowed
+                    assert answer.headers["access-control-allow-credentials"] == "true"
                 models = httpx.get(f"{pair.url}/v1/models", headers=asked, timeout=120)
-                assert models.headers.get("access-control-allow-origin") == (PAGE if expected else None)
+                assert models.headers.get("access-control-allow-origin") == allowed
                 asks = preflight(pair, origin)
-                assert asks.headers.get("access-control-allow-origin") == (PAGE if expected else None)
-                assert (asks.status_code, asks.headers["access-control-allow-headers"]) == (200, "authorization")
+                assert asks.headers.get("access-control-allow-origin") == allowed
+                assert asks.status_code == (200 if allowed else 400)
             assert all("[status" in text or text.startswith("from ") for text in pair.asked)
 
     def test_all_are_let_in_without_credentials(self, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ STREAM = [
 
 def start(flights: SingleFlight, kind: bytes, pieces: list[bytes], on_whole: Any) -> InFlight:
     send = Scripted(kind, pieces).send
-    flight = InFlight(flights, "key", send, lambda _: None, on_whole, Assembler(chat=True))
+    flight = InFlight(flights, "key", send, lambda *_: "", on_whole, Assembler(chat=True))
     flights.start(flight)
     return flight
 
@@ -113,7 +113,7 @@ def test_a_fault_while_a_stream_is_put_together_costs_no_reader_its_answer(monke
         raise RuntimeError("a fault of ours")
 
     faults: list[str] = []
-    monkeypatch.setattr(Assembler, "add", broken)
+    monkeypatch.setattr(Assembler, "_add", broken)
     asyncio.run(story())
     assert faults == ["stream"]
 

@@ -236,13 +236,6 @@ class Middleware(App):
     vLLM makes it with the application it wraps and nothing else, so settings come from the environment (see
     `semkv.server.settings`). Operators' routes are only below ``/semkv``: ``/metrics`` and ``/health`` stay the
     application's own.
-
-    Args:
-        app: the application; it answers misses, in this process.
-
-    Raises:
-        ConfigError: a variable does not fit.
-        StoreError: a store cannot be opened.
     """
 
     _own = frozenset[str]()
@@ -273,12 +266,7 @@ def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: in
 def gateway_of(
     settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream, workers: int = 1
 ) -> Gateway:
-    """The gateway with its stores open and its encoder loaded; one of ``workers`` processes.
-
-    Raises:
-        ConfigError: a setting does not fit.
-        StoreError: a store cannot be opened.
-    """
+    """The gateway with its stores open and its encoder loaded; one of ``workers`` processes."""
     secret = secret_of(settings, environment)
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
@@ -337,11 +325,7 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 class WrongKeys:
-    """Wrong admin keys by address: after `_GUESSES` there is a minute in which no key is looked at.
-
-    Args:
-        clock: seconds.
-    """
+    """Wrong admin keys by address: after `_GUESSES` there is a minute in which no key is looked at."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -368,12 +352,7 @@ def _network(address: str) -> str:
 
 
 class Operations:
-    """The routes' handlers.
-
-    Args:
-        gateway: what they show and change.
-        key: the admin key; empty closes the admin routes.
-    """
+    """The routes' handlers."""
 
     def __init__(self, gateway: Gateway, key: str) -> None:
         self._gateway, self._key, self._wrong_keys = gateway, key.encode(), WrongKeys()

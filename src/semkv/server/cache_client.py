@@ -80,16 +80,7 @@ class Lookup:
 
 
 class CacheClient:
-    """Looks up, stores and removes answers.
-
-    Args:
-        responses: whole answers.
-        semantic: donors; None to go without.
-        metrics: where faults are counted.
-        store_s: how long a request waits for the store.
-        sampled: answers that were drawn at random are stored too.
-        tag_rules: label answers, in addition to the labels that come with a request.
-    """
+    """Looks up, stores and removes answers."""
 
     def __init__(
         self,
@@ -129,12 +120,8 @@ class CacheClient:
         return await self._guarded("store", self._store.run(self._store_s, self.responses.lookup, canonical.key))
 
     async def look_up(self, canonical: CanonicalRequest, *, writes: bool = True) -> Lookup:
-        """What the caches have; looked up once for all who ask for the same at the same time. Never raises.
-
-        Args:
-            canonical: the request.
-            writes: False where nothing of the request may be stored. A look for similar images stores its own.
-        """
+        """What the caches have; looked up once for all who ask for the same at the same time. Never raises. Without
+        ``writes`` nothing of the request may be stored, and a look for similar images stores its own."""
         return await self._guarded("lookup", self._look_up(canonical, writes)) or Lookup(canonical)
 
     async def _look_up(self, canonical: CanonicalRequest, writes: bool) -> Lookup:
@@ -192,12 +179,7 @@ class CacheClient:
 
     async def join(self, lookup: Lookup, candidates: Sequence[tuple[str, Candidate]]) -> Lookup | None:
         """What a request that found nothing may use of others whose answers are on their way; None for nothing. All but
-        the prompt must be equal: the key of the request with the donor's prompt must be the donor's own.
-
-        Args:
-            lookup: of the request.
-            candidates: keys of the others, and the others as donors.
-        """
+        the prompt must be equal: the key of the request with the donor's prompt must be the donor's own."""
         joined = await self._guarded("semantic", _in_thread(self._join, lookup, candidates))
         if joined is not None:
             self._count(found=True)
@@ -269,12 +251,7 @@ class CacheClient:
             await self._lookups.run(_ADMIN_S, self.semantic.report_wrong, hit_id)
 
     async def invalidate(self, selector: Selector, *, dry_run: bool) -> int:
-        """Remove stored answers, or count them.
-
-        Raises:
-            StoreError: the store could not be reached.
-            TimeoutError: it did not answer.
-        """
+        """Remove stored answers, or count them."""
         return await self._store.complete(_INVALIDATE_S, self.responses.invalidate, selector, dry_run=dry_run)
 
     async def figures(self, work: Callable[[], _T]) -> _T:
@@ -349,12 +326,6 @@ class Pool(ThreadPoolExecutor):
 
     So a store that hangs costs each request at most the time limit, and nothing once all threads are stuck and the
     queue is full. When it recovers, the queue drains and work is taken again.
-
-    Args:
-        name: of the threads.
-        threads: how many.
-        queued: jobs that may wait in addition to those that run.
-        nice: niceness of the threads (0 to 19, Linux only), so that the event loop gets the core first.
     """
 
     def __init__(self, name: str, *, threads: int, queued: int, nice: int = 0) -> None:
@@ -362,16 +333,8 @@ class Pool(ThreadPoolExecutor):
         self._most_queued = queued
 
     async def run(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Do ``work(*args, **kwargs)`` in a thread. A job that has not begun at the time limit is dropped.
-
-        Args:
-            limit_s: how long to wait for it; None for as long as it takes.
-            work: the function, then its arguments.
-
-        Raises:
-            TimeoutError: it took longer, or too much is waiting.
-            Exception: whatever ``work`` raised.
-        """
+        """Do ``work(*args, **kwargs)`` in a thread. A job that has not begun at the time limit is dropped. Raises
+        `TimeoutError` where it takes longer than ``limit_s``, or too much is waiting."""
         return await asyncio.wait_for(self._start(partial(work, *args, **kwargs)), limit_s)
 
     async def complete(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

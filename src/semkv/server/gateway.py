@@ -114,14 +114,7 @@ class GatewayRequest:
 
 @dataclass(eq=False)
 class Pending:
-    """A request whose answer is on its way, or is being recorded: until then near-repeats find it here.
-
-    Attributes:
-        canonical: the request.
-        flight: brings its answer.
-        looking: the lookup of the request that it was sent for.
-        cache: knows its group.
-    """
+    """A request whose answer is on its way, or is being recorded: until then near-repeats find it here."""
 
     canonical: CanonicalRequest
     flight: InFlight
@@ -135,15 +128,7 @@ class Pending:
 
 
 class Gateway:
-    """Answers requests.
-
-    Args:
-        settings: settings.
-        secret: of the deployment.
-        upstream: answers misses.
-        cache: stored answers and donors.
-        metrics: where everything is counted.
-    """
+    """Answers requests."""
 
     def __init__(
         self, settings: ServerSettings, secret: bytes, upstream: Upstream, cache: CacheClient, metrics: Metrics
@@ -161,11 +146,7 @@ class Gateway:
     # -- a request ----------------------------------------------------------------------------------------------
 
     async def handle(self, call: Call, receive: Receive) -> Answer:
-        """Answer a POST to one of `semkv.server.routes.ROUTES`.
-
-        Raises:
-            Vanished: the client hung up first.
-        """
+        """Answer a POST to one of `semkv.server.routes.ROUTES`. Raises `Vanished` where the client hung up first."""
         start = time.perf_counter()
         controls = controls_of(call.scope)
         if not (controls.read or controls.write):
@@ -285,14 +266,7 @@ class Gateway:
         shared: bool = True,
     ) -> None:
         """Send a canonical request upstream for a request that waits for the answer, and record what it brings.
-
-        Args:
-            request: waits for the answer.
-            canonical: is sent.
-            looking: the request's lookup; None where nothing is recorded.
-            stream: ask for a stream; by default in the form that the client wants.
-            shared: equal requests, and near-repeats, may join from here on.
-        """
+        ``looking``: the request's lookup, by which the answer is recorded; ``shared``: others may join from here on."""
         started, since = time.perf_counter(), self.cache.responses.begin()
         shared, streams = shared and request.shared, canonical.stream if stream is None else stream
 
@@ -406,11 +380,7 @@ class Gateway:
         return Answer(200, [EVENTS], body)
 
     async def _serve(self, request: GatewayRequest, lookup: Lookup, looking: asyncio.Future[Lookup] | None) -> Answer:
-        """The upstream answer that the request waits for, in the form the client asked for.
-
-        Raises:
-            UpstreamError: there is none.
-        """
+        """The upstream answer that the request waits for, in the form the client asked for."""
         answer = await self._upstream_answer(request)
         if answer is None:  # another's key was refused or its answer is its own, or a form that this one cannot have
             request.leave()

@@ -73,7 +73,6 @@ class Refused(Exception):  # noqa: N818
     """A request that gets ``answer`` and is not read on."""
 
     def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.status)
         self.answer = answer
 
 
@@ -107,14 +106,10 @@ def route_path(scope: Scope) -> str:
 
 
 class Room:
-    """Bounds the bytes of bodies that are coming in or were compressed.
-
-    Args:
-        most: bytes.
-    """
+    """Bounds the bytes of bodies that are coming in or were compressed."""
 
     def __init__(self, most: int) -> None:
-        self._most, self.used = most, 0
+        self.most, self.used = most, 0
 
     @contextmanager
     def lease(self) -> Iterator[Callable[[int], None]]:
@@ -125,7 +120,7 @@ class Room:
             nonlocal held
             held += count
             self.used += count
-            if self.used > self._most:
+            if self.used > self.most:
                 raise Refused(busy_answer("bytes of unfinished bodies"))
 
         try:
@@ -135,13 +130,8 @@ class Room:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> bytes:
-    """The whole body.
-
-    Raises:
-        Refused: it is longer than ``limit`` bytes, or says so; or it was not there after `_BODY_S` seconds and what
-            its bytes take at `_LEAST_RATE`; or there is no room for more of it.
-        Vanished: the client hung up first.
-    """
+    """The whole body. Raises `Refused` where it is longer than ``limit`` bytes, comes too slowly or finds no room, and
+    `Vanished` where the client hung up first."""
     declared = header(scope, b"content-length")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -173,11 +163,8 @@ def is_packed(scope: Scope) -> bool:
 
 
 async def unpacked(scope: Scope, body: bytes, limit: int) -> tuple[Scope, bytes]:
-    """A request whose body `is_packed`, as it would have come without.
-
-    Raises:
-        Refused: the encoding is not gzip, or the body is no whole gzip stream or holds more than ``limit`` bytes.
-    """
+    """A request whose body `is_packed`, as it would have come without. Raises `Refused` where the encoding is not gzip,
+    or the body is no whole gzip stream or holds more than ``limit`` bytes."""
     encoding = header(scope, _ENCODING).strip().lower()
     if encoding not in ("gzip", "x-gzip"):
         said = f"the content encoding {encoding[:40]!r} is not read: send the body with gzip, or as it is"
@@ -204,11 +191,7 @@ def _too_large(limit: int) -> Refused:
 
 
 async def unless_gone(work: Awaitable[_T], receive: Receive) -> _T:
-    """Await ``work``, and cancel it when the client hangs up.
-
-    Raises:
-        Vanished: it did.
-    """
+    """Await ``work``, and cancel it when the client hangs up: then `Vanished` is raised."""
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -257,13 +240,8 @@ class UpstreamError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to the upstream.
-
-    Attributes:
-        scope: the client's ASGI scope: method, path, query, headers.
-        body: the whole body.
-        canonical: the body was written by the gateway, and the answer must come uncompressed.
-    """
+    """One request to the upstream, by the client's ASGI scope. ``canonical``: the body was written by the gateway, and
+    the answer must come uncompressed."""
 
     scope: Scope
     body: bytes
@@ -302,11 +280,7 @@ class Upstream(Protocol):
     """Where misses go."""
 
     async def send(self, call: Call) -> Reply:
-        """Send a request; returns when the headers of the answer are there.
-
-        Raises:
-            UpstreamError: there is no answer.
-        """
+        """Send a request; returns when the headers of the answer are there. Raises `UpstreamError` without one."""
         ...
 
     async def ready(self) -> bool:
@@ -362,12 +336,7 @@ class _HttpReply:
 
 
 class HttpUpstream:
-    """An OpenAI-compatible server at a URL.
-
-    Args:
-        url: scheme, host and port, and a path before ``/v1`` where there is one.
-        read_s: how long to wait for the next byte.
-    """
+    """An OpenAI-compatible server at a URL."""
 
     def __init__(self, url: str, read_s: float) -> None:
         self._base = url.rstrip("/")

@@ -216,14 +216,7 @@ def set_up_logs(level: LogLevel = LogLevel.INFO, form: LogFormat = LogFormat.JSO
 
 class Tracing:
     """Makes a span for every request, named and described by OpenTelemetry's conventions for generative AI. A fault is
-    counted and costs no request anything.
-
-    Args:
-        on_fault: counts a fault, by the part that failed.
-
-    Raises:
-        SemkvError: OpenTelemetry is not installed.
-    """
+    counted and costs no request anything."""
 
     def __init__(self, on_fault: Callable[[str], None]) -> None:
         try:

@@ -233,21 +233,8 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One hit, in no more memory than is shown of it.
-
-    Attributes:
-        number: names it in the admin routes; cannot be guessed.
-        at: when, in seconds since the epoch.
-        tier: ``exact``, or the provenance of the donor.
-        score: of the donor; None without one.
-        seconds: that it took.
-        age_s: seconds since the answer was stored.
-        tenant: the beginning of the digest.
-        response: what was stored; without its payload where that is large.
-        hit_id: the semantic cache's name for the hit; empty for an exact one.
-        asked: the request's prompt; None for an exact hit.
-        donor: the prompt that the answer was computed from; None for an exact hit.
-    """
+    """One hit, in no more memory than is shown of it. ``asked`` and ``donor`` are the two prompts of an approximate
+    hit."""
 
     number: str
     at: float

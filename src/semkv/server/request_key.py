@@ -126,11 +126,7 @@ class CanonicalRequest:
         return value is not None and value is not False and value != ""  # 0 logprobs are those of the prompt's tokens
 
     def with_media(self, store: MediaStore) -> Request | None:
-        """``request`` with a file behind every image, for the vision hook and for later donors. Blocks (writes files).
-
-        Raises:
-            OSError: an image cannot be written.
-        """
+        """``request`` with a file behind every image, for the vision hook and for later donors. Blocks (writes files)."""
         request = self.request
         if request is None or not request.media:
             return request
@@ -143,11 +139,8 @@ class CanonicalRequest:
         return replace(request, segments=tuple(segments))
 
     def with_plan(self, plan: Plan) -> CanonicalRequest | None:
-        """The canonical request' of a plan, with its own key. Blocks (reads donors' images).
-
-        Returns:
-            None where the plan cannot be mapped back one to one, or a donor's image is gone.
-        """
+        """The canonical request' of a plan, with its own key. Blocks (reads donors' images). None where the plan cannot
+        be mapped back one to one, or a donor's image is gone."""
         content = self._content.with_segments(plan.segments)
         if self.request is None or content is None:
             return None
@@ -210,7 +203,7 @@ def _build(body: Mapping[str, Any], content: Content, deployment: _Deployment) -
     if stream is not None and not isinstance(stream, bool):
         raise Unkeyable("stream is no boolean")
     route = ROUTES[deployment.endpoint]
-    asked = options if isinstance(options, dict) else {"unknown": options}
+    asked = options if isinstance(options, dict) else {"unknown": options is not None}
     if route.converts and any(value for name, value in asked.items() if name != "include_usage"):
         raise Unkeyable("stream options")
     if model is not None and not isinstance(model, str):
@@ -249,10 +242,7 @@ def _number(value: Any) -> Any:
 
 def loads(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object, refusing what readers disagree on: duplicate names, NaN and infinities, lone surrogates.
-
-    Raises:
-        Unkeyable: it is no such JSON.
-    """
+    Raises `Unkeyable`."""
     try:
         value = json.loads(raw, object_pairs_hook=_object, parse_constant=_constant)
         if b"\\u" in raw:

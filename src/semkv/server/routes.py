@@ -137,11 +137,7 @@ class Content:
 
 
 def read_prompt(prompt: object) -> Content:
-    """A completion's prompt: a text is a question, anything else (token ids, several prompts) is exact-only.
-
-    Raises:
-        Unkeyable: there is none.
-    """
+    """A completion's prompt: a text is a question, anything else (token ids, several prompts) is exact-only."""
     if isinstance(prompt, str):
         return Content("prompt", prompt, prompt, ((0, None),), (TextSegment(prompt),), prompt=prompt)
     if isinstance(prompt, list) and prompt:
@@ -154,9 +150,6 @@ def read_messages(messages: object, *, remote: bool) -> Content:
 
     System texts are system segments, the last text of the last user turn is the question, everything before it context.
     A chat that does not end with a user's text is exact-only, as is one with media other than inline images.
-
-    Raises:
-        Unkeyable: a message or a part of unknown form, or media that is not in the request.
     """
     if not isinstance(messages, list) or not messages:
         raise Unkeyable("no messages")
@@ -313,11 +306,7 @@ def _named(part: dict[str, Any], keyed: dict[str, Any], uuid: Callable[[str], st
 
 
 def _read_responses(body: Mapping[str, Any], remote: bool) -> Content:
-    """The input of a response that depends on nothing that the server keeps.
-
-    Raises:
-        Unkeyable: it does, or has something of unknown form.
-    """
+    """The input of a response that depends on nothing that the server keeps."""
     _refuse_state(body, "previous_response_id", "conversation", "background", "prompt")
     if body.get("store") is not False:
         raise Unkeyable("stateful")
@@ -337,11 +326,7 @@ def _read_anthropic(body: Mapping[str, Any], remote: bool) -> Content:
 
 
 def _read_texts(body: Mapping[str, Any], remote: bool) -> Content:
-    """Texts or token ids that are embedded or compared.
-
-    Raises:
-        Unkeyable: there are none, or something else in their place.
-    """
+    """Texts or token ids that are embedded or compared."""
     held = {name: body[name] for name in _TEXTS if body.get(name) is not None}
     if not held or not all(map(_is_plain, held.values())):
         raise Unkeyable("input of unknown form")

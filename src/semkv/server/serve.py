@@ -114,11 +114,7 @@ def raise_file_limit() -> int:
 
 
 def listening(host: str, port: int, key: str = "--port") -> socket.socket:
-    """A socket for a host's IPv4 address, or for the IPv6 address that is given. It takes no connections yet.
-
-    Raises:
-        SemkvError: the port is in use or not allowed, or the host is none of this machine's.
-    """
+    """A socket for a host's IPv4 address, or for the IPv6 address that is given. It takes no connections yet."""
     sock = None
     try:
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -165,11 +161,6 @@ def run_server(
     """Serve until a signal to stop; then no new connections, and open requests have 20 seconds.
 
     Several workers are processes that take connections from the same sockets. One that ends is started again.
-
-    Raises:
-        ConfigError: a setting does not fit.
-        StoreError: a store cannot be opened.
-        SemkvError: the address cannot be listened on.
     """
     set_up_logs(log_level, log_format)
     if workers > 1 and settings.store == "memory":

@@ -31,18 +31,18 @@ class Chunk(NamedTuple):
 
 
 class SingleFlight:
-    """The answers on their way, by the key of their request.
+    """The answers on their way, by the key of their request. ``on_fault`` counts faults by the part that failed.
 
-    Args:
-        on_fault: counts a fault of ours, by the part that failed.
+    Attributes:
         max_answer_bytes: of one answer that is shared and stored.
         max_total_bytes: of all answers on their way; beyond it new bytes end the sharing of the answer they belong to.
     """
 
-    def __init__(
-        self, on_fault: Callable[[str], None], *, max_answer_bytes: int = 8 << 20, max_total_bytes: int = 256 << 20
-    ) -> None:
-        self.on_fault, self.max_answer_bytes, self.max_total_bytes = on_fault, max_answer_bytes, max_total_bytes
+    max_answer_bytes = 8 << 20
+    max_total_bytes = 256 << 20
+
+    def __init__(self, on_fault: Callable[[str], None]) -> None:
+        self.on_fault = on_fault
         self.held_bytes = 0
         self.running: set[InFlight] = set()
         self._shared: dict[str, InFlight] = {}
@@ -230,9 +230,9 @@ class InFlight:
                 await self._keep(payload)
         except Exception as error:
             self._reading = None
-            log.debug("a stream is not stored: %s", error)
             if not isinstance(error, NotKeepable):
-                self._fault("stream")
+                log.exception("a stream cannot be read")
+                self._flights.on_fault("stream")
         return chunk is not None and is_usage_only(chunk)
 
     async def _keep(self, payload: bytes) -> None:
@@ -241,11 +241,8 @@ class InFlight:
         try:
             await self._on_whole(self)
         except Exception:  # readers get the answer all the same
-            self._fault("store")
-
-    def _fault(self, part: str) -> None:
-        log.exception("an answer is not stored")
-        self._flights.on_fault(part)
+            log.exception("an answer is not stored")
+            self._flights.on_fault("store")
 
     async def _take(self, chunk: Chunk) -> None:
         flights, size = self._flights, len(chunk.data)
@@ -289,18 +286,12 @@ class Reader:
             self.flight.remove_reader(self)
 
     async def aclose(self) -> None:
-        """The same, for `semkv.server.http.Answer`."""
+        """The same, for an `Answer`."""
         self.leave()
 
     async def pieces(self, *, usage: bool = True) -> AsyncIterator[bytes]:
-        """The answer as it comes in. A stream that breaks off ends with an error event: its status is long sent.
-
-        Args:
-            usage: with the event that holds only the usage.
-
-        Raises:
-            UpstreamError: an answer that is no stream broke off.
-        """
+        """The answer as it comes in, with or without the event that holds only the usage. A stream that breaks off ends
+        with an error event, since its status is long sent; any other answer with `UpstreamError`."""
         flight = self.flight
         while True:
             await flight.until(lambda: flight.chunk(self.position) is not None)

@@ -36,11 +36,8 @@ class NotKeepable(Exception):  # noqa: N818
 
 class Splitter:
     """Cuts bytes into events, each with its blank line, whatever the pieces they came in. Lines end in LF or CRLF. Each
-    byte is looked at once: an event may be as long as the answer, and come in very small pieces.
-
-    Attributes:
-        rest: what came after the last whole event.
-    """
+    byte is looked at once: an event may be as long as the answer, and come in very small pieces. ``rest``: what came
+    after the last whole event."""
 
     def __init__(self) -> None:
         self.rest = bytearray()
@@ -155,11 +152,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class Assembler:
-    """Puts the chunks of a stream together.
-
-    Args:
-        chat: chat chunks; else those of ``/v1/completions``.
-    """
+    """Puts the chunks of a stream together. ``chat``: those of chats; else of ``/v1/completions``."""
 
     def __init__(self, *, chat: bool) -> None:
         self._chat = chat
@@ -168,14 +161,8 @@ class Assembler:
         self._choices: dict[int, _Choice] = {}
 
     def take(self, event: bytes, chunk: dict[str, Any] | None) -> bytes | None:
-        """Take one event, and what `read_chunk` reads of it.
-
-        Returns:
-            JSON of the whole answer, once ``[DONE]`` came.
-
-        Raises:
-            NotKeepable: it is no chunk, an error, or has fields that are not known here; or there was no usage.
-        """
+        """Take one event, and what `read_chunk` reads of it. Returns the whole answer with its last event. Raises
+        `NotKeepable` where it cannot be put together."""
         data = data_of(event) if chunk is None else b""
         try:
             if data == b"[DONE]":
@@ -211,25 +198,15 @@ class Assembler:
 
 
 class Recorder:
-    """Keeps the events of a stream as they came.
-
-    Args:
-        ends: type of the event that ends a whole answer; empty where there are no streams.
-    """
+    """Keeps the events of a stream as they came. ``ends``: type of the event that ends a whole answer."""
 
     def __init__(self, ends: str = "") -> None:
         self._ends = ends
         self._events: list[bytes] | None = []
 
     def take(self, event: bytes, chunk: dict[str, Any] | None) -> bytes | None:
-        """Take one event, and what `read_chunk` reads of it.
-
-        Returns:
-            All events, with the one that ends the answer.
-
-        Raises:
-            NotKeepable: it is an error.
-        """
+        """Take one event, and what `read_chunk` reads of it. Returns the whole answer with its last event. Raises
+        `NotKeepable` where it cannot be put together."""
         kind = None if chunk is None else chunk.get("type")
         if kind == "error" or (chunk is not None and chunk.get("error") is not None):
             raise NotKeepable("an error in the stream")
@@ -248,12 +225,7 @@ class Recorder:
 
 
 def read_answer(payload: bytes) -> Any:
-    """What was kept as JSON; of the events of a stream, what they say of the answer as a whole.
-
-    Raises:
-        ValueError: it is neither.
-        RecursionError: it is nested too deeply.
-    """
+    """What was kept as JSON; of the events of a stream, what they say of the answer as a whole."""
     try:
         return json.loads(payload)
     except ValueError:
@@ -343,9 +315,6 @@ def replay(answer: Mapping[str, Any], *, include_usage: bool) -> bytes:
     """A stored answer as the stream that a client asked for, ``[DONE]`` included.
 
     With ``include_usage`` every chunk has a ``usage`` field, null but in the closing one, as the API describes it.
-
-    Raises:
-        NotKeepable: the answer has fields that a stream of it would lose.
     """
     _refuse_unknown(answer, _TOP_KNOWN, "answer")
     chat = answer.get("object") != "text_completion"

@@ -92,11 +92,6 @@ class Tenants:
     By default a tenant is whoever holds the same credentials (``Authorization``, ``X-API-Key``, ``Cookie`` and the
     like), so two keys never share an answer. A proxy that is trusted may name the tenant instead. A name that comes
     from any other client means that somebody relies on it, so such a request is not cached.
-
-    Args:
-        secret: of the deployment; tenants' names are digests under it.
-        trusted: networks whose ``X-Semkv-Tenant`` header counts.
-        single: everybody is one tenant.
     """
 
     def __init__(self, secret: bytes, *, trusted: tuple[Network, ...] = (), single: bool = False) -> None:
@@ -115,11 +110,7 @@ class Tenants:
         return Client(_tenant(_digest(self._secret, "claimed:", named + "\n" + held)), False, name)
 
     def tags_of(self, scope: Scope) -> tuple[str, ...]:
-        """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from any other client.
-
-        Raises:
-            Unkeyable: see `read_tags`.
-        """
+        """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from any other client."""
         given = header(scope, b"x-semkv-tags") if self._trusted else ""
         return read_tags(given) if given and self._from_proxy(scope) else ()
 
@@ -171,9 +162,7 @@ class Tenants:
         """The upstream has answered a request with these credentials.
 
         A success lets them in, 401 and 403 shut them out; anything else may have been said before they were looked at.
-
-        Returns:
-            What the store must note: that they are refused (True), or are not any more; None for nothing.
+        Returns what the store must note: that they are refused (True), or are not any more; None for nothing.
         """
         if status in REFUSED:
             self._refuse(client)
@@ -209,11 +198,7 @@ _HARMLESS = frozenset(b"accept-encoding origin access-control-request-method acc
 
 
 class Vary:
-    """Tells which requests may have one answer, as far as their headers go.
-
-    Args:
-        more: names of headers that count in addition to the usual ones.
-    """
+    """Tells which requests may have one answer, as far as their headers go."""
 
     def __init__(self, more: Iterable[str] = ()) -> None:
         self._names = _IN_KEY | {name.lower().encode() for name in more}
@@ -228,12 +213,7 @@ class Vary:
         return tuple((k.decode("latin-1"), v.decode("latin-1")) for k, v in found)
 
     def refusal(self, headers: Headers, *, by_credentials: bool) -> str:
-        """Why an answer with these headers may go to nobody else; empty where it may.
-
-        Args:
-            headers: of the answer, names in lower case.
-            by_credentials: every header with credentials is in the key.
-        """
+        """Why an answer with these headers may go to nobody else; empty where it may."""
         for name, value in headers:
             if name == b"cache-control":
                 words = {word.partition(b"=")[0].strip() for word in value.lower().split(b",")}
@@ -266,9 +246,6 @@ def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
 
     >>> parse_tag_rule("model:*-news=news").tag
     'news'
-
-    Raises:
-        ConfigError: the text has another form.
     """
     form = re.fullmatch(r"(prompt|model):(.+)=([^=]*)", text, re.DOTALL)
     if form is None or not _TAG.fullmatch(form[3]):
@@ -282,11 +259,8 @@ def tags_by(rules: Sequence[TagRule], prompt: str, model: str) -> tuple[str, ...
 
 
 def read_tags(given: str) -> tuple[str, ...]:
-    """The labels in a header, separated by commas: each once, sorted.
-
-    Raises:
-        Unkeyable: too many, or one of another form. An answer without them could not be removed by them.
-    """
+    """The labels in a header, separated by commas: each once, sorted. Raises `Unkeyable`: an answer without them could
+    not be removed by them."""
     tags = sorted({part for piece in given.split(",") if (part := piece.strip())})
     if len(tags) > MOST or not all(map(_TAG.fullmatch, tags)):
         raise Unkeyable("tags")
@@ -306,11 +280,7 @@ class NoPlace(ValueError):  # noqa: N818
 
 
 def tenant_salt(secret: bytes, tenant: str, own: object) -> str:
-    """64 hex digits: one salt for each tenant and each salt of the tenant's own (None: none).
-
-    Raises:
-        ValueError: ``own`` is no JSON.
-    """
+    """64 hex digits: one salt for each tenant and each salt of the tenant's own (None: none)."""
     said = json.dumps(["salt", tenant, own], sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return hmac.digest(secret, said.encode(), "sha256").hex()
 
@@ -318,10 +288,8 @@ def tenant_salt(secret: bytes, tenant: str, own: object) -> str:
 def salted(raw: bytes, tenant: str, secret: bytes) -> bytes:
     """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name.
 
-    It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts.
-
-    Raises:
-        NoPlace: it is no JSON object.
+    It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts. Raises
+    `NoPlace` where it is no JSON object.
     """
     try:
         body = json.loads(raw)
