@@ -61,13 +61,13 @@ def test_open_requests_are_finished_on_a_signal_to_stop(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def semantic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    settings = {"tell": False, "similarity_threshold": 0.8, **PATIENT}  # a busy machine is no fault
+    settings = {"similarity_threshold": 0.8, **PATIENT}  # a busy machine is no fault
     with Pair(tmp_path_factory.mktemp("semantic"), semantic=True, **settings) as running:
         yield running
 
 
 class TestTenantsWithNeighbours:
-    """Headers that tell are off: the answer itself says whose it is, and what the upstream was asked."""
+    """The answer itself says whose it is, and what the upstream was asked."""
 
     def test_a_neighbour_of_ones_own_is_found(self, semantic: Pair) -> None:
         owner = {"Authorization": "Bearer owner"}

@@ -34,34 +34,10 @@ from semkv import __version__
 from semkv.cache import SemanticCache
 from semkv.config import ConfigFile, Variables, parse
 from semkv.errors import SemkvError
+from semkv.server import http
 from semkv.server.cache_client import CacheClient
 from semkv.server.gateway import Gateway
-from semkv.server.http import (
-    Answer,
-    Application,
-    AppUpstream,
-    Call,
-    HttpUpstream,
-    Message,
-    Receive,
-    Refused,
-    Room,
-    Scope,
-    Send,
-    Upstream,
-    UpstreamError,
-    Vanished,
-    busy_answer,
-    error_answer,
-    error_of,
-    header,
-    is_packed,
-    read_body,
-    reply,
-    route_path,
-    unless_gone,
-    unpacked,
-)
+from semkv.server.http import Answer, Application, Call, Message, Receive, Refused, Scope, Send, Upstream
 from semkv.server.logs import Seen, Tracing, begin
 from semkv.server.metrics import Metrics
 from semkv.server.routes import ROUTES
@@ -119,7 +95,7 @@ class App:
         self._admin_port = admin_port
         settings = gateway.settings
         self._limit = settings.max_body_mib << 20
-        self._room = Room(_BODIES * self._limit)
+        self._room = http.Room(_BODIES * self._limit)
         self._tracing = Tracing(gateway.metrics.fault) if settings.otel else None
         self._open_paths: set[str] = set()  # where the upstream's latest answer to a browser was open to all
         self._proxy: Application = self._respond
@@ -134,7 +110,7 @@ class App:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = route_path(scope) if scope["type"] == "http" else ""
+        path = http.route_path(scope) if scope["type"] == "http" else ""
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
         elif path and self._admin_port and scope["server"][1] == self._admin_port:
@@ -144,7 +120,7 @@ class App:
             await (_error(404, "not at this port") if closed else self._operations)(scope, receive, send)
         elif path and FULL in scope.get("extensions", ()):
             self.gateway.metrics.turned_away.labels("connections").inc()
-            await reply(busy_answer("connections"), send)
+            await http.reply(http.busy_answer("connections"), send)
         elif path and scope["method"] in ("POST", "OPTIONS") and path in SALTED:
             await self._proxy({**scope, "path": path, "root_path": ""}, receive, send)
         else:
@@ -174,7 +150,7 @@ class App:
         seen, tracing = begin(scope), self._tracing
         span = None if tracing is None else tracing.start(scope, seen)
         try:
-            with suppress(Vanished, UpstreamError):  # an answer that breaks off takes the connection with it
+            with suppress(http.Vanished, http.UpstreamError):  # an answer that breaks off takes the connection with it
                 await self._deliver(scope, receive, send, seen)
         finally:
             if seen.cache and seen.status == 200:  # names of no model, and keys that are refused, would fill the tables
@@ -187,11 +163,11 @@ class App:
     async def _deliver(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
         try:
             if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
-                raise Refused(error_answer(400, "no such path"))
-            body = await read_body(scope, receive, self._limit, self._room)
+                raise Refused(http.error_answer(400, "no such path"))
+            body = await http.read_body(scope, receive, self._limit, self._room)
             with self._room.lease() as take:
-                if scope["path"] in SALTED and is_packed(scope):
-                    scope, body = await unpacked(scope, body, self._limit)
+                if scope["path"] in SALTED and http.is_packed(scope):
+                    scope, body = await http.unpacked(scope, body, self._limit)
                     take(len(body))
                 answer = await self._answer(Call(scope, body), receive)
         except Refused as refused:
@@ -200,14 +176,15 @@ class App:
                 self.gateway.metrics.turned_away.labels("bodies").inc()
         seen.sign(answer)
         self._open_to_browsers(scope, answer)
-        await (reply(answer, send) if answer.stream is None else unless_gone(reply(answer, send), receive))
+        sending = http.reply(answer, send)
+        await (sending if answer.stream is None else http.unless_gone(sending, receive))
 
     async def _answer(self, call: Call, receive: Receive) -> Answer:
         if call.scope["path"] not in ROUTES or call.scope["method"] != "POST":
             return await self.gateway.forward(call, receive, "route")
         try:
             return await self.gateway.handle(call, receive)
-        except Vanished:
+        except http.Vanished:
             raise
         except Exception:  # a fault of ours must not cost the answer
             log.exception("the gateway failed")
@@ -220,7 +197,7 @@ class App:
         if self.gateway.settings.cors_origins:
             if not answer.ours:
                 answer.headers = [pair for pair in answer.headers if not pair[0].startswith(b"access-control-")]
-        elif header(scope, b"origin"):
+        elif http.header(scope, b"origin"):
             path = scope["path"]
             if answer.ours and path in self._open_paths:
                 answer.headers.append(_TO_ALL)
@@ -242,7 +219,7 @@ class Middleware(App):
 
     def __init__(self, app: Application) -> None:
         settings = parse(ServerSettings, [], Variables(ServerSettings, os.environ), ConfigFile(os.environ))
-        super().__init__(gateway_of(settings, os.environ, AppUpstream(app)), admin_key(os.environ))
+        super().__init__(gateway_of(settings, os.environ, http.AppUpstream(app)), admin_key(os.environ))
         self._otherwise = app  # type: ignore[assignment]
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -259,7 +236,7 @@ class Middleware(App):
 def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
     key = admin_key(environment)
-    upstream = HttpUpstream(settings.upstream, settings.upstream_timeout)
+    upstream = http.HttpUpstream(settings.upstream, settings.upstream_timeout)
     return App(gateway_of(settings, environment, upstream, workers), key, settings.admin_port)
 
 
@@ -321,24 +298,23 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def _error(status: int, message: str) -> JSONResponse:
     kind = "authentication_error" if status in (401, 403) else "invalid_request_error"
-    return JSONResponse(error_of(status, message, kind), status, headers=_SECURITY)
+    return JSONResponse(http.error_of(status, message, kind), status, headers=_SECURITY)
 
 
 class WrongKeys:
     """Wrong admin keys by address: after `_GUESSES` there is a minute in which no key is looked at."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._latest: Latest[str, tuple[int, float]] = Latest(_ADDRESSES)  # how many, and until when they count
 
     def wait_s(self, address: str) -> int:
         """How long the next key from an address has to wait; 0 where it may come now."""
         many, until = self._latest.get(_network(address), (0, 0.0))
-        return max(0, math.ceil(until - self._clock())) if many >= _GUESSES else 0
+        return max(0, math.ceil(until - time.monotonic())) if many >= _GUESSES else 0
 
     def add(self, address: str) -> None:
         """A wrong key has come."""
-        name, now = _network(address), self._clock()
+        name, now = _network(address), time.monotonic()
         many, until = self._latest.get(name, (0, 0.0))
         many = many + 1 if now < until else 1
         self._latest[name] = many, now + _GUESSED_S

@@ -19,22 +19,9 @@ from functools import cached_property, lru_cache, partial
 from itertools import takewhile
 from typing import Any
 
+from semkv.server import http
 from semkv.server.cache_client import EXACT, CacheClient, Lookup
-from semkv.server.http import (
-    EVENTS,
-    JSON,
-    Answer,
-    Call,
-    Headers,
-    Receive,
-    Reply,
-    Upstream,
-    UpstreamError,
-    error_answer,
-    for_others,
-    header,
-    unless_gone,
-)
+from semkv.server.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
 from semkv.server.logs import current
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
 from semkv.server.request_key import CanonicalRequest, canonicalise, loads
@@ -168,7 +155,7 @@ class Gateway:
             blocked = "key"
         request = GatewayRequest(call, canonical, controls, client, blocked, start)
         answer = self._from_memory(request, Lookup(canonical))
-        return await unless_gone(self._answer(request), receive) if answer is None else answer
+        return await http.unless_gone(self._answer(request), receive) if answer is None else answer
 
     async def _answer(self, request: GatewayRequest) -> Answer:
         """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream.
@@ -349,7 +336,7 @@ class Gateway:
             request.too_old = found is not None and not request.blocked
             return None
         payload = found.response.payload
-        answer = self._as_stream(request, payload) if request.canonical.stream else Answer(200, [JSON], payload)
+        answer = self._as_stream(request, payload) if request.canonical.stream else Answer(200, [http.JSON], payload)
         if answer is None:
             return None
         if found.stale and request.controls.write:
@@ -371,13 +358,13 @@ class Gateway:
     def _as_stream(self, request: GatewayRequest, payload: bytes) -> Answer | None:
         """A kept answer as a stream; None where a stream would lose something."""
         if not request.canonical.route.converts:
-            return Answer(200, [EVENTS], payload)
+            return Answer(200, [http.EVENTS], payload)
         try:
             body = replay(json.loads(payload), include_usage=request.canonical.include_usage)
         except (NotKeepable, ValueError, AttributeError, TypeError, LookupError, RecursionError):
             self.metrics.uncacheable.labels("no stream of it").inc()
             return None
-        return Answer(200, [EVENTS], body)
+        return Answer(200, [http.EVENTS], body)
 
     async def _serve(self, request: GatewayRequest, lookup: Lookup, looking: asyncio.Future[Lookup] | None) -> Answer:
         """The upstream answer that the request waits for, in the form the client asked for."""
@@ -412,7 +399,7 @@ class Gateway:
             raise flight.error
         if joined and (flight.status in REFUSED or flight.refused):  # it says nothing of this client's request
             return None
-        headers = for_others(flight.headers) if joined else list(flight.headers)
+        headers = http.for_others(flight.headers) if joined else list(flight.headers)
         if not (flight.streamed and stream):
             await flight.until(lambda: not flight.shared)
             if flight.done or flight.streamed:
@@ -433,7 +420,7 @@ class Gateway:
         if flight.payload is None or (flight.streamed and not converts):
             return None
         if flight.streamed:
-            answer = Answer(200, [JSON], flight.payload)
+            answer = Answer(200, [http.JSON], flight.payload)
         elif converts and request.canonical.stream and flight.status == 200:
             answer = self._as_stream(request, flight.payload)
         else:
@@ -454,7 +441,7 @@ class Gateway:
     def _unreachable(self, error: UpstreamError, tier: str, start: float, header: Headers) -> Answer:
         """There is no answer to a request that came at ``start``, by `time.perf_counter`."""
         self.metrics.request(tier, error.status, time.perf_counter() - start)
-        return error_answer(error.status, str(error), "upstream_error", header)
+        return http.error_answer(error.status, str(error), "upstream_error", header)
 
     # -- passing on ---------------------------------------------------------------------------------------------
 
@@ -465,10 +452,10 @@ class Gateway:
         header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
         self.metrics.uncacheable.labels(reason).inc()
         try:
-            reply = await unless_gone(self._send_on(call, client.tenant), receive)
+            reply = await http.unless_gone(self._send_on(call, client.tenant), receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start)
-            return error_answer(400, str(error), headers=header)
+            return http.error_answer(400, str(error), headers=header)
         except UpstreamError as error:
             return self._unreachable(error, PASSED, start, header)
         if call.scope["method"] != "OPTIONS":  # which anybody may ask
@@ -487,7 +474,7 @@ class Gateway:
         """The canonical form of a request. Raises `Unkeyable` where it has none."""
         if not client.believed:
             raise Unkeyable("tenant")
-        if header(call.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
+        if http.header(call.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
             raise Unkeyable("content type")
         tags, headers = self._tenants.tags_of(call.scope), self._vary.read(call.scope)
         read = self._read_again if len(call.body) <= _SMALL else self._read

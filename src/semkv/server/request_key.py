@@ -126,7 +126,7 @@ class CanonicalRequest:
         return value is not None and value is not False and value != ""  # 0 logprobs are those of the prompt's tokens
 
     def with_media(self, store: MediaStore) -> Request | None:
-        """``request`` with a file behind every image, for the vision hook and for later donors. Blocks (writes files)."""
+        """``request`` with a file behind every image, for the vision hook and later donors. Blocks (writes files)."""
         request = self.request
         if request is None or not request.media:
             return request

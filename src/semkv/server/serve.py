@@ -175,7 +175,8 @@ def run_server(
     if workers == 1:
         app = _load(settings, environment)
         log.info(said)
-        uvicorn.Server(_config(app)).run(sockets)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(_config(app)).run(sockets)
         return
     log.info("%s, %d workers", said, workers)
     secret_of(settings, environment)  # made by one process
