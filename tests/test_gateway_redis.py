@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hmac
-import itertools
 import json
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,8 @@ import httpx
 import pytest
 import redis
 
-from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, Served, Started, chat, wait_until
+from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, wait_until
 from redis_server import RedisServer
-from scripted_upstream import Scripted
 from semkv.server.tenancy import named_tenant
 from semkv.stores.maintenance import purge_all, purge_entries
 from semkv.stores.responses.base import Selector
@@ -402,62 +398,3 @@ class TestDonors:
                 assert all(knows(pair, ONE) for pair in (two.one, two.other))
         finally:
             server.kill()
-
-
-class TestKilled:
-    """Gateways in processes of their own, killed under traffic."""
-
-    def test_what_a_killed_gateway_shared_stays_and_it_catches_up(self, tmp_path: Path) -> None:
-        server, upstream = RedisServer(tmp_path, durable=True), Scripted()
-        folders = [tmp_path / name for name in ("one", "other")]
-        for folder in folders:
-            folder.mkdir()
-        flags = [f"--store={server.url}", "--semantic", "--store-timeout=10", "--workers=2"]
-
-        def asked(running: Started, text: str) -> str:
-            url = f"{running.url}/v1/chat/completions"
-            return httpx.post(url, json=chat(text), timeout=120).headers["x-semkv"]
-
-        try:
-            with (
-                Served(upstream) as behind,
-                Started(behind.url, folders[0], *flags) as one,
-                Started(behind.url, folders[1], *flags) as other,
-            ):
-                statuses, stop = set(), threading.Event()
-
-                def traffic() -> None:
-                    for number in itertools.count():
-                        statuses.add(asked(one, f"Which is house number {number}?").split()[0])
-                        if stop.is_set():
-                            return
-
-                asking = threading.Thread(target=traffic)
-                asking.start()
-                assert asked(other, "Which sea lies in the north?") == "miss"
-                wait_until(lambda: recorded(folders[0], "in the north"))
-                assert asked(one, "which sea lies in  the north?").startswith("hit tier=text")
-                assert asked(other, "What was shared before the kill?") == "miss"
-                wait_until(lambda: recorded(folders[0], "before the kill"))
-                other.kill()
-                assert asked(one, "what was shared before  the kill?").startswith("hit")
-                assert asked(one, "What came while it was down?") == "miss"
-                with Started(behind.url, folders[1], *flags) as again:
-                    wait_until(lambda: recorded(folders[1], "while it was down"))
-                    assert asked(again, "what came while it  was down?").startswith("hit tier=text")
-                stop.set()
-                asking.join()
-                assert statuses <= {"miss", "hit", "joined"}
-        finally:
-            server.kill()
-
-
-def shared(server: RedisServer, text: str) -> bool:
-    with redis.Redis(port=server.port) as client:
-        return any(text.encode() in fields.get(b"entry", b"") for _, fields in client.xrange(ENTRIES))
-
-
-def recorded(folder: Path, text: str) -> bool:
-    """Whether a gateway's catalog has an entry with this text."""
-    with closing(sqlite3.connect(folder / "cache" / "catalog.sqlite", timeout=60)) as db:
-        return any(text in said for (said,) in db.execute("SELECT chunk_text FROM entries"))

@@ -276,5 +276,3 @@ def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path, form:
     assert [line.get("model") for line in lines] == ["scripted", "scripted", "scripted", "two\nlines", None]
     assert lines[-1]["route"] == "/v1/models"
     assert all(0 <= line["ms"] < 3e5 for line in lines)
-
-

@@ -50,19 +50,12 @@ _INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minu
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What the caches have for a request.
+    """What the caches have for a request."""
 
-    Attributes:
-        canonical: what would be asked upstream: the request, or the canonical request' of a plan.
-        found: its stored answer, or None.
-        report: of the semantic lookup; None where there was none.
-        entry: the request as near-repeats find it while it is answered; None where they may not.
-    """
-
-    canonical: CanonicalRequest
-    found: Found | None = None
-    report: ReuseReport | None = None
-    entry: PendingEntry | None = None
+    canonical: CanonicalRequest  # what would be asked upstream: the request, or that of a plan
+    found: Found | None = None  # its stored answer, or None
+    report: ReuseReport | None = None  # of the semantic lookup; None where there was none
+    entry: PendingEntry | None = None  # as near-repeats find it meanwhile; None where they may not
 
     @property
     def tier(self) -> str:

@@ -48,28 +48,16 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(slots=True)
 class GatewayRequest:
-    """A request that has a key.
+    """A request that has a key."""
 
-    Attributes:
-        call: as it came.
-        canonical: its canonical form.
-        controls: what the client asked of the cache.
-        client: who asks.
-        blocked: why no stored answer will do: the client wants none, the answer is to be drawn at random, or the
-            upstream has not let this client in; empty where one will do.
-        start: when it was there, by `time.perf_counter`.
-        reader: of the upstream answer that it waits for, if any.
-        too_old: a stored answer was there, and is older than the client wants.
-    """
-
-    call: Call
+    call: Call  # as it came
     canonical: CanonicalRequest
-    controls: Controls
+    controls: Controls  # what the client asks of the cache
     client: Client
-    blocked: str
-    start: float
-    reader: Reader | None = None
-    too_old: bool = False
+    blocked: str  # why no stored answer will do, such as `sampled`; empty where one will
+    start: float  # by `time.perf_counter`
+    reader: Reader | None = None  # of the upstream answer that it waits for
+    too_old: bool = False  # a stored answer was there, and is older than the client wants
 
     @property
     def shared(self) -> bool:

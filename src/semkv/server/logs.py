@@ -52,30 +52,18 @@ _CONTROLS = re.compile(
 
 @dataclass(slots=True)
 class Seen:
-    """What operators see of one request.
-
-    Attributes:
-        request_id: names it.
-        method, route: of its first line, without the query.
-        tenant: the beginning of its tenant's digest.
-        model: as the client named it; empty where the body was not read.
-        cache: what ``X-Semkv`` says: hit, miss, joined or pass, with the reason.
-        status: of the answer; 0 where the client hung up first.
-        upstream_id: the upstream's own id for the answer, where it gave another.
-        donor: entry that stood in for the request.
-        payload: reads the whole answer, once there is one.
-    """
+    """What operators see of one request."""
 
     request_id: str
     method: str
-    route: str
-    tenant: str = ""
-    model: str = ""
-    cache: str = ""
-    status: int = 0
-    upstream_id: str = ""
-    donor: str = ""
-    payload: Callable[[], bytes | None] = lambda: None
+    route: str  # without the query
+    tenant: str = ""  # the beginning of its tenant's digest
+    model: str = ""  # as the client named it; empty where the body was not read
+    cache: str = ""  # what `X-Semkv` says: hit, miss, joined or pass, with the reason
+    status: int = 0  # of the answer; 0 where the client hung up first
+    upstream_id: str = ""  # the upstream's own id for the answer, where it gave another
+    donor: str = ""  # entry that stood in for the request
+    payload: Callable[[], bytes | None] = lambda: None  # reads the whole answer, once there is one
     start: float = field(default_factory=time.perf_counter)
 
     def sign(self, answer: Answer) -> None:

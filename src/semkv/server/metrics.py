@@ -114,11 +114,7 @@ _MODES["store_up"] = "livemin"
 
 
 class Metrics:
-    """Counters, histograms and gauges.
-
-    Args:
-        workers: processes that count together, through files in the folder that the variable `FOLDER` names.
-    """
+    """Counters, histograms and gauges, of ``workers`` processes that count together through files in a folder."""
 
     def __init__(self, workers: int = 1) -> None:
         self.workers = workers
@@ -153,7 +149,6 @@ class Metrics:
         )
         self.tokens = self._counter("tokens_saved", "Completion tokens not computed.")
         self.saved = self._counter("seconds_saved", "Upstream seconds not spent, as measured on misses.")
-        self._made: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"semkv_{name}", text, labels, registry=self.registry)
@@ -184,12 +179,8 @@ class Metrics:
 
     def request(self, tier: str, status: int, seconds: float) -> None:
         """Count one request that was answered."""
-        children = self._made.get((tier, status))
-        if children is None:
-            children = self._requests.labels(tier, str(status)), self._seconds.labels(tier)
-            self._made[(tier, status)] = children
-        children[0].inc()
-        children[1].observe(seconds)
+        self._requests.labels(tier, str(status)).inc()
+        self._seconds.labels(tier).observe(seconds)
         self.live.add(tier, seconds)
 
     def fault(self, part: str) -> None:

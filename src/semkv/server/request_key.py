@@ -62,26 +62,15 @@ class _Deployment:
 
 @dataclass(frozen=True)
 class CanonicalRequest:
-    """A request with its exact key.
+    """A request with its exact key."""
 
-    Attributes:
-        key: hex HMAC-SHA256 over everything that changes the answer, tenant and versions included.
-        partition: the tenant, `StoredResponse.partition`.
-        model: as the client named it.
-        prompt: text of the last user turn; empty where there is none.
-        stream: the client wants a stream. Part of the key only where the route does not convert.
-        include_usage: the client wants the usage at the end of its stream.
-        sampled: the answer is drawn at random (neither temperature 0 nor a seed). `ResponseCache.keep` refuses it
-            unless told otherwise; such requests must not share a flight either.
-    """
-
-    key: str
-    partition: str
-    model: str
-    prompt: str
-    stream: bool
-    include_usage: bool
-    sampled: bool
+    key: str  # hex HMAC-SHA256 over everything that changes the answer, tenant and versions included
+    partition: str  # the tenant, `StoredResponse.partition`
+    model: str  # as the client named it
+    prompt: str  # text of the last user turn; empty where there is none
+    stream: bool  # the client wants a stream; part of the key only where the route does not convert
+    include_usage: bool  # the client wants the usage at the end of its stream
+    sampled: bool  # the answer is drawn at random: neither temperature 0 nor a seed
     _body: Mapping[str, Any] = field(repr=False)
     _content: Content = field(repr=False)
     _deployment: _Deployment = field(repr=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,8 +35,8 @@ _VERBATIM = {
 _MEDIA = {"image_url": frozenset(("url", "detail")), "audio_url": frozenset(("url",)), "video_url": frozenset(("url",))}
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,")
 _KINDS = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"))
-_COMPLETE = frozenset(("stop", "tool_calls"))
-_ENDED = frozenset(("end_turn", "stop_sequence", "tool_use"))
+_FINISHED = ("stop", "tool_calls")
+_ENDED = ("end_turn", "stop_sequence", "tool_use")
 
 # Items and parts whose whole meaning is in the request: type -> the fields they may have.
 _RESPONSES = {
@@ -75,47 +75,33 @@ class Unkeyable(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """One request's content in its forms.
+    """One request's content in its forms."""
 
-    Attributes:
-        name: of its field, such as ``messages`` or ``prompt``.
-        value: as it came.
-        keyed: ``value`` with every media item by the digest of its bytes.
-        slots: where the segments stand; empty where the request is exact-only.
-        segments: in prompt order; images without a file.
-        media: bytes of the images by media id.
-        prompt: text of the last user turn.
-    """
-
-    name: str
-    value: Any
-    keyed: Any
-    slots: tuple[Slot, ...] = ()
-    segments: tuple[Segment, ...] = ()
-    media: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    prompt: str = ""
+    name: str  # of its field, such as `messages` or `prompt`
+    value: Any  # as it came
+    keyed: Any  # with every media item by the digest of its bytes
+    slots: tuple[Slot, ...] = ()  # where the segments stand; empty where the request is exact-only
+    segments: tuple[Segment, ...] = ()  # in prompt order; images without a file
+    media: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # bytes of the images by media id
+    prompt: str = ""  # text of the last user turn
 
     def with_segments(self, segments: Sequence[Segment]) -> Content | None:
         """The same with other texts and images at its slots; None where they are not as many, or of other kinds."""
         if len(segments) != len(self.segments) or not segments:
             return None
-        new: list[str | None] = []  # text or data URL at each slot; None for what is there
-        for own, other in zip(self.segments, segments, strict=True):
+        new: dict[Slot, str] = {}
+        for slot, own, other in zip(self.slots, self.segments, segments, strict=True):
             if isinstance(own, TextSegment) and isinstance(other, TextSegment) and own.role is other.role:
-                new.append(None if own.text == other.text else other.text)
-            elif isinstance(own, MediaSegment) and isinstance(other, MediaSegment):
-                same = own.media_id == other.media_id
-                data = None if same else read_media(other, ())
-                if data is None and not same:
-                    return None
-                new.append(None if data is None else _data_url(data))
-            else:
+                new[slot] = other.text
+            elif not isinstance(own, MediaSegment) or not isinstance(other, MediaSegment):
                 return None
+            elif own.media_id != other.media_id:
+                if (data := read_media(other, ())) is None:
+                    return None
+                new[slot] = _data_url(data)
         if self.name == "prompt":
-            return read_prompt(self.value if new[0] is None else new[0])
-        changed = [(slot, text) for slot, text in zip(self.slots, new, strict=True) if text is not None]
-        value = _edited(self.value, [slot for slot, _ in changed], lambda n, part: _filled(part, changed[n][1]))
-        return read_messages(value, remote=False)
+            return read_prompt(new[self.slots[0]])
+        return read_messages(_edited(self.value, new, lambda slot, part: _filled(part, new[slot])), remote=False)
 
     def template(self) -> Any:
         """``keyed`` with every slot empty: what a donor must share."""
@@ -266,13 +252,13 @@ def _data_url(data: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _edited(messages: Sequence[Any], slots: Sequence[Slot], edit: Callable[[int, Any], Any]) -> list[Any]:
-    """Messages with another text or part at each of some slots, ``edit``'s of its number and of what is there. The rest
-    is shared."""
+def _edited(messages: Sequence[Any], slots: Iterable[Slot], edit: Callable[[Slot, Any], Any]) -> list[Any]:
+    """Messages with another text or part at each of some slots: what ``edit`` makes of slot and part. The rest is
+    shared."""
     edited = list(messages)
-    for number, (i, j) in enumerate(slots):
+    for i, j in slots:
         own = edited[i]["content"]
-        new = edit(number, own) if j is None else [*own[:j], edit(number, own[j]), *own[j + 1 :]]
+        new = edit((i, j), own) if j is None else [*own[:j], edit((i, j), own[j]), *own[j + 1 :]]
         edited[i] = {**edited[i], "content": new}
     return edited
 
@@ -399,13 +385,9 @@ def _is_there(part: Mapping[str, Any], remote: bool) -> bool:
 
 def _has_finished_choices(answer: Mapping[str, Any]) -> bool:
     """Every choice ended by itself (``stop``) or with a tool call."""
-    choices = answer.get("choices")
-    return isinstance(choices, list) and bool(choices) and all(map(_is_finished, choices))
-
-
-def _is_finished(choice: Any) -> bool:
-    reason = choice.get("finish_reason") if isinstance(choice, dict) else None
-    return isinstance(reason, str) and reason in _COMPLETE
+    found = answer.get("choices")
+    choices = found if isinstance(found, list) else []
+    return bool(choices) and all(isinstance(c, dict) and c.get("finish_reason") in _FINISHED for c in choices)
 
 
 def _is_completed(answer: Mapping[str, Any]) -> bool:
@@ -413,8 +395,7 @@ def _is_completed(answer: Mapping[str, Any]) -> bool:
 
 
 def _has_ended(answer: Mapping[str, Any]) -> bool:
-    reason = answer.get("stop_reason")
-    return answer.get("type") == "message" and isinstance(reason, str) and reason in _ENDED
+    return answer.get("type") == "message" and answer.get("stop_reason") in _ENDED
 
 
 def _holds(name: str, fields: frozenset[str], answer: Mapping[str, Any]) -> bool:
@@ -426,23 +407,14 @@ def _holds(name: str, fields: frozenset[str], answer: Mapping[str, Any]) -> bool
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path whose answers are cached.
+    """A path whose answers are cached."""
 
-    Attributes:
-        read: takes the content out of a body; the flag: media may be remote. Raises `Unkeyable`.
-        whole: whether an answer came to its own end.
-        stream: reads a streamed answer.
-        converts: a stream and a whole answer are made of each other. Else they are different answers.
-        fixed_by: fields that keep an answer from being drawn at random; none where it never is.
-        repeated: fields that the answer repeats, so they are in the key.
-    """
-
-    read: Callable[[Mapping[str, Any], bool], Content]
-    whole: Callable[[Mapping[str, Any]], bool]
-    stream: Callable[[], Assembler | Recorder] = Recorder
-    converts: bool = False
-    fixed_by: tuple[str, ...] = ()
-    repeated: frozenset[str] = frozenset()
+    read: Callable[[Mapping[str, Any], bool], Content]  # the content of a body; the flag: media may be remote
+    whole: Callable[[Mapping[str, Any]], bool]  # whether an answer came to its own end
+    stream: Callable[[], Assembler | Recorder] = Recorder  # reads a streamed answer
+    converts: bool = False  # a stream and a whole answer are made of each other
+    fixed_by: tuple[str, ...] = ()  # fields that keep an answer from being drawn at random; none where it never is
+    repeated: frozenset[str] = frozenset()  # fields that the answer repeats, so they are in the key
 
     def refusal(self, payload: bytes, status: int = 200) -> str:
         """Why an answer must not be kept, in a word or two; empty for a complete one."""

@@ -40,17 +40,11 @@ _REMEMBERED = 10_000  # credentials, by their digests
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What a client asked of the cache.
+    """What a client asked of the cache."""
 
-    Attributes:
-        read: an answer may come from the cache.
-        write: the answer may be kept.
-        max_age_s: oldest answer that will do; None for any.
-    """
-
-    read: bool = True
-    write: bool = True
-    max_age_s: float | None = None
+    read: bool = True  # an answer may come from the cache
+    write: bool = True  # the answer may be kept
+    max_age_s: float | None = None  # oldest answer that will do; None for any
 
 
 def controls_of(scope: Scope) -> Controls:
@@ -71,19 +65,12 @@ def credentials(scope: Scope) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who asks.
+    """Who asks."""
 
-    Attributes:
-        tenant: its digest; empty in a single-tenant deployment.
-        believed: the tenant is not merely claimed.
-        name: digest of the credentials.
-        by_credentials: the credentials name the tenant, not a proxy.
-    """
-
-    tenant: str
-    believed: bool
-    name: bytes
-    by_credentials: bool = False
+    tenant: str  # its digest; empty in a single-tenant deployment
+    believed: bool  # the tenant is not merely claimed
+    name: bytes  # digest of the credentials
+    by_credentials: bool = False  # the credentials name the tenant, not a proxy
 
 
 class Tenants:
