@@ -213,8 +213,8 @@ class CacheClient:
     async def record(self, report: ReuseReport, payload: bytes, model: str) -> None:
         """Tell the semantic cache what was computed, and by which model as the request names it."""
         if self.semantic is not None:
-            observe = partial(self.semantic.add_observation, metadata={"model": model[:_NAME]})
-            await self._guarded("semantic", self._records.run(None, lambda: observe(report, text_of(payload))))
+            observe = partial(self.semantic.add_observation, report, metadata={"model": model[:_NAME]})
+            await self._guarded("semantic", self._records.run(None, lambda: observe(response=text_of(payload))))
 
     # -- credentials --------------------------------------------------------------------------------------------
 

@@ -79,21 +79,8 @@ class InFlight:
         send: sends the request.
         on_head: called with the answer's status and headers before its readers see them; says why the answer may go
             to nobody but who asked for it, and an empty text where it may.
-        on_whole: awaited once the answer is whole, before its readers get the end of it.
+        on_whole: awaited once the answer is whole, before its readers get the end of it. It sets ``stored``.
         stream: reads a streamed answer.
-
-    Attributes:
-        status: of the answer; 0 before it has begun.
-        headers: of the answer, without cookies: every reader gets the same, and a cookie belongs to one client.
-        streamed: the answer is a stream of events.
-        shared: it can still be joined, and will be whole in ``payload``.
-        done: it has ended, in whatever way.
-        payload: JSON of the whole answer; None where there is none (yet).
-        stored: the cache has it and may serve it to others. Set by ``on_whole``.
-        refused: why it may go to nobody but who asked for it; empty where it may.
-        error: why it broke off.
-        readers: its readers.
-        task: brings it; over once everything is settled.
     """
 
     def __init__(
@@ -105,12 +92,16 @@ class InFlight:
         on_whole: Callable[[InFlight], Awaitable[None]],
         stream: Assembler | Recorder,
     ) -> None:
-        self.key, self.status, self.refused = key, 0, ""
-        self.headers: Headers = []
-        self.streamed = self.done = self.stored = False
-        self.shared = True
-        self.payload: bytes | None = None
-        self.error: UpstreamError | None = None
+        self.key = key
+        self.status = 0  # 0 before the answer has begun
+        self.headers: Headers = []  # without cookies: every reader gets the same, and a cookie belongs to one client
+        self.refused = ""  # what `on_head` said
+        self.streamed = False  # it is a stream of events
+        self.shared = True  # it can still be joined, and will be whole in `payload`
+        self.stored = False  # the cache has it and may serve it to others
+        self.done = False  # it has ended, in whatever way
+        self.payload: bytes | None = None  # the whole answer, as it is stored
+        self.error: UpstreamError | None = None  # why it broke off
         self.readers: set[Reader] = set()
         self._flights, self._send, self._on_head, self._on_whole = flights, send, on_head, on_whole
         self._reading: Assembler | Recorder | None = stream  # None once it cannot be kept
@@ -119,7 +110,7 @@ class InFlight:
         self._first = 0  # number of the first chunk that is still held
         self._held_bytes = 0
         self._change = asyncio.Event()
-        self.task = asyncio.ensure_future(self._run())
+        self.task = asyncio.ensure_future(self._run())  # over once everything is settled
 
     # -- for readers --------------------------------------------------------------------------------------------
 
