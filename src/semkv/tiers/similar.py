@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 SEMANTIC = "semantic_text"
 VISION = "vision"
+EDITED = 0.1  # of a context's sentences, that may be reworded for it still to be similar; one always may
 _CONTEXTS = 8  # of one key that are compared sentence by sentence
 _NEIGHBOURS, _QUESTIONS = 8, 4  # of a layer, and of L1: the next ones are asked when the policy refuses the best
 
@@ -389,7 +390,7 @@ class SimilarContext:
     def __init__(self, config: CacheConfig, catalog: Catalog, encoder: TextEncoder, guard: Guard) -> None:
         self._catalog, self._encoder, self._guard = catalog, encoder, guard
         self._with_media, self._threshold = config.scope is Scope.MEDIA, config.similarity_threshold
-        self._share, self._normalised = config.context_edit_share, config.normalised
+        self._normalised = config.normalised
         self._cut = sentences if config.normalised else exact_sentences
 
     def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
@@ -441,7 +442,7 @@ class SimilarContext:
         if len(mine) != len(theirs):
             return None
         pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a != b]
-        if len(pairs) > max(1, int(self._share * len(mine))) or any(self._guard(a, b) for a, b in pairs):
+        if len(pairs) > max(1, int(EDITED * len(mine))) or any(self._guard(a, b) for a, b in pairs):
             return None
         return pairs
 
