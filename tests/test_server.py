@@ -369,6 +369,7 @@ def test_late_questions_are_dropped_and_late_orders_are_carried_out(drops: bool)
     async def story() -> None:
         first = asyncio.ensure_future(pool.run(None, go.wait))
         await asyncio.sleep(0)
+        await reached(lambda: not pool._work_queue.qsize())  # the thread has begun with it
         with pytest.raises(TimeoutError):
             await do(0.05, done.append, "late")
         if not drops:
@@ -376,6 +377,7 @@ def test_late_questions_are_dropped_and_late_orders_are_carried_out(drops: bool)
                 await do(None, done.append, "one too many")
         go.set()
         await first
+        await reached(lambda: not pool._work_queue.qsize())
         await do(None, done.append, "last")
 
     asyncio.run(story())
