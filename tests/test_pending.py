@@ -59,7 +59,7 @@ def test_around_a_similar_question_byte_equal_texts_alone(plain: Bench, scope: S
     plain.reopen(normalised=False, scope=scope)
     first = plain.request("color", system="answer in english")
     for system in ("answer in  english", "ANSWER IN ENGLISH"):
-        assert two(plain, first, plain.request("color~0.95", system=system))[1] is None
+        assert joined(plain, first, plain.request("color~0.95", system=system)) is None
     report = joined(plain, first, plain.request("color~0.95", system="answer in english"))
     assert report is not None
     assert report.provenance == "text:semantic"
