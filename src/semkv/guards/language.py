@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,9 +40,89 @@ class Token(NamedTuple):
     """Looks like a name: a capital inside a sentence, or several."""
 
 
-@dataclass(eq=False)
-class Tables:
-    """A language's file as it is written; every table may be missing, and its guard then never objects."""
+def _entries(text: str) -> Entries:
+    return tuple(" ".join(entry.split()) for entry in text.split(";") if entry.strip())
+
+
+def _senses(text: str, between: str | None = None) -> dict[str, str]:
+    """``may = may can; must``: words, or phrases with slashes ``between``, to their sense, or the first of them."""
+    found: dict[str, str] = {}
+    for entry in _entries(text):
+        sense, equals, words = (part.strip() for part in entry.partition("="))
+        if not equals:
+            sense, words = entry.split()[0], entry
+        found.update((" ".join(word.split()), sense) for word in words.split(between))
+    return found
+
+
+def _pairs(text: str) -> Pairs:
+    """``en/de; /un``, or ``grey=gray`` with blanks between: two sides each."""
+    entries = text.split() if "=" in text else _entries(text)
+    sides = (entry.partition("=" if "=" in entry else "/") for entry in entries)
+    return tuple((left.strip(), right.strip()) for left, _, right in sides)
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "str": str,
+    "Words": lambda text: frozenset(text.split()),
+    "Senses": _senses,
+    "Phrases": lambda text: _senses(text, "/"),
+    "Numbers": lambda text: {word: float(value) for word, value in _senses(text).items()},
+    "Pairs": _pairs,
+    "Steps": lambda text: tuple(map(_pairs, _entries(text))),
+    "Entries": _entries,
+    "Endings": lambda text: tuple(text.split()),
+}
+
+
+def _tables(text: str, source: str) -> dict[str, Any]:
+    """The tables of a file by name, each read as its annotation in `Language` says; empty where the file has none."""
+    kinds: dict[str, str] = Language.__annotations__
+    found: dict[str, Any] = {}
+    for section, table in tomllib.loads(text).items():
+        found |= {section: table} if section in kinds else table
+    if unknown := found.keys() - kinds:
+        raise ValueError(f"{source}: no guard knows {', '.join(sorted(unknown))}; the tables are {', '.join(kinds)}")
+    read: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        one = _READ[kind.removeprefix("Mapping[str, ").removesuffix("]")]
+        if kind.startswith("Mapping"):
+            read[name] = {key: one(value) for key, value in found.get(name, {}).items()}
+        else:
+            read[name] = one(found.get(name, ""))
+    return read
+
+
+def _prefixed(t: Language) -> dict[str, Unit]:
+    """Every prefix with every unit; of the symbols those that are used."""
+    prefixes = {name: (letter, float(times)) for name, letter, times in map(str.split, t.prefixes)}
+    found: dict[str, Unit] = {}
+    for entry in t.prefixed:
+        measure, names, symbol, taken = (part.strip() for part in f"{entry} ".split(" / "))
+        dimension, factor = measure.split()[0], float(measure.split()[1])
+        for name in names.split():
+            for prefix, (_, times) in (("", ("", 1.0)), *prefixes.items()):
+                found |= dict.fromkeys((f"{prefix}{name}", f"{prefix}{name}s"), (dimension, factor * times))
+        for prefix in taken.split():
+            letter, times = prefixes[prefix]
+            found[letter + symbol] = (dimension, factor * times)
+        if symbol in t.symbols:
+            found[symbol] = (dimension, factor)
+    return found
+
+
+class Language:
+    """One language's words, by word or by stem as the guards ask for them.
+
+    The annotations are the tables of its file; every table may be missing, and its guard then never objects.
+
+    Args:
+        text: a data file as it is written.
+        source: names it in errors.
+
+    Raises:
+        ValueError: the file has a table that no guard knows.
+    """
 
     suffixes: Steps
     spellings: Pairs
@@ -137,94 +216,8 @@ class Tables:
     symbols: Words
     units: Mapping[str, Numbers]
 
-
-def _entries(text: str) -> list[str]:
-    return [" ".join(entry.split()) for entry in text.split(";") if not entry.isspace() and entry]
-
-
-def _senses(text: str, between: str | None = None) -> dict[str, str]:
-    """``may = may can; must``: words, or phrases with slashes ``between``, to their sense, or the first of them."""
-    found: dict[str, str] = {}
-    for entry in _entries(text):
-        sense, equals, words = (part.strip() for part in entry.partition("="))
-        if not equals:
-            sense, words = entry.split()[0], entry
-        found.update((" ".join(word.split()), sense) for word in words.split(between))
-    return found
-
-
-def _numbers(text: str) -> dict[str, float]:
-    return {word: float(value) for word, value in _senses(text).items()}
-
-
-def _pairs(text: str) -> Pairs:
-    """``en/de; /un``, or ``grey=gray`` with blanks between: two sides each."""
-    entries = text.split() if "=" in text else _entries(text)
-    sides = (entry.partition("=" if "=" in entry else "/") for entry in entries)
-    return tuple((left.strip(), right.strip()) for left, _, right in sides)
-
-
-_READ: Mapping[str, Callable[[Any], Any]] = {
-    "str": str,
-    "Words": lambda text: frozenset(text.split()),
-    "Senses": _senses,
-    "Phrases": lambda text: _senses(text, "/"),
-    "Numbers": _numbers,
-    "Pairs": _pairs,
-    "Steps": lambda text: tuple(map(_pairs, _entries(text))),
-    "Entries": lambda text: tuple(_entries(text)),
-    "Endings": lambda text: tuple(text.split()),
-}
-
-
-def _tables(text: str, source: str) -> dict[str, Any]:
-    kinds = {field.name: str(field.type) for field in fields(Tables)}
-    found: dict[str, Any] = {}
-    for section, table in tomllib.loads(text).items():
-        found |= {section: table} if section in kinds else table
-    if unknown := found.keys() - kinds:
-        raise ValueError(f"{source}: no guard knows {', '.join(sorted(unknown))}; the tables are {', '.join(kinds)}")
-    read: dict[str, Any] = {}
-    for name, kind in kinds.items():
-        if kind.startswith("Mapping"):
-            one = _READ[kind.removeprefix("Mapping[str, ").removesuffix("]")]
-            read[name] = {key: one(value) for key, value in found.get(name, {}).items()}
-        else:
-            read[name] = _READ[kind](found.get(name, ""))
-    return read
-
-
-def _prefixed(t: Tables) -> dict[str, Unit]:
-    """Every prefix with every unit; of the symbols those that are used."""
-    prefixes = {name: (letter, float(times)) for name, letter, times in map(str.split, t.prefixes)}
-    found: dict[str, Unit] = {}
-    for entry in t.prefixed:
-        measure, names, symbol, taken = (part.strip() for part in f"{entry} ".split(" / "))
-        dimension, factor = measure.split()[0], float(measure.split()[1])
-        for name in names.split():
-            for prefix, (_, times) in (("", ("", 1.0)), *prefixes.items()):
-                found |= dict.fromkeys((f"{prefix}{name}", f"{prefix}{name}s"), (dimension, factor * times))
-        for prefix in taken.split():
-            letter, times = prefixes[prefix]
-            found[letter + symbol] = (dimension, factor * times)
-        if symbol in t.symbols:
-            found[symbol] = (dimension, factor)
-    return found
-
-
-class Language(Tables):
-    """One language's words, by word or by stem as the guards ask for them.
-
-    Args:
-        text: a data file as it is written.
-        source: names it in errors.
-
-    Raises:
-        ValueError: the file has a table that no guard knows.
-    """
-
     def __init__(self, text: str, source: str = "language") -> None:
-        super().__init__(**_tables(text, source))
+        vars(self).update(_tables(text, source))
         self._irregular = {**self.verbs, **self.forms, **self.nations}
         self.natives = self.nations.keys() - set(self.nations.values())
         self.all_units = _prefixed(self)

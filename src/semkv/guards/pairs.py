@@ -51,6 +51,11 @@ class Pair:
                 self.denied = self._denied()
 
     @cached_property
+    def shared(self) -> frozenset[str]:
+        """The stems that both have."""
+        return frozenset(self.a.stems.keys() & self.b.stems.keys())
+
+    @cached_property
     def content(self) -> tuple[list[Token], list[Token]]:
         """Those of them that carry content."""
         return self.carrying(self.only[0], self.a), self.carrying(self.only[1], self.b)

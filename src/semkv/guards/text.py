@@ -64,6 +64,7 @@ _CONNECTIVES = frozenset(("AND", "OR", "NOT", "XOR"))
 class Text(NamedTuple):
     """What the guards compare."""
 
+    language: Language
     tokens: tuple[Token, ...]
     spine: tuple[Token, ...]
     """The tokens but for articles."""
@@ -117,6 +118,7 @@ def read(text: str, language: Language) -> Text:
     marked = [chunk for chunk in telling if chunk.odd]
     odd = " ".join([chunk.odd for chunk in marked])
     return Text(
+        language,
         tokens=final,
         spine=final if words.isdisjoint(articles) else tuple([t for t in final if t.word not in articles]),
         words=words,
