@@ -19,7 +19,6 @@ from semkv.guards.meaning import (
     groups,
     knows,
     modality,
-    nation,
     negation,
     opposites,
     particle,
@@ -53,7 +52,7 @@ MOST_UNMATCHED = 8.0
 
 _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
     code, quote, case, form, quantity, date, negation, choice, bonds, groups, opposites, question, modality,
-    tense, person, role, word_order, particle, relation, nation, substitution, unknown_language,
+    tense, person, role, word_order, particle, relation, substitution, unknown_language,
 )  # fmt: skip
 _REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
 _PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well

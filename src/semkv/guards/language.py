@@ -129,7 +129,6 @@ class Language:
     verbs: Senses
     forms: Senses
     nations: Senses
-    peoples: Words
     demonyms: Words
     past_endings: Endings
     gerund: Endings
@@ -142,7 +141,7 @@ class Language:
     phrases: Phrases
     beside: Pairs
     denying: Endings
-    contraries: Pairs
+    contraries: Words
     particles: Pairs
     twofold: Words
     homographs: Words
@@ -150,7 +149,6 @@ class Language:
     spelling: Words
     mentions: Words
     sayings: Words
-    tongues: Words
     counting: Words
     naming: Words
     coding: Words
@@ -192,7 +190,6 @@ class Language:
     advice: Words
     moods: Senses
     mild: Words
-    bindings: Senses
     tenses: Senses
     ways: Senses
     pivots: Words
@@ -219,7 +216,6 @@ class Language:
     def __init__(self, text: str, source: str = "language") -> None:
         vars(self).update(_tables(text, source))
         self._irregular = {**self.verbs, **self.forms, **self.nations}
-        self.natives = self.nations.keys() - set(self.nations.values())
         self.all_units = _prefixed(self)
         self.all_units |= {word: (name, times) for name, table in self.units.items() for word, times in table.items()}
         self.compounds = {dimension for dimension, _ in self.all_units.values() if "/" in dimension}
@@ -265,7 +261,6 @@ class Language:
         strongest = [*self.modals.values()][-1:]
         self.bound = {word for word, mood in {**self.modals, **self.moods}.items() if mood in strongest}
         """Words for what must be, or is denied by itself."""
-        self.bound |= self.bindings.keys()
         self.open_questions = {word for word, kind in self.questions.items() if not kind}
         self.silent = self.function | {",", ";", "?"}
         self.calendar = self.shifts | self.senses.keys()
