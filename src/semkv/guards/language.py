@@ -27,7 +27,6 @@ KEPT = 24
 """Characters of a word that is remembered."""
 _SHORTEST = 3  # letters that a stem keeps
 _LONGEST = 40  # no word of a language is longer; a longer one is taken as it is
-_ROMAN = "ii iii iv v vi vii viii ix x xi xii xiii xiv xv xvi".split()
 
 
 class Token(NamedTuple):
@@ -129,18 +128,15 @@ class Language:
     verbs: Senses
     forms: Senses
     nations: Senses
-    demonyms: Words
     past_endings: Endings
     gerund: Endings
-    degrees: Endings
+    degrees: Pairs
     vowels: str
 
     fillers: Words
     attributes: Words
     synonyms: Entries
     phrases: Phrases
-    beside: Pairs
-    denying: Endings
     contraries: Words
     particles: Pairs
     twofold: Words
@@ -152,7 +148,6 @@ class Language:
     counting: Words
     naming: Words
     coding: Words
-    extensions: Words
     lookalikes: Words
 
     opposites: Mapping[str, Pairs]
@@ -174,7 +169,6 @@ class Language:
     open: Words
     leads: Words
     helpers: Words
-    spots: Words
     hearer: Words
     third: Words
     thirds: Words
@@ -219,9 +213,8 @@ class Language:
         self.all_units = _prefixed(self)
         self.all_units |= {word: (name, times) for name, table in self.units.items() for word, times in table.items()}
         self.compounds = {dimension for dimension, _ in self.all_units.values() if "/" in dimension}
-        self.roman = {word: float(number) for number, word in enumerate(_ROMAN, 2) if len(word) > 1}
         figures = {word for instead in self.phrases.values() for word in instead.split() if word[0].isdigit()}
-        self.measures = {*self.numbers, *self.multipliers, *self.all_units, *self.roman, *figures}
+        self.measures = {*self.numbers, *self.multipliers, *self.all_units, *figures}
         self.senses = {word: (name, sense) for name, table in self.dates.items() for word, sense in table.items()}
         months = dict.fromkeys(self.dates.get("month", {}).values())
         self.senses |= {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}
@@ -267,14 +260,13 @@ class Language:
         self.related = self.stems((*self.senses, *self.all_units)) | self.classes.keys()
         self.known = self.stems((*self.fillers, *self.function, *said))
         self.known |= self.opposed.keys() | self.classes.keys()
-        self.starts: dict[str, dict[str, list[tuple[list[str], list[str], str]]]] = {}
-        """By its first and its second word ("" for none) each phrase's words after the first, those in its place, and
-        one that must be in the text; the longest first."""
-        needs = dict(self.beside)
+        self.starts: dict[str, dict[str, list[tuple[list[str], list[str]]]]] = {}
+        """By its first and its second word ("" for none) each phrase's words after the first, and those in its place;
+        the longest first."""
         for phrase, instead in sorted(self.phrases.items(), key=lambda entry: -len(entry[0].split())):
             first, *rest = phrase.split()
             seconds = self.starts.setdefault(first, {})
-            seconds.setdefault(rest[0] if rest else "", []).append((rest, instead.split(), needs.get(phrase, "")))
+            seconds.setdefault(rest[0] if rest else "", []).append((rest, instead.split()))
 
     def is_past(self, token: Token) -> bool:
         """Whether a word may be a past or its participle."""

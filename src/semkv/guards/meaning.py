@@ -22,8 +22,6 @@ _KNOWN = 0.6  # share of the words that are known where none tells it
 
 def negation(p: Pair) -> str | None:
     """Another number of denials, or one text denies with a verb what the other says."""
-    if p.denied:
-        return None
     (low_a, verbs_a), (low_b, verbs_b) = (_denials(*view[:3]) for view in p.views)
     if low_a > low_b + verbs_b or low_b > low_a + verbs_a:
         return "negation"
@@ -73,7 +71,7 @@ def opposites(p: Pair) -> str | None:
     """A word and its opposite, by table, degree or prefix. Where one text has both ("pros and cons") they prove
     nothing."""
     only_a, only_b = p.only
-    if not only_a or not only_b or p.converse or p.denied:
+    if not only_a or not only_b or p.converse:
         return None
     measured: frozenset[str] = frozenset()
     quantities = [text.quantities for text in (p.a, p.b)]
@@ -110,13 +108,14 @@ def _lessened(text: Text, mine: Tokens, other: Tokens) -> bool:
     even = len(set(words)) < len(words) and any(t.word in language.pivots or t.word in language.bounds for t in other)
     if even and all(q.loose for q in text.quantities.found) and language.negations.isdisjoint(text.words):
         return True
-    bases = [t.word.removesuffix(ending) for t in other for ending in language.degrees if t.word.endswith(ending)]
+    endings = itertools.chain.from_iterable(language.degrees)
+    bases = [t.word.removesuffix(ending) for ending in endings for t in other if t.word.endswith(ending)]
     return any(base in text.stems or language.stem(base) in text.stems for base in bases)
 
 
 def _in_degree(x: str, y: str, p: Pair) -> bool:
     """Whether one word is the superlative of the other: "hotter", "hottest"."""
-    return any(x.endswith(low) and x.removesuffix(low) + high == y for low, high in [p.language.degrees])
+    return any(x.endswith(low) and x.removesuffix(low) + high == y for low, high in p.language.degrees)
 
 
 def _contrary(x: str, y: str, p: Pair) -> bool:
@@ -351,8 +350,7 @@ def substitution(p: Pair) -> str | None:
     only_a, only_b = p.only
     if min(len(only_a), len(only_b)) > MOST:
         return "substitution"
-    explained = p.converse | p.denied
-    left, right = ([t for t in own if t.stem not in explained] for own in p.unmatched)
+    left, right = ([t for t in own if t.stem not in p.converse] for own in p.unmatched)
     names = [any(t.name for t in own) for own in (left, right)]
     if all(names) or (len(left) + len(right) == 1 and any(names)):
         return "entity"

@@ -66,7 +66,7 @@ def _owned(text: Text) -> Bonds:
 def _focused(text: Text) -> Bonds:
     """An "only" with the next word and what follows its preposition ("only open in summer"), or with the last word of
     its clause."""
-    language, found = text.language, {}
+    language, found = text.language, dict[str, set[str]]()
     if language.focusing.isdisjoint(text.words):
         return found
     articles = {y.word: {x.stem} for x, y in itertools.pairwise(text.tokens) if x.word in language.articles}
@@ -239,9 +239,7 @@ def _once(stems: list[str]) -> dict[str, int]:
 def _open(text: Text) -> bool:
     """Whether an auxiliary leaves it open who acts: "which laws can judges", "which laws can bind"."""
     language = text.language
-    return any(
-        t.word in language.modals or language.tenses.get(t.word) == "perfect" for t in text.tokens[1:_HELPER]
-    )
+    return any(t.word in language.modals or language.tenses.get(t.word) == "perfect" for t in text.tokens[1:_HELPER])
 
 
 def _passive(text: Text) -> bool:
