@@ -1,7 +1,7 @@
 # make demo    answer a few hundred picture questions three times: vLLM alone, an empty cache, a filled one
 # make test    run the tests
 # make check   lint and type-check
-# make bench   identity and long-context benchmarks on this machine
+# make bench   compare answers from stored KV and encoder outputs with computed ones, 500 pictures
 # make ablation   32 runs of the demo's model: what each tier is worth, at which threshold
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check bench ablation clean
@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml packages/lab/pyproject.toml constraints-$(DEVICE).txt o
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	command -v $(UV) >/dev/null || $(BIN)/python -m pip install --quiet uv
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(OVERRIDES) --constraint constraints-$(DEVICE).txt \
-		--reinstall-package semkv --reinstall-package semkv-lab --editable '.[$(EXTRAS)]' --editable 'packages/lab[hub,mlflow,pandas,ray]'
+		--reinstall-package semkv --reinstall-package semkv-lab --editable '.[$(EXTRAS)]' --editable 'packages/lab[mlflow,pandas,ray]'
 ifeq ($(DEVICE),cpu)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps torchvision==0.28.0
 endif
@@ -55,7 +55,6 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python bench/identity.py --models minigqa --samples 500 --out bench/results/identity-$(DEVICE).json
-	$(BIN)/python bench/long_context.py --out bench/results/long-context-$(DEVICE).json
 
 ablation: $(STAMP)
 	$(BIN)/semkv sweep --specs specs/ablation-minigqa.json --log-file runs/ablation/sweep.csv \

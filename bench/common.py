@@ -1,4 +1,4 @@
-"""What the benches share: places, machine and versions, results in one piece, times, a process of its own."""
+"""What the benches share: the machine and its versions, results in one piece."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
-SHARED = ROOT.parent / "shared" / "data"
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -50,33 +44,3 @@ def write_json(out: Path | None, found: Any) -> None:
     part = out.with_name(f"{out.name}.tmp")
     part.write_text(text, encoding="utf-8")
     part.replace(out)
-
-
-def times(act: Callable[[Any], object], values: Iterable[Any]) -> dict[str, float]:
-    """Milliseconds of one call per value, by the clock and of the processor (which other work delays less)."""
-    taken, worked = [], []
-    for value in values:
-        start, busy = time.perf_counter(), time.thread_time()
-        act(value)
-        taken.append(time.perf_counter() - start)
-        worked.append(time.thread_time() - busy)
-    return quantiles(taken, "") | quantiles(worked, "cpu_")
-
-
-def quantiles(seconds: Sequence[float], name: str) -> dict[str, float]:
-    import numpy as np
-
-    return {f"{name}p{q}_ms": round(1e3 * float(np.percentile(seconds, q)), 4) for q in (50, 99)}
-
-
-def resident() -> int:
-    """Bytes of this process in memory that are no file's (Linux)."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
-
-
-def alone(script: str, *arguments: str, **environment: str) -> Any:
-    """What a script prints as JSON in a process of its own, so that its memory is its own too."""
-    command = [sys.executable, script, *arguments]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
-    return json.loads(done.stdout.splitlines()[-1])

@@ -9,8 +9,6 @@
 #   load       kv_load: none, offload, semkv, then semkv from disk         load-fs   fs and semkv, then both from disk
 #   families   identity: a small model of every family                     families-tp2  llama, granite4, deepseek_v3
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
-#   fusion     fusion_load: Qwen3-VL-2B's shape
-#   disk       store.py: the store's reads and writes on this machine's disk
 #   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
 #   tiers      specs/tiers-large.json with it: accuracy and time of every tier, and of the arms of --reuse
 set -uo pipefail
@@ -28,8 +26,7 @@ limit=${STEP_S:-540}
 
 bench() { # NAME SCRIPT ARGUMENTS: its output also as a log; stopped in time, with its engines
     local name=$1 script=$2; shift 2
-    [[ $script == fusion_load.py || $script == store.py ]] || set -- --logs "$scratch/logs-$name" "$@"
-    timeout -k 15 "$limit" python3 "$here/$script" "$@" 2>&1 | tee "$out/$name.log"
+    timeout -k 15 "$limit" python3 "$here/$script" --logs "$scratch/logs-$name" "$@" 2>&1 | tee "$out/$name.log"
     local status=${PIPESTATUS[0]}
     tar -C "$scratch" -czf "$out/$name-logs.tgz" "logs-$name" 2>/dev/null
     return "$status"
@@ -99,13 +96,11 @@ families) bench families identity.py --models families --out "$out/families.json
 families-tp2) bench families-tp2 identity.py --models llama,granite4,deepseek_v3 --ranks 2 --jobs 3 --limit 200 \
     --out "$out/families-tp2.json" "$@" ;;
 identity) bench identity identity.py --models qwen3-vl-2b --samples 8 --out "$out/identity.json" "$@" ;;
-identity-tp2) bench identity-tp2 identity.py --models qwen3-vl-2b --samples 6 --ranks 2 --eager \
+identity-tp2) bench identity-tp2 identity.py --models qwen3-vl-2b --samples 6 --ranks 2 --engine-args '{"enforce_eager": true}' \
     --out "$out/identity-tp2.json" "$@" ;;
-fusion) bench fusion fusion_load.py --out "$out/fusion-load.json" "$@" ;;
-disk) bench disk store.py --dir "$scratch" --rows 2048 --threads 1 4 8 16 --sizes 4 16 --out "$out/disk.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
-*) sed -n '2,17p' "$0"; exit 2 ;;
+*) sed -n '2,13p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left

@@ -43,6 +43,8 @@ import engines
 from common import write_json
 from models import COMMON, FAMILIES, LOAD_FORMAT, SHAPES, draw_picture, register_loader, write_family
 
+from semkv.presets import get_preset
+
 QUESTIONS = (
     "What color is the largest shape in this picture?",
     "Is there a red circle to the left of the square?",
@@ -56,6 +58,7 @@ CLOSE = (
     ("restarted", "cold"), ("sibling_loaded", "sibling_cold"),
 )  # fmt: skip
 COMPUTED = {"loaded": ("warm", "hot", "cold"), "restarted": ("warm", "hot", "cold")}
+PICTURE = (500, 375)  # pixels
 TOKENS = (1500, 300)  # of a text prompt: common with its sibling, and its own
 BOUND = 0.12  # of the weights: small models need larger ones for answers that depend on the context
 SKIP_KV = {"kv_transfer_params": {"semkv": {"skip": True}}}
@@ -74,14 +77,6 @@ def flush(_worker: Any) -> None:
         get_ec_transfer().worker_half.flush()
 
 
-def write_model(name: str, directory: Path, layers: int | None) -> None:
-    directory.mkdir(exist_ok=True)
-    if name in FAMILIES:
-        write_family(name, directory)
-    else:
-        SHAPES[name](directory, layers)
-
-
 class Runner:
     """One vLLM engine, asked one prompt at a time."""
 
@@ -97,8 +92,14 @@ class Runner:
         self.spec, self.text, cpu = spec, spec["name"] in FAMILIES, current_platform.is_cpu()
         model = Path(spec["model"])
         if spec["made"] and not (model / "config.json").exists():
-            write_model(spec["name"], model, spec["layers"])
-        arguments: dict[str, Any] = {"load_format": LOAD_FORMAT} if spec["made"] else {}
+            model.mkdir(exist_ok=True)
+            if self.text:
+                write_family(spec["name"], model)
+            else:
+                SHAPES[spec["name"]](model, None)
+        arguments: dict[str, Any] = {"enforce_eager": cpu or self.text}
+        if spec["made"]:
+            arguments["load_format"] = LOAD_FORMAT
         if spec["cache_dir"]:
             extra = {"cache_dir": spec["cache_dir"]}
             arguments["kv_transfer_config"] = KVTransferConfig(
@@ -119,11 +120,10 @@ class Runner:
             positions = json.loads((model / "config.json").read_text()).get("text_config", {})
             arguments["max_model_len"] = min(8192, positions.get("max_position_embeddings", 8192))
             arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
-            room = {"gpu_memory_utilization": spec["gpu_memory_utilization"]}
-            arguments |= {"kv_cache_memory_bytes": 1 << 30, "block_size": 32} if cpu else room
+            room = {"kv_cache_memory_bytes": 1 << 30, "block_size": 32} if cpu else {"gpu_memory_utilization": 0.6}
+            arguments |= room
         self.llm: Any = LLM(
-            str(model), dtype="bfloat16", enforce_eager=cpu or self.text or spec["eager"],
-            tensor_parallel_size=spec["ranks"], enable_prefix_caching=True,
+            str(model), dtype="bfloat16", tensor_parallel_size=spec["ranks"], enable_prefix_caching=True,
             disable_log_stats=False,  # or vLLM does not say where loaded tokens came from
             **(arguments | spec["engine_args"]),
         )  # fmt: skip
@@ -154,7 +154,7 @@ class Runner:
             (output,) = self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         else:
             content = [
-                {"type": "image_pil", "image_pil": draw_picture(sample, *self.spec["picture"])},
+                {"type": "image_pil", "image_pil": draw_picture(sample, *PICTURE)},
                 {"type": "text", "text": QUESTIONS[(sample + sibling) % len(QUESTIONS)]},
             ]
             (output,) = self.llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
@@ -303,9 +303,9 @@ def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"model": name, "weights": "drawn" if made else "real", "ranks": options.ranks}
     passes: dict[str, list[Answer]] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        keep = ("samples", "layers", "picture", "eager", "ranks", "gpu_memory_utilization", "engine_args", "tiny")
+        keep = ("samples", "ranks", "engine_args", "tiny")
         spec = {key: getattr(options, key) for key in keep} | {"name": name, "made": made}
-        spec["model"] = f"{folder}/model" if made else checkpoint(name)
+        spec["model"] = f"{folder}/model" if made else name if Path(name).is_dir() else get_preset(name).model
         environment = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `flush` goes to the ranks' processes
@@ -324,14 +324,6 @@ def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     report |= judge(passes, exact=name not in FAMILIES)
     report["distinct_answers"] = len({tuple(answer["tokens"]) for answer in passes.get("cold", [])})
     return report | {"settings": spec, "seconds": round(time.monotonic() - start)}
-
-
-def checkpoint(name: str) -> str:
-    if Path(name).is_dir():
-        return name
-    from semkv.presets import get_preset
-
-    return get_preset(name).model
 
 
 def show(report: Mapping[str, Any]) -> None:
@@ -354,13 +346,9 @@ def main() -> int:
     parser.add_argument("--models", default="minigqa", help=f"comma-separated: families, {', '.join(FAMILIES)}; "
                         f"{', '.join(SHAPES)}; presets; checkpoint directories")  # fmt: skip
     parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--picture", default="500x375", help="width x height in pixels")
-    parser.add_argument("--layers", type=int, help="fewer decoder layers of a shape, for a quick look")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--jobs", type=int, default=1, help="models at once")
     parser.add_argument("--limit", type=float, default=1800, help="seconds of one engine")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON, for vLLM")
     parser.add_argument("--tiny", action="store_true", help="text prompts of a quarter of the length, for a CPU")
     parser.add_argument("--out", type=Path, default=Path("identity.json"))
@@ -371,7 +359,6 @@ def main() -> int:
         engines.child(options.child, run_here)
         return 0
     options.logs = options.logs or options.out.parent / "logs"
-    options.picture = [int(n) for n in options.picture.split("x")]
     names = [n for name in options.models.split(",") for n in (FAMILIES if name == "families" else [name])]
     engines.stop_on_signals()
     reports = []

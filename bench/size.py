@@ -1,6 +1,6 @@
-"""How large the project is: files and lines of each part, settings, flags, words of the pages.
+"""How large the project is. Prints the table of docs/architecture.md.
 
-python bench/size.py          prints the table of docs/architecture.md
+python bench/size.py
 """
 
 from __future__ import annotations
@@ -12,31 +12,34 @@ from pathlib import Path
 
 from semkv.cli import app
 from semkv.config import CacheConfig
-from semkv.connectors.settings import ECSettings, KVSettings
+from semkv.connectors import ECSettings, KVSettings
 from semkv.server.settings import ServerSettings
 from semkv_lab.settings import QualityFlags, RunSettings, SweepFlags
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = (CacheConfig, ServerSettings, KVSettings, ECSettings, RunSettings, QualityFlags, SweepFlags)
+WORD = re.compile(r"\S*\w\S*")
+THREADS = re.compile(r"threading\.Thread[()]|ThreadPoolExecutor\(")
 
 
-def lines(files: Iterable[Path]) -> int:
-    return sum(path.read_text(encoding="utf-8").count("\n") for path in files)
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
-def main() -> None:
-    parts = {
-        "product": sorted((ROOT / "src").rglob("*.py")),
-        "experiments": sorted((ROOT / "packages").rglob("*.py")),
-        "tests": sorted((ROOT / "tests").glob("*.py")),
-        "bench": sorted((ROOT / "bench").glob("*.py")),
-    }
-    print("| | files | lines |\n|---|---|---|")
-    for name, files in parts.items():
-        print(f"| {name} | {len(files)} | {lines(files):,} |")
+def lines(files: Iterable[Path]) -> str:
+    return f"{sum(text(path).count(chr(10)) for path in files):,}"
+
+
+def files_and_lines(files: list[Path]) -> str:
+    return f"{len(files)}, {lines(files)}"
+
+
+def words() -> str:
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
-    words = sum(len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8"))) for page in pages)
-    print(f"| pages | {len(pages)} | {words:,} words |")
+    return f"{sum(len(WORD.findall(text(page))) for page in pages):,}"
+
+
+def settings_and_flags() -> str:
     stated = {(item.name, str(item.type)) for kind in SETTINGS for item in fields(kind)}
     groups = [app[name] for name in app if not name.startswith("-")]
     commands = [
@@ -45,14 +48,24 @@ def main() -> None:
         for command in ([group] if group.default_command else [group[name] for name in group if name[0] != "-"])
     ]
     flags = {a.name for command in commands for a in command.assemble_argument_collection() if not a.children}
-    threads = [
-        path
-        for path in parts["product"]
-        if re.search(r"threading\.Thread[()]|ThreadPoolExecutor\(", path.read_text(encoding="utf-8"))
-    ]
-    print(
-        f"\n{len(stated)} settings, {len(flags)} flags of {len(commands)} commands; {len(threads)} files start threads"
+    return f"{len(stated)}, {len(flags)}"
+
+
+def main() -> None:
+    product = sorted((ROOT / "src").rglob("*.py"))
+    threads = sum(bool(THREADS.search(text(path))) for path in product)
+    rows = (
+        ("product: files, lines", "142, 24,700", files_and_lines(product), "70, 16,000"),
+        ("experiments: files, lines", "62, 9,300", files_and_lines([*(ROOT / "packages").rglob("*.py")]), "15, 5,000"),
+        ("tests: lines", "24,100", lines((ROOT / "tests").glob("*.py")), "11,000"),
+        ("bench: files, lines", "33, 6,200", files_and_lines([*(ROOT / "bench").glob("*.py")]), "8, 1,500"),
+        ("pages: words", "24,500", words(), "9,000"),
+        ("settings, flags", "135, 162", settings_and_flags(), "60, 70"),
+        ("files that start threads", "16", str(threads), "5"),
     )
+    print("| | 2026-11-21 | now | aim |\n|---|---|---|---|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """vLLM's own tests of its KV offloading, run with our connector, manager and spec in place of vLLM's.
 
-    python bench/vllm_tests.py                  (fetches the source distribution of the installed version)
-    python bench/vllm_tests.py --source DIR     (a folder that holds vLLM's folder tests/)
+    python bench/vllm_tests.py DIR     (vLLM's source distribution or repository, of the installed version)
 
 Every test runs twice: as vLLM ships it, and with ours. Prints counts and, by name, what passes with theirs and not
 with ours; ends with status 1 if there is any. Tests that need a GPU or a package that is not there fail or are skipped
@@ -13,15 +12,12 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import hashlib
 import importlib
 import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
-import urllib.request
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
@@ -64,8 +60,8 @@ def exchange_ours() -> None:
     import vllm.v1.kv_offload.tiering.manager as tiering_manager
     import vllm.v1.kv_offload.tiering.spec as tiering_spec
 
+    from semkv.connectors import KVSettings
     from semkv.connectors.kv import SemKVConnector
-    from semkv.connectors.settings import KVSettings
     from semkv.connectors.shared import KVShared
     from semkv.connectors.spec import SemKVManager, SemKVSpec
 
@@ -138,32 +134,6 @@ if os.environ.get("SEMKV_TESTS_OURS"):
 # ------------------------------------------------------------------ the program
 
 
-def fetch(folder: Path) -> Path:
-    """vLLM's tests, of its source distribution. pip would build a wheel of it, so its index is asked directly."""
-    import vllm
-
-    release = f"vllm-{vllm.__version__.partition('+')[0]}"
-    asked = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
-    )
-    index = os.environ.get("PIP_INDEX_URL") or asked.stdout.strip()
-    if not index:
-        raise SystemExit("set PIP_INDEX_URL to the package index to ask, or unpack the archive and give --source")
-    accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
-    request = urllib.request.Request(f"{index.rstrip('/')}/vllm/", headers=accept)  # noqa: S310
-    with urllib.request.urlopen(request, timeout=180) as answer:  # noqa: S310
-        files = json.load(answer)["files"]
-    found = next(file for file in files if file["filename"] == f"{release}.tar.gz")
-    archive = folder / found["filename"]
-    urllib.request.urlretrieve(found["url"], archive)  # noqa: S310
-    if hashlib.sha256(archive.read_bytes()).hexdigest() != found["hashes"]["sha256"]:
-        raise SystemExit(f"{archive} is not what the index says")
-    with tarfile.open(archive) as tar:
-        wanted = [member for member in tar if f"{release}/tests/" in member.name]
-        tar.extractall(folder, wanted, filter="data")
-    return folder / release
-
-
 def tests_alone(source: Path, folder: Path) -> Path:
     """A copy of the tests without the outermost conftest.py, which imports what tests of models need."""
     root = folder / "alone"
@@ -208,7 +178,7 @@ def outcomes(report: Path) -> dict[str, tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, help="a folder that holds vLLM's folder tests/")
+    parser.add_argument("source", type=Path, help="a folder that holds vLLM's folder tests/")
     parser.add_argument("tests", nargs="*", default=list(TESTS), help="paths of tests in it")
     args = parser.parse_args()
     sys.path.insert(0, str(HERE.parent / "tests"))
@@ -216,7 +186,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        root = tests_alone(args.source or fetch(folder), folder)
+        root = tests_alone(args.source, folder)
         model = tiny_models.make("opt", folder / "opt")
         config = json.loads((model / "config.json").read_text())
         config["max_position_embeddings"] = 2048  # as facebook/opt-125m; no test of these loads the weights

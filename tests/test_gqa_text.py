@@ -13,7 +13,7 @@ from PIL import Image
 
 from semkv.cache import SemanticCache
 from semkv.engines.scripted import ScriptedEngine
-from semkv.errors import ConfigError, DatasetError
+from semkv.errors import DatasetError
 from semkv.types import TextSegment
 from semkv_lab.console import Listener
 from semkv_lab.datasets import load_samples
@@ -66,9 +66,8 @@ def test_rows_become_samples_with_cards_for_images(tmp_path: Path, name: str) ->
     ("row", "message"),
     [
         ({"questionId": "4", "imageId": "n1", "model": "x"}, "line 2: no 'question'"),
-        ({"questionId": "4", "imageId": "n1", "question": "q"}, "line 2: expected one field beside"),
-        ({"questionId": "4", "imageId": "n1", "question": "q", "a": "x", "b": "y"}, "found a, b"),
-        ({"questionId": "4", "imageId": "../up", "question": "q", "a": "x"}, "must be a plain file name"),
+        ({"questionId": "4", "imageId": "n1", "question": "q"}, "and one field more"),
+        ({"questionId": "4", "imageId": "../up", "question": "q", "a": "x"}, "a plain file name"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
@@ -77,16 +76,6 @@ def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], message: str) -
         load_samples("gqa-text", DatasetOptions(data_dir=tmp_path, root=path))
     assert str(caught.value).startswith(f"{path}, line 2")
     assert message in str(caught.value)
-
-
-def test_bad_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--dataset-root: None .*\.jsonl\.gz file when --dataset is gqa-text"):
-        load_samples("gqa-text", DatasetOptions(data_dir=tmp_path))
-    whole = write(tmp_path / "rows.jsonl.gz", ROWS)
-    for data, message in ((whole.read_bytes()[:-12], "not a whole gzip file"), (b"{}\n", "Not a gzipped file")):
-        whole.write_bytes(data)
-        with pytest.raises(DatasetError, match=f"{whole}.*{message}"):
-            load_samples("gqa-text", DatasetOptions(data_dir=tmp_path, root=whole))
 
 
 def measure(tmp_path: Path, path: Path, samples: list[Sample], **flags: Any) -> Figures:

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab_helpers import record
+from semkv.errors import ConfigError
+from semkv.tiers.checking import wilson
 from semkv.types import Status
 from semkv_lab import metrics
 from semkv_lab.records import Cold, SampleRecord
@@ -32,9 +34,14 @@ def test_answers_match_as_in_lmms_eval(prediction: str, answer: str, equal: bool
 
 
 def test_percentiles() -> None:
-    assert metrics.times([("a", None), ("b", None)]) == metrics.Times(0, None, None)
-    times = metrics.times([("a", 0.1), ("b", None), ("c", 0.2), ("d", 0.3)])
-    assert times == metrics.Times(3, pytest.approx(0.2), pytest.approx(0.29), 0.1, 0.3)
+    assert metrics.times([None, None]) == metrics.Times(0, None, None)
+    assert metrics.times([0.1, None, 0.2, 0.3]) == metrics.Times(3, pytest.approx(0.2), pytest.approx(0.29))
+
+
+def figure(path: str, *records: SampleRecord, cold: list[Cold] | None = None) -> metrics.Estimate:
+    """One of `COLUMNS`."""
+    column = next(column for column in metrics.COLUMNS if column.path == path)
+    return column.compute(metrics.Run(records, cold or []))
 
 
 def width(estimate: metrics.Estimate) -> float:
@@ -86,20 +93,14 @@ def test_hits_against_cold() -> None:
         )
 
     records = [pair("red", "red"), pair("blue", "red"), pair("red", "blue"), pair("blue", "blue", exactness="exact")]
-    compared = metrics.against_cold(records)
-    assert compared is not None
-    assert (compared["n"], compared["wrong_hits"], compared["gained_hits"]) == (4, 1, 1)
-    assert compared["agreement"].value == 0.5
-    assert (compared["identical_tokens"].n, compared["identical_tokens"].value) == (1, 1.0)
-    assert compared["agreement_all"].value == 0.5
-    assert compared["speedup"].value == pytest.approx(2.0)
+    assert figure("against_cold.agreement", *records).value == 0.5
+    assert figure("against_cold.identical_tokens", *records) == metrics.Estimate(1, 1.0, *wilson(1, 1))
     # Cold 100 ms, cached 30 ms with a lookup of 2 ms in it.
-    assert compared["first_token"].value == pytest.approx(100 / 28)
-    assert (compared["same_tokens"].value, compared["saved_tokens"].value) == (1.0, 0.0)
-    other = [record(provenance="p", applied=True, cached_tokens=7, token_ids=(3,), cold=records[0].cold)]
-    compared = metrics.against_cold([*records, *other])
-    assert compared is not None
-    assert (compared["same_tokens"].value, compared["saved_tokens"].value) == (0.8, pytest.approx(1.4))
+    assert figure("against_cold.first_token", *records).value == pytest.approx(100 / 28)
+    assert figure("against_cold.saved_tokens", *records).value == 0.0
+    other = record(provenance="p", applied=True, cached_tokens=7, token_ids=(3,), cold=records[0].cold)
+    assert figure("against_cold.same_tokens", *records, other).value == 0.8
+    assert figure("against_cold.saved_tokens", *records, other).value == pytest.approx(1.4)
     assert [metrics.wrong_hit(r) for r in records] == [False, True, False, False]
     assert metrics.summarise(records)["wrong_hit_share"]["value"] == 0.25
 
@@ -124,14 +125,6 @@ def test_intervals_lie_inside_the_values(values: list[tuple[str, float]]) -> Non
             assert min(numbers) - 1e-9 <= figure.low <= figure.high <= max(numbers) + 1e-9
 
 
-def test_a_median_takes_whole_images() -> None:
-    slow = [(f"slow {i}", 100.0) for i in range(10)]
-    fast = [("fast", 1.0)] * 11  # one image with most of the questions: a draw without it is all slow
-    assert metrics.median([*slow, *fast]) == metrics.Estimate(21, 1.0, 1.0, 100.0)
-    apart = [(f"fast {i}", 1.0) for i in range(200)]
-    assert metrics.median([*slow, *apart]) == metrics.Estimate(210, 1.0, 1.0, 1.0)
-
-
 # --- how right the answers are
 
 
@@ -149,32 +142,15 @@ def test_consistency_is_gqas() -> None:
     ]
     found = metrics.consistency(records)
     assert (found.n, found.value) == (3, pytest.approx((0.5 + 0 + 1) / 3))
-    assert metrics.consistency(records, cold=True).n == 0
-    cold = [replace(r, cold=Cold(r.image, "", True, 1, 1, 1, 0)) for r in records]
-    assert metrics.consistency(cold, cold=True).value == 1.0
 
 
 def hit(score: float, right: bool, **values: Any) -> SampleRecord:
     return record(provenance="text:semantic", applied=True, score=score, match=right, **values)
 
 
-def test_precision_against_the_cache_hit_ratio() -> None:
-    records = [hit(0.9, True), hit(0.9, False), hit(1.0, True), hit(0.8, False), *[record() for _ in range(6)]]
-    area = metrics.chr_area(records)
-    assert area["reached"] == pytest.approx(0.4)
-    assert area["area"].value == pytest.approx((0.1 + 0.2 * (1 + 2 / 3) / 2 + 0.1 * (2 / 3 + 0.5) / 2) / 0.4)
-    assert area["area"].n == 4
-    assert metrics.chr_area([record()])["area"].value is None
-
-
-def test_a_hit_stands_for_the_cold_answer_and_a_dry_one_for_its_own() -> None:
+def test_a_hit_is_judged_by_the_cold_answer_and_a_dry_one_by_its_own() -> None:
     cold = Cold("a", "blue", False, 0.1, 0.1, 10, 0)
-    assert metrics.stands_for(record()) is None
-    assert metrics.stands_for(hit(0.9, True)) is True
-    assert metrics.stands_for(hit(0.9, True, text="red", cold=cold)) is False
-    assert metrics.stands_for(hit(0.9, False, text="Blue.", cold=cold)) is True
     dry = replace(hit(0.9, True, text="red"), applied=False, donor_answer="Red")
-    assert metrics.stands_for(dry) is True
     assert metrics.wrong_hit(dry) is False
     # Without an expected answer the cold one is the yardstick.
     unlabelled = hit(0.9, True, text="red", cold=replace(cold, match=None))
@@ -230,17 +206,16 @@ def test_gqas_measures_by_hand() -> None:
         record(text="wood", answer="red", match=False, group="color", types=query, valid=False, plausible=False),
         record(text="yes", answer="yes", match=True, group="there", types=verify),
     ]
-    found = metrics.gqa(records)
-    assert (found["validity"].value, found["plausibility"].value) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    assert figure("gqa.validity", *records).value == pytest.approx(2 / 3)
+    assert figure("gqa.plausibility", *records).value == pytest.approx(1 / 3)
     # color: red expected twice and given twice, blue once and never: 1, weighted 3 of 4; there: 0.
-    assert found["distribution"] == pytest.approx(0.75)
-    values = {name: value.value for name, value in found["by_type"].items()}
+    assert metrics.distribution(records) == pytest.approx(0.75)
+    values = {name: value.value for name, value in metrics.by_type(records).items()}
     assert values == {
         "binary": 1.0, "open": pytest.approx(1 / 3), "structural query": pytest.approx(1 / 3),
         "structural verify": 1.0, "semantic attr": pytest.approx(1 / 3), "semantic obj": 1.0,
     }  # fmt: skip
-    none = metrics.Estimate(0, None)
-    assert metrics.gqa([record()]) == {"validity": none, "plausibility": none, "distribution": None, "by_type": {}}
+    assert metrics.summarise([record()])["gqa"]["distribution"] is None
 
 
 # --- savings, noise, files
@@ -251,26 +226,23 @@ def test_savings_may_be_losses() -> None:
         record(image=str(i), latency_s=0.030, ttft_s=None, cached_tokens=4, cold=Cold(str(i), "", None, x, 0.1, 10, 2))
         for i, x in enumerate((0.010, 0.020, 0.090))
     ]
-    found = metrics.saved(records)
-    assert found is not None
-    assert found["tokens"] == metrics.Estimate(3, 2.0, 2.0, 2.0)
-    assert found["latency_s"].value == pytest.approx(0.010)
-    assert found["latency_p50_s"].value == pytest.approx(-0.010)
-    assert found["ttft_s"].n == 0
-    assert metrics.saved([record()]) is None
+    assert figure("saved.tokens", *records) == metrics.Estimate(3, 2.0, 2.0, 2.0)
+    assert figure("saved.latency_s", *records).value == pytest.approx(0.010)
+    assert figure("saved.latency_p50_s", *records).value == pytest.approx(-0.010)
+    assert figure("saved.ttft_s", *records).n == figure("saved.tokens", record()).n == 0
     row = metrics.summarise(records)["tiers"][-1]
-    assert (row["tier"], row["saved"]["tokens"]["value"]) == ("all", 2.0)
+    assert (row["tier"], row["saved"]["latency_p50_s"]["value"]) == ("all", pytest.approx(-0.010))
 
 
 def test_the_noise_floor_compares_text_and_tokens() -> None:
     def cold(again: str | None, ids: tuple[int, ...] | None) -> Cold:
         return Cold("a", "red", None, 0.1, 0.1, 10, 0, (1,), again, ids)
 
-    noise = metrics.noise_floor([cold("Red.", (1,)), cold("red", (2,)), cold("blue", (3,)), cold(None, None)])
-    assert noise is not None
-    assert (noise["answers"].n, noise["answers"].value) == (3, pytest.approx(1 / 3))
-    assert noise["tokens"].value == pytest.approx(2 / 3)
-    assert metrics.noise_floor([cold(None, None)]) is None
+    asked = [cold("Red.", (1,)), cold("red", (2,)), cold("blue", (3,)), cold(None, None)]
+    answers = figure("noise_floor.answers", cold=asked)
+    assert (answers.n, answers.value) == (3, pytest.approx(1 / 3))
+    assert figure("noise_floor.tokens", cold=asked).value == pytest.approx(2 / 3)
+    assert figure("noise_floor.answers", cold=[cold(None, None)]).n == 0
 
 
 def test_a_record_comes_back_from_its_line() -> None:
@@ -280,12 +252,11 @@ def test_a_record_comes_back_from_its_line() -> None:
     assert SampleRecord.from_json(line) == first
     assert SampleRecord.from_json({**line, "from a later version": 1}) == first
     for field, value in (
-        ("answer", 5), ("donor_question", None), ("donor_image", ["x"]), ("score", "0.9"), ("score", float("nan")),
-        ("latency_s", 10**400), ("latency_s", True), ("prompt_tokens", 1.5), ("token_ids", ["1"]), ("entailed", "ab"),
-        ("match", 1), ("statuses", None), ("cold", 3),
+        ("answer", 5), ("donor_question", None), ("score", "0.9"), ("score", float("nan")), ("latency_s", True),
+        ("token_ids", ["1"]), ("statuses", None), ("cold", 3),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="Cold is 3" if field == "cold" else f"'{field}' is"):
+        with pytest.raises((ConfigError, ValueError), match="Cold" if field == "cold" else field):
             SampleRecord.from_json({**line, field: value})
     del line["latency_s"]
-    with pytest.raises(ValueError, match="no field 'latency_s'"):
+    with pytest.raises(TypeError, match="latency_s"):
         SampleRecord.from_json(line)

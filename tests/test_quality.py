@@ -9,18 +9,17 @@ import json
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 
 from cache_helpers import WrittenEncoder
 from semkv.cli import run
+from semkv.config import PolicyConfig
 from semkv.errors import ConfigError, DatasetError
-from semkv.guards import no_veto, veto
-from semkv.tiers.bounded import Bounded
-from semkv.tiers.policies import Calibrated, FixedThreshold
-from semkv_lab.evaluate import fit
-from semkv_lab.quality import TIER, Asked, Pair, Replay, build_corpus, clusters, judge, read_pairs, read_stream
-from semkv_lab.streams import zipf
+from semkv.guards import no_veto
+from semkv_lab.caches import Played, SemKV, ask_pair, pair_curve, play
+from semkv_lab.quality import fit
+from semkv_lab.semantic import static_thresholds
+from semkv_lab.streams import Asked, Pair, clusters, read_pairs, read_stream, zipf
 
 ENCODER = WrittenEncoder(window=40)
 
@@ -67,19 +66,6 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, said: str) -> None:
         read_pairs(file)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 99)[:-12])
-    (tmp_path / "latin.jsonl").write_bytes(b"\xe9\n")
-    for name in ("empty.jsonl", "bad.jsonl.gz", "cut.jsonl.gz", "latin.jsonl", "none.jsonl"):
-        with pytest.raises(DatasetError, match=name):
-            read_pairs(tmp_path / name)
-    (tmp_path / "s.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(DatasetError, match="'cluster' is missing"):
-        read_stream(tmp_path / "s.jsonl")
-
-
 def test_same_pairs_chain_into_clusters_within_their_group() -> None:
     pairs = [Pair("a", "b", True), Pair("b", "c", True), Pair("c", "d", False), Pair("a", "b", False, "other")]
     of = clusters(pairs)
@@ -87,52 +73,32 @@ def test_same_pairs_chain_into_clusters_within_their_group() -> None:
     assert len({of["other", "a"], of["other", "b"], of["", "a"]}) == 3
 
 
-def test_a_replay_counts_what_the_cache_would_do() -> None:
-    stream = [
-        Asked(text, answer) for text, answer in [("x", "1"), ("x", "1"), ("x~0.95", "1"), ("x~0.96", "2"), ("y", "3")]
-    ]
-    corpus = build_corpus([(a.group, a.text) for a in stream], ENCODER, no_veto)
-    replay = Replay(stream, corpus)
-    outcome = replay.play(FixedThreshold({TIER: 0.9}))
-    assert (outcome.exact, outcome.approximate, outcome.wrong, outcome.checks) == (1, 2, 1, 0)
-    assert outcome.wrong_per_approximate == 0.5
-    assert outcome.worst is None, "so short a stream says nothing"
-    odd = [Asked("x", "1"), *[Asked("x", "2")] * 3, Asked("x~0.95", "1")]
-    found = Replay(odd, corpus).play(FixedThreshold({TIER: 0.9}))  # a wrong exact hit is no approximate one
-    assert (found.exact, found.approximate, found.wrong, found.wrong_exact) == (3, 1, 3, 3)
-    assert found.wrong_per_approximate == 0.0
-    strict = replay.play(FixedThreshold({TIER: 0.97}))
-    assert (strict.hits, strict.wrong, strict.wrong_per_approximate) == (1, 0, None)
-    grouped = [Asked("x", "1", "g"), Asked("x~0.95", "1", "h"), Asked("x", "1", "h")]
-    corpus = build_corpus([(a.group, a.text) for a in grouped], ENCODER, no_veto)
-    assert Replay(grouped, corpus).play(FixedThreshold({TIER: 0.9})).hits == 1, "groups are apart"
+def cached(policy: PolicyConfig, stream: list[Asked]) -> tuple[Played, SemKV]:
+    """A stream through the whole cache under a policy."""
+    with contextlib.closing(SemKV(ENCODER, policy)) as cache:
+        return play(cache, stream), cache
 
 
-def test_a_checked_hit_is_stored() -> None:
-    stream = [Asked("x", "1"), Asked("x~0.95", "2"), Asked("x~0.95", "2"), Asked("x~0.95", "2")]
-    corpus = build_corpus([(a.group, a.text) for a in stream], ENCODER, no_veto)
-    unchecked = Replay(stream, corpus).play(FixedThreshold({TIER: 0.9}))
-    checked = Replay(stream, corpus).play(FixedThreshold({TIER: 0.9}), verify_rate=1.0)
-    assert (unchecked.wrong, unchecked.exact) == (3, 0)
-    assert (checked.wrong, checked.exact, checked.checks) == (1, 2, 1)
-
-
-def test_a_guard_is_part_of_a_replay() -> None:
-    stream = [Asked("is it left of the car", "1"), Asked("is it right of the car", "2")]
-
-    class Same(WrittenEncoder):
-        def encode(self, texts: object) -> np.ndarray:
-            return np.stack([ENCODER.encode(["x"])[0] for _ in texts])  # type: ignore[attr-defined]
-
-    for guard, wrong in ((no_veto, 1), (veto, 0)):
-        corpus = build_corpus([(a.group, a.text) for a in stream], Same(), guard)
-        assert Replay(stream, corpus).play(FixedThreshold({TIER: 0.9})).wrong == wrong
+def test_a_stream_counts_hits_of_both_kinds_and_wrong_ones() -> None:
+    stream = [Asked(*row) for row in [("x", "1"), ("x", "1"), ("x~0.95", "1"), ("x~0.96", "2"), ("y", "3")]]
+    plain = PolicyConfig(similarity_threshold=0.9, guards=False)
+    played, cache = cached(plain, stream)
+    assert (played.hits, cache.approximate, played.wrong, cache.wrong_approximate) == (3, 2, 1, 1)
+    assert (played.checks, played.worst) == (0, None), "so short a stream says nothing"
+    played, cache = cached(plain, [Asked("x", "1"), *[Asked("x", "2")] * 3, Asked("x~0.95", "1")])
+    assert (played.wrong, cache.approximate, cache.wrong_approximate) == (3, 1, 0), "a wrong exact hit is none of these"
+    assert cached(PolicyConfig(similarity_threshold=0.97, guards=False), stream)[0].hits == 1
+    apart = [Asked("x", "1", "g"), Asked("x~0.95", "1", "h"), Asked("x", "1", "h")]
+    assert cached(plain, apart)[0].hits == 1, "groups never meet"
+    checked, _ = cached(
+        PolicyConfig(similarity_threshold=0.9, guards=False, verify_rate=1.0), [stream[0], *[Asked("x~0.95", "2")] * 3]
+    )
+    assert (checked.wrong, checked.checks) == (1, 1), "a checked hit is stored with its own answer"
 
 
 def test_a_fit_finds_the_curve_that_made_the_pairs() -> None:
     pairs = written_pairs(800)
-    corpus = build_corpus(list(clusters(pairs)), ENCODER, no_veto)
-    fitted = fit(pairs, corpus, "written", precision=0.9)
+    fitted = fit(pairs, ENCODER, precision=0.9, guard=no_veto)
     assert fitted.simulated
     for score in (0.65, 0.75, 0.85, 0.95):
         near = [row for row in fitted.lookups if abs(row.score - score) < 0.03]
@@ -140,23 +106,6 @@ def test_a_fit_finds_the_curve_that_made_the_pairs() -> None:
         assert risk == pytest.approx(1 - (score - 0.5) / 0.5, abs=0.15)
     assert fitted.calibration.weights["cosine"] <= 0.0
     assert fitted.calibration.limit == pytest.approx(0.1)
-    judged = judge(pairs, corpus, Calibrated(fitted.calibration, frozenset([TIER]), FixedThreshold({})))
-    assert judged.precision is not None
-    assert judged.precision > 0.87
-
-
-def test_a_fit_leaves_out_what_a_guard_objects_to() -> None:
-    pairs = written_pairs(900)
-
-    def guard(a: str, b: str) -> str | None:
-        """Objects to every third pair, also where it errs."""
-        return "useless" if int(a.split("~")[0].split()[-1]) % 3 == 0 else None
-
-    fitted = fit(pairs, build_corpus(list(clusters(pairs)), ENCODER, guard), "written")
-    kept = [pair for number, pair in enumerate(pairs) if number % 3]
-    without = fit(kept, build_corpus(list(clusters(kept)), ENCODER, no_veto), "written")
-    assert fitted.calibration.risk(0.8) == pytest.approx(without.calibration.risk(0.8), abs=0.1)
-    assert len(fitted.lookups) < 1.3 * len(without.lookups)
 
 
 def test_a_fit_weighs_the_wording_and_never_trusts_a_lower_cosine_more() -> None:
@@ -166,8 +115,7 @@ def test_a_fit_weighs_the_wording_and_never_trusts_a_lower_cosine_more() -> None
         cosine, odd = random.uniform(0.7, 0.99), random.random() < 0.5
         same = random.random() < (0.1 if odd else 0.9) - 0.2 * (cosine - 0.7)
         pairs.append(Pair(f"topic {number}", f"topic {number}{' giraffe' * odd} ~{cosine:.4f}", same))
-    fitted = fit(pairs, build_corpus(list(clusters(pairs)), ENCODER, no_veto), "written")
-    assert fitted.losses["all features"] < fitted.losses["cosine alone"] - 0.02
+    fitted = fit(pairs, ENCODER, guard=no_veto)
     assert fitted.calibration.weights["unmatched"] > 0.5
     assert fitted.calibration.weights["cosine"] <= 0.0, "the pairs say otherwise, by chance of their making"
     assert fitted.calibration.weights["closeness"] <= 0.0
@@ -176,26 +124,35 @@ def test_a_fit_weighs_the_wording_and_never_trusts_a_lower_cosine_more() -> None
 def test_a_fit_needs_pairs_of_both_kinds() -> None:
     few, many = written_pairs(5), written_pairs(30)
     with pytest.raises(DatasetError, match="at least 20 pairs"):
-        fit(few, build_corpus(list(clusters(few)), ENCODER, no_veto), "written")
+        fit(few, ENCODER)
     with pytest.raises(ConfigError, match="--precision"):
-        fit(many, build_corpus(list(clusters(many)), ENCODER, no_veto), "written", precision=1.0)
+        fit(many, ENCODER, precision=1.0)
 
 
-def test_pairs_through_a_policy_by_hand() -> None:
+def test_pairs_by_hand() -> None:
     pairs = [Pair("x", "x~0.99", True), Pair("y", "y~0.95", False), Pair("z", "z~0.8", True), Pair("u", "v", False)]
-    corpus = build_corpus([("", t) for p in pairs for t in (p.a, p.b)], ENCODER, no_veto)
-    judged = judge(pairs, corpus, FixedThreshold({TIER: 0.9}))
-    assert (judged.precision, judged.recall, judged.false_positive_rate) == (0.5, 0.5, 0.5)
-    assert judged.area == pytest.approx((1 + 1 / 2 + 2 / 3 + 2 / 4) / 4)
+    with contextlib.closing(SemKV(ENCODER, PolicyConfig(similarity_threshold=0.9, guards=False))) as cache:
+        assert [ask_pair(cache, pair, str(n)) for n, pair in enumerate(pairs)] == [True, True, False, False]
+        trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
+    curve, area = pair_curve([(value, pair.same) for value, pair in zip(trust, pairs, strict=True)])
+    assert curve == [(0.25, 1.0), (0.5, 0.5), (0.75, pytest.approx(2 / 3)), (1.0, 0.5)]
+    assert area == pytest.approx((1 + 1 / 2 + 2 / 3 + 2 / 4) / 4)
 
 
-def test_the_bound_holds_on_a_drawn_stream_at_more_hits_than_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("semkv.tiers.bounded.SystemRandom", lambda: Random(0))
+def test_a_fixed_cosine_and_the_cache_count_alike() -> None:
+    stream = zipf(written_pairs(60), 0, 300)
+    static = {threshold: counts for threshold, *counts in static_thresholds(stream, ENCODER)}
+    played, _ = cached(PolicyConfig(similarity_threshold=0.9, guards=False), stream)
+    assert static[0.9] == [played.hits, played.wrong]
+    assert static[1.01][0] < played.hits < static[0.7][0]
+
+
+def test_the_bound_holds_on_a_drawn_stream_at_more_hits_than_exact_ones() -> None:
     stream = zipf(written_pairs(500), 1, 4000)
-    corpus = build_corpus([(a.group, a.text) for a in stream], ENCODER, no_veto)
-    outcome = Replay(stream, corpus).play(Bounded(0.005), verify_rate=0.1)
-    assert outcome.wrong_rate <= 0.005
-    assert outcome.approximate > 20
+    policy = PolicyConfig(policy="bounded", max_error_rate=0.005, guards=False)
+    with contextlib.closing(SemKV(ENCODER, policy, seed=0)) as cache:
+        assert play(cache, stream).wrong <= 0.005 * len(stream)
+        assert cache.approximate > 20
 
 
 def semkv(*args: str | Path) -> str:
@@ -226,11 +183,11 @@ def test_the_commands_from_file_to_figure(tmp_path: Path, monkeypatch: pytest.Mo
         extra = ["--calibration", "c.json"]
         done = semkv("eval-stream", "stream.jsonl", "--policy", policy, *extra, "--plot", f"{policy}.png")
         assert json.loads(done)["requests"] == 72
-    semkv("eval-pairs", "pairs.jsonl", "--out", "p.json", "--plot", "p.svg")
+    semkv("eval-pairs", "pairs.jsonl", "--out", "p.json")
     assert 0.0 <= json.loads((tmp_path / "p.json").read_text())["p_chr_auc"] <= 1.0
     with pytest.raises(DatasetError, match=r"none\.jsonl"):
         semkv("eval-pairs", "none.jsonl")
     with pytest.raises(ConfigError, match=r"--policy: 'lax'.*calibrated"):
         semkv("eval-pairs", "pairs.jsonl", "--policy", "lax")
     with pytest.raises(ConfigError, match="--plot"):
-        semkv("eval-pairs", "pairs.jsonl", "--plot", "p.doc")
+        semkv("eval-stream", "stream.jsonl", "--plot", "p.doc")

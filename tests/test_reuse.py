@@ -23,7 +23,7 @@ from semkv_lab.console import Listener
 from semkv_lab.run import execute, run
 from semkv_lab.samples import Sample
 from semkv_lab.settings import Reuse, resolve
-from semkv_lab.sweep import _group, read_spec
+from semkv_lab.sweep import read_spec
 
 torch = pytest.importorskip("torch")
 
@@ -249,7 +249,7 @@ def test_the_comparison_has_every_use_at_every_setting_with_a_baseline_of_its_ow
     assert {use for use, _ in uses["default"]} == set(Reuse)
     assert uses["default"] == uses["loose"] == uses["any"]
     assert all(e.settings.in_turn for e in experiments)
-    assert len({_group(e.settings) for e in experiments}) == len(experiments)
+    assert len({e.group for e in experiments}) == len(experiments)
 
 
 def test_only_experiments_reach_a_donors_kv() -> None:

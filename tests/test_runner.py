@@ -89,7 +89,6 @@ def test_a_live_run_sends_the_donors_prompt(tmp_path: Path) -> None:
     assert [r.applied for r in records] == [False, True, False]
     assert (summary["samples"], summary["hits"]) == (3, 1)
     assert summary["accuracy_on_hits"]["value"] == 1.0
-    assert summary["accuracy_on_misses"]["value"] == 0.5
     assert engine.closed
 
 
@@ -129,11 +128,9 @@ def test_the_cold_pass_goes_first_on_an_engine_of_its_own(tmp_path: Path) -> Non
     assert len({p.cache_salt for p in cold.prompts}) == 3
     assert records[1].cold is not None
     assert records[1].cold.text == "blue"
-    assert summary["noise_floor"] is not None
     assert (summary["noise_floor"]["tokens"]["n"], summary["noise_floor"]["tokens"]["value"]) == (2, 0.0)
     compared = summary["against_cold"]
-    assert (compared["n"], compared["gained_hits"], compared["wrong_hits"]) == (1, 1, 0)
-    assert compared["agreement"]["value"] == 0.0
+    assert (compared["agreement"]["n"], compared["agreement"]["value"]) == (1, 0.0)
     assert compared["identical_tokens"]["n"] == 1  # the miss; the normalised hit is not a byte-equal prompt
     # The cold run computed 2 x 5 tokens, the cached run 5 + 1.
     assert (summary["tokens"]["baseline_computed"], summary["tokens"]["computed"], summary["tokens"]["beyond"]) == (
@@ -194,7 +191,7 @@ def test_samples_without_an_image_file_are_left_out_and_listed(tmp_path: Path) -
     records, summary = go(samples, settings(tmp_path, baseline=True), ScriptedEngine())
     assert [r.sample_id for r in records] == ["whole"]
     assert summary["skipped"] == ["0", "1", "2"]
-    assert ("left out, no image file", "3: 0, 1, 2") in figures(summary, settings(tmp_path))
+    assert ("left out, no image file", "3: 0, 1, 2") in figures(summary)
     engine, lacking = ScriptedEngine(), [s for s in samples if s.images]
     with pytest.raises(DatasetError, match=r"3 images have no file \(the first is 'n0'\)"):
         go(lacking, settings(tmp_path), engine)
@@ -209,12 +206,12 @@ def test_gqas_annotations_reach_records_and_summary(tmp_path: Path) -> None:
     common = ("query", "obj", "twoCommon")
     samples = [
         Sample("1", "what color", "red", types=("query", "attr", "x"), group="c", valid=("red",), plausible=("blue",)),
-        Sample("2", "in common", "red", types=common, full_answer="Red is.", valid=("red",), plausible=("red",)),
+        Sample("2", "in common", "red", types=common, valid=("red",), plausible=("red",)),
         Sample("3", "what", "blue"),
     ]
     records, summary = go(samples, settings(tmp_path), ScriptedEngine(answer=lambda _: "Red"))
     assert [(r.valid, r.plausible) for r in records] == [(True, False), (False, False), (None, None)]
-    assert (records[1].types, records[1].full_answer) == (common, "Red is.")
+    assert records[1].types == common
     gqa = summary["gqa"]
     assert (gqa["validity"]["value"], gqa["plausibility"]["value"], gqa["distribution"]) == (0.5, 0.0, 0.0)
     assert SampleRecord.from_json(json.loads(json.dumps(records[0].to_json()))) == records[0]
@@ -258,14 +255,6 @@ def test_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
     assert [json.loads(line)["sample_id"] for line in lines] == ["1", "2"]
 
 
-def test_an_interrupt_in_the_cold_pass_keeps_its_figures(tmp_path: Path) -> None:
-    cold = Failing(ANSWERS, interrupt=SKY.question)
-    _, summary = go([CAR, SKY], settings(tmp_path, baseline=True), cold=cold)
-    assert (summary["interrupted"], summary["samples"]) == (True, 0)
-    assert summary["baseline_accuracy"] is not None
-    assert summary["baseline_accuracy"]["n"] == 1
-
-
 # --- cold answers of an earlier run
 
 
@@ -276,12 +265,11 @@ def test_a_baseline_of_an_earlier_run_is_taken_where_the_same_is_asked(tmp_path:
     with ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener:
         go([sample, SKY], chosen, listener=listener)
     cold = ScriptedEngine()
-    records, summary = go([replace(sample, answer="blue"), SKY], settings(tmp_path), cold=cold, baseline=path)
+    records, _ = go([replace(sample, answer="blue"), SKY], settings(tmp_path), cold=cold, baseline=path)
     assert not cold.prompts
     assert all(r.cold is not None and r.cold.text == r.text for r in records)
     assert records[0].cold is not None
     assert records[0].cold.match is False  # judged by the label of now
-    assert summary["noise_floor"] is not None
 
     def refused(engine: ScriptedEngine | None = None, **fields: Any) -> None:
         with pytest.raises(DatasetError, match=r"cold\.jsonl has no cold answer for sample (1|9) "):
@@ -336,7 +324,7 @@ def test_an_earlier_file_stays_until_there_is_something_in_its_place(tmp_path: P
     assert failing.closed
     assert path.read_text(encoding="utf-8") == "of an earlier run\n"
     with ConsoleListener(Console(quiet=True), chosen, quiet=True) as listener:
-        listener.finish()
+        listener.write()
     assert path.read_bytes() == b""
 
 
@@ -383,13 +371,6 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
 # --- engines
 
 
-def test_the_user_turn_keeps_prompt_order() -> None:
-    media = MediaSegment("0" * 64)
-    segments = (TextSegment("S", Role.SYSTEM), media, TextSegment("C", Role.CONTEXT), TextSegment("Q"))
-    assert system_text(segments) == "S"
-    assert user_parts(segments) == [media, "C\nQ"]
-
-
 def test_an_image_must_be_what_its_id_says(tmp_path: Path) -> None:
     path = picture(tmp_path / "a.png", "red")
     media = MediaSegment(keys.media_id(path.read_bytes()), path, "a")
@@ -405,3 +386,10 @@ def test_an_image_must_be_what_its_id_says(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(MediaError, match="cannot be read"):
         load_image(media)
+
+
+def test_the_user_turn_keeps_prompt_order() -> None:
+    media = MediaSegment("0" * 64)
+    segments = (TextSegment("S", Role.SYSTEM), media, TextSegment("C", Role.CONTEXT), TextSegment("Q"))
+    assert system_text(segments) == "S"
+    assert user_parts(segments) == [media, "C\nQ"]

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from command_line import invoke
-from redis_server import RedisServer
 from semkv.encoders.text import SentenceEncoder
 from semkv.guards import veto
 from semkv_lab import caches
-from semkv_lab.quality import Asked
-from semkv_lab.semantic import CONVERSATIONS, play
+from semkv_lab.caches import play
+from semkv_lab.semantic import CONVERSATIONS
+from semkv_lab.streams import Asked
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
-PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy"), "redisvl": ("redisvl",)}
+PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy")}
 
 
 @pytest.fixture(scope="module")
@@ -120,14 +120,6 @@ def test_vcaches_rule_uses_a_text_only_after_it_was_right_often_enough() -> None
     assert play(caches.VCache(encoder, 0.1, 0), right).hits > 5
     wrong = [Asked("How do I learn the piano?", str(n)) for n in range(40)]
     assert play(caches.VCache(encoder, 0.01, 0), wrong).hits == 0
-
-
-def test_a_redis_server_without_search_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("redisvl", reason="needs RedisVL: pip install redisvl")
-    server = RedisServer(tmp_path)
-    assert "lacks the search module" in caches.missing("redisvl", server.url)
-    server.kill()
-    assert "no Redis server answers" in caches.missing("redisvl", "redis://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Semantic caches behind one interface, for ``semkv bench semantic``: plain rules, peers, and semkv by policy.
+"""Semantic caches behind one interface: plain rules, peers, and semkv by policy; and how streams and pairs meet them.
 
 All get the same vectors. Each peer runs with its own index, store and decision, in this process.
 """
@@ -11,9 +11,12 @@ import logging
 import math
 import shutil
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
@@ -22,20 +25,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from semkv.cache import SemanticCache
-from semkv.config import CacheConfig
+from semkv.config import CacheConfig, PolicyConfig
 from semkv.encoders.text import TextEncoder
 from semkv.guards import veto, wording
 from semkv.server.request_key import CanonicalRequest, canonicalise
 from semkv.tiers.bounded import Bounded
-from semkv.tiers.policies import Calibrated, Calibration, Decider, FixedThreshold
-from semkv.types import Namespace, Request, ReuseReport, TextSegment
-from semkv_lab.quality import TIER, Asked
+from semkv.tiers.policies import Calibration, build_policy
+from semkv.types import Exactness, Namespace, Request, ReuseReport, TextSegment
 from semkv_lab.settings import CACHES, SemanticFlags
+from semkv_lab.streams import Asked, Pair
 
 if TYPE_CHECKING:
     from semkv.encoders.text import Matrix
-
-CHECKS = 0.1  # of approximate hits are checked, the default of the bounded policy
 
 
 class Cache:
@@ -183,10 +184,11 @@ class VCache(Cosine):
 class GPTCache(Cache):
     """GPTCache with SQLite and FAISS, a cache for each group.
 
-    Its threshold t is a share of the distance's range: squared distances from 0 to 4, so a cosine of 2 t - 1.
+    Its threshold t is a share of the distance's range: squared distances from 0 to 4, so a cosine of 2 t - 1. Its
+    default is 0.8.
     """
 
-    def __init__(self, encoder: TextEncoder, threshold: float) -> None:
+    def __init__(self, encoder: TextEncoder, threshold: float = 0.8) -> None:
         super().__init__(encoder)
         import gptcache.utils
         from gptcache.adapter import api
@@ -232,66 +234,47 @@ class GPTCache(Cache):
         self._caches.clear()
 
 
-class RedisVL(Cache):
-    """RedisVL's SemanticCache; groups are values of a tag."""
-
-    def __init__(self, encoder: TextEncoder, threshold: float, url: str) -> None:
-        super().__init__(encoder)
-        from redisvl.extensions.cache.llm import SemanticCache as Peer
-        from redisvl.utils.vectorize import CustomTextVectorizer
-
-        self.name = f"redisvl {1 - threshold:g}"
-        self.settings = {"distance_threshold": round(1 - threshold, 4), "cosine": threshold}
-        self._peer = Peer(
-            "semkv-bench",
-            distance_threshold=1 - threshold,
-            vectorizer=CustomTextVectorizer(lambda text, **_: self.vector(text).tolist()),
-            filterable_fields=[{"name": "section", "type": "tag"}],
-            redis_url=url,
-            overwrite=True,
-        )
-        self._peer.clear()
-
-    def lookup(self, asked: Asked) -> str | None:
-        from redisvl.query.filter import Tag
-
-        vector = self.vector(asked.text).tolist()
-        found = self._peer.check(vector=vector, filter_expression=Tag("section") == f"g{asked.group}")
-        return str(found[0]["response"]) if found else None
-
-    def store(self, asked: Asked) -> None:
-        vector = self.vector(asked.text).tolist()
-        self._peer.store(asked.text, asked.answer, vector=vector, filters={"section": f"g{asked.group}"})
-
-    def close(self) -> None:
-        self._peer.delete()
-
-
 # -- semkv ------------------------------------------------------------
 
 
 class SemKV(Cache):
-    """The whole `SemanticCache`, with its catalog on disk, under a policy; bounded ones have a rate and a seed."""
+    """The whole `SemanticCache`, with its catalog in a folder of its own.
+
+    Args:
+        encoder: of the text tier.
+        policy: the flags of the policy.
+        name: what results call it.
+        settings: what they say of it.
+        calibration: the one in a file that ``policy`` names.
+        seed: of a bounded policy's draws; in use, and where it is None, they have none.
+    """
 
     def __init__(
-        self, encoder: TextEncoder, policy: str, flags: SemanticFlags, prior: Calibration | None, rate: float, seed: int
+        self,
+        encoder: TextEncoder,
+        policy: PolicyConfig,
+        name: str = "",
+        settings: Mapping[str, Any] | None = None,
+        calibration: Calibration | None = None,
+        seed: int | None = None,
     ) -> None:
         super().__init__(encoder)
-        self._calibration = prior if policy in ("calibrated", "bounded") else None
-        self._folder, threshold, tiers = Path(tempfile.mkdtemp()), flags.similarity_threshold, frozenset([TIER])
-        decider: Decider = FixedThreshold({TIER: threshold})
-        value, self.settings = threshold, {"cosine": threshold}
-        if policy == "calibrated" and prior is not None:
-            decider = Calibrated(prior, tiers, decider)
-            value, self.settings = flags.precision, {"precision": flags.precision}
-        elif rate:
-            decider = Bounded(rate, self._calibration, tiers)
-            decider._random = Random(seed)  # type: ignore[assignment]  # noqa: S311 - in use it has no fixed seed
-            value, self.settings = rate, {"max error rate": rate, "checks": CHECKS}
-        self.name, self.learns = f"semkv {policy} {value:g}", decider.learns
-        config = CacheConfig(self._folder, similarity_threshold=threshold, verify_rate=CHECKS * self.learns)
+        self.name, self.settings, self._guards = name, dict(settings or {}), policy.guards
+        self._folder, self._calibration = Path(tempfile.mkdtemp()), calibration
+        flags = {item.name: getattr(policy, item.name) for item in fields(PolicyConfig)}
+        config = CacheConfig(self._folder, **flags)
+        decider = build_policy(config, encoder.fingerprint)
+        if isinstance(decider, Bounded) and seed is not None:
+            decider._random = Random(seed)  # type: ignore[assignment]  # noqa: S311
+        self.learns = decider.learns
+        self.approximate = self.wrong_approximate = 0  # hits
         self._cache = SemanticCache(config, text_encoder=encoder, decider=decider, same_answer=lambda a, b: a == b)
         self._report: ReuseReport | None = None
+
+    @property
+    def vetoed(self) -> int:
+        """Matches that a guard refused."""
+        return sum(self._cache.stats().vetoes.values())
 
     def lookup(self, asked: Asked) -> str | None:
         self._report = self._cache.try_reuse(_request(asked))
@@ -303,6 +286,10 @@ class SemKV(Cache):
 
     def hit(self, asked: Asked, *, right: bool) -> bool:
         assert self._report is not None
+        assert self._report.plan.match is not None
+        if self._report.plan.match.exactness is Exactness.APPROXIMATE:
+            self.approximate += 1
+            self.wrong_approximate += not right
         if not self._cache.should_check(self._report):
             return False
         self._cache.checked(self._report.hit_id, right)
@@ -310,7 +297,7 @@ class SemKV(Cache):
         return True
 
     def confidence(self, a: str, b: str) -> float:
-        if veto(a, b) is not None:
+        if self._guards and veto(a, b) is not None:
             return 0.0
         cosine = super().confidence(a, b)
         return cosine if self._calibration is None else 1 - self._calibration.risk(cosine, wording(a, b))
@@ -339,49 +326,114 @@ def _request(asked: Asked) -> Request:
 
 # -- which there are ------------------------------------------------------------
 
-_PACKAGES = {
-    "gptcache": {"gptcache": "gptcache", "faiss": "faiss-cpu", "sqlalchemy": "sqlalchemy"},
-    "redisvl": {"redisvl": "redisvl"},
-}
-GPTCACHE_DEFAULT = 0.8
-Maker = Callable[[], Cache]
+_PACKAGES = {"gptcache": {"gptcache": "gptcache", "faiss": "faiss-cpu", "sqlalchemy": "sqlalchemy"}}
+PRECISION = 0.95  # least chance of a right answer of the calibrated policy
+Maker = Callable[[int], Cache]
+"""Makes a cache, empty; the argument seeds its draws."""
 
 
-def missing(name: str, redis_url: str) -> str:
+def missing(name: str) -> str:
     """Why a peer cannot be measured here, in one line; empty where it can."""
     wanted = _PACKAGES.get(name, {})
     absent = [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]
-    if absent:
-        return f"{name}: not installed: pip install {' '.join(absent)}"
-    if name == "redisvl":
-        if not redis_url:
-            return "redisvl: not measured: --redis-url names no Redis server with the search module"
-        import redis
-
-        try:
-            redis.Redis.from_url(redis_url).execute_command("FT._LIST")  # type: ignore[no-untyped-call]
-        except redis.exceptions.ResponseError:
-            return "redisvl: not measured: the Redis server of --redis-url lacks the search module (Redis 8 has it)"
-        except (redis.exceptions.RedisError, ValueError) as error:
-            return f"redisvl: not measured: no Redis server answers at --redis-url ({error})"
-    return ""
+    return f"{name}: not installed: pip install {' '.join(absent)}" if absent else ""
 
 
 def makers(
-    names: Sequence[str], encoder: TextEncoder, calibration: Calibration | None, flags: SemanticFlags, seed: int
+    names: Sequence[str], encoder: TextEncoder, calibration: tuple[Calibration, Path] | None, flags: SemanticFlags
 ) -> list[Maker]:
-    """A function for each cache and setting that makes it anew."""
+    """Makers of every cache and setting; ``calibration`` comes with its file where a policy needs one."""
     logging.getLogger("gptcache").setLevel(logging.ERROR)
-    threshold, rates = flags.similarity_threshold, flags.max_error_rate
-    semkv = partial(SemKV, encoder, flags=flags, prior=calibration, seed=seed)
-    known: dict[str, list[Maker]] = {
-        "cosine": [partial(Cosine, encoder, threshold)],
-        "vcache": [partial(VCache, encoder, rate, seed) for rate in rates],
-        "gptcache": [partial(GPTCache, encoder, t) for t in (GPTCACHE_DEFAULT, round((1 + threshold) / 2, 6))],
-        "redisvl": [partial(RedisVL, encoder, threshold, flags.redis_url)],
-        "fixed": [partial(semkv, policy="fixed", rate=0.0)],
-        "calibrated": [partial(semkv, policy="calibrated", rate=0.0)],
+    threshold, rates = PolicyConfig.similarity_threshold, flags.max_error_rate
+    prior, file = calibration or (None, None)
+
+    def semkv(name: str, value: float, settings: dict[str, Any], **policy: Any) -> Maker:
+        config = PolicyConfig(**policy)
+        curve = prior if config.calibration else None
+        return lambda seed: SemKV(encoder, config, f"semkv {name} {value:g}", settings, curve, seed)
+
+    def bounded(name: str, **prior: Any) -> list[Maker]:
+        said = [{"max error rate": rate, "checks": PolicyConfig(policy="bounded").checked_share} for rate in rates]
+        return [
+            semkv(name, rate, settings, policy="bounded", max_error_rate=rate, **prior)
+            for rate, settings in zip(rates, said, strict=True)
+        ]
+
+    known: dict[str, Callable[[], list[Maker]]] = {
+        "cosine": lambda: [lambda seed: Cosine(encoder, threshold)],
+        "vcache": lambda: [partial(VCache, encoder, rate) for rate in rates],
+        "gptcache": lambda: [lambda seed: GPTCache(encoder), lambda seed: GPTCache(encoder, (1 + threshold) / 2)],
+        "fixed": lambda: [semkv("fixed", threshold, {"cosine": threshold})],
+        "calibrated": lambda: [
+            semkv("calibrated", PRECISION, {"precision": PRECISION}, policy="calibrated", calibration=file)
+        ],
+        "bounded": lambda: bounded("bounded", calibration=file),
+        "bounded-uncalibrated": lambda: bounded("bounded-uncalibrated"),
     }
-    for name in ("bounded", "bounded-uncalibrated"):
-        known[name] = [partial(semkv, policy=name, rate=rate) for rate in rates]
-    return [made for name in CACHES if name in names for made in known[name]]
+    return [maker for name in CACHES if name in names for maker in known[name]()]
+
+
+# -- playing ------------------------------------------------------------
+
+SETTLED = 500  # requests before which a rate says little
+
+
+@dataclass
+class Played:
+    """What a cache made of a stream.
+
+    ``outcomes`` are (right answer, whether it hit, whether a wrong one was given); ``worst`` is the highest share of
+    wrong answers at any time after the first `SETTLED` requests, None for a shorter stream.
+    """
+
+    hits: int = 0
+    wrong: int = 0
+    checks: int = 0
+    worst: float | None = None
+    seconds: list[float] = field(default_factory=list)
+    outcomes: list[tuple[str, bool, bool]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        counts = {"requests": len(self.outcomes), "hits": self.hits, "wrong": self.wrong, "checks": self.checks}
+        return counts | {"worst_at_any_time": round(self.worst or 0.0, 6)}
+
+
+def play(cache: Cache, stream: Iterable[Asked]) -> Played:
+    """Send every request: a hit is judged by the stream's answer, a miss is stored with it."""
+    found = Played()
+    for asked in stream:
+        start = time.perf_counter()
+        answer = cache.lookup(asked)
+        found.seconds.append(time.perf_counter() - start)
+        wrong = answer is not None and answer != asked.answer
+        if answer is None:
+            cache.store(asked)
+        else:
+            found.hits, found.wrong = found.hits + 1, found.wrong + wrong
+            found.checks += cache.hit(asked, right=not wrong)
+        found.outcomes.append((f"{asked.group} {asked.answer}", answer is not None, wrong))
+        if len(found.outcomes) >= SETTLED:
+            found.worst = max(found.worst or 0.0, found.wrong / len(found.outcomes))
+    return found
+
+
+def ask_pair(cache: Cache, pair: Pair, group: str, history: tuple[tuple[str, str], ...] = ()) -> bool:
+    """Whether b hits where a alone is stored; a cache that learns goes on learning."""
+    play(cache, [Asked(pair.a, pair.a, group, history)])
+    return bool(play(cache, [Asked(pair.b, pair.a if pair.same else pair.b, group, history)]).hits)
+
+
+def pair_curve(ranked: Sequence[tuple[float, bool]]) -> tuple[list[tuple[float, float]], float]:
+    """Precision by hit ratio of (confidence, same) pairs, and the area under it (P-CHR AUC); pairs of equal confidence
+    count alike."""
+    right, area, end = 0.0, 0.0, 0
+    points: list[tuple[float, float]] = []
+    ordered = sorted(ranked, key=lambda pair: -pair[0])
+    for _, tied in groupby(ordered, key=lambda pair: pair[0]):
+        same = [same for _, same in tied]
+        start, end = end, end + len(same)
+        for count in range(start + 1, end + 1):
+            right += sum(same) / len(same)
+            area += right / count
+        points.append((end / len(ranked), right / end))
+    return points, area / len(ranked)

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 
@@ -24,16 +24,12 @@ def _examples(text: str) -> str:
 run = command_line(
     fill_from_preset,
     help_epilogue=_examples("""
-  semkv run
-      the bundled model on its own questions, on CPU or GPU
   semkv run --baseline --max-samples 128
-      the same, compared with vLLM's prefix cache
+      the bundled model on its own questions, compared with vLLM's prefix cache
   semkv run --preset qwen3-vl-2b --dataset-root /data/gqa --cache-mode dry-run
       look up and report, send every request unchanged
   semkv run --model facebook/opt-125m --dataset prompts.jsonl --chunk-source full
       prompts of your own
-  semkv run --embedding-layer prompt:384:0.9 --embedding-hook prompt
-      one layer of the embedding tier, with a threshold of its own
 """),
 )
 
@@ -79,19 +75,15 @@ def _demo(
         samples: How many questions.
         verbose: vLLM's own log, too.
     """
-    from semkv_lab.demo import run_demo
+    from semkv_lab.run import run_demo
 
     run_demo(directory, samples=samples, verbose=verbose)
 
 
 sweep = command_line(
     help_epilogue=_examples("""
-  semkv sweep --specs specs/ablation-minigqa.json --log-file runs/a/sweep.csv --samples-dir runs/a/samples
-      every experiment of the file, each in a process of its own, a row each
   semkv sweep --specs my.toml --log-file runs/a/sweep.csv --samples-dir runs/a/samples --resume
-      go on where it was stopped
-  semkv sweep --specs my.json --log-file x.csv --samples-dir x --dry-run
-      check the file and show what would run
+      every experiment of the file, each in a process of its own, a row each; go on where it was stopped
   RAY_ADDRESS=auto semkv sweep --specs specs/ablation.json --log-file b.csv --samples-dir b --executor ray
       spread over the GPUs of a Ray cluster
 """)
@@ -119,10 +111,8 @@ def _sweep(*, flags: Annotated[SweepFlags, FLAT], dry_run: Annotated[bool, SWITC
 
 report = command_line(
     help_epilogue=_examples("""
-  semkv report runs/a/sweep.csv --out runs/a/report.html
-      of one sweep; a page that needs nothing else
-  semkv report runs/a/sweep.csv runs/b/sweep.csv --markdown both.md --title 'Two models'
-      of two together, and the same as markdown
+  semkv report runs/a/sweep.csv runs/b/sweep.csv --out both.html --markdown both.md --title 'Two models'
+      of two sweeps together: a page that needs nothing else, and the same as markdown
 """)
 )
 
@@ -168,7 +158,7 @@ def _calibrate(
     index_encoder: str = PolicyConfig.index_encoder,
     plot: Path | None = None,
 ) -> None:
-    """Fit the chance of a wrong answer from labelled pairs, by cosine and wording, where no guard objects.
+    """Fit the chance of a wrong answer from labeled pairs, by cosine and wording, where no guard objects.
 
     Args:
         pairs: JSONL of a, b, same (0 or 1), and group where there is one; .gz too.
@@ -177,16 +167,14 @@ def _calibrate(
         index_encoder: Sentence encoder: id or directory.
         plot: Draw a figure (.png, .svg, .pdf).
     """
-    _check_outputs(out, plot, {"PAIRS": pairs})
-    from semkv_lab import evaluate
+    _check_outputs(out, plot, PAIRS=pairs)
+    from semkv_lab.quality import calibrate
 
-    print(json.dumps(evaluate.calibrate(pairs, out, index_encoder, precision, plot), indent=1))
+    _write(calibrate(pairs, out, index_encoder, precision, plot), None)
 
 
 eval_pairs = command_line(
     help_epilogue=_examples("""
-  semkv eval-pairs pairs.jsonl --similarity-threshold 0.95
-      the fixed policy at another threshold
   semkv eval-pairs pairs.jsonl --policy calibrated --calibration c.json
       what a calibration does, on pairs that it was not made from
 """)
@@ -200,16 +188,18 @@ def _eval_pairs(
     *,
     flags: Annotated[QualityFlags | None, FLAT] = None,
     out: Path | None = None,
-    plot: Path | None = None,
 ) -> None:
-    """Precision and recall of a policy on labelled pairs.
+    """Precision and recall of a policy on labeled pairs.
 
     Args:
         pairs: JSONL of a, b, same (0 or 1), and group where there is one; .gz too.
         out: Write the JSON here instead of printing it.
-        plot: Draw a figure (.png, .svg, .pdf).
     """
-    _evaluate("PAIRS", pairs, flags, out, plot)
+    flags = flags or QualityFlags()
+    _check_outputs(out, None, PAIRS=pairs, calibration=flags.calibration)
+    from semkv_lab.quality import eval_pairs
+
+    _write(eval_pairs(pairs, flags), out)
 
 
 eval_stream = command_line(
@@ -238,7 +228,11 @@ def _eval_stream(
         out: Write the JSON here instead of printing it.
         plot: Draw a figure (.png, .svg, .pdf).
     """
-    _evaluate("REQUESTS", requests, flags, out, plot)
+    flags = flags or QualityFlags()
+    _check_outputs(out, plot, REQUESTS=requests, calibration=flags.calibration)
+    from semkv_lab.quality import eval_stream
+
+    _write(eval_stream(requests, flags, plot), out)
 
 
 bench = command_line(name="bench", help="Benchmarks that anyone can rerun.")
@@ -272,7 +266,7 @@ def _bench_connector(
     """
     from semkv_lab import conformance
 
-    _check_outputs(out, None, {})
+    _check_outputs(out, None)
     try:
         settings = None if extra is None else dict(json.loads(extra))
     except (TypeError, ValueError):
@@ -280,7 +274,7 @@ def _bench_connector(
     found = conformance.run(connector, only or tuple(conformance.CASES), settings, lambda line: print(line, flush=True))
     print("\n" + conformance.table(found))
     if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        _write(found, out)
     if any(case["verdict"] == "fail" for cases in found["connectors"].values() for case in cases.values()):
         sys.exit(EXIT_FAILED)
 
@@ -294,8 +288,6 @@ def _bench_connector(
       on labeled pairs of your own: half of them ask
   semkv bench semantic --parts streams --stream requests.jsonl --caches cosine bounded --max-error-rate 0.005
       one stream of your own, two caches
-  semkv bench semantic --parts images --scenes 12
-      where another image may stand in
 """),
 )
 def _bench_semantic(*, flags: Annotated[SemanticFlags | None, FLAT] = None) -> None:
@@ -304,30 +296,23 @@ def _bench_semantic(*, flags: Annotated[SemanticFlags | None, FLAT] = None) -> N
     All caches get the same vectors, and nothing is downloaded but the encoder. A peer that is not installed is named
     with the command that installs it. Intervals are 95%.
     """
-    from semkv_lab.console import make_console
-
     flags = flags or SemanticFlags()
-    inputs = {"--pairs": flags.pairs, "--fit": flags.fit, "--stream": flags.stream}
-    _check_outputs(flags.out, None, inputs)
+    _check_outputs(flags.out, None, pairs=flags.pairs, fit=flags.fit, stream=flags.stream)
     from semkv_lab import semantic
+    from semkv_lab.console import make_console
 
     semantic.run(flags, make_console())
 
 
-def _evaluate(what: str, path: Path, flags: QualityFlags | None, out: Path | None, plot: Path | None) -> None:
-    flags = flags or QualityFlags()
-    _check_outputs(out, plot, {what: path, "--calibration": flags.calibration})
-    from semkv_lab import evaluate
-
-    run = evaluate.eval_pairs if what == "PAIRS" else evaluate.eval_stream
-    text = json.dumps(run(path, flags, plot), indent=1)
+def _write(found: dict[str, Any], out: Path | None) -> None:
+    text = json.dumps(found, indent=1)
     if out is None:
         print(text)
     else:
         out.write_text(text + "\n", encoding="utf-8")
 
 
-def _check_outputs(out: Path | None, plot: Path | None, inputs: dict[str, Path | None]) -> None:
+def _check_outputs(out: Path | None, plot: Path | None, **inputs: Path | None) -> None:
     """Fail before the work, not after it."""
     from semkv_lab.console import keep_apart
 

@@ -12,13 +12,14 @@ import multiprocessing
 import os
 import platform
 import random
-import re
 import resource
 import shutil
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 NEEDS = {"LMCacheConnectorV1": "lmcache"}
 PACKAGES = ("semkv", "vllm", "torch", "transformers", "lmcache")
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
 }  # fmt: skip
 _RNG = random.Random(3)  # noqa: S311 - prompts
@@ -74,12 +75,12 @@ class Subject:
 
     def engine(self, step: Callable[..., Any], *args: Any, **engine: Any) -> Any:
         """What a step finds in a new engine with the connector."""
-        return _in_child(self.folder / "log", self.model, self.config(), step, args, engine)
+        return _in_child(self.model, self.config(), step, args, engine)
 
     def plain(self, key: str, step: Callable[..., Any], *args: Any, **engine: Any) -> Any:
         """The same without a connector; asked once for each key."""
         if key not in self.references:
-            self.references[key] = _in_child(self.folder / "log", self.model, None, step, args, engine)
+            self.references[key] = _in_child(self.model, None, step, args, engine)
         return self.references[key]
 
     def right(self) -> list[Answer]:
@@ -369,33 +370,26 @@ def table(found: dict[str, Any], first: str = "SemKVConnector") -> str:
 # ---------------------------------------------------------------------- processes and checkpoints
 
 
-def _in_child(log: Path, model: Path, kv: dict[str, Any] | None, step: Any, args: Any, engine: Any) -> Any:
+def _in_child(model: Path, kv: dict[str, Any] | None, step: Any, args: Any, engine: Any) -> Any:
     """What a step finds in an engine in a fork of this process; one that ends or hangs is a failed case."""
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    with _written_to(log) as output:
-        process = context.Process(target=_child, args=(send, output, model, kv, step, args, engine))
-        process.start()
-        send.close()
-        try:
-            if not receive.poll(LIMIT_S):
-                raise Failed(f"no answer within {LIMIT_S} s")
-            started, error, found = receive.recv()
-            process.join(LIMIT_S)
-        except EOFError:
-            process.join(5)
-            raise Failed(f"the engine's process ended with status {process.exitcode}\n{_causes(log)}") from None
-        finally:
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
+    try:
+        started, error, found = pool.submit(_child, model, kv, step, args, engine).result(LIMIT_S)
+    except TimeoutError:
+        raise Failed(f"no answer within {LIMIT_S} s") from None
+    except BrokenProcessPool:
+        raise Failed("the engine's process ended by itself") from None
+    finally:
+        for process in pool._processes.values():  # what threads and native code do at an exit is not measured
             process.kill()
-            process.join()
+        pool.shutdown()
     if error:
         raise (Failed if started else Cannot)(error)
     return found
 
 
-def _child(send: Any, output: int, model: Path, kv: Any, step: Any, args: Any, engine: Any) -> None:
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def _child(model: Path, kv: Any, step: Any, args: Any, engine: Any) -> tuple[bool, str, Any]:
+    """Whether the engine started, what went wrong, and what the step found."""
     started = False
     try:
         made = LocalEngine(model, kv, skip_tokenizer_init=True, **engine)
@@ -403,32 +397,16 @@ def _child(send: Any, output: int, model: Path, kv: Any, step: Any, args: Any, e
         found = step(made, *args)
         made.settle()
         made.close()
-        send.send((started, None, found))
     except BaseException as error:
-        import traceback
-
         traceback.print_exc()
-        send.send((started, f"{type(error).__name__}: {str(error)[:300]}", None))
-    os._exit(0)  # what threads and native code do at an exit is not measured
-
-
-@contextlib.contextmanager
-def _written_to(log: Path) -> Iterator[int]:
-    """A pipe into a file: a process whose files cannot grow can still say so."""
-    with log.open("ab") as file, subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file) as cat:
-        assert cat.stdin is not None
-        yield cat.stdin.fileno()
+        return started, f"{type(error).__name__}: {str(error)[:300]}", None
+    return started, "", found
 
 
 def _family(pid: int) -> list[int]:
     """A process and all below it."""
     below = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
     return [pid, *(one for child in below for one in _family(child))]
-
-
-def _causes(log: Path) -> str:
-    lines = [line[-300:] for line in log.read_text(errors="replace").splitlines() if re.search(r"\wError\b", line)]
-    return "\n".join(dict.fromkeys(lines[-3:]))
 
 
 def _checkpoint(folder: Path, seed: int) -> Path:

@@ -13,20 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from semkv import __version__
 from semkv.errors import ConfigError
-from semkv_lab.metrics import Estimate, Figures, read_estimate
+from semkv_lab.metrics import COLUMNS, Estimate, Figures, read_estimate
 from semkv_lab.records import Cold, SampleRecord
 
 if TYPE_CHECKING:
@@ -34,17 +26,8 @@ if TYPE_CHECKING:
     from semkv_lab.settings import RunSettings
 
 SAMPLES_OUT, SUMMARY_OUT = "--samples-out", "--summary-out"
+SETTINGS = ".settings.json"  # added to the name of a file of samples
 _STAGES = {"start": "starting the engine", "cold": "without semkv", "cached": "with semkv"}
-
-
-def sample_line(record: SampleRecord) -> str:
-    """``[05515938] hit (embedding:prompt) | latency=0.032s | answer match=True | exact_text=miss, ...``."""
-    outcome = f"hit ({record.provenance})" if record.hit else "miss"
-    parts = [f"[{record.sample_id}] {outcome}", f"latency={record.latency_s:.3f}s"]
-    if record.match is not None:
-        parts.append(f"answer match={record.match}")
-    parts.append(", ".join(f"{tier}={status}" for tier, status in record.statuses.items()))
-    return " | ".join(parts)
 
 
 def make_console() -> Console:
@@ -53,20 +36,25 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=max(console.width, 120))
 
 
+def progress_bar(console: Console, **options: Any) -> Progress:
+    """A bar with counts and times; ``options`` are those of `rich.progress.Progress`."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(TextColumn("{task.description}"), *columns, console=console, **options)
+
+
+# -- while it runs ------------------------------------------------------------
+
+
 class Listener:
-    """Told how a run goes; a subclass draws progress, prints lines, writes files."""
+    """Hears how a run goes: a pass begins, a sample was answered (without semkv, with it), the engine failed on one."""
 
-    def stage(self, name: str, total: int) -> None:
-        """A pass begins."""
+    def stage(self, name: str, total: int) -> None: ...
 
-    def cold(self, sample: Sample, cold: Cold) -> None:
-        """A sample was answered without semkv."""
+    def cold(self, sample: Sample, cold: Cold) -> None: ...
 
-    def record(self, record: SampleRecord) -> None:
-        """A sample was answered."""
+    def record(self, record: SampleRecord) -> None: ...
 
-    def failed(self, sample: Sample, error: Exception) -> None:
-        """The engine failed on a sample."""
+    def failed(self, sample: Sample, error: Exception) -> None: ...
 
 
 class ConsoleListener(Listener):
@@ -80,30 +68,34 @@ class ConsoleListener(Listener):
     def __init__(self, console: Console, settings: RunSettings, *, quiet: bool) -> None:
         self._console, self._settings, self._quiet = console, settings, quiet
         self._progress = progress_bar(console, transient=True, refresh_per_second=4, disable=not console.is_terminal)
-        self._task: TaskID | None = None
+        self._task = self._progress.add_task(_STAGES["start"], total=None)
         self._file: BinaryIO | None = None
 
     def stage(self, name: str, total: int) -> None:
-        if self._task is not None:
-            self._progress.update(self._task, visible=False)
-        self._task = self._progress.add_task(_STAGES.get(name, name), total=total or None)
+        self._progress.reset(self._task, description=_STAGES[name], total=total or None)
 
     def cold(self, sample: Sample, cold: Cold) -> None:
-        self._advance()
+        self._progress.advance(self._task)
 
     def record(self, record: SampleRecord) -> None:
-        self._write(record)
-        self._advance("" if self._quiet else sample_line(record))
+        self.write(record)
+        self._progress.advance(self._task)
+        if not self._quiet:
+            self._say(sample_line(record))
 
     def failed(self, sample: Sample, error: Exception) -> None:
-        self._advance(f"[{sample.sample_id}] failed | {error}")
+        self._progress.advance(self._task)
+        self._say(f"[{sample.sample_id}] failed | {error}")
 
-    def finish(self) -> None:
-        """The run has come to its end, maybe without a record."""
-        self._write()
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _write(self, *records: SampleRecord) -> None:
-        """Raises `ConfigError` where the file cannot be written."""
+    def write(self, *records: SampleRecord) -> None:
+        """Add records to the file, which is begun with the first call.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         path = self._settings.samples_out
         if path is None:
             return
@@ -113,12 +105,6 @@ class ConsoleListener(Listener):
                 self._file = path.open("wb")
             self._file.writelines(to_json(record.to_json()) for record in records)
             self._file.flush()
-
-    def _advance(self, line: str = "") -> None:
-        if line:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-        if self._task is not None:
-            self._progress.advance(self._task)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -131,21 +117,20 @@ class ConsoleListener(Listener):
                 self._file.close()
 
 
-def progress_bar(console: Console, **options: Any) -> Progress:
-    """A bar with counts and times; ``options`` are those of `rich.progress.Progress`."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(TextColumn("{task.description}"), *columns, console=console, **options)
+def sample_line(record: SampleRecord) -> str:
+    """``[05515938] hit (embedding:prompt) | latency=0.032s | answer match=True | exact_text=miss, ...``."""
+    outcome = f"hit ({record.provenance})" if record.hit else "miss"
+    parts = [f"[{record.sample_id}] {outcome}", f"latency={record.latency_s:.3f}s"]
+    if record.match is not None:
+        parts.append(f"answer match={record.match}")
+    parts.append(", ".join(f"{tier}={status}" for tier, status in record.statuses.items()))
+    return " | ".join(parts)
 
 
-def run_header(settings: RunSettings) -> dict[str, object]:
-    """What a results file says of the run that made it."""
-    return {"semkv": __version__, "settings": settings.to_json()}
+# -- at the end ------------------------------------------------------------
 
-
-def write_json(path: Path, value: object) -> None:
-    """Write indented JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(to_json(value, indent=2))
+_SHOWN = 10  # names of samples in a line
+_UNJUDGED = "unknown without --baseline: hits that are not the label may be the model's own mistakes"
 
 
 def print_summary(console: Console, summary: Figures, settings: RunSettings) -> None:
@@ -157,14 +142,14 @@ def print_summary(console: Console, summary: Figures, settings: RunSettings) -> 
         names = ("tier", "samples", "rate", "latency p50", "p95", "TTFT p50", "accuracy [95%]")
         rows = [
             (
-                row["tier"], str(row["n"]), f"{row['rate']:.1%}", seconds(row["latency"]["p50_s"]),
-                seconds(row["latency"]["p95_s"]), seconds(row["ttft"]["p50_s"]),
-                percent(read_estimate(row, "accuracy")),
+                row["tier"], str(row["n"]), f"{row['rate']:.1%}", *times(row["latency"]).split(" / "),
+                seconds(row["ttft"]["p50_s"]), percent(read_estimate(row, "accuracy")),
             )
             for row in summary["tiers"]
         ]  # fmt: skip
         console.print(table("by tier", names, rows))
-    console.print(table("figures", (), figures(summary, settings)))
+    place = ("on disk", f"{size(summary['bytes_on_disk'])} in {settings.cache.cache_dir}")
+    console.print(table("figures", (), [*figures(summary), place]))
 
 
 def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -177,77 +162,34 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Ta
     return made
 
 
-_SHOWN = 10  # names of samples in a line
-_UNJUDGED = "unknown without --baseline: hits that are not the label may be the model's own mistakes"
-
-
-def figures(summary: Figures, settings: RunSettings) -> list[tuple[str, str]]:
+def figures(summary: Figures) -> list[tuple[str, str]]:
     """Everything that is one figure: name and value."""
-
-    def of(*path: str) -> str:
-        return percent(read_estimate(summary, *path))
-
-    def row(name: str, *path: str, more: str = "") -> list[tuple[str, str]]:
-        """A share that the run may not have."""
-        return [(name, of(*path) + more)] if read_estimate(summary, *path).n else []
-
-    area, skipped = summary["chr_area"]["reached"], summary["skipped"]
     rows = [
-        ("hits", f"{summary['hits']} of {summary['samples']}: {of('hit_share')}"),
+        ("hits", f"{summary['hits']} of {summary['samples']}: {percent(read_estimate(summary, 'hit_share'))}"),
         ("similar, but refused", str(summary["refused"])),
+        ("latency p50 / p95", times(summary["tiers"][-1]["latency"])),
         ("lookup p50 / p95", times(summary["lookup"])),
         ("after the answer p50 / p95", times(summary["after"])),
         *_token_rows(summary["tokens"]),
-        ("accuracy", of("accuracy")),
-        ("accuracy on hits", of("accuracy_on_hits")),
-        ("accuracy on misses", of("accuracy_on_misses")),
-        *(row("wrong hits a request", "wrong_hit_share") or [("wrong hits a request", _UNJUDGED)]),
-        *row("consistency (entailed)", "consistency"),
-        *row("validity", "gqa", "validity"),
-        *row("plausibility", "gqa", "plausibility"),
     ]
+    for column in COLUMNS[1:]:
+        value = read_estimate(summary, *column.path.split("."))
+        if value.n:
+            of = f" of {value.n}" if column.unit == "%" and value.n < summary["samples"] else ""
+            rows.append((column.name, shown(value, column.unit) + of))
+        elif column.path == "wrong_hit_share":
+            rows.append((column.name, _UNJUDGED))
     if (distribution := summary["gqa"]["distribution"]) is not None:
         rows.append(("distribution (chi-square)", f"{distribution:.2f}"))
-    rows += [found for kind in ("binary", "open") for found in row(f"accuracy, {kind}", "gqa", "by_type", kind)]
-    rows += row("P-CHR AUC", "chr_area", "area", more=f" up to a hit rate of {area:.1%}")
-    if summary["baseline_accuracy"]:
-        rows.append(("cold: accuracy", of("baseline_accuracy")))
+    rows += [(f"accuracy, {name}", percent(Estimate(**value))) for name, value in summary["gqa"]["by_type"].items()]
+    if summary["baseline_latency"]["n"]:
         rows.append(("cold: latency p50 / p95", times(summary["baseline_latency"])))
-    if cold := summary["against_cold"]:
-        if cold["n"]:
-            rows += [
-                ("hits run cold: accuracy", of("against_cold", "cold_accuracy_on_hits")),
-                ("hits: same answer as cold", of("against_cold", "agreement")),
-                ("hits: same tokens as cold", of("against_cold", "same_tokens")),
-                ("hits: tokens saved", interval(read_estimate(cold, "saved_tokens"))),
-                ("hits: cold TTFT / cached, without lookup", interval(read_estimate(cold, "first_token"), 2, "x")),
-                ("wrong hits / gained", f"{cold['wrong_hits']} / {cold['gained_hits']}"),
-                ("hits: cold latency / cached", interval(read_estimate(cold, "speedup"), 2, "x")),
-            ]
-        rows.append(("all: same answer as cold", of("against_cold", "agreement_all")))
-        rows += row("cold: consistency (entailed)", "against_cold", "consistency")
-        exact = f" of {cold['identical_tokens']['n']}"
-        rows += row("exact prompts: tokens equal cold", "against_cold", "identical_tokens", more=exact)
-    if summary["saved"]:
-        rows.append(("saved a request: tokens", interval(read_estimate(summary, "saved", "tokens"))))
-        for name, key in (
-            ("latency, mean", "latency_s"),
-            ("latency, median", "latency_p50_s"),
-            ("TTFT, mean", "ttft_s"),
-        ):
-            rows.append((f"  {name}", milliseconds(read_estimate(summary, "saved", key))))
-    if noise := summary["noise_floor"]:
-        answers = f"{of('noise_floor', 'answers')} of {noise['answers']['n']} asked twice"
-        rows.append(("noise floor: answers differ", answers))
-        rows.append(("noise floor: tokens differ", of("noise_floor", "tokens")))
-    rows += row("answer equals the donor's", "donor_agreement", more=" of full hits")
     for tier in ("kv_cache", "fusion"):
         if found := summary["statuses"].get(tier):
             rows.append((tier, ", ".join(f"{n} {status}" for status, n in found.items())))
-    if skipped:
-        shown = ", ".join(skipped[:_SHOWN]) + " ..." * (len(skipped) > _SHOWN)
-        rows.append(("left out, no image file", f"{len(skipped)}: {shown}"))
-    rows.append(("on disk", f"{size(summary['bytes_on_disk'])} in {settings.cache.cache_dir}"))
+    if skipped := summary["skipped"]:
+        names = ", ".join(skipped[:_SHOWN]) + " ..." * (len(skipped) > _SHOWN)
+        rows.append(("left out, no image file", f"{len(skipped)}: {names}"))
     return rows + [(name, str(count)) for name, count in summary["faults"].items()]
 
 
@@ -265,6 +207,9 @@ def _token_rows(t: Figures) -> list[tuple[str, str]]:
     return rows
 
 
+# -- figures as text ------------------------------------------------------------
+
+
 def interval(value: Estimate, digits: int = 1, unit: str = "", *, factor: float = 1.0) -> str:
     """``12.3 ms [11.0, 14.1]``, a dash for no figure, no interval from one image."""
     if value.value is None:
@@ -275,14 +220,14 @@ def interval(value: Estimate, digits: int = 1, unit: str = "", *, factor: float 
     return f"{text} [{factor * value.low:.{digits}f}, {factor * value.high:.{digits}f}]"
 
 
+def shown(value: Estimate, unit: str) -> str:
+    """With the unit of a `Column`: ``93.1% [91.0, 95.0]``, ``12.3 ms [11.0, 14.1]``, ``1.05x [1.01, 1.05]``."""
+    factor, digits, name = {"%": (100, 1, "%"), "ms": (1000, 1, " ms"), "x": (1, 2, "x"), "": (1, 1, "")}[unit]
+    return interval(value, digits, name, factor=factor)
+
+
 def percent(value: Estimate) -> str:
-    """``93.1% [91.0, 95.0]``."""
-    return interval(value, unit="%", factor=100)
-
-
-def milliseconds(value: Estimate) -> str:
-    """``12.3 ms [11.0, 14.1]``, of seconds."""
-    return interval(value, unit=" ms", factor=1000)
+    return shown(value, "%")
 
 
 def times(value: Figures) -> str:
@@ -308,7 +253,21 @@ def part(count: int, total: int) -> str:
 
 # -- files ------------------------------------------------------------
 
-SETTINGS = ".settings.json"  # added to the name of a file of samples
+
+def run_header(settings: RunSettings) -> dict[str, object]:
+    """What a results file says of the run that made it."""
+    return {"semkv": __version__, "settings": settings.to_json()}
+
+
+def to_json(value: object, indent: int | None = None) -> bytes:
+    """JSON in UTF-8. What no UTF-8 can hold, as in the name of a file, becomes an escape."""
+    return json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write indented JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(to_json(value, indent=2))
 
 
 @contextmanager
@@ -332,19 +291,9 @@ def try_to_write(key: str, path: Path) -> None:
 
 def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
     """Refuse to write a file that is read, or two outputs to one file; paths by setting, None where there is none."""
-    for (key, path), (other, taken) in itertools.chain(
-        itertools.combinations(outputs.items(), 2), itertools.product(outputs.items(), inputs.items())
-    ):
-        if path is not None and taken is not None and _same(path, taken):
+    pairs = [*itertools.combinations(outputs.items(), 2), *itertools.product(outputs.items(), inputs.items())]
+    for (key, path), (other, taken) in pairs:
+        if path is None or taken is None or (path.exists() and not path.is_file()):  # /dev/null may be named twice
+            continue
+        if path.resolve() == taken.resolve() or (path.exists() and taken.exists() and path.samefile(taken)):
             raise ConfigError(key, str(path), f"another file than that of {other}")
-
-
-def _same(one: Path, other: Path) -> bool:
-    if one.exists() and other.exists():
-        return one.is_file() and one.samefile(other)  # /dev/null and the like may be named twice
-    return one.resolve() == other.resolve()
-
-
-def to_json(value: object, indent: int | None = None) -> bytes:
-    """JSON in UTF-8. What no UTF-8 can hold, as in the name of a file, becomes an escape."""
-    return json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -92,13 +91,10 @@ def load_gqa(options: DatasetOptions) -> list[Sample]:
     """
     config, split = resolve_config(options)
     root = options.root or (Path(os.environ[ROOT_VARIABLE]) if os.environ.get(ROOT_VARIABLE) else None)
-    if root is None:
-        return _load_tables(options, config, _REPO, lambda name, _: _read_hub(name, split))
-    if not root.is_dir():
+    if root is not None and not root.is_dir():
         raise DatasetError(f"{root}: no such folder")
-    if any((root / config).glob(f"{split}-*.parquet")):
-        read = partial(_read_parquet, root, split)
-        return _load_tables(options, config, str(root / config), read)
+    if root is None or any((root / config).glob(f"{split}-*.parquet")):
+        return _load_tables(options, root, config, split)
     return load_official(root, options, config)
 
 
@@ -144,28 +140,27 @@ def _objects(file: Path) -> dict[str, Any]:
 
 def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None], choices: Any = None) -> Sample:
     """One GQA row, official or Hugging Face, as a `Sample`; ``where`` is for messages."""
-    if not isinstance(row, Mapping):
-        raise DatasetError(f"{where}: expected an object, found {type(row).__name__}")
-    image = text_field(row, "imageId", where)
-    groups, types, choices = row.get("groups") or {}, row.get("types") or {}, choices or {}
-    for name, value in (("groups", groups), ("types", types), ("choices", choices)):
-        if not isinstance(value, Mapping):
-            raise DatasetError(f"{where}: {name!r} must be an object")
-    return Sample(
-        sample_id=key,
-        question=text_field(row, "question", where, required=True),
-        answer=text_field(row, "answer", where) or None,
-        images=(ImageRef(image, find(image)),) if image else (),
-        semantic_str=text_field(row, "semanticStr", where),
-        groups=tuple(text for k in ("global", "local") if (text := text_field(groups, k, f"{where}, groups"))),
-        group=text_field(groups, "global", where),
-        types=tuple(text_field(types, name, where) for name in TYPES) if types else (),
-        full_answer=text_field(row, "fullAnswer", where),
-        valid=tuple(map(str, choices.get("valid", ()))),
-        plausible=tuple(map(str, choices.get("plausible", ()))),
-        entailed=tuple(name for name in _entailed(row, where) if name != key),
-        variant=text_field(row, "variant", where),
-    )
+    try:
+        image, groups, types = text_field(row, "imageId", where), row.get("groups") or {}, row.get("types") or {}
+        entailed, choices = row.get("entailed") or (), choices or {}
+        if isinstance(entailed, str):  # as the Hugging Face layout writes a list
+            entailed = re.findall(r"[\w-]+", entailed)
+        return Sample(
+            sample_id=key,
+            question=text_field(row, "question", where, required=True),
+            answer=text_field(row, "answer", where) or None,
+            images=(ImageRef(image, find(image)),) if image else (),
+            semantic_str=text_field(row, "semanticStr", where),
+            groups=tuple(text for k in ("global", "local") if (text := text_field(groups, k, f"{where}, groups"))),
+            group=text_field(groups, "global", where),
+            types=tuple(text_field(types, name, where) for name in TYPES) if types else (),
+            valid=tuple(map(str, choices.get("valid", ()))),
+            plausible=tuple(map(str, choices.get("plausible", ()))),
+            entailed=tuple(name for name in map(str, entailed) if name != key),
+            variant=text_field(row, "variant", where),
+        )
+    except (AttributeError, TypeError) as e:
+        raise DatasetError(f"{where}: not a row of GQA ({e})") from e
 
 
 def find_image(name: str, roots: Iterable[Path]) -> Path | None:
@@ -179,23 +174,12 @@ def is_safe_name(name: str) -> bool:
     return _SAFE_NAME.fullmatch(name) is not None and not name.startswith(".")
 
 
-def _entailed(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Ids as a list, or as the Hugging Face layout writes a list: one string."""
-    value = row.get("entailed")
-    if value is not None and not isinstance(value, str | list):
-        raise DatasetError(f"{where}: 'entailed' must be a list of ids, found {type(value).__name__}")
-    return tuple(re.findall(r"[\w-]+", value)) if isinstance(value, str) else tuple(str(v) for v in value or ())
-
-
-def _load_tables(
-    options: DatasetOptions, config: str, where: str, read: Callable[[str, set[str] | None], _Rows]
-) -> list[Sample]:
-    """GQA in the Hugging Face layout; ``read`` gives the rows of a configuration, those of some ids where ids are
-    given."""
-    chosen = select(list(read(config, None)), options)
-    wanted = {str(r.get("imageId")) for r in chosen}
-    images = config.removesuffix(_KIND) + "_images"
-    found = _unpack_images(read(images, wanted), wanted, options.data_dir / "gqa" / images)
+def _load_tables(options: DatasetOptions, root: Path | None, config: str, split: str) -> list[Sample]:
+    """GQA in the Hugging Face layout: below a folder, or from the hub."""
+    where, images = str(root or _REPO), config.removesuffix(_KIND) + "_images"
+    chosen = select(list(_read_table(root, config, split)), options)
+    wanted = {str(row.get("imageId")) for row in chosen}
+    found = _unpack_images(_read_table(root, images, split), wanted, options.data_dir / "gqa" / images)
     samples = []
     for number, row in enumerate(chosen, start=1):
         key = text_field(row, "id", f"{where}, row {number}", required=True)
@@ -203,39 +187,24 @@ def _load_tables(
     return samples
 
 
-def _read_parquet(root: Path, split: str, config: str, wanted: set[str] | None) -> _Rows:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _read_table(root: Path | None, config: str, split: str) -> _Rows:
+    """The rows of a configuration; pictures stay encoded."""
+    from datasets import Image, load_dataset
 
-    for file in sorted((root / config).glob(f"{split}-*.parquet")):
-        try:
-            with pq.ParquetFile(file) as table:
-                for batch in table.iter_batches(batch_size=256):
-                    rows: list[dict[str, Any]] = batch.to_pylist()
-                    yield from (r for r in rows if wanted is None or str(r.get("id")) in wanted)
-        except (OSError, pa.ArrowException) as e:
-            raise DatasetError(f"{file}: not a readable parquet file ({str(e).splitlines()[0][:200]})") from e
-
-
-def _read_hub(config: str, split: str) -> _Rows:
     try:
-        from datasets import Image, load_dataset
-    except ImportError as e:
-        raise DatasetError(
-            f"no GQA folder was given (--dataset-root or {ROOT_VARIABLE}) and the package 'datasets' that reads "
-            f"{_REPO} from the hub is not installed: pip install datasets"
-        ) from e
-    try:
-        table = load_dataset(_REPO, config, split=split)
-        if "image" in table.column_names:
+        if root is None:
+            table = load_dataset(_REPO, config, split=split)
+        else:  # streamed: nothing is copied to the hub's cache
+            files = str(root / config / f"{split}-*.parquet")
+            table = load_dataset("parquet", data_files=files, split="train", streaming=True)
+        if "image" in (table.column_names or ()):
             table = table.cast_column("image", Image(decode=False))
+        yield from map(dict, table)
     except (OSError, ValueError, RuntimeError) as e:
+        advice = f"give a folder with --dataset-root or {ROOT_VARIABLE}, or take --dataset minigqa, which needs none"
         raise DatasetError(
-            f"{_REPO} ({config}, {split}) cannot be read from the hub: {str(e).splitlines()[0][:200]}; where there is "
-            f"no network give a folder with --dataset-root or {ROOT_VARIABLE}, or take --dataset minigqa, which needs "
-            "no download"
+            f"{root or _REPO} ({config}, {split}) cannot be read: {str(e).splitlines()[0]}; {advice}"
         ) from e
-    return (dict(row) for row in table)
 
 
 def _unpack_images(rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: Path) -> dict[str, Path]:
@@ -269,7 +238,6 @@ def _writing(file: Path) -> Iterator[BinaryIO]:
 # -- GQA's text, with a model's answers ------------------------------------------------------------
 
 _TEXT_FIELDS = ("questionId", "imageId", "question")
-_CARD = (160, 120)
 
 
 def load_gqa_text(options: DatasetOptions) -> list[Sample]:
@@ -297,23 +265,20 @@ def load_gqa_text(options: DatasetOptions) -> list[Sample]:
 def _text_row(row: Mapping[str, Any], where: str) -> tuple[str, str, str, str]:
     name, image, question = (text_field(row, key, where, required=True) for key in _TEXT_FIELDS)
     labels = sorted(set(row) - set(_TEXT_FIELDS))
-    if len(labels) != 1:
-        raise DatasetError(
-            f"{where}: expected one field beside {', '.join(_TEXT_FIELDS)}, found {', '.join(labels) or 'none'}"
-        )
-    if not is_safe_name(image):
-        raise DatasetError(f"{where}: 'imageId' must be a plain file name, found {image[:80]!r}")
+    if len(labels) != 1 or not is_safe_name(image):
+        fields = ", ".join(_TEXT_FIELDS)
+        raise DatasetError(f"{where}: expected {fields} (a plain file name for 'imageId') and one field more")
     return name, image, question, text_field(row, labels[0], where)
 
 
 def _card(folder: Path, name: str) -> Path:
     """A card with the name on it; the same name gives the same bytes."""
-    file = folder / f"{name}.png"
-    if not file.is_file() or not file.stat().st_size:
-        from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw
 
-        card = Image.new("RGB", _CARD, (226, 226, 222))
-        ImageDraw.Draw(card).text((_CARD[0] / 2, _CARD[1] / 2), name, fill=(70, 70, 70), anchor="mm")
+    file = folder / f"{name}.png"
+    if not file.is_file():
+        card = Image.new("RGB", (160, 120), (226, 226, 222))
+        ImageDraw.Draw(card).text((80, 60), name, fill=(70, 70, 70), anchor="mm")
         with _writing(file) as part:
             card.save(part, "PNG")
     return file
@@ -334,8 +299,7 @@ def load_minigqa(options: DatasetOptions) -> list[Sample]:
         DatasetError: a file cannot be read, or the folder cannot be written.
     """
     config, split = resolve_config(options)
-    root = options.root or _drawn(options, split)
-    return _with_variants(load_official(root, options, config), root / "provenance.json", split)
+    return load_official(options.root or _drawn(options, split), options, config)
 
 
 def _drawn(options: DatasetOptions, split: str) -> Path:
@@ -355,23 +319,6 @@ def _drawn(options: DatasetOptions, split: str) -> Path:
     except OSError as e:
         raise DatasetError(f"{folder.parent}: MiniGQA cannot be written there ({e.strerror or e})") from e
     return folder
-
-
-def _with_variants(samples: list[Sample], path: Path, split: str) -> list[Sample]:
-    """With what each sample was made from another by: ``repeat``, ``paraphrase`` ...; ``image:shifted`` ... for a
-    question asked again of a derived picture."""
-    made = (read_json(path) or {}).get(split) if path.is_file() else None
-    if not made:
-        return samples
-
-    def variant(sample: Sample) -> str:
-        question, image = (
-            str(made[kind].get(name, {}).get("variant", "original"))
-            for kind, name in (("questions", sample.sample_id), ("images", sample.image_name))
-        )
-        return question if question != "original" else "" if image == "original" else f"image:{image}"
-
-    return [replace(sample, variant=variant(sample)) for sample in samples]
 
 
 def load_minigqa_text(options: DatasetOptions) -> list[Sample]:

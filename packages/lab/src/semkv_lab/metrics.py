@@ -1,4 +1,4 @@
-"""Figures of a run, computed from its sample records. Pure functions, no input or output.
+"""Figures of a run, computed from its sample records. `COLUMNS` states each once: its name, meaning and computation.
 
 Every figure that may vary from draw to draw comes with a 95% interval, by bootstrap over images: questions on one image
 are not independent, so whole images are drawn again, not questions (the cluster bootstrap; Davison and Hinkley,
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,13 +58,11 @@ def number(value: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Median, its 95% interval, and the 95th percentile, in seconds; None for no samples."""
+    """Median and 95th percentile, in seconds; None for no samples."""
 
     n: int
     p50_s: float | None
     p95_s: float | None
-    p50_low_s: float | None = None
-    p50_high_s: float | None = None
 
 
 def mean(values: Sequence[tuple[str, float]]) -> Estimate:
@@ -108,13 +107,13 @@ def median(values: Sequence[tuple[str, float]]) -> Estimate:
     return estimate(len(values), float(np.median(numbers)), medians() if groups.any() else ())
 
 
-def times(values: Iterable[tuple[str, float | None]]) -> Times:
-    """Median with its interval, and 95th percentile, of the (image, seconds) pairs that have seconds."""
-    there = [(image, seconds) for image, seconds in values if seconds is not None]
+def times(values: Iterable[float | None]) -> Times:
+    """Of those that are not None."""
+    there = [seconds for seconds in values if seconds is not None]
     if not there:
         return Times(0, None, None)
-    middle = median(there)
-    return Times(len(there), middle.value, float(np.percentile([s for _, s in there], 95)), middle.low, middle.high)
+    median, late = np.percentile(there, [50, 95])
+    return Times(len(there), float(median), float(late))
 
 
 def split(values: Sequence[tuple[str, float]]) -> tuple[Integers, Floats]:
@@ -124,13 +123,13 @@ def split(values: Sequence[tuple[str, float]]) -> tuple[Integers, Floats]:
     return np.array(groups), np.array([value for _, value in values], dtype=np.float64)
 
 
-def resamples(images: int, rows: int = 0, most: int = RESAMPLES) -> Iterator[Integers]:
+def resamples(images: int, rows: int = 0) -> Iterator[Integers]:
     """How often each image is there in draws with replacement, [draws, images]; ``rows`` are made of each draw.
 
     Some draws come at a time, to bound memory, and fewer of many images.
     """
     rng = np.random.default_rng(_SEED)
-    left, at_once = most if images <= _MANY_IMAGES else FEW_RESAMPLES, max(1, _AT_ONCE // max(images, rows))
+    left, at_once = RESAMPLES if images <= _MANY_IMAGES else FEW_RESAMPLES, max(1, _AT_ONCE // max(images, rows))
     for start in range(0, left, at_once):
         yield rng.multinomial(images, np.full(images, 1 / images), size=min(at_once, left - start))
 
@@ -163,73 +162,54 @@ def accuracy_on_hits(records: Iterable[SampleRecord]) -> Estimate:
     return share([(r.image, answers_match(text, r.answer)) for r, text in hits if r.answer is not None])
 
 
-def consistency(records: Sequence[SampleRecord], *, cold: bool = False) -> Estimate:
+def consistency(records: Sequence[SampleRecord]) -> Estimate:
     """GQA's consistency (Hudson and Manning, GQA, CVPR 2019): do the answers contradict one another?
 
     The mean, over the questions that were answered correctly, of the share of the questions each entails that were
-    answered correctly too; those that the run did not ask are left out. ``cold``: of the cold answers.
+    answered correctly too; those that the run did not ask are left out.
     """
-
-    def right(record: SampleRecord) -> bool | None:
-        return record.match if not cold else record.cold.match if record.cold is not None else None
-
-    outcome = {r.sample_id: right(r) for r in records}
+    outcome = {r.sample_id: r.match for r in records}
     scores = []
     for record in records:
         # The loader leaves a question's own id out: that of a repeat in a trace is another.
         asked = [outcome.get(name) for name in record.entailed if name != record.sample_id]
-        judged = [o for o in asked if o is not None]
-        if right(record) and judged:
+        judged = [right for right in asked if right is not None]
+        if record.match and judged:
             scores.append((record.image, sum(judged) / len(judged)))
     return mean(scores)
 
 
-def gqa(records: Sequence[SampleRecord]) -> Figures:
-    """GQA's own measures beside consistency (Hudson and Manning, GQA, CVPR 2019), where it has the annotations.
+def distribution(records: Sequence[SampleRecord]) -> float | None:
+    """GQA's: the chi-square of the answers against the expected ones, by global group and weighted by its size.
 
-    ``validity`` and ``plausibility`` are the shares of answers of the question's kind, and of those that occur with its
-    objects; ``distribution`` is the chi-square of the answers against the expected ones, by global group and weighted
-    by its size, 0 where both are alike and None without groups; ``by_type`` is the accuracy by structural and semantic
-    type (``structural verify``), and of ``binary`` and ``open`` questions. Over all questions that were asked; GQA's
-    own script leaves out those that are not balanced.
+    0 where both are alike, None without groups. Answers that nothing expects do not count, as in GQA's script.
     """
-    types: dict[str, list[SampleRecord]] = {}
     groups: dict[str, list[tuple[str, str]]] = {}
+    for r in records:
+        if r.group and r.answer is not None:
+            groups.setdefault(r.group, []).append((normalise_answer(r.answer), normalise_answer(r.text)))
+    weighted = 0.0
+    for answers in groups.values():
+        expected, found = (Counter(column) for column in zip(*answers, strict=True))
+        weighted += len(answers) * sum((found[answer] - count) ** 2 / count for answer, count in expected.items())
+    return weighted / sum(map(len, groups.values())) if groups else None
+
+
+def by_type(records: Sequence[SampleRecord]) -> dict[str, Estimate]:
+    """GQA's accuracy by structural and semantic type, such as ``structural verify``, and of ``binary`` and ``open``
+    questions."""
+    types: dict[str, list[SampleRecord]] = {}
     for r in records:
         if r.types:
             form = "open" if r.types[0] == "query" else "binary"
             for name in (f"structural {r.types[0]}", f"semantic {r.types[1]}", form):
                 types.setdefault(name, []).append(r)
-        if r.group and r.answer is not None:
-            groups.setdefault(r.group, []).append((normalise_answer(r.answer), normalise_answer(r.text)))
-    weighted = sum(_chi_square(answers) * len(answers) for answers in groups.values())
-    return {
-        "validity": share([(r.image, r.valid) for r in records if r.valid is not None]),
-        "plausibility": share([(r.image, r.plausible) for r in records if r.plausible is not None]),
-        "distribution": weighted / sum(map(len, groups.values())) if groups else None,
-        "by_type": {name: accuracy(of_it) for name, of_it in sorted(types.items())},
-    }
-
-
-def _chi_square(answers: Sequence[tuple[str, str]]) -> float:
-    """Of (expected, given) answers; as in GQA's script, answers that nothing expects do not count."""
-    expected, given = (Counter(column) for column in zip(*answers, strict=True))
-    return sum((given[answer] - count) ** 2 / count for answer, count in expected.items())
+    return {name: accuracy(of_it) for name, of_it in sorted(types.items())}
 
 
 def without(record: SampleRecord) -> str | None:
     """What the request would have got without its hit, where that is known: the cold answer, of a dry run its own."""
     return record.text if not record.applied else record.cold.text if record.cold is not None else None
-
-
-def stands_for(record: SampleRecord) -> bool | None:
-    """Whether a hit gave what the request would have got without it, else the expected answer where that is not known;
-    None for a miss and where nothing tells.
-    """
-    own, text = without(record), given(record)
-    if not record.hit or text is None:
-        return None
-    return record.match if own is None else answers_match(text, own)
 
 
 def wrong_hit(record: SampleRecord) -> bool | None:
@@ -254,47 +234,133 @@ def wrong_hit_share(records: Sequence[SampleRecord]) -> Estimate:
     return share([(image, wrong) for image, wrong in judged if wrong is not None])
 
 
-def chr_area(records: Sequence[SampleRecord]) -> Figures:
-    """P-CHR AUC: the area under precision against cache-hit ratio, as the threshold on the score falls.
+# -- a whole run ------------------------------------------------------------
 
-    Introduced by Baral et al., Closing the Calibration Gap in Semantic Caching, 2026, arXiv:2606.19719.
 
-    At a threshold t the cache-hit ratio is the share of all requests that hit with a score of at least t, and the
-    precision is the share of these hits that give what the request would have got without (`stands_for`). Exact hits
-    have score 1; hits that nothing can judge are left out; requests that missed count in the ratio only, so the curve
-    ends at the run's hit rate: the area is divided by that ratio. 1 means that every hit was right at every threshold
-    from the run's own upwards. For a whole curve run with a low threshold, ``--disable-guards`` and ``--cache-mode
-    dry-run``. Only areas that reach a like ratio can be compared: ``reached`` is that ratio, 0 without a hit.
+@dataclass(frozen=True)
+class Run:
+    """What a run has: the samples that were answered, in order, and every answer of the cold pass."""
+
+    records: Sequence[SampleRecord]
+    cold: Sequence[Cold] = ()
+
+    @cached_property
+    def hits(self) -> list[SampleRecord]:
+        return [r for r in self.records if r.hit]
+
+    @cached_property
+    def pairs(self) -> list[tuple[SampleRecord, Cold]]:
+        """Samples that were answered both ways."""
+        return [(r, r.cold) for r in self.records if r.cold is not None]
+
+    @cached_property
+    def hit_pairs(self) -> list[tuple[SampleRecord, Cold]]:
+        """Of them, those to which a donor's prompt was sent."""
+        return [(r, c) for r, c in self.pairs if r.hit and r.applied]
+
+    @cached_property
+    def twice(self) -> list[tuple[Cold, str]]:
+        """Prompts that were asked twice on the baseline engine, the second time under a cache salt of their own, so
+        that vLLM computed all of the prompt again. What differs here says how little a difference elsewhere means."""
+        return [(c, c.again_text) for c in self.cold if c.again_text is not None]
+
+
+class Column(NamedTuple):
+    """A figure of a run that has an interval.
+
+    Attributes:
+        name: as the console and a report call it.
+        path: its place in a summary.
+        unit: ``%`` of a share, ``ms`` of seconds, ``x`` of a ratio, or none.
+        compute: the figure; empty where the run does not have it.
+        meaning: for a report, which leaves out those without.
     """
-    rows = [
-        (1.0 if r.score is None else r.score, n, good)
-        for n, r in enumerate(records)
-        if (good := stands_for(r)) is not None
-    ]
-    if not rows:
-        return {"area": Estimate(0, None), "reached": 0.0}
-    scores, places, right = map(np.array, zip(*sorted(rows, key=lambda hit: -hit[0]), strict=True))
-    last = np.flatnonzero(np.append(np.diff(scores) != 0, True))  # of one score, together
 
-    def area(weights: Integers) -> tuple[float, float]:
-        """The area, and the ratio it reaches, where each record counts so often; level before the first point."""
-        counts = weights[places]
-        found = counts.cumsum()[last]
-        there = found > 0
-        if not there.any():
-            return np.nan, 0.0
-        ratio, precision = found[there] / weights.sum(), (counts * right).cumsum()[last][there] / found[there]
-        reached = float(ratio[-1])
-        return float(np.trapezoid([precision[0], *precision], [0.0, *ratio])) / reached, reached
-
-    value, reached = area(np.ones(len(records), dtype=np.int64))
-    groups, _ = split([(r.image, 0.0) for r in records])
-    draws = resamples(int(groups.max()) + 1, len(records), FEW_RESAMPLES) if groups.any() else ()
-    drawn = (np.array([area(weights)[0] for weights in counts[:, groups]]) for counts in draws)
-    return {"area": estimate(len(rows), value, drawn), "reached": reached}
+    name: str
+    path: str
+    unit: str
+    compute: Callable[[Run], Estimate]
+    meaning: str = ""
 
 
-# -- compared with the same samples run cold --------------------------------------------------
+def _agreement(pairs: Iterable[tuple[SampleRecord, Cold]]) -> Estimate:
+    return share([(r.image, answers_match(r.text, c.text)) for r, c in pairs])
+
+
+def _same_tokens(pairs: Iterable[tuple[SampleRecord, Cold]]) -> Estimate:
+    return share([(r.image, r.token_ids == c.token_ids) for r, c in pairs])
+
+
+def _saved_tokens(pairs: Iterable[tuple[SampleRecord, Cold]]) -> Estimate:
+    return mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in pairs])
+
+
+def _saved_latency(pairs: Iterable[tuple[SampleRecord, Cold]]) -> list[tuple[str, float]]:
+    """The lookup is paid for; recording and checks come after the answer (``after_s`` of a record)."""
+    return [(r.image, c.latency_s - r.latency_s) for r, c in pairs]
+
+
+def _saved_first_token(run: Run) -> Estimate:
+    timed = [(r, c.ttft_s, r.ttft_s) for r, c in run.pairs if c.ttft_s is not None and r.ttft_s is not None]
+    return mean([(r.image, before - now) for r, before, now in timed])
+
+
+def _first_token(run: Run) -> Estimate:
+    timed = [(r, c.ttft_s, r.ttft_s) for r, c in run.hit_pairs if c.ttft_s is not None and r.ttft_s is not None]
+    return median([(r.image, before / (now - r.lookup_s)) for r, before, now in timed if now > r.lookup_s])
+
+
+def _sent_unchanged(run: Run) -> list[tuple[SampleRecord, Cold]]:
+    return [(r, c) for r, c in run.pairs if not r.applied or r.exactness == "exact"]
+
+
+def _among(records: Iterable[SampleRecord], name: str) -> Estimate:
+    return share([(r.image, value) for r in records if (value := getattr(r, name)) is not None])
+
+
+COLUMNS = (
+    Column("hit rate", "hit_share", "%", lambda run: share([(r.image, r.hit) for r in run.records]),
+           "requests that found a donor"),
+    Column("accuracy", "accuracy", "%", lambda run: accuracy(run.records), "answers that are right"),
+    Column("accuracy on hits", "accuracy_on_hits", "%", lambda run: accuracy_on_hits(run.hits),
+           "hits that are right; of a dry run what the donor answered"),
+    Column("wrong hits a request", "wrong_hit_share", "%", lambda run: wrong_hit_share(run.records),
+           "hits that spoiled an answer which is right without them; needs --baseline"),
+    Column("consistency (entailed)", "consistency", "%", lambda run: consistency(run.records),
+           "GQA's: of right answers, the share of entailed questions that are right too"),
+    Column("validity", "gqa.validity", "%", lambda run: _among(run.records, "valid")),
+    Column("plausibility", "gqa.plausibility", "%", lambda run: _among(run.records, "plausible")),
+    Column("cold: accuracy", "baseline_accuracy", "%", lambda run: accuracy(run.cold)),
+    Column("hits run cold: accuracy", "against_cold.cold_accuracy_on_hits", "%",
+           lambda run: accuracy(c for _, c in run.hit_pairs)),
+    Column("hits: same answer as cold", "against_cold.agreement", "%", lambda run: _agreement(run.hit_pairs),
+           "hits with the answer that vLLM alone gave"),
+    Column("hits: same tokens as cold", "against_cold.same_tokens", "%", lambda run: _same_tokens(run.hit_pairs),
+           "hits with the tokens that vLLM alone gave"),
+    Column("hits: tokens saved", "against_cold.saved_tokens", "", lambda run: _saved_tokens(run.hit_pairs),
+           "prompt tokens that a hit saved over the cold run, mean"),
+    Column("hits: cold TTFT / cached, without lookup", "against_cold.first_token", "x", _first_token,
+           "cold time to first token over a hit's without the lookup, median"),
+    Column("exact prompts: tokens equal cold", "against_cold.identical_tokens", "%",
+           lambda run: _same_tokens(_sent_unchanged(run))),
+    Column("saved a request: tokens", "saved.tokens", "", lambda run: _saved_tokens(run.pairs),
+           "prompt tokens over vLLM's prefix cache, mean"),
+    Column("saved a request: latency, mean", "saved.latency_s", "ms",
+           lambda run: mean(_saved_latency(run.pairs)), "over vLLM's prefix and encoder cache, lookup paid for"),
+    Column("saved a request: latency, median", "saved.latency_p50_s", "ms",
+           lambda run: median(_saved_latency(run.pairs))),
+    Column("saved a request: TTFT, mean", "saved.ttft_s", "ms", _saved_first_token),
+    Column("noise floor: answers differ", "noise_floor.answers", "%",
+           lambda run: share([(c.image, not answers_match(c.text, again)) for c, again in run.twice])),
+    Column("noise floor: tokens differ", "noise_floor.tokens", "%",
+           lambda run: share([(c.image, c.token_ids != c.again_token_ids) for c, _ in run.twice])),
+    Column("answer equals the donor's", "donor_agreement", "%",
+           lambda run: share([(r.image, answers_match(r.text, r.donor_answer)) for r in run.hits
+                              if r.donor_answer is not None])),
+)  # fmt: skip
+"""Every figure with an interval, in the order in which it is shown. Cold is the same sample on vLLM with its prefix
+cache and encoder cache; what is saved is cold less cached, and negative where the cache costs more than it saves. The
+agreement with the donor estimates, in dry-run mode, what a live run would get right."""
 
 
 def tokens(records: Sequence[SampleRecord]) -> Figures:
@@ -320,70 +386,6 @@ def tokens(records: Sequence[SampleRecord]) -> Figures:
     }
 
 
-def saved(records: Iterable[SampleRecord]) -> Figures | None:
-    """What a request saved over vLLM's prefix cache and encoder cache: cold less cached, sample by sample.
-
-    The lookup is paid for in the times; recording and checks come after the answer (``after_s`` of a record). Means,
-    and the median of the latency; negative where the cache costs more than it saves. None without a baseline.
-    """
-    pairs = [(r, r.cold) for r in records if r.cold is not None]
-    if not pairs:
-        return None
-    seconds = [(r.image, c.latency_s - r.latency_s) for r, c in pairs]
-    first = [(r.image, c.ttft_s - r.ttft_s) for r, c in pairs if c.ttft_s is not None and r.ttft_s is not None]
-    return {
-        "tokens": mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in pairs]),
-        "latency_s": mean(seconds),
-        "latency_p50_s": median(seconds),
-        "ttft_s": mean(first),
-    }
-
-
-def noise_floor(cold: Iterable[Cold]) -> Figures | None:
-    """The shares of prompts whose two answers, and whose generated tokens, differ on the baseline engine.
-
-    The first time a prompt is answered as the cold pass goes, prefix cache and all; the second time under a cache salt
-    of its own, so that vLLM computes all of it again. A difference from the cold answers below these shares says
-    nothing. None where no prompt was asked twice.
-    """
-    twice = [(c, c.again_text) for c in cold if c.again_text is not None]
-    if not twice:
-        return None
-    return {
-        "answers": share([(c.image, not answers_match(c.text, again)) for c, again in twice]),
-        "tokens": share([(c.image, c.token_ids != c.again_token_ids) for c, _ in twice]),
-    }
-
-
-def against_cold(records: Sequence[SampleRecord]) -> Figures | None:
-    """Hits compared with the same samples run cold; None without a baseline."""
-    pairs = [(r, r.cold) for r in records if r.cold is not None]
-    if not pairs:
-        return None
-    hits = [(r, c) for r, c in pairs if r.hit and r.applied]
-    exact = [(r, c) for r, c in pairs if not r.applied or r.exactness == "exact"]  # sent these very bytes
-    timed = [(r, c.ttft_s, r.ttft_s) for r, c in hits if r.ttft_s is not None and c.ttft_s is not None]
-    judged = [(r.match, c.match) for r, c in hits if r.match is not None and c.match is not None]
-    return {
-        "n": len(hits),
-        "cold_accuracy_on_hits": accuracy(c for _, c in hits),
-        "agreement": share([(r.image, answers_match(r.text, c.text)) for r, c in hits]),
-        "agreement_all": share([(r.image, answers_match(r.text, c.text)) for r, c in pairs]),
-        "identical_tokens": share([(r.image, r.token_ids == c.token_ids) for r, c in exact]),
-        "wrong_hits": sum(not now and before for now, before in judged),
-        "gained_hits": sum(now and not before for now, before in judged),
-        "speedup": median([(r.image, c.latency_s / r.latency_s) for r, c in hits if r.latency_s > 0]),
-        "same_tokens": share([(r.image, r.token_ids == c.token_ids) for r, c in hits]),
-        # Cold over cached time to first token, the lookup left out.
-        "first_token": median([(r.image, before / (now - r.lookup_s)) for r, before, now in timed if now > r.lookup_s]),
-        "saved_tokens": mean([(r.image, c.computed_tokens - r.computed_tokens) for r, c in hits]),
-        "consistency": consistency(records, cold=True),
-    }
-
-
-# -- the figures of a whole run --------------------------------------------------
-
-
 def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[SampleRecord]) -> Figures:
     members = {id(r) for r in chosen}
     return {
@@ -391,71 +393,50 @@ def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[Sampl
         "n": len(chosen),
         "rate": len(chosen) / max(1, len(records)),
         "share": share([(r.image, id(r) in members) for r in records]),
-        "latency": times((r.image, r.latency_s) for r in chosen),
-        "ttft": times((r.image, r.ttft_s) for r in chosen),
+        "latency": times(r.latency_s for r in chosen),
+        "ttft": times(r.ttft_s for r in chosen),
         "accuracy": accuracy(chosen) if tier in ("miss", "all") else accuracy_on_hits(chosen),
-        "saved": saved(chosen),
+        "saved": {"latency_p50_s": median(_saved_latency(Run(chosen).pairs))},
     }
 
 
-def summarise(
-    records: Sequence[SampleRecord],
-    cold: Sequence[Cold] = (),
-    *,
-    bytes_on_disk: int = 0,
-    refused: int = 0,
-    interrupted: bool = False,
-    skipped: tuple[str, ...] = (),
-    faults: Mapping[str, int] | None = None,
-) -> Figures:
+def summarise(records: Sequence[SampleRecord], cold: Sequence[Cold] = (), **more: Any) -> Figures:
     """The figures of a run as ``--summary-out`` writes them: an `Estimate` and `Times` are objects of their fields.
-
-    ``donor_agreement`` is the share of full hits whose answer equals the donor's stored one. In dry-run mode, where
-    each request was answered as it came, it estimates what a live run would get right without having run one.
 
     Args:
         records: every sample that was answered, in order; may be empty.
         cold: every answer of the cold pass; more than the records have when the run was interrupted.
-        refused: approximate matches that were turned down after the search.
-        bytes_on_disk: what the cache folders hold now.
-        interrupted: whether the run was stopped before its last sample.
-        skipped: ids of samples that were left out, since an image has no file.
-        faults: counted faults inside the cache, by name.
+        more: of what the run itself knows: ``refused`` (approximate matches that were turned down after the search),
+            ``bytes_on_disk``, ``interrupted``, ``skipped`` (ids of samples without an image file), ``faults``.
     """
-    hits, misses = [r for r in records if r.hit], [r for r in records if not r.hit]
-    names = sorted({r.provenance for r in hits})
-    rows = [_tier_row(name, [r for r in hits if r.provenance == name], records) for name in names]
+    run = Run(records, cold)
+    names = sorted({r.provenance for r in run.hits})
+    chosen = {name: [r for r in run.hits if r.provenance == name] for name in names}
+    chosen |= {"miss": [r for r in records if not r.hit], "all": list(records)}
     counts = Counter((tier, status) for r in records for tier, status in r.statuses.items())
-    donors = [(r.image, answers_match(r.text, r.donor_answer)) for r in hits if r.donor_answer is not None]
     found = {
         "samples": len(records),
-        "hits": len(hits),
-        "hit_rate": len(hits) / max(1, len(records)),
-        "hit_share": share([(r.image, r.hit) for r in records]),
-        "tiers": [*rows, _tier_row("miss", misses, records), _tier_row("all", records, records)],
-        "lookup": times((r.image, r.lookup_s) for r in records),
-        "after": times((r.image, r.after_s) for r in records),
+        "hits": len(run.hits),
+        "hit_rate": len(run.hits) / max(1, len(records)),
+        "tiers": [_tier_row(name, of_it, records) for name, of_it in chosen.items()],
+        "lookup": times(r.lookup_s for r in records),
+        "after": times(r.after_s for r in records),
         "tokens": tokens(records),
-        "accuracy": accuracy(records),
-        "accuracy_on_hits": accuracy_on_hits(hits),
-        "accuracy_on_misses": accuracy(misses),
-        "wrong_hit_share": wrong_hit_share(records),
-        "consistency": consistency(records),
-        "chr_area": chr_area(records),
         "statuses": {tier: {str(s): counts[tier, s] for s in Status} for r in records for tier in r.statuses},
-        "donor_agreement": share(donors),
-        "refused": refused,
-        "bytes_on_disk": bytes_on_disk,
-        "baseline_latency": times((c.image, c.latency_s) for c in cold) if cold else None,
-        "baseline_ttft": times((c.image, c.ttft_s) for c in cold) if cold else None,
-        "baseline_accuracy": accuracy(cold) if cold else None,
-        "against_cold": against_cold(records),
-        "saved": saved(records),
-        "noise_floor": noise_floor(cold),
-        "interrupted": interrupted,
-        "gqa": gqa(records),
-        "skipped": skipped,
-        "faults": faults or {},
-    }
+        "baseline_latency": times(c.latency_s for c in cold),
+        "baseline_ttft": times(c.ttft_s for c in cold),
+        "gqa": {"distribution": distribution(records), "by_type": by_type(records)},
+        "refused": 0,
+        "bytes_on_disk": 0,
+        "interrupted": False,
+        "skipped": (),
+        "faults": {},
+    } | more
+    for column in COLUMNS:
+        *groups, name = column.path.split(".")
+        place: Figures = found
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[name] = column.compute(run)
     plain: Figures = json.loads(json.dumps(found, default=asdict))
     return plain

@@ -1,384 +1,303 @@
-"""How far approximate hits can be trusted, without an engine: labelled pairs and streams of requests through a policy.
+"""``semkv calibrate``, ``eval-pairs`` and ``eval-stream``: how far approximate hits can be trusted, without an engine.
 
-As in the cache: the exact text first; else the nearest stored texts, the guard and the policy; a miss is stored; a hit
-is not, unless it was checked. An answer is wrong when the stored text that gave it belongs to another cluster.
+A calibration (`semkv.tiers.policies.Calibration`) is fitted from labeled pairs. The share of same pairs in a file says
+nothing of how often a *nearest neighbor* is the same question, which is what a cache meets. So the pairs' texts are
+used as traffic: a random part is stored, each other text is looked up, and what it finds is labeled by the clusters
+that the same pairs make. A file too small for that is fitted pair by pair.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cache
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
-from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
-from semkv.encoders.text import TextEncoder
-from semkv.errors import DatasetError
-from semkv.guards import Guard, Wording, wording
-from semkv.tiers.policies import Decider, Decision
-from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
-from semkv_lab.samples import read_jsonl
+from semkv.encoders.text import SentenceEncoder, TextEncoder
+from semkv.errors import ConfigError, DatasetError
+from semkv.guards import Guard, Wording, veto, wording
+from semkv.tiers.checking import wilson
+from semkv.tiers.policies import FEATURES, Calibration, features
+from semkv_lab.caches import SemKV, ask_pair, pair_curve, play
+from semkv_lab.settings import QualityFlags
+from semkv_lab.streams import Item, Pair, clusters, read_pairs, read_stream
 
 if TYPE_CHECKING:
-    from semkv.encoders.text import Matrix
+    import numpy.typing as npt
 
-TIER = "semantic_text"
-NEIGHBOURS = 4  # the tier asks about so many
-_POINTS = 100
-SETTLED = 500  # requests before which a rate says little
-FLOOR = 0.5  # cosines below are no neighbours
-_MOST = 256  # neighbours of a text
-_CHUNK = 512
-_BATCH = 256
+    Floats = npt.NDArray[np.float64]
 
-Item = tuple[str, str]
-"""(group, text)"""
-_DONOR = Entry("", Namespace(), (), "", "")
-
-
-# -- files ------------------------------------------------------------
+FLOOR = 0.5  # cosines below are no neighbors
+_MOST = 256  # neighbors of a text
+_ASKED = 4  # stored neighbors that a lookup asks about, as the tier does
+_BATCH = 512
+_STORED = (0.15, 0.32, 0.5, 0.68, 0.85)  # shares of the texts that are stored, one round each
+_ENOUGH = 300  # lookups with a neighbor, to fit from them
+_LEAST_PAIRS = 20
+_RIDGE = 10.0
+_POINTS = 100  # of a curve along a stream
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two texts, and whether one answer serves both. Texts of different groups (pictures) are never compared."""
+class Lookup(NamedTuple):
+    """A text found its nearest neighbor, and no guard objects."""
 
-    a: str
-    b: str
-    same: bool
-    group: str = ""
+    score: float
+    wrong: bool
+    wording: Wording
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One request of a stream. Requests of one answer may stand in for one another; groups are never compared.
+class Fit(NamedTuple):
+    """A calibration and what it was fitted from; ``simulated`` says whether the pairs' texts served as traffic."""
 
-    ``history`` are the messages before it, (role, text) each.
+    calibration: Calibration
+    lookups: list[Lookup]
+    simulated: bool
+
+
+# -- neighbors ------------------------------------------------------------
+
+
+def know(texts: Iterable[str], encoder: TextEncoder) -> None:
+    """Encode texts, so that no lookup of an encoder that remembers them waits; a bar on stderr shows how far it is."""
+    distinct = list(dict.fromkeys(texts))
+    batches = [distinct[start : start + _BATCH] for start in range(0, len(distinct), _BATCH)]
+    for batch in track(batches, "encoding", console=Console(stderr=True), transient=True):
+        encoder.encode(batch)
+
+
+def neighbors(items: Sequence[Item], encoder: TextEncoder) -> list[list[tuple[int, float]]]:
+    """By item (group, text): the places of the nearest others of its group with their cosines, the nearest first.
+
+    A text beyond the encoder's window has none.
     """
-
-    text: str
-    answer: str
-    group: str = ""
-    history: tuple[tuple[str, str], ...] = ()
-
-
-def read_pairs(path: Path) -> list[Pair]:
-    """Read rows of ``a``, ``b``, ``same`` (0 or 1, or a boolean) and, where there is one, ``group``.
-
-    Raises:
-        DatasetError: names file and line.
-    """
-    pairs = []
-    for where, row in _rows(path):
-        if row.get("same") not in (0, 1):
-            raise DatasetError(f"{where}: 'same' must be 0 or 1, not {row.get('same')!r}")
-        a, b = _text(row, "a", where), _text(row, "b", where)
-        pairs.append(Pair(a, b, bool(row["same"]), _label(row, "group", where)))
-    return pairs
-
-
-def read_stream(path: Path) -> list[Asked]:
-    """Read rows of ``text`` and ``cluster`` (or ``answer``) in the order of the requests, ``group`` where there is one.
-
-    Raises:
-        DatasetError: names file and line.
-    """
-    asked = []
-    for where, row in _rows(path):
-        name = "cluster" if "cluster" in row else "answer"
-        if name not in row:
-            raise DatasetError(f"{where}: 'cluster' is missing: what names the answer that is right")
-        asked.append(Asked(_text(row, "text", where), _label(row, name, where), _label(row, "group", where)))
-    return asked
-
-
-def clusters(pairs: Sequence[Pair]) -> dict[Item, int]:
-    """The number of the cluster of every text: texts that a chain of same pairs connects."""
-    from scipy.sparse import coo_array  # type: ignore[import-untyped]
-    from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]
-
-    number: dict[Item, int] = {}
-    for pair in pairs:
-        for text in (pair.a, pair.b):
-            number.setdefault((pair.group, text), len(number))
-    same = [(number[pair.group, pair.a], number[pair.group, pair.b]) for pair in pairs if pair.same]
-    a, b = np.array(same, dtype=np.int64).reshape(-1, 2).T
-    graph = coo_array((np.ones(len(same)), (a, b)), shape=(len(number), len(number)))
-    return dict(zip(number, connected_components(graph, directed=False)[1].tolist(), strict=True))
-
-
-def _rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    """Every row with where it stands; at least one."""
-    rows = [(f"{path}, line {number}", row) for number, row in read_jsonl(path)]
-    if not rows:
-        raise DatasetError(f"{path}: no rows")
-    return rows
-
-
-def _text(row: Mapping[str, Any], name: str, where: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str) or not value.strip():
-        raise DatasetError(f"{where}: {name!r} must be a text, not {value!r}")
-    return value
-
-
-def _label(row: Mapping[str, Any], name: str, where: str) -> str:
-    value = row.get(name, "")
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise DatasetError(f"{where}: {name!r} must be a text or a whole number, not {value!r}")
-    return str(value)
-
-
-# -- texts and their neighbours ------------------------------------------------------------
-
-
-class Corpus:
-    """Distinct items, their neighbours within their group, and what the guard says of them.
-
-    Args:
-        items: distinct (group, text).
-        vectors: unit vectors, float32 [len(items), dim].
-        readable: False for a text beyond the encoder's window, which never matches.
-        guard: called once for every pair that is asked about.
-    """
-
-    def __init__(self, items: Sequence[Item], vectors: Matrix, readable: Sequence[bool], guard: Guard) -> None:
-        self.items = list(items)
-        self.number = {item: n for n, item in enumerate(self.items)}
-        self._watch(guard)
-        self.neighbours: list[list[tuple[int, float]]] = [[] for _ in self.items]
-        groups: dict[str, list[int]] = defaultdict(list)
-        for n, (group, _) in enumerate(self.items):
-            if readable[n]:
-                groups[group].append(n)
-        for members in groups.values():
-            self._search(np.asarray(members), vectors)
-
-    def _search(self, members: np.ndarray[tuple[int], np.dtype[np.intp]], vectors: Matrix) -> None:
-        own = vectors[members]
-        for start in range(0, len(members), _CHUNK):
-            scores = own[start : start + _CHUNK] @ own.T
+    found: list[list[tuple[int, float]]] = [[] for _ in items]
+    groups: dict[str, list[int]] = defaultdict(list)
+    for place, (group, text) in enumerate(items):
+        if encoder.fits(text):
+            groups[group].append(place)
+    for members in groups.values():
+        vectors = encoder.encode([items[place][1] for place in members])
+        for start in range(0, len(members), _BATCH):
+            scores = vectors[start : start + _BATCH] @ vectors.T
             order = np.argsort(-scores, axis=1, kind="stable")[:, : _MOST + 1]
             for row, places in enumerate(order):
-                n = int(members[start + row])
-                near = [(int(members[p]), min(1.0, float(scores[row, p]))) for p in places if scores[row, p] >= FLOOR]
-                self.neighbours[n] = [(m, score) for m, score in near if m != n][:_MOST]
-
-    def _watch(self, guard: Guard) -> None:
-        def ask(a: int, b: int) -> str:
-            return guard(self.items[a][1], self.items[b][1]) or ""
-
-        self.veto = cache(ask)
-        """Why a guard objects to b in place of a; empty where none does."""
-
-    def with_guard(self, guard: Guard) -> Corpus:
-        """The same texts and neighbours under another guard."""
-        other = copy.copy(self)
-        other._watch(guard)
-        return other
-
-    def wording(self, a: int, b: int) -> Wording:
-        """How the words of a and b differ."""
-        return wording(self.items[a][1], self.items[b][1])
-
-    def request(self, a: int) -> Request:
-        """The request that asks a."""
-        group, text = self.items[a]
-        return Request(str(a), Namespace(group), (TextSegment(text),))
-
-    def match(self, a: int, b: int, score: float, policy: Decider) -> Match | None:
-        """The match of a with b that a tier would hand to the policy; None where it would hand in none."""
-        if not score or (policy.floor is not None and score < policy.floor) or self.veto(a, b):
-            return None
-        return Match(TIER, str(b), score, Exactness.APPROXIMATE, wording=self.wording(a, b))
+                own = members[start + row]
+                near = [(members[p], min(1.0, float(scores[row, p]))) for p in places if scores[row, p] >= FLOOR]
+                found[own] = [(other, score) for other, score in near if other != own][:_MOST]
+    return found
 
 
-def encode(texts: Sequence[str], encoder: TextEncoder, tick: Callable[[int], None]) -> tuple[Matrix, list[bool]]:
-    """Unit vectors of texts, in batches, and which texts fit the encoder's window; ``tick`` hears how many are done."""
-    parts = []
-    for start in range(0, len(texts), _BATCH):
-        batch = texts[start : start + _BATCH]
-        parts.append(encoder.encode(batch))
-        tick(len(batch))
-    return np.concatenate(parts or [np.zeros((0, encoder.dim), np.float32)]), [encoder.fits(text) for text in texts]
+# -- calibrations ------------------------------------------------------------
 
 
-def build_corpus(
-    items: Sequence[Item], encoder: TextEncoder, guard: Guard, tick: Callable[[int], None] = lambda _: None
-) -> Corpus:
-    """The corpus of distinct items."""
-    distinct = list(dict.fromkeys(items))
-    vectors, readable = encode([text for _, text in distinct], encoder, tick)
-    return Corpus(distinct, vectors, readable, guard)
+def fit(pairs: Sequence[Pair], encoder: TextEncoder, *, precision: float = 0.95, guard: Guard = veto) -> Fit:
+    """Fit the chance of a wrong answer.
 
+    Args:
+        pairs: labeled pairs.
+        encoder: gives their cosines.
+        precision: least chance of a right answer with which a donor may be used.
+        guard: what it objects to is left out.
 
-# -- pairs ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """What a policy made of labelled pairs.
-
-    ``right`` are accepted pairs that are the same; to ``vetoed`` ones a guard objected. ``curve`` has (hit ratio,
-    precision) of the most confident pairs first, a veto being the least confidence; ``area`` is under it (P-CHR AUC).
+    Raises:
+        ConfigError: ``precision`` is no share.
+        DatasetError: too few pairs, or all of one kind.
     """
+    if not 0.0 < precision < 1.0:
+        raise ConfigError("--precision", precision, "a share above 0 and below 1")
+    if len(pairs) < _LEAST_PAIRS or len({pair.same for pair in pairs}) < 2:
+        raise DatasetError(f"a calibration needs at least {_LEAST_PAIRS} pairs, same and different ones")
+    cluster = clusters(pairs)
+    items, of = list(cluster), list(cluster.values())
+    near = neighbors(items, encoder)
 
-    pairs: int
-    same: int
-    accepted: int
-    right: int
-    vetoed: int
-    curve: tuple[tuple[float, float], ...]
-    area: float
+    @cache
+    def free(a: int, b: int) -> bool:
+        return guard(items[a][1], items[b][1]) is None
 
-    @property
-    def precision(self) -> float | None:
-        return self.right / self.accepted if self.accepted else None
+    def lookup(a: int, b: int, score: float, wrong: bool) -> Lookup:
+        return Lookup(score, wrong, wording(items[a][1], items[b][1]))
 
-    @property
-    def recall(self) -> float | None:
-        return self.right / self.same if self.same else None
-
-    @property
-    def false_positive_rate(self) -> float | None:
-        different = self.pairs - self.same
-        return (self.accepted - self.right) / different if different else None
-
-
-def judge(pairs: Sequence[Pair], corpus: Corpus, policy: Decider, *, verify_rate: float = 0.0) -> Judgement:
-    """Ask the policy about every pair, in order. A policy that learns gets the refused and the checked pairs."""
-    random = Random(0)  # noqa: S311
-    ranked: list[tuple[float, bool]] = []
-    accepted = right = vetoed = 0
-    for pair in pairs:
-        a, b = corpus.number[pair.group, pair.a], corpus.number[pair.group, pair.b]
-        policy.arrived()
-        score = 1.0 if a == b else dict(corpus.neighbours[a]).get(b, 0.0)
-        veto = corpus.veto(a, b)
-        vetoed += bool(veto)
-        match = corpus.match(a, b, score, policy)
-        yes, risk = False, None
-        if match is not None:
-            decision = policy.accept(corpus.request(a), _DONOR, match)
-            yes, risk = decision.accept, decision.risk
-            if not yes or (verify_rate > 0.0 and random.random() < max(verify_rate, decision.check)):
-                policy.observe(match, correct=pair.same, served=decision if yes else None)
-        ranked.append((2.0 if veto else 1.0 - score if risk is None else risk, pair.same))
-        accepted += yes
-        right += yes and pair.same
-    curve, area = pair_curve(ranked)
-    return Judgement(len(pairs), sum(p.same for p in pairs), accepted, right, vetoed, curve, area)
+    random = np.random.default_rng(0)
+    looked: dict[tuple[int, int], Lookup] = {}
+    for share in _STORED:
+        stored = random.random(len(items)) < share
+        for a in np.flatnonzero(~stored).tolist():
+            there = islice(((b, score) for b, score in near[a] if stored[b]), _ASKED)
+            first = next(((b, score) for b, score in there if free(a, b)), None)
+            if first is not None:
+                looked[a, first[0]] = lookup(a, *first, of[a] != of[first[0]])
+    rows = list(looked.values())
+    simulated = len(rows) >= _ENOUGH and 0 < sum(row.wrong for row in rows) < len(rows)
+    if not simulated:
+        place = {item: n for n, item in enumerate(items)}
+        sides = [(place[pair.group, pair.a], place[pair.group, pair.b], not pair.same) for pair in pairs]
+        scored = [(a, b, dict(near[a]).get(b), wrong) for a, b, wrong in sides]
+        rows = [lookup(a, b, score, wrong) for a, b, score, wrong in scored if score is not None and free(a, b)]
+    if len({row.wrong for row in rows}) < 2:
+        raise DatasetError(f"nothing can be fitted: among pairs above a cosine of {FLOOR}, all are of one kind")
+    return Fit(_calibration(rows, encoder.fingerprint, 1.0 - precision), rows, simulated)
 
 
-def pair_curve(ranked: list[tuple[float, bool]]) -> tuple[tuple[tuple[float, float], ...], float]:
-    """Precision by hit ratio, and its mean; pairs of equal confidence count alike."""
-    right, area, points, end = 0.0, 0.0, [], 0
-    for _, tied in groupby(sorted(ranked, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
-        same = [same for _, same in tied]
-        start, end = end, end + len(same)
-        for count in range(start + 1, end + 1):
-            right += sum(same) / len(same)
-            area += right / count
-        points.append((end / len(ranked), right / end))
-    return tuple(points), area / len(ranked)
+def _calibration(rows: Sequence[Lookup], fingerprint: str, limit: float) -> Calibration:
+    """Logistic regression by penalized likelihood.
 
-
-# -- streams ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a stream.
-
-    ``wrong`` are hits of both kinds, ``wrong_exact`` those with the same text, but another answer in this place of the
-    stream. ``worst`` is the highest share of wrong answers at any time after the first 500 requests, None for a shorter
-    stream. ``curve`` has (requests, hits, wrong) along the stream.
+    A higher cosine may not raise the chance. A feature's weight, by its standard deviation, is drawn to 0.
     """
+    from scipy.optimize import minimize  # type: ignore[import-untyped]
 
-    requests: int
-    exact: int = 0
-    approximate: int = 0
-    wrong: int = 0
-    wrong_exact: int = 0
-    checks: int = 0
-    worst: float | None = None
-    curve: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    raw = np.array([features(row.score, row.wording) for row in rows])
+    wrong = np.array([row.wrong for row in rows], dtype=float)
+    middle, spread = raw.mean(axis=0), np.maximum(raw.std(axis=0), 1e-6)
+    table = np.hstack([np.ones((len(rows), 1)), (raw - middle) / spread])
+    penalty = np.array([1e-3, *[_RIDGE] * len(FEATURES)])
 
-    @property
-    def hits(self) -> int:
-        return self.exact + self.approximate
+    def cost(weights: Floats) -> tuple[float, Floats]:
+        odds = table @ weights
+        value = float(np.sum(np.logaddexp(0.0, odds) - wrong * odds)) + 0.5 * float(penalty @ weights**2)
+        return value, table.T @ (1.0 / (1.0 + np.exp(-odds)) - wrong) + penalty * weights
 
-    @property
-    def hit_rate(self) -> float:
-        return self.hits / self.requests
-
-    @property
-    def wrong_rate(self) -> float:
-        """Wrong answers per request."""
-        return self.wrong / self.requests
-
-    @property
-    def wrong_per_approximate(self) -> float | None:
-        """The share of approximate hits that are wrong; None without any."""
-        return (self.wrong - self.wrong_exact) / self.approximate if self.approximate else None
+    bounds = [(None, None), (None, 0.0), (None, 0.0), *[(None, None)] * (len(FEATURES) - 2)]
+    found = minimize(cost, np.zeros(table.shape[1]), jac=True, method="L-BFGS-B", bounds=bounds).x
+    weights = found[1:] / spread
+    bias = float(found[0] - weights @ middle)
+    named = {name: round(float(weight), 5) for name, weight in zip(FEATURES, weights, strict=True)}
+    return Calibration(fingerprint, round(bias, 5), named, round(limit, 6))
 
 
-class Replay:
-    """A stream against a corpus that holds every (group, text) of it, ready to be played many times."""
+# -- the commands ------------------------------------------------------------
 
-    def __init__(self, stream: Sequence[Asked], corpus: Corpus) -> None:
-        self._asked = [(corpus.number[asked.group, asked.text], asked.answer) for asked in stream]
-        self._corpus = corpus
 
-    def play(self, policy: Decider, *, verify_rate: float = 0.0) -> Outcome:
-        """Send every request to a new policy; a ``verify_rate`` of 0 checks nothing, whatever the policy asks."""
-        random = Random(0)  # noqa: S311
-        stored: dict[int, str] = {}
-        counts: Counter[str] = Counter()
-        worst: float | None = None
-        curve: list[tuple[int, int, int]] = []
-        every = max(1, len(self._asked) // _POINTS)
-        for count, (number, answer) in enumerate(self._asked, 1):
-            policy.arrived()
-            if number in stored:
-                counts["exact"] += 1
-                counts["wrong"] += stored[number] != answer
-                counts["wrong_exact"] += stored[number] != answer
-            else:
-                match, decision = self._judge(policy, number, stored)
-                served = decision if decision is not None and decision.accept else None
-                correct = match is not None and stored[int(match.entry_id)] == answer
-                checked = served is None
-                if served is not None:
-                    counts["approximate"] += 1
-                    counts["wrong"] += not correct
-                    checked = random.random() < max(verify_rate, served.check) and verify_rate > 0.0
-                    counts["checks"] += checked
-                if checked:
-                    if match is not None:
-                        policy.observe(match, correct=correct, served=served)
-                    stored[number] = answer
-            if count >= SETTLED:
-                worst = max(worst or 0.0, counts["wrong"] / count)
-            if count % every == 0:
-                curve.append((count, counts["exact"] + counts["approximate"], counts["wrong"]))
-        return Outcome(len(self._asked), **counts, worst=worst, curve=tuple(curve))
+def calibrate(path: Path, out: Path, encoder_name: str, precision: float, plot: Path | None) -> dict[str, Any]:
+    """Fit a calibration from a file of pairs, and write and plot it. Raises `ConfigError` and `DatasetError`."""
+    pairs = read_pairs(path)
+    encoder = SentenceEncoder(encoder_name, remembered=1 << 20)
+    texts = {text for pair in pairs for text in (pair.a, pair.b)}
+    know(texts, encoder)
+    fitted = fit(pairs, encoder, precision=precision)
+    curve = fitted.calibration
+    curve.save(out)
+    if plot is not None:
+        with figure(plot, "estimated chance of a wrong answer", "share of wrong answers") as axes:
+            axes.plot([0, 1], [0, 1], color="gray", linewidth=1)
+            axes.plot(*zip(*_reliability(fitted), strict=True), "o", color="black")
+            axes.axvline(curve.limit, color="gray", linestyle="--", label=f"limit {curve.limit:.2f}")
+    return {
+        "pairs": len(pairs),
+        "same": sum(pair.same for pair in pairs),
+        "texts": len(texts),
+        "fitted_from": "lookups among the texts" if fitted.simulated else "the pairs as they are",
+        "lookups": len(fitted.lookups),
+        "precision": precision,
+        "limit": curve.limit,
+        "least_cosine": round(curve.least, 4),
+        "weights": {"bias": curve.bias, **curve.weights},
+    }
 
-    def _judge(self, policy: Decider, number: int, stored: Mapping[int, str]) -> tuple[Match | None, Decision | None]:
-        """The first match that is accepted, else the nearest one, with what the policy says of it."""
-        nearest: tuple[Match | None, Decision | None] = (None, None)
-        there = ((other, score) for other, score in self._corpus.neighbours[number] if other in stored)
-        for other, score in islice(there, NEIGHBOURS):
-            match = self._corpus.match(number, other, score, policy)
-            if match is not None:
-                decision = policy.accept(self._corpus.request(number), _DONOR, match)
-                if decision.accept:
-                    return match, decision
-                nearest = nearest if nearest[0] else (match, decision)
-        return nearest
+
+def _reliability(fitted: Fit) -> list[tuple[float, float]]:
+    """Mean estimated chance and share of wrong answers, in ten bands; those with fewer than five lookups are left
+    out."""
+    bands: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for row in fitted.lookups:
+        risk = fitted.calibration.risk(row.score, row.wording)
+        bands[int(risk * 10)].append((risk, row.wrong))
+    kept = [np.array(band).mean(axis=0) for _, band in sorted(bands.items()) if len(band) >= 5]
+    return [(float(risk), float(wrong)) for risk, wrong in kept] or [(math.nan, math.nan)]
+
+
+def _cache(flags: QualityFlags, texts: Iterable[str]) -> SemKV:
+    encoder = SentenceEncoder(flags.index_encoder, remembered=1 << 20)
+    know(texts, encoder)
+    return SemKV(encoder, flags, calibration=Calibration.load(flags.calibration) if flags.calibration else None)
+
+
+def eval_pairs(path: Path, flags: QualityFlags) -> dict[str, Any]:
+    """Send labeled pairs through a cache: the first text is stored, the second asks. Pairs do not meet.
+
+    Raises `ConfigError` and `DatasetError`.
+    """
+    pairs = read_pairs(path)
+    with closing(_cache(flags, (text for pair in pairs for text in (pair.a, pair.b)))) as cache:
+        hits = [ask_pair(cache, pair, str(number)) for number, pair in enumerate(pairs)]
+        trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
+        vetoed = cache.vetoed
+    _, area = pair_curve([(value, pair.same) for value, pair in zip(trust, pairs, strict=True)])
+    accepted, same = sum(hits), sum(pair.same for pair in pairs)
+    right = sum(hit and pair.same for hit, pair in zip(hits, pairs, strict=True))
+    return {
+        **flags.header(),
+        "pairs": len(pairs),
+        "same": same,
+        "accepted": accepted,
+        "right": right,
+        "vetoed": vetoed,
+        "precision": _ratio(right, accepted),
+        "recall": _ratio(right, same),
+        "false_positive_rate": _ratio(accepted - right, len(pairs) - same),
+        "p_chr_auc": round(area, 6),
+    }
+
+
+def eval_stream(path: Path, flags: QualityFlags, plot: Path | None) -> dict[str, Any]:
+    """Play a stream through a cache. Raises `ConfigError` and `DatasetError`."""
+    stream = read_stream(path)
+    with closing(_cache(flags, (asked.text for asked in stream))) as cache:
+        played = play(cache, stream)
+    size, every = len(stream), max(1, len(stream) // _POINTS)
+    counts = np.cumsum([(hit, wrong) for _, hit, wrong in played.outcomes], axis=0)
+    curve = [(n, *counts[n - 1].tolist()) for n in range(every, size + 1, every)]
+    if plot is not None:
+        with figure(plot, "requests", "% of requests") as axes:
+            for column, name, color in ((1, "hits", "tab:blue"), (2, "wrong answers", "tab:red")):
+                axes.plot([row[0] for row in curve], [100 * row[column] / row[0] for row in curve], color, label=name)
+            if flags.policy == "bounded":
+                axes.axhline(100 * flags.max_error_rate, color="gray", linestyle="--", label="bound")
+            axes.set_yscale("symlog", linthresh=1)
+            axes.set_ylim(bottom=0)
+    return {
+        **flags.header(),
+        "verify_rate": flags.checked_share,
+        "requests": size,
+        "hits": played.hits,
+        "exact_hits": played.hits - cache.approximate,
+        "approximate_hits": cache.approximate,
+        "checks": played.checks,
+        "wrong": played.wrong,
+        "wrong_exact_hits": played.wrong - cache.wrong_approximate,
+        "hit_rate": _ratio(played.hits, size),
+        "wrong_per_request": _ratio(played.wrong, size),
+        "wrong_per_request_95": [round(end, 6) for end in wilson(played.wrong, size)],
+        "wrong_per_approximate_hit": _ratio(cache.wrong_approximate, cache.approximate),
+        "wrong_per_request_at_worst": None if played.worst is None else round(played.worst, 6),
+        "along_the_stream": [{"requests": n, "hits": hits, "wrong": wrong} for n, hits, wrong in curve],
+    }
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return round(part / whole, 6) if whole else None
+
+
+@contextmanager
+def figure(path: Path, x: str, y: str) -> Iterator[Any]:
+    """One set of axes with a legend, in the style of a report's figures, written to ``path``."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from semkv_lab.figures import STYLE
+
+    with mpl.rc_context(STYLE):
+        drawn = Figure(figsize=(6.4, 4.0), layout="constrained")
+        axes = drawn.add_subplot()
+        axes.set(xlabel=x, ylabel=y)
+        yield axes
+        axes.legend()
+        drawn.savefig(path, dpi=144)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from semkv.config import typed
-from semkv.errors import ConfigError
+from semkv.errors import ConfigError, DatasetError
 from semkv.types import Status
+from semkv_lab.samples import read_jsonl
 
 _PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}](?!\d)")
 
@@ -43,7 +45,7 @@ class Cold:
     """The same sample on an engine with vLLM's prefix cache alone.
 
     Attributes:
-        asked: digest of what was asked (`requests.asked`); empty in files of earlier versions.
+        asked: digest of what was asked (`samples.asked`); empty in files of earlier versions.
         again_text, again_token_ids: the answer to the same prompt asked a second time, computed from nothing; on a few
             samples only (`run.NOISE_SAMPLES`), None on the others.
     """
@@ -80,7 +82,7 @@ class SampleRecord:
         cached_tokens: prompt tokens not computed; ``loaded_tokens`` of them from our KV store (None: no connector),
             ``prefix_tokens`` from vLLM's own prefix cache.
         image_file: where the image was; empty without one.
-        group, types, full_answer: GQA's annotations of the question (`samples.Sample`).
+        group, types: GQA's annotations of the question (`samples.Sample`).
         valid, plausible: whether the answer is of the question's kind, and occurs with its objects; None without GQA's
             choices.
         entailed: ids of samples whose answer follows from this one's.
@@ -99,7 +101,7 @@ class SampleRecord:
     score: float | None
     donor: str
     donor_answer: str | None
-    statuses: Mapping[str, Status]
+    statuses: dict[str, Status]
     latency_s: float
     lookup_s: float
     ttft_s: float | None
@@ -118,7 +120,6 @@ class SampleRecord:
     image_file: str = ""
     group: str = ""
     types: tuple[str, ...] = ()
-    full_answer: str = ""
     valid: bool | None = None
     plausible: bool | None = None
 
@@ -138,13 +139,11 @@ class SampleRecord:
         """The record of a line that `to_json` wrote; fields that this version does not know are left out.
 
         Raises:
-            ValueError: a field is missing or not of its type; the message names it.
+            ConfigError, TypeError, ValueError: a field is missing or not of its type; the message names it.
         """
-        statuses, cold = row.get("statuses"), row.get("cold")
-        if not isinstance(statuses, dict):
-            raise ValueError(f"'statuses' is {statuses!r}")
+        cold, statuses = row.get("cold"), typed("statuses", row.get("statuses"), dict[str, Status])
         statuses = {tier: Status(status) for tier, status in statuses.items()}
-        return _make(cls, {**row, "statuses": statuses, "cold": None if cold is None else _make(Cold, cold)})
+        return _made(cls, {**row, "statuses": statuses, "cold": None if cold is None else _made(Cold, cold)})
 
 
 @cache
@@ -152,17 +151,18 @@ def _types(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _make(kind: type[_T], row: Mapping[str, Any]) -> _T:
-    if not isinstance(row, Mapping):
-        raise ValueError(f"{kind.__name__} is {row!r}")
-    values, hints = {}, _types(kind)  # type: ignore[arg-type]
-    for f in fields(kind):  # type: ignore[arg-type]
-        if f.name in row:
-            value = row[f.name]
-            try:
-                values[f.name] = value if f.name == "statuses" else typed(f.name, value, hints[f.name])
-            except ConfigError as error:
-                raise ValueError(f"{f.name!r} is {repr(value)[:80]}; expected {error.allowed}") from None
-        elif f.default is MISSING:
-            raise ValueError(f"no field {f.name!r}")
-    return kind(**values)
+def _made(kind: type[_T], row: Any) -> _T:
+    hints = _types(kind)  # type: ignore[arg-type]
+    row = typed(kind.__name__, row, dict[str, Any])
+    return kind(**{name: typed(name, row[name], hint) for name, hint in hints.items() if name in row})
+
+
+def read_samples(path: Path) -> tuple[SampleRecord, ...]:
+    """The records of a ``--samples-out`` file. A last line that was cut off, as by a kill, is left out."""
+    records = []
+    for line, row in read_jsonl(path, cut_off=True):
+        try:
+            records.append(SampleRecord.from_json(row))
+        except (ConfigError, ValueError, TypeError) as e:
+            raise DatasetError(f"{path}, line {line}: not a record of a sample ({e})") from e
+    return tuple(records)

@@ -8,7 +8,6 @@ import io
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,30 +16,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from semkv import __version__
 from semkv.errors import ConfigError
-from semkv_lab.console import interval, keep_apart, percent, writing
+from semkv_lab import metrics
+from semkv_lab.console import keep_apart, percent, seconds, shown, writing
 from semkv_lab.figures import Drawing, draw_all
-from semkv_lab.metrics import number
-from semkv_lab.results import (
-    Experiment,
-    Wrong,
-    count_hits,
-    facts,
-    family,
-    group_names,
-    points,
-    read_logs,
-    thresholds,
-    worst,
-    wrong_hits,
-)
+from semkv_lab.metrics import number, wrong_hit
+from semkv_lab.records import at
+from semkv_lab.results import Experiment, Wrong, facts, group_names, points, read_logs, worst, wrong_hits
 from semkv_lab.settings import arguments
 
 _SPECIAL = re.compile(r"([\\`*_<>|#~&$]|\](?=[(\[:]))")  # "[" needs no escape unless "](" could make it a link
-# Of the wide table of experiments; the other columns are on the page and in the log.
-_IN_MARKDOWN = (
-    "experiment", "thresholds", "requests", "hit rate", "accuracy on hits", "wrong hits", "same as cold", "consistency",
-    "P-CHR AUC", "tokens saved", "ms saved",
-)  # fmt: skip
 
 
 def write_report(logs: Sequence[Path], out: Path, *, markdown: Path | None = None, title: str = "") -> list[Path]:
@@ -101,9 +85,8 @@ def _shown(experiments: Sequence[Experiment], drawings: Sequence[Drawing]) -> di
         "wrong": wrong,
         "cards": [_card(w) for w in worst(wrong)],
         "sampled": sum(bool(e.records) for e in experiments),
-        "hits": judged(*count_hits(experiments)),
+        "hits": _judged(experiments),
         "environments": environments(experiments),
-        "traces": traces(experiments),
         "commands": [(e.name, command) for e in experiments if (command := _command(e))],
     }
 
@@ -146,7 +129,7 @@ def _head(names: Sequence[str]) -> str:
     return f"{_row(names)}\n| {' | '.join('---' for _ in names)} |"
 
 
-# -- figures as text ------------------------------------------------------------
+# -- the table of experiments ------------------------------------------------------------
 
 
 class Cell(NamedTuple):
@@ -157,26 +140,12 @@ class Cell(NamedTuple):
     key: float | None = None
 
 
-# Title of each column that is a figure of the summary: its meaning, its place there, the factor it is shown with.
-_FIGURES: Mapping[str, tuple[str, str, float]] = {
-    "hit rate": ("% of requests", "hit_share", 100),
-    "accuracy on hits": ("% of hits that are right; of a dry run what the donor answered", "accuracy_on_hits", 100),
-    "wrong hits": ("hits that spoiled a right answer, % of requests; needs --baseline", "wrong_hit_share", 100),
-    "same as cold": ("% of hits with the answer that vLLM alone gave", "against_cold.agreement", 100),
-    "same tokens": ("% of hits with the tokens that vLLM alone gave", "against_cold.same_tokens", 100),
-    "hit tokens": ("prompt tokens that a hit saved over the cold run, mean", "against_cold.saved_tokens", 1),
-    "hit speed": ("cold time to first token over a hit's without the lookup, median", "against_cold.first_token", 1),
-    "accuracy": ("% of all answers that are right", "accuracy", 100),
-    "consistency": ("GQA's: of right answers, the share of entailed questions right too, %", "consistency", 100),
-    "P-CHR AUC": ("precision averaged over cache-hit ratios up to the hit rate, %", "chr_area.area", 100),
-    "tokens saved": ("prompt tokens a request over vLLM's prefix cache, mean", "saved.tokens", 1),
-    "ms saved": ("a request over vLLM's prefix and encoder cache, lookup paid for, mean", "saved.latency_s", 1000),
-}
+_SHOWN = [column for column in metrics.COLUMNS if column.meaning]
 COLUMNS: Mapping[str, str] = {
     "experiment": "its name",
     "status": "ok, failed or interrupted",
-    **{name: f"{meaning} [95% interval]" for name, (meaning, _, _) in _FIGURES.items()},
-    "lookup": "median time of the lookup, ms",
+    **{column.name: f"{column.meaning} [95% interval]" for column in _SHOWN},
+    "lookup": "median time of the lookup",
     "requests": "requests answered",
     "tiers": "tiers that are on",
     "thresholds": "least cosine by tier or layer",
@@ -185,65 +154,46 @@ COLUMNS: Mapping[str, str] = {
     "note": "error or note",
 }
 """Title and meaning of every column."""
+_IN_MARKDOWN = [
+    "experiment", "thresholds", "requests", *(c.name for c in _SHOWN if c.path not in ("accuracy", "saved.tokens"))
+]  # fmt: skip
 
 
 def cells(experiment: Experiment, group: str) -> dict[str, Cell]:
     """One row of the table by column, in the order of `COLUMNS`."""
-    note = experiment.error or experiment.notes
-    if experiment.missing is not None:
-        note = "; ".join(x for x in (note, f"its samples are gone: {experiment.missing.name}") if x)
+    gone = f"its samples are gone: {experiment.missing.name}" if experiment.missing is not None else ""
+    lookup, requests = number(at(experiment.summary, "lookup", "p50_s")), number(experiment.summary.get("samples"))
+    values = [(column, experiment.estimate(column.path)) for column in _SHOWN]
     found = {
         "experiment": Cell(experiment.name),
         "status": Cell(experiment.status),
-        "lookup": _number(number(experiment.value("lookup", "p50_s")), 1000, 1),
-        "requests": _number(number(experiment.value("samples")), 1, 0),
-        "tiers": Cell(family(experiment) if experiment.settings else "-"),
-        "thresholds": Cell(_limits(experiment) or "-"),
+        **{column.name: Cell(shown(value, column.unit), True, value.value) for column, value in values},
+        "lookup": Cell(seconds(lookup), True, lookup),
+        "requests": Cell("-" if requests is None else f"{requests:,.0f}", True, requests),
+        "tiers": Cell(experiment.tiers if experiment.settings else "-"),
+        "thresholds": Cell(experiment.thresholds or "-"),
         "group": Cell(group),
-        "took": _number(experiment.seconds, 1, 0),
-        "note": Cell(note or "-"),
+        "took": Cell("-" if experiment.seconds is None else f"{experiment.seconds:,.0f}", True, experiment.seconds),
+        "note": Cell("; ".join(filter(None, (experiment.error or experiment.notes, gone))) or "-"),
     }
-    for name, (_, path, factor) in _FIGURES.items():
-        value = experiment.estimate(*path.split("."))
-        found[name] = Cell(interval(value, factor=factor), True, value.value)
     return {name: found[name] for name in COLUMNS}
 
 
-def _limits(experiment: Experiment) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in thresholds(experiment).items())
-
-
-def judged(hits: int, of_them: int) -> str:
-    """``12 hits``, or how many of them there is anything to judge by."""
+def _judged(experiments: Sequence[Experiment]) -> str:
+    """How many hits the samples have, and how many of them anything judges."""
+    judged = [wrong_hit(r) is not None for e in experiments for r in e.records if r.hit]
+    hits, of_them = len(judged), sum(judged)
     return f"{hits:,} hits" if of_them == hits else f"{of_them:,} of {hits:,} hits that a baseline judges"
-
-
-def _number(value: float | None, factor: float, digits: int) -> Cell:
-    return Cell("-" if value is None else f"{factor * value:,.{digits}f}", True, value)
 
 
 def environments(experiments: Sequence[Experiment]) -> list[tuple[dict[str, str], list[str]]]:
     """Every environment that occurs, as text, with the names of its experiments."""
     found: dict[str, tuple[dict[str, str], list[str]]] = {}
     for experiment in experiments:
-        values = {k: _value(v) for k, v in sorted(experiment.environment.items())}
+        values = {key: "-" if value is None else str(value) for key, value in experiment.environment.items()}
         if values:
-            found.setdefault(repr(values), (values, []))[1].append(experiment.name)
+            found.setdefault(repr(sorted(values.items())), (values, []))[1].append(experiment.name)
     return list(found.values())
-
-
-def traces(experiments: Sequence[Experiment]) -> list[tuple[str, int]]:
-    """Every workload trace that occurs, as text, with the number of its experiments."""
-    found = [e.setting("trace") for e in experiments]
-    return list(Counter(_value(trace) for trace in found if isinstance(trace, Mapping)).items())
-
-
-def _value(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k} {_value(v)}" for k, v in value.items())
-    if isinstance(value, list):
-        return ", ".join(_value(v) for v in value)
-    return "-" if value is None else str(value)
 
 
 # -- wrong hits ------------------------------------------------------------
@@ -271,7 +221,7 @@ def _card(wrong: Wrong) -> dict[str, Any]:
         "donor_question": donor if record.donor_question else (),
         "picture": picture(record.image),
         "donor_picture": picture(record.donor_image) if record.donor_image not in ("", record.image) else None,
-        "thresholds": _limits(wrong.experiments[0]),
+        "thresholds": wrong.experiments[0].thresholds,
     }
 
 

@@ -1,9 +1,8 @@
-"""What the logs of sweeps hold, and what a report shows of it: groups, Pareto front, grids, headlines, wrong hits."""
+"""What the logs of sweeps hold: read, handed to pandas and MLflow, and grouped and ranked for a report."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,26 +10,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from semkv.errors import DatasetError
-from semkv_lab.console import milliseconds, percent
+from semkv_lab.console import percent, shown
 from semkv_lab.metrics import Estimate, given, number, read_estimate, without, wrong_hit
-from semkv_lab.records import SampleRecord, at
+from semkv_lab.records import SampleRecord, at, read_samples
 from semkv_lab.samples import read_jsonl
 
 if TYPE_CHECKING:
     import pandas as pd
 
 STATUSES = ("ok", "failed", "interrupted")
+_OBJECTS = ("given", "settings", "environment", "summary")
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One row of a log.
+    """One row of a log, as the sweep wrote it.
 
     Attributes:
-        name: unique on the page; where several logs use it, the log's name stands before it.
+        name: unique on a page; where several logs use it, the log's name stands before it.
         status: ``ok``, ``failed`` or ``interrupted``.
-        given, settings, environment: as the sweep wrote them; ``given`` are the flags that the spec has.
-        summary: `Summary.to_json`, or empty where the experiment failed.
+        given: the flags that the spec has; ``settings`` are all of them.
+        summary: of the run; empty where the experiment failed.
         records: its samples; empty where the log names no file of samples or the file is gone.
         missing: the file of samples that the log names and that is not there.
     """
@@ -47,17 +47,46 @@ class Experiment:
     missing: Path | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
 
-    def estimate(self, *path: str) -> Estimate:
-        """A figure of the summary with its interval; empty where the summary has none."""
-        return read_estimate(self.summary, *path)
-
-    def value(self, *path: str) -> Any:
-        """Whatever the summary holds at this path of keys, or None."""
-        return at(self.summary, *path)
+    def estimate(self, path: str) -> Estimate:
+        """A figure of the summary with its interval, by its dotted path; empty where the summary has none."""
+        return read_estimate(self.summary, *path.split("."))
 
     def setting(self, *path: str) -> Any:
-        """Whatever the settings hold at this path of keys, or None."""
+        """What the settings hold at this path of keys, or None."""
         return at(self.settings, *path)
+
+    @property
+    def dry(self) -> bool:
+        """Whether it sent every request unchanged."""
+        return str(self.setting("cache", "mode")) == "dry-run"
+
+    @property
+    def base(self) -> str:
+        """The preset's name, else the last part of the model's."""
+        return str(self.setting("preset") or Path(str(self.setting("model") or "no model")).name)
+
+    @property
+    def tiers(self) -> str:
+        """The tiers that are on: ``exact``, ``semantic + fusion`` ...; ``none`` where none is."""
+        tiers = {"exact": "exact", "semantic": "semantic", "embedding": "embedding_layers", "fusion": "fusion"}
+        on = [name for name, setting in tiers.items() if self.setting("cache", setting)]
+        return "none" if not on or self.setting("cache", "mode") == "off" else " + ".join(on)
+
+    @property
+    def thresholds(self) -> str:
+        """The least cosine of each layer and of the text tier, where it is on: ``prompt 0.8, vision 0.9``."""
+        layers = self.setting("cache", "embedding_layers") or []
+        found = {layer["name"]: layer["threshold"] for layer in layers}
+        if self.setting("cache", "semantic"):
+            found["semantic"] = self.setting("cache", "similarity_threshold")
+        return ", ".join(f"{name} {value:g}" for name, value in found.items())
+
+    @property
+    def accuracy(self) -> Estimate:
+        """Accuracy on hits; where nothing was expected, agreement with the cold answer, in dry-run mode the donor's."""
+        found = self.estimate("accuracy_on_hits")
+        other = "donor_agreement" if self.dry else "against_cold.agreement"
+        return found if found.value is not None else self.estimate(other)
 
 
 def read_logs(paths: Sequence[Path]) -> list[Experiment]:
@@ -79,11 +108,9 @@ def read_logs(paths: Sequence[Path]) -> list[Experiment]:
 
 
 def _read_log(path: Path) -> list[Experiment]:
-    if path.suffix not in (".csv", ".jsonl"):
-        raise DatasetError(f"{path}: a log of a sweep ends in .csv or .jsonl")
     lines = path.with_suffix(".jsonl")
-    if not path.is_file():
-        raise DatasetError(f"{path}: no such file")
+    if path.suffix not in (".csv", ".jsonl") or not path.is_file():
+        raise DatasetError(f"{path}: no log of a sweep, which is a file that ends in .csv or .jsonl")
     if not lines.is_file():
         raise DatasetError(f"{lines}: no such file; a report reads the .jsonl that the sweep writes beside {path.name}")
     experiments = [_experiment(row, lines, line) for line, row in read_jsonl(lines, cut_off=True)]
@@ -91,23 +118,19 @@ def _read_log(path: Path) -> list[Experiment]:
 
 
 def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
-    where = f"{path}, line {line}"
     # Halves of surrogate pairs, as in the name of a file, become question marks.
     row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
-    name, status = row.get("name"), row.get("status")
-    if not isinstance(name, str) or not name:
-        raise DatasetError(f"{where}: no 'name': not a log of a sweep")
-    if status not in STATUSES:
-        raise DatasetError(f"{where}: 'status' is {status!r}; expected one of {', '.join(STATUSES)}")
-    objects = {key: row.get(key) or {} for key in ("given", "settings", "environment", "summary")}
-    for key, value in objects.items():
-        if not isinstance(value, Mapping):
-            raise DatasetError(f"{where}: {key!r} must be an object, found {type(value).__name__}")
+    objects = {key: row.get(key) or {} for key in _OBJECTS}
+    layers = at(objects, "settings", "cache", "embedding_layers") or []
+    plain = isinstance(layers, list) and all(isinstance(at(layer, "name"), str) for layer in layers)
+    plain = plain and all(isinstance(value, Mapping) for value in objects.values())
+    if not (plain and isinstance(row.get("name"), str) and row["name"] and row.get("status") in STATUSES):
+        raise DatasetError(f"{path}, line {line}: no row of a log of semkv sweep")
     samples = path.parent / str(row["samples"]) if row.get("samples") else None
-    there = samples is not None and os.path.isfile(samples)  # noqa: PTH113 - False for what is no name of a file, too
+    there = samples is not None and samples.is_file()
     return Experiment(
-        name=name,
-        status=status,
+        name=row["name"],
+        status=row["status"],
         error=str(row.get("error") or ""),
         notes=str(row.get("notes") or ""),
         seconds=number(row.get("seconds")),
@@ -117,42 +140,7 @@ def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
     )
 
 
-def listed(value: Any) -> list[Any]:
-    """The value where it is a list, else an empty one."""
-    return value if isinstance(value, list) else []
-
-
-def read_samples(path: Path) -> tuple[SampleRecord, ...]:
-    """The records of a ``--samples-out`` file. A last line that was cut off, as by a kill, is left out."""
-    records = []
-    for line, row in read_jsonl(path, cut_off=True):
-        try:
-            records.append(SampleRecord.from_json(row))
-        except (ValueError, TypeError, AttributeError, KeyError) as e:
-            raise DatasetError(f"{path}, line {line}: not a record of a sample ({e})") from e
-    return tuple(records)
-
-
-def load_table(path: Path) -> pd.DataFrame:
-    """See `semkv_lab.load`."""
-    import pandas as pd
-
-    first = {} if path.suffix == ".csv" else next((row for _, row in read_jsonl(path, cut_off=True)), {})
-    if "sample_id" in first:
-        return pd.json_normalize([record.to_json() for record in read_samples(path)])
-    shown = ("name", "status", "error", "notes", "seconds", "settings", "environment", "summary")
-    return pd.json_normalize([{key: getattr(e, key) for key in shown} for e in read_logs([path])])
-
-
-# -- what is shown ------------------------------------------------------------
-
-# What differs between the experiments of one group: thresholds, tiers, places. All other settings make groups.
-_INSIDE = (
-    "preset", "baseline", "purge", "samples_out", "summary_out", "cache.cache_dir", "cache.fusion_cache_dir",
-    "cache.exact", "cache.semantic", "cache.fusion", "cache.embedding_hook", "cache.embedding_layers",
-    "cache.similarity_threshold", "data.data_dir", "cache.image_roots", "baseline_from", "reuse", "blend_share",
-)  # fmt: skip
-_WORST = 12
+# -- other programs ------------------------------------------------------------
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -164,28 +152,72 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", inner
 
 
-def family(experiment: Experiment) -> str:
-    """The tiers that are on: ``exact``, ``semantic + fusion`` ...; ``none`` where none is."""
-    tiers = {"exact": "exact", "semantic": "semantic", "embedding": "embedding_layers", "fusion": "fusion"}
-    on = [name for name, setting in tiers.items() if experiment.setting("cache", setting)]
-    return "none" if not on or experiment.setting("cache", "mode") == "off" else " + ".join(on)
+def load_table(path: Path) -> pd.DataFrame:
+    """See `semkv_lab.load`."""
+    import pandas as pd
+
+    first = {} if path.suffix == ".csv" else next((row for _, row in read_jsonl(path, cut_off=True)), {})
+    if "sample_id" in first:
+        return pd.json_normalize([record.to_json() for record in read_samples(path)])
+    names = ("name", "status", "error", "notes", "seconds", *_OBJECTS[1:])
+    return pd.json_normalize([{name: getattr(e, name) for name in names} for e in read_logs([path])])
 
 
-def thresholds(experiment: Experiment) -> dict[str, float]:
-    """Thresholds by tier that are in force: ``semantic``, ``prompt``, ``vision`` ..."""
-    found = {}
-    for layer in listed(experiment.setting("cache", "embedding_layers")):
-        if isinstance(layer, Mapping) and (value := number(layer.get("threshold"))) is not None:
-            found[str(layer.get("name"))] = value
-    least = number(experiment.setting("cache", "similarity_threshold"))
-    if experiment.setting("cache", "semantic") and least is not None:
-        found["semantic"] = least
-    return found
+def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "semkv") -> int:
+    """Log a sweep's log to MLflow: a run for each of its experiments, with settings as parameters, figures as metrics.
+
+    Names have dots, as in `semkv_lab.load`: ``cache.similarity_threshold``, ``hit_share.value``. The machine and its
+    versions are tags. A log that is handed in again makes its runs again.
+
+    Args:
+        path: what ``semkv sweep --log`` wrote.
+        uri: of the MLflow server, such as ``http://127.0.0.1:5000``; by default MLFLOW_TRACKING_URI.
+        experiment: in MLflow; made where it is not there.
+
+    Returns:
+        How many runs were logged.
+
+    Raises:
+        DatasetError: the file is no log of a sweep, or cannot be read.
+        ImportError: MLflow is not installed: the extra ``mlflow`` of ``packages/lab`` brings it.
+    """
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param, RunTag
+
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(experiment)
+    place = found.experiment_id if found is not None else client.create_experiment(experiment)
+    logs = read_logs([Path(path)])
+    for log in logs:
+        run = client.create_run(place, run_name=log.name)
+        figures = {name: number(value) for name, value in flatten(log.summary)}
+        metrics = [Metric(name, value, 0, 0) for name, value in figures.items() if value is not None]
+        params = [Param(name, _text(value)) for name, value in flatten(log.settings)]
+        tags = [RunTag(f"environment.{name}", _text(value)) for name, value in flatten(log.environment)]
+        tags += [RunTag("notes", log.notes), RunTag("error", log.error)]
+        for start in range(0, max(len(metrics), len(params), len(tags)), _MLFLOW_BATCH):
+            part = slice(start, start + _MLFLOW_BATCH)
+            client.log_batch(run.info.run_id, metrics[part], params[part], tags[part])
+        client.set_terminated(run.info.run_id, "FINISHED" if log.status == "ok" else "FAILED")
+    return len(logs)
 
 
-def base_name(experiment: Experiment) -> str:
-    """The preset's name, else the last part of the model's."""
-    return str(experiment.setting("preset") or Path(str(experiment.setting("model") or "no model")).name)
+_MLFLOW_BATCH = 100  # parameters, and tags, that MLflow takes at once
+_MLFLOW_LONGEST = 5000  # bytes of a tag
+
+
+def _text(value: Any) -> str:
+    return str(value)[:_MLFLOW_LONGEST]
+
+
+# -- groups and ranks ------------------------------------------------------------
+
+# What differs between the experiments of one group: thresholds, tiers, places. All other settings make groups.
+_INSIDE = (
+    "preset", "baseline", "purge", "samples_out", "summary_out", "cache.cache_dir", "cache.fusion_cache_dir",
+    "cache.exact", "cache.semantic", "cache.fusion", "cache.embedding_hook", "cache.embedding_layers",
+    "cache.similarity_threshold", "data.data_dir", "cache.image_roots", "reuse", "blend_share",
+)  # fmt: skip
 
 
 def group_names(experiments: Sequence[Experiment]) -> list[str]:
@@ -193,20 +225,13 @@ def group_names(experiments: Sequence[Experiment]) -> list[str]:
 
     Experiments of one group differ in their tiers and thresholds alone.
     """
-    outer = [{k: _short(v) for k, v in flatten(e.settings) if k not in _INSIDE} for e in experiments]
-    names = [base_name(e) for e in experiments]
-
-    own: dict[str, list[dict[str, str]]] = {}
-    for name, settings in zip(names, outer, strict=True):
-        own.setdefault(name, []).append(settings)
-    told = {
-        name: [key for key in dict.fromkeys(key for o in of for key in o) if len({o.get(key) for o in of}) > 1]
-        for name, of in own.items()
-    }
-    return [
-        ", ".join([name, *(f"{key.split('.')[-1]} {settings.get(key, '-')}" for key in told[name])])
-        for name, settings in zip(names, outer, strict=True)
-    ]
+    outer = [{key: _short(value) for key, value in flatten(e.settings) if key not in _INSIDE} for e in experiments]
+    names = []
+    for experiment, own in zip(experiments, outer, strict=True):
+        others = [o for e, o in zip(experiments, outer, strict=True) if e.base == experiment.base]
+        differs = [key for key in own if len({other.get(key) for other in others}) > 1]
+        names.append(", ".join([experiment.base, *(f"{key.split('.')[-1]} {own[key]}" for key in differs)]))
+    return names
 
 
 def _short(value: Any) -> str:
@@ -222,17 +247,9 @@ class Point(NamedTuple):
 
     experiment: Experiment
     group: str
-    family: str
     rate: Estimate
     accuracy: Estimate
     front: int = 0
-
-
-def accuracy_on_hits(experiment: Experiment) -> Estimate:
-    """Accuracy on hits; where nothing was expected, agreement with the cold answer, in dry-run mode the donor's."""
-    found = experiment.estimate("accuracy_on_hits")
-    other = ("donor_agreement",) if _dry(experiment) else ("against_cold", "agreement")
-    return found if found.value is not None else experiment.estimate(*other)
 
 
 def points(experiments: Sequence[Experiment]) -> list[Point]:
@@ -241,11 +258,11 @@ def points(experiments: Sequence[Experiment]) -> list[Point]:
     On the front is what no other experiment beats in one of the two without losing in the other; of equal ones the
     first.
     """
-    found = []
-    for experiment, group in zip(experiments, group_names(experiments), strict=True):
-        rate, accuracy = experiment.estimate("hit_share"), accuracy_on_hits(experiment)
-        if rate.value and accuracy.value is not None:
-            found.append(Point(experiment, group, family(experiment), rate, accuracy))
+    found = [
+        Point(e, group, e.estimate("hit_share"), e.accuracy)
+        for e, group in zip(experiments, group_names(experiments), strict=True)
+        if e.estimate("hit_share").value and e.accuracy.value is not None
+    ]
     best, front = -1.0, list[int]()
     for n in sorted(range(len(found)), key=lambda n: (-(found[n].rate.value or 0), -(found[n].accuracy.value or 0))):
         if (found[n].accuracy.value or 0) > best:
@@ -254,55 +271,9 @@ def points(experiments: Sequence[Experiment]) -> list[Point]:
     return [p._replace(front=front.index(n) + 1 if n in front else 0) for n, p in enumerate(found)]
 
 
-class Grid(NamedTuple):
-    """Experiments that differ in the thresholds of the ``prompt`` and the ``vision`` layer alone."""
+# -- wrong hits ------------------------------------------------------------
 
-    name: str
-    prompt: tuple[float, ...]
-    vision: tuple[float, ...]
-    cells: Mapping[tuple[float, float], Experiment]
-
-
-def grids(experiments: Sequence[Experiment]) -> list[Grid]:
-    """Every threshold grid of at least two experiments."""
-    found: dict[tuple[str, str, Any], dict[tuple[float, float], Experiment]] = {}
-    for experiment, name in zip(experiments, group_names(experiments), strict=True):
-        limits = thresholds(experiment)
-        if {"prompt", "vision"} <= limits.keys() and experiment.summary:
-            key = limits.pop("prompt"), limits.pop("vision")
-            found.setdefault((name, family(experiment), tuple(sorted(limits.items()))), {})[key] = experiment
-    several = {key: cells for key, cells in found.items() if len(cells) > 1}
-    uses = Counter(name for name, _, _ in several)
-    return [
-        Grid(
-            name=name if uses[name] == 1 else ", ".join([name, tiers, *(f"{k} {v:g}" for k, v in rest)]),
-            prompt=tuple(sorted({p for p, _ in cells})),
-            vision=tuple(sorted({v for _, v in cells})),
-            cells=cells,
-        )
-        for (name, tiers, rest), cells in several.items()
-    ]
-
-
-class TierPoint(NamedTuple):
-    """One tier of one experiment: the share of requests it served, and what each of them saved in seconds."""
-
-    tier: str
-    group: str
-    rate: Estimate
-    saved: Estimate
-
-
-def tier_points(experiments: Sequence[Experiment]) -> list[TierPoint]:
-    """Every tier of every experiment, misses too; ``all`` left out."""
-    found = []
-    for experiment, group in zip(experiments, group_names(experiments), strict=True):
-        for row in listed(experiment.value("tiers")):
-            tier = at(row, "tier")
-            if isinstance(tier, str) and tier != "all" and row.get("n"):
-                part = replace(experiment, summary=row)
-                found.append(TierPoint(tier, group, part.estimate("share"), part.estimate("saved", "latency_p50_s")))
-    return found
+_WORST = 12
 
 
 class Wrong(NamedTuple):
@@ -329,42 +300,28 @@ def wrong_hits(experiments: Sequence[Experiment]) -> list[Wrong]:
 
     The same request with the same donor is one wrong hit, however many experiments made it.
     """
-    found: dict[tuple[str, ...], tuple[SampleRecord, list[Experiment]]] = {}
+    found: dict[tuple[str, ...], tuple[SampleRecord, dict[str, Experiment]]] = {}
     for experiment in experiments:
         for record in experiment.records:
             if wrong_hit(record):
-                key = (base_name(experiment), record.question, record.image, record.donor_question, record.donor_image)
-                found.setdefault(key, (record, []))[1].append(experiment)
-    every = [Wrong(record, tuple({e.name: e for e in where}.values())) for record, where in found.values()]
+                key = (experiment.base, record.question, record.image, record.donor_question, record.donor_image)
+                found.setdefault(key, (record, {}))[1][experiment.name] = experiment
+    every = [Wrong(record, tuple(where.values())) for record, where in found.values()]
     return sorted(every, key=lambda w: (-w.score, -len(w.experiments), w.record.sample_id))
-
-
-def count_hits(experiments: Sequence[Experiment]) -> tuple[int, int]:
-    """How many hits the samples have, and how many of them something judges."""
-    judged = [wrong_hit(r) is not None for e in experiments for r in e.records if r.hit]
-    return len(judged), sum(judged)
 
 
 def worst(every: Sequence[Wrong]) -> list[Wrong]:
     """Those that are shown: the highest scores, at most two with one donor question."""
     donors: Counter[str] = Counter()
-    shown = []
+    kept = []
     for wrong in every:
         donors[wrong.record.donor_question] += 1
         if donors[wrong.record.donor_question] <= 2 or not wrong.record.donor_question:
-            shown.append(wrong)
-    return shown[:_WORST]
+            kept.append(wrong)
+    return kept[:_WORST]
 
 
-def _clean(experiment: Experiment) -> bool:
-    """Whether it had hits, each of them was judged, and none was wrong."""
-    wrong, hits = experiment.estimate("wrong_hit_share"), experiment.estimate("hit_share")
-    judged = wrong.n == hits.n and accuracy_on_hits(experiment).value is not None
-    return bool(hits.value) and wrong.value == 0 and judged
-
-
-def _dry(experiment: Experiment) -> bool:
-    return str(experiment.setting("cache", "mode")) == "dry-run"
+# -- headlines ------------------------------------------------------------
 
 
 class Fact(NamedTuple):
@@ -377,34 +334,35 @@ class Fact(NamedTuple):
 
 def facts(experiments: Sequence[Experiment]) -> list[Fact]:
     """What a reader should know first."""
-
-    def most(among: Sequence[Experiment], *path: str) -> Experiment | None:
-        """The experiment with the largest figure above 0."""
-        having = [e for e in among if (e.estimate(*path).value or 0) > 0]
-        return max(having, key=lambda e: e.estimate(*path).value or 0, default=None)
-
-    def first(*path: str) -> Experiment | None:
-        return next((e for e in done if e.estimate(*path).value is not None), None)
-
     done = [e for e in experiments if e.summary]
-    finished, failed = (sum(e.status == status for e in experiments) for status in ("ok", "failed"))
-    requests = sum(int(number(e.value("samples")) or 0) for e in done)
-    counts = f"{finished} finished, {failed} failed, {requests:,} requests in all"
+    statuses = Counter(e.status for e in experiments)
+    requests = sum(int(number(e.summary.get("samples")) or 0) for e in done)
+    counts = f"{statuses['ok']} finished, {statuses['failed']} failed, {requests:,} requests in all"
     found = [Fact(str(len(experiments)), "experiments", counts)]
+
+    def add(among: Sequence[Experiment], path: str, unit: str, what: str, more: str = "") -> None:
+        """The largest figure above 0 of these experiments."""
+        having = [e for e in among if (e.estimate(path).value or 0) > 0]
+        if best := max(having, key=lambda e: e.estimate(path).value or 0, default=None):
+            said = f"{what}{percent(best.estimate(more)) if more else ''}"
+            found.append(Fact(shown(best.estimate(path), unit), said, best.name))
+
     clean = [e for e in done if _clean(e)]
-    if best := most(clean, "hit_share"):
-        found.append(Fact(percent(best.estimate("hit_share")), "most hits without a wrong one", best.name))
-    if top := most(done, "hit_share"):
-        what = f"most hits at all, wrong hits a request: {percent(top.estimate('wrong_hit_share'))}"
-        found.append(Fact(percent(top.estimate("hit_share")), what, top.name))
+    add(clean, "hit_share", "%", "most hits without a wrong one")
+    add(done, "hit_share", "%", "most hits at all, wrong hits a request: ", "wrong_hit_share")
     # A dry run sends every request unchanged: what it saves is not its hits'.
-    if fastest := most([e for e in clean if not _dry(e)], "saved", "latency_s"):
-        saved = milliseconds(fastest.estimate("saved", "latency_s"))
-        found.append(Fact(saved, "most time saved a request without a wrong hit", fastest.name))
-    if cold := first("baseline_accuracy"):
-        found.append(Fact(percent(cold.estimate("baseline_accuracy")), "accuracy without semkv", base_name(cold)))
-    if noisy := first("noise_floor", "tokens"):
-        noise = noisy.estimate("noise_floor", "tokens")
+    add([e for e in clean if not e.dry], "saved.latency_s", "ms", "most time saved a request without a wrong hit")
+    add(done, "baseline_accuracy", "%", "accuracy without semkv")
+    noise = [e for e in done if e.estimate("noise_floor.tokens").value is not None]
+    if noise:
+        floor = noise[0].estimate("noise_floor.tokens")
         what = "noise floor: the same prompt twice, other tokens"
-        found.append(Fact(percent(noise), what, f"{noise.n} prompts, {noisy.name}"))
+        found.append(Fact(percent(floor), what, f"{floor.n} prompts, {noise[0].name}"))
     return found
+
+
+def _clean(experiment: Experiment) -> bool:
+    """Whether it had hits, each of them was judged, and none was wrong."""
+    wrong, hits = experiment.estimate("wrong_hit_share"), experiment.estimate("hit_share")
+    judged = wrong.n == hits.n and experiment.accuracy.value is not None
+    return bool(hits.value) and wrong.value == 0 and judged

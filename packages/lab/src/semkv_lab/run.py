@@ -12,14 +12,18 @@ meet the same load. The cached pass asks the tiers, sends the canonical prompt, 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -36,17 +40,18 @@ from semkv_lab.console import (
     SUMMARY_OUT,
     ConsoleListener,
     Listener,
+    figures,
     make_console,
     print_summary,
     run_header,
+    table,
     try_to_write,
     write_json,
     writing,
 )
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Figures, summarise
-from semkv_lab.records import Cold, SampleRecord, answers_match
-from semkv_lab.results import read_samples
+from semkv_lab.records import Cold, SampleRecord, answers_match, read_samples
 from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers
 from semkv_lab.settings import Reuse, RunSettings
 
@@ -56,20 +61,6 @@ if TYPE_CHECKING:
 _COMMON = ("color", "material", "shape")  # GQA's evaluation script has them too
 NOISE_SAMPLES = 32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
 _GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
-
-
-@dataclass
-class Progress:
-    """A run and what it has so far; complete at any moment, so an interrupt loses nothing."""
-
-    settings: RunSettings
-    samples: Sequence[Sample]
-    listener: Listener
-    records: list[SampleRecord] = field(default_factory=list)
-    cold: dict[str, Cold] = field(default_factory=dict)
-    faults: Counter[str] = field(default_factory=Counter)
-    interrupted: bool = False
-    skipped: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -95,170 +86,6 @@ def stop_between_samples() -> Iterator[threading.Event]:
         raise KeyboardInterrupt
 
 
-def _each(stage: str, answer: Callable[[Sample], None], done: Sized, progress: Progress) -> None:
-    """Hand every sample to ``answer``, count those the engine fails on, stop between samples when asked to."""
-    progress.listener.stage(stage, len(progress.samples))
-    with stop_between_samples() as stop:
-        for sample in progress.samples:
-            if stop.is_set():
-                break
-            try:
-                answer(sample)
-            except Exception as e:
-                own = plug.is_path(progress.settings.engine) and not isinstance(e, SemkvError)  # may raise anything
-                if not own and not isinstance(e, EngineError):
-                    raise
-                progress.listener.failed(sample, e)
-                progress.faults["failed samples"] += 1
-                if not done and progress.faults["failed samples"] >= _GIVE_UP_AFTER:
-                    raise
-
-
-def _cold_answers(engine: Engine, builder: RequestBuilder, progress: Progress) -> Callable[[Sample], None]:
-    """Answers a sample with the engine's own prefix cache alone, adding to ``progress.cold``.
-
-    `NOISE_SAMPLES` of them, evenly spread, are asked a second time under a tenant, and so a cache salt, of their own:
-    vLLM computes all of the prompt again, and what it keeps of that serves nobody else.
-    """
-    settings, samples = progress.settings, progress.samples
-    spacing = max(1, len(samples) // NOISE_SAMPLES)
-    twice = {s.sample_id for s in samples[::spacing][:NOISE_SAMPLES]}
-
-    def answer(sample: Sample) -> None:
-        request = builder.build(sample)
-        prompt = _prompt(request.segments, settings)
-        result = engine.generate(prompt)
-        again = None
-        if sample.sample_id in twice:
-            again = engine.generate(replace(prompt, tenant=f"{settings.tenant} noise floor {sample.sample_id}"))
-        progress.cold[sample.sample_id] = Cold(
-            image=sample.image_name,
-            match=_match(result.text, sample),
-            again_text=again.text if again else None,
-            again_token_ids=again.token_ids if again else None,
-            asked=asked(request),
-            **_copied(result, "text latency_s ttft_s prompt_tokens cached_tokens token_ids"),
-        )
-
-    return answer
-
-
-def _copied(source: object, names: str) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in names.split()}
-
-
-def _answer(
-    sample: Sample, request: Request, engine: Engine, cache: SemanticCache | None, progress: Progress
-) -> SampleRecord:
-    settings = progress.settings
-    report = cache.try_reuse(request) if cache is not None else ReuseReport(request, Plan(request.segments), {})
-    try:
-        result = _send(report, engine, settings)
-    except MediaError:
-        if not report.plan.substituted:
-            raise
-        # The donor's image is gone: a fault inside the cache, so the request goes out as it came.
-        progress.faults["donor image lost"] += 1
-        missed = {tier: Status.MISS if s is Status.HIT else s for tier, s in report.statuses.items()}
-        report = replace(report, plan=Plan(request.segments), statuses=missed)
-        result = engine.generate(_prompt(request.segments, settings))
-    start = time.perf_counter()
-    # What foreign KV made of a prompt is recorded nowhere, and no policy learns from it.
-    if cache is not None and (settings.reuse is Reuse.INPUTS or not report.plan.substituted):
-        cache.add_observation(report, result.text, metadata=_metadata(result, settings))
-        if report.plan.substituted and cache.should_check(report):
-            _check(report, result.text, engine, cache, settings)
-    after_s = time.perf_counter() - start
-    report = report.with_status(kv_cache=result.kv, fusion=result.fusion)
-    match = report.plan.match
-    donor_question, donor_image = _donor_inputs(report)
-    return SampleRecord(
-        image=sample.image_name,
-        match=_match(result.text, sample),
-        provenance=report.provenance,
-        exactness=str(match.exactness) if match else "",
-        applied=report.plan.substituted > 0,
-        score=match.score if match else None,
-        donor=match.entry_id if match else "",
-        donor_answer=report.donor_response,
-        donor_question=donor_question,
-        donor_image=donor_image,
-        statuses=dict(report.statuses),
-        latency_s=report.lookup_s + result.latency_s,
-        lookup_s=report.lookup_s,
-        after_s=after_s,
-        ttft_s=None if result.ttft_s is None else report.lookup_s + result.ttft_s,
-        cold=progress.cold.get(sample.sample_id),
-        valid=_among(result.text, sample.valid, sample),
-        plausible=_among(result.text, sample.plausible, sample),
-        image_file=str(sample.images[0].path or "") if sample.images else "",
-        **_copied(sample, "sample_id question answer variant entailed group types full_answer"),
-        **_copied(result, "text token_ids prompt_tokens cached_tokens loaded_tokens prefix_tokens finish_reason"),
-    )
-
-
-def _send(report: ReuseReport, engine: Engine, settings: RunSettings) -> EngineResult:
-    sent = _prompt(report.plan.segments, settings)
-    if settings.reuse is Reuse.INPUTS or not report.plan.substituted:
-        return engine.generate(sent)
-    return cast("TransformersEngine", engine).reuse(_prompt(report.request.segments, settings), sent)
-
-
-def _check(report: ReuseReport, answer: str, engine: Engine, cache: SemanticCache, settings: RunSettings) -> None:
-    """Answer the unchanged request of an approximate hit as well, and hand in whether the two answers agree."""
-    own = report.unchanged()
-    result = engine.generate(_prompt(own.plan.segments, settings))
-    cache.checked(report.hit_id, cache.same_answer(result.text, answer))
-    cache.add_observation(own, result.text, metadata=_metadata(result, settings))
-
-
-def _metadata(result: EngineResult, settings: RunSettings) -> dict[str, str]:
-    model = Path(settings.model)
-    return {"finish_reason": result.finish_reason, "model": model.name if model.is_dir() else settings.model}
-
-
-def _donor_inputs(report: ReuseReport) -> tuple[str, str]:
-    """The donor's question and its first image's name, as far as they stand in (or would, in dry-run mode)."""
-    if report.plan.match is None:
-        return "", ""
-    plan = report.proposed or report.plan
-    donor = plan.segments[: plan.substituted]
-    questions = [s.text for s in donor if isinstance(s, TextSegment) and s.role is Role.QUESTION]
-    images = [s.name for s in donor if isinstance(s, MediaSegment)]
-    return questions[-1] if questions else "", images[0] if images else ""
-
-
-def _prompt(segments: tuple[Any, ...], settings: RunSettings) -> EnginePrompt:
-    return EnginePrompt(segments, tenant=settings.tenant, max_tokens=settings.max_tokens)
-
-
-def _match(text: str, sample: Sample) -> bool | None:
-    return None if sample.answer is None else answers_match(text, sample.answer)
-
-
-def _among(text: str, choices: Sequence[str], sample: Sample) -> bool | None:
-    """Whether an answer is one of GQA's choices; what two objects have in common is one of three words."""
-    if not choices:
-        return None
-    common = bool(sample.types) and "Common" in sample.types[2]
-    return any(answers_match(text, choice) for choice in (_COMMON if common else choices))
-
-
-def leave_out(progress: Progress) -> None:
-    """Drop the samples that lack an image file."""
-    lacking = [s for s in progress.samples if not s.complete]
-    if not lacking:
-        return
-    progress.skipped = tuple(s.sample_id for s in lacking)
-    progress.samples = [s for s in progress.samples if s.complete]
-    if progress.settings.strict or not progress.samples:
-        missing = sorted({image.name for s in lacking for image in s.images if image.path is None})
-        raise DatasetError(
-            f"{len(missing)} images have no file (the first is {missing[0]!r}): put them under the data set's images/ "
-            "folder, or name the folder in GQA_IMAGE_ROOT"
-        )
-
-
 EngineFactory = Callable[[RunSettings, bool], Engine]
 """Makes an engine; the flag says whether our connectors are attached."""
 
@@ -279,32 +106,75 @@ def run(
     Raises:
         SemkvError: a setting, a file or the engine is at fault.
     """
-    progress = Progress(settings, samples, listener)
     cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
+    runner = _Runner(settings, samples, make_engine, cache, listener)
+    interrupted = False
+    try:
+        runner.run(baseline)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        stats = cache.stats() if cache is not None else CacheStats()
+        if cache is not None:
+            cache.close()
+    summary = summarise(
+        runner.records,
+        list(runner.cold.values()),
+        bytes_on_disk=bytes_on_disk(settings),
+        interrupted=interrupted,
+        skipped=runner.skipped,
+        refused=stats.refused + sum(stats.vetoes.values()),
+        faults={**runner.faults, **{f"cache fault: {kind}": n for kind, n in stats.faults.items()}},
+    )
+    return runner.records, summary
 
-    def answer_cold(ask: Callable[[Sample], None]) -> None:
-        def answer(sample: Sample) -> None:
-            ask(sample)
-            listener.cold(sample, progress.cold[sample.sample_id])
 
-        _each("cold", answer, progress.cold, progress)
+class _Runner:
+    """A run and what it has so far; complete at any moment, so an interrupt loses nothing."""
 
-    def answer_cached(engine: Engine, builder: RequestBuilder, cold: Callable[[Sample], None] | None) -> None:
-        def answer(sample: Sample) -> None:
-            if cold is not None:
-                cold(sample)
-            record = _answer(sample, builder.build(sample), engine, cache, progress)
-            progress.records.append(record)
-            listener.record(record)
+    def __init__(
+        self,
+        settings: RunSettings,
+        samples: Sequence[Sample],
+        make_engine: EngineFactory,
+        cache: SemanticCache | None,
+        listener: Listener,
+    ) -> None:
+        self.settings, self.samples, self._listener = settings, samples, listener
+        self._make_engine, self._cache = make_engine, cache
+        self.records: list[SampleRecord] = []
+        self.cold: dict[str, Cold] = {}
+        self.faults: Counter[str] = Counter()
+        self.skipped: list[str] = []
 
-        _each("cached", answer, progress.records, progress)
+    def run(self, baseline: Path | None) -> None:
+        with ExitStack() as engines:
+            ask_cold = None
+            if self.settings.baseline and baseline is None and not self.settings.in_turn:
+                with self._started(attach=False) as beside:
+                    self._each("cold", partial(self._answer_cold, *beside), self.cold)
+            engine, builder = engines.enter_context(self._started(attach=self._cache is not None))
+            if baseline is not None:
+                self.cold |= read_cold(baseline, self.samples, builder)
+            elif self.settings.in_turn:
+                ask_cold = partial(self._answer_cold, *engines.enter_context(self._started(attach=False)))
+
+            def answer(sample: Sample) -> None:
+                if ask_cold is not None:
+                    ask_cold(sample)
+                record = self._answer(sample, builder.build(sample), engine)
+                self.records.append(record)
+                self._listener.record(record)
+
+            self._each("cached", answer, self.records)
 
     @contextmanager
-    def started(attach: bool) -> Iterator[tuple[Engine, RequestBuilder]]:
-        listener.stage("start", 0)
-        with closing(make_engine(settings, attach)) as engine:
+    def _started(self, attach: bool) -> Iterator[tuple[Engine, RequestBuilder]]:
+        self._listener.stage("start", 0)
+        settings = self.settings
+        with closing(self._make_engine(settings, attach)) as engine:
             if engine.accepts_images:
-                leave_out(progress)
+                self._leave_out()
             yield (
                 engine,
                 RequestBuilder(
@@ -316,34 +186,152 @@ def run(
                 ),
             )
 
-    try:
-        if settings.baseline and not settings.in_turn and baseline is None:
-            with started(attach=False) as beside:
-                answer_cold(_cold_answers(*beside, progress))
-        with ExitStack() as engines:
-            engine, builder = engines.enter_context(started(attach=cache is not None))
-            cold = None
-            if baseline is not None:
-                progress.cold.update(read_cold(baseline, progress.samples, builder))
-            elif settings.in_turn:
-                cold = _cold_answers(*engines.enter_context(started(attach=False)), progress)
-            answer_cached(engine, builder, cold)
-    except KeyboardInterrupt:
-        progress.interrupted = True
-    finally:
-        stats = cache.stats() if cache is not None else CacheStats()
-        if cache is not None:
-            cache.close()
-    summary = summarise(
-        progress.records,
-        list(progress.cold.values()),
-        bytes_on_disk=bytes_on_disk(settings),
-        interrupted=progress.interrupted,
-        skipped=progress.skipped,
-        refused=stats.refused + sum(stats.vetoes.values()),
-        faults={**progress.faults, **{f"cache fault: {kind}": n for kind, n in stats.faults.items()}},
-    )
-    return progress.records, summary
+    def _leave_out(self) -> None:
+        """Drop the samples that lack an image file."""
+        lacking = [s for s in self.samples if not s.complete]
+        self.skipped += [s.sample_id for s in lacking]
+        self.samples = [s for s in self.samples if s.complete]
+        if lacking and (self.settings.strict or not self.samples):
+            missing = sorted({image.name for s in lacking for image in s.images if image.path is None})
+            raise DatasetError(
+                f"{len(missing)} images have no file (the first is {missing[0]!r}): put them under the data set's "
+                "images/ folder, or name the folder in GQA_IMAGE_ROOT"
+            )
+
+    def _each(self, stage: str, answer: Callable[[Sample], None], done: Collection[Any]) -> None:
+        """Hand every sample to ``answer``, count those the engine fails on, stop between samples when asked to."""
+        self._listener.stage(stage, len(self.samples))
+        with stop_between_samples() as stop:
+            for sample in self.samples:
+                if stop.is_set():
+                    break
+                try:
+                    answer(sample)
+                except Exception as e:
+                    own = plug.is_path(self.settings.engine) and not isinstance(e, SemkvError)  # may raise anything
+                    if not own and not isinstance(e, EngineError):
+                        raise
+                    self.faults["failed samples"] += 1
+                    self._listener.failed(sample, e)
+                    if not done and self.faults["failed samples"] >= _GIVE_UP_AFTER:
+                        raise
+
+    def _answer_cold(self, engine: Engine, builder: RequestBuilder, sample: Sample) -> None:
+        """Answer without semkv. `NOISE_SAMPLES`, evenly spread, are asked a second time under a tenant, and so a cache
+        salt, of their own: vLLM computes all of the prompt again, and what it keeps of that serves nobody else."""
+        request = builder.build(sample)
+        prompt = self._prompt(request.segments)
+        result, again = engine.generate(prompt), None
+        if sample.sample_id in self._twice:
+            again = engine.generate(replace(prompt, tenant=f"{self.settings.tenant} noise floor {sample.sample_id}"))
+        self.cold[sample.sample_id] = Cold(
+            image=sample.image_name,
+            match=_match(result.text, sample),
+            again_text=again.text if again else None,
+            again_token_ids=again.token_ids if again else None,
+            asked=asked(request),
+            **_copied(result, "text latency_s ttft_s prompt_tokens cached_tokens token_ids"),
+        )
+        self._listener.cold(sample, self.cold[sample.sample_id])
+
+    @cached_property
+    def _twice(self) -> set[str]:
+        spacing = max(1, len(self.samples) // NOISE_SAMPLES)
+        return {s.sample_id for s in self.samples[::spacing][:NOISE_SAMPLES]}
+
+    def _answer(self, sample: Sample, request: Request, engine: Engine) -> SampleRecord:
+        cache = self._cache
+        report = cache.try_reuse(request) if cache is not None else ReuseReport(request, Plan(request.segments), {})
+        try:
+            result = self._send(report, engine)
+        except MediaError:
+            if not report.plan.substituted:
+                raise
+            # The donor's image is gone: a fault inside the cache, so the request goes out as it came.
+            self.faults["donor image lost"] += 1
+            missed = {tier: Status.MISS if s is Status.HIT else s for tier, s in report.statuses.items()}
+            report = replace(report, plan=Plan(request.segments), statuses=missed)
+            result = self._send(report, engine)
+        start = time.perf_counter()
+        # What foreign KV made of a prompt is recorded nowhere, and no policy learns from it.
+        if cache is not None and (self.settings.reuse is Reuse.INPUTS or not report.plan.substituted):
+            cache.add_observation(report, result.text, metadata=self._metadata(result))
+            if report.plan.substituted and cache.should_check(report):
+                self._check(report, result.text, engine, cache)
+        after_s = time.perf_counter() - start
+        report = report.with_status(kv_cache=result.kv, fusion=result.fusion)
+        match = report.plan.match
+        donor_question, donor_image = _donor_inputs(report)
+        return SampleRecord(
+            image=sample.image_name,
+            match=_match(result.text, sample),
+            provenance=report.provenance,
+            exactness=str(match.exactness) if match else "",
+            applied=report.plan.substituted > 0,
+            score=match.score if match else None,
+            donor=match.entry_id if match else "",
+            donor_answer=report.donor_response,
+            donor_question=donor_question,
+            donor_image=donor_image,
+            statuses=dict(report.statuses),
+            latency_s=report.lookup_s + result.latency_s,
+            lookup_s=report.lookup_s,
+            after_s=after_s,
+            ttft_s=None if result.ttft_s is None else report.lookup_s + result.ttft_s,
+            cold=self.cold.get(sample.sample_id),
+            valid=_among(result.text, sample.valid, sample),
+            plausible=_among(result.text, sample.plausible, sample),
+            image_file=str(sample.images[0].path or "") if sample.images else "",
+            **_copied(sample, "sample_id question answer variant entailed group types"),
+            **_copied(result, "text token_ids prompt_tokens cached_tokens loaded_tokens prefix_tokens finish_reason"),
+        )
+
+    def _send(self, report: ReuseReport, engine: Engine) -> EngineResult:
+        sent = self._prompt(report.plan.segments)
+        if self.settings.reuse is Reuse.INPUTS or not report.plan.substituted:
+            return engine.generate(sent)
+        return cast("TransformersEngine", engine).reuse(self._prompt(report.request.segments), sent)
+
+    def _check(self, report: ReuseReport, answer: str, engine: Engine, cache: SemanticCache) -> None:
+        """Answer the unchanged request of an approximate hit as well, and hand in whether the two answers agree."""
+        own = report.unchanged()
+        result = engine.generate(self._prompt(own.plan.segments))
+        cache.checked(report.hit_id, cache.same_answer(result.text, answer))
+        cache.add_observation(own, result.text, metadata=self._metadata(result))
+
+    def _metadata(self, result: EngineResult) -> dict[str, str]:
+        model = Path(self.settings.model)
+        return {"finish_reason": result.finish_reason, "model": model.name if model.is_dir() else self.settings.model}
+
+    def _prompt(self, segments: tuple[Any, ...]) -> EnginePrompt:
+        return EnginePrompt(segments, tenant=self.settings.tenant, max_tokens=self.settings.max_tokens)
+
+
+def _copied(source: object, names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names.split()}
+
+
+def _donor_inputs(report: ReuseReport) -> tuple[str, str]:
+    """The donor's question and its first image's name, as far as they stand in (or would, in dry-run mode)."""
+    if report.plan.match is None:
+        return "", ""
+    plan = report.proposed or report.plan
+    donor = plan.segments[: plan.substituted]
+    questions = [s.text for s in donor if isinstance(s, TextSegment) and s.role is Role.QUESTION]
+    images = [s.name for s in donor if isinstance(s, MediaSegment)]
+    return questions[-1] if questions else "", images[0] if images else ""
+
+
+def _match(text: str, sample: Sample) -> bool | None:
+    return None if sample.answer is None else answers_match(text, sample.answer)
+
+
+def _among(text: str, choices: Sequence[str], sample: Sample) -> bool | None:
+    """Whether an answer is one of GQA's choices; what two objects have in common is one of three words."""
+    if not choices:
+        return None
+    common = bool(sample.types) and "Common" in sample.types[2]
+    return any(answers_match(text, choice) for choice in (_COMMON if common else choices))
 
 
 def bytes_on_disk(settings: RunSettings) -> int:
@@ -351,9 +339,6 @@ def bytes_on_disk(settings: RunSettings) -> int:
     folders = [f for f in (settings.cache.cache_dir, settings.cache.fusion_cache_dir) if f is not None]
     files = {Path(place, name).resolve() for folder in folders for place, _, names in os.walk(folder) for name in names}
     return sum(status.st_size for _, status in described(files))
-
-
-# -- cold answers of an earlier run ------------------------------------------------------------
 
 
 def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) -> dict[str, Cold]:
@@ -392,7 +377,7 @@ def execute(
     for key, path in ((SAMPLES_OUT, settings.samples_out), (SUMMARY_OUT, settings.summary_out)):
         if path is not None:
             try_to_write(key, path)
-    samples = arrange(load_samples(settings.dataset, settings.data), settings.trace)
+    samples = arrange(load_samples(settings.dataset, settings.data), settings.data)
     if settings.cache.mode is not CacheMode.OFF:
         prepare(settings.cache, purge=settings.purge)
     console = make_console()
@@ -401,7 +386,7 @@ def execute(
             settings, samples, engine_factory(samples, verbose), lambda s: SemanticCache(s.cache), listener, baseline
         )
         if not summary["interrupted"]:
-            listener.finish()
+            listener.write()
     print_summary(console, summary, settings)
     if settings.summary_out is not None:
         with writing(SUMMARY_OUT, settings.summary_out):
@@ -441,3 +426,52 @@ def engine_factory(samples: list[Sample], verbose: bool = False) -> EngineFactor
         return VllmEngine(options)
 
     return make
+
+
+# -- what `semkv demo` does ------------------------------------------------------------
+
+_PASSES = {
+    "cold": ("an empty cache, after a run without semkv", ["--purge", "--baseline"]),
+    "warm": ("a new process: all comes from disk", []),
+}
+
+
+_COMPARED = (
+    *("hits", "not computed", "  loaded from the KV store", "vLLM's prefix cache alone", "latency p50 / p95"),
+    *("lookup p50 / p95", "cold: latency p50 / p95", "accuracy", "cold: accuracy", "kv_cache", "fusion"),
+)
+
+
+def run_demo(directory: Path, *, samples: int, verbose: bool = False) -> None:
+    """Run both passes and print the comparison. The folder gets ``cache/``, which is emptied first, ``data/``, and per
+    pass ``<pass>.jsonl`` and ``<pass>.json``.
+    """
+    console = make_console()
+    for name, (title, extra) in _PASSES.items():
+        console.rule(f"{name}: {title}")
+        command = [sys.executable, "-m", "semkv", "run", "--preset", "minigqa", "--max-samples", str(samples)]
+        command += ["--cache-dir", str(directory / "cache"), "--data-dir", str(directory / "data")]
+        command += ["--samples-out", str(directory / f"{name}.jsonl"), "--summary-out", str(directory / f"{name}.json")]
+        done = subprocess.run([*command, *extra, *(["--verbose"] if verbose else [])], check=False)
+        if done.returncode:
+            raise SemkvError(f"the {name} pass of the demo ended with exit code {done.returncode}")
+    cold, warm = (
+        dict(figures(json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))["summary"]))
+        for name in _PASSES
+    )
+    same, asked = same_answers(directory)
+    rows = [(name, cold.get(name, ""), warm.get(name, "")) for name in _COMPARED]
+    rows.append(("answers with the same tokens as before", "", f"{same} of {asked}"))
+    title = "the same questions again; rows that say cold, or alone, are vLLM without semkv"
+    console.print(table(title, ("", "empty cache", "new process"), rows))
+    console.print(f"settings, figures, samples and the cache: {directory}", highlight=False)
+
+
+def same_answers(directory: Path) -> tuple[int, int]:
+    """How many samples of the warm pass gave the tokens of the cold pass, and how many there were."""
+    tokens: list[dict[str, list[int]]] = []
+    for name in _PASSES:
+        lines = (directory / f"{name}.jsonl").read_bytes().splitlines()  # of bytes: U+2028 ends no line
+        tokens.append({row["sample_id"]: row["token_ids"] for row in map(json.loads, lines)})
+    cold, warm = tokens
+    return sum(cold.get(key) == value for key, value in warm.items()), len(warm)

@@ -9,10 +9,11 @@ import json
 import os
 import random
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import accumulate, count, cycle, islice
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -22,9 +23,6 @@ from semkv import keys
 from semkv.config import POSITIVE, check
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Request, Role, Segment, TextSegment
-
-NO_JSON = (ValueError, RecursionError)
-"""What `json.loads` raises: the second where values are nested too deep, the first for numbers of 5,000 digits, too."""
 
 _T = TypeVar("_T")
 _FIELDS = frozenset(
@@ -52,10 +50,10 @@ class Sample:
         semantic_str: GQA's functional program of the question, ``select: car [..]->query: color [..]``.
         groups: GQA's group names, global and local; ``group`` is the global one.
         types: GQA's: structural, semantic and detailed.
-        full_answer: the answer as a sentence.
         valid, plausible: GQA's choices: answers of the question's kind, and those that occur with its objects.
         entailed: ids of questions whose answer follows from this one's.
-        variant: how MiniGQA made this question from another (``repeat``, ``paraphrase`` ...); empty for an original.
+        variant: how MiniGQA made this question from another (``repeat``, ``paraphrase`` ...), or its image
+            (``image:shifted`` ...); empty for an original.
         repeats: the id of the sample that a trace asks again under this one's; empty for the first time.
     """
 
@@ -69,7 +67,6 @@ class Sample:
     groups: tuple[str, ...] = ()
     group: str = ""
     types: tuple[str, ...] = ()
-    full_answer: str = ""
     valid: tuple[str, ...] = ()
     plausible: tuple[str, ...] = ()
     entailed: tuple[str, ...] = ()
@@ -87,12 +84,20 @@ class Sample:
         return self.images[0].name if self.images else self.repeats or self.sample_id
 
 
+class Trace(StrEnum):
+    """How requests are drawn from samples: as the data set has them, or an image by a Zipf law over a random ranking,
+    then one of its questions, with repeats."""
+
+    IN_ORDER = "in-order"
+    ZIPF = "zipf"
+
+
 DATA = Parameter(group="Data")
 
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """Which part of a data set to load.
+    """Which part of a data set to load, and in which order it is asked.
 
     Attributes:
         data_dir: Where drawn and unpacked data goes.
@@ -101,6 +106,8 @@ class DatasetOptions:
         split: train, val or testdev; by default the one that the config names, else val.
         max_samples: At most so many samples.
         shuffle_seed: Shuffle with this seed before cutting; by default the order of the files.
+        trace: in-order or zipf (over images).
+        trace_requests: So many requests, samples repeating as need be; by default as many as there are samples.
     """
 
     data_dir: Annotated[Path, DATA] = field(default_factory=lambda: Path("~/.cache/semkv-data").expanduser())
@@ -109,6 +116,8 @@ class DatasetOptions:
     split: Annotated[str, DATA] = ""
     max_samples: Annotated[int | None, POSITIVE, DATA] = None
     shuffle_seed: Annotated[int | None, DATA] = None
+    trace: Annotated[Trace, DATA] = Trace.IN_ORDER
+    trace_requests: Annotated[int | None, POSITIVE, DATA] = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -122,20 +131,55 @@ def select(rows: list[_T], options: DatasetOptions) -> list[_T]:
     return rows[: options.max_samples]
 
 
+# YCSB's default for requests over keys (Cooper et al., "Benchmarking Cloud Serving Systems with YCSB", SoCC 2010).
+ZIPF_EXPONENT = 0.99
+
+
+def arrange(samples: Sequence[Sample], options: DatasetOptions) -> list[Sample]:
+    """The requests of a trace. A sample that comes again gets an id of its own: ``<id>#2``, ``<id>#3`` ..."""
+    requests = _zipf(samples) if options.trace is Trace.ZIPF else cycle(samples)
+    many = len(samples) if options.trace_requests is None else options.trace_requests
+    taken, times = {sample.sample_id for sample in samples}, Counter[str]()
+    arranged = []
+    for sample in islice(requests, many):
+        times[sample.sample_id] += 1
+        if times[sample.sample_id] > 1:
+            while (name := f"{sample.sample_id}#{times[sample.sample_id]}") in taken:
+                times[sample.sample_id] += 1
+            sample = replace(sample, sample_id=name, repeats=sample.sample_id)
+        arranged.append(sample)
+    return arranged
+
+
+def _zipf(samples: Sequence[Sample]) -> Iterator[Sample]:
+    draws = random.Random(0)  # noqa: S311 (an order, no secret)
+    by_image: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_image.setdefault(sample.image_name, []).append(sample)
+    images = list(by_image.values())
+    draws.shuffle(images)
+    weights = list(accumulate(rank**-ZIPF_EXPONENT for rank in range(1, len(images) + 1)))
+    while True:
+        (questions,) = draws.choices(images, cum_weights=weights)
+        yield draws.choice(questions)
+
+
+# -- files ------------------------------------------------------------
+
+
 def read_json(path: Path) -> Any:
     """Parse a JSON file."""
     try:
         return _parse(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as e:
-        raise DatasetError(f"{path}, line {e.lineno}: {e.msg}") from e
-    except (OSError, *NO_JSON) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
 
 
-def _parse(text: str) -> Any:
-    """JSON without halves of surrogate pairs, which no UTF-8 and so no digest and no file can hold."""
+def _parse(text: str, *, strict: bool = True) -> Any:
+    """JSON; where it is strict without halves of surrogate pairs, which no UTF-8 and so no digest and no file can
+    hold."""
     value = json.loads(text)
-    if "\\ud" in text.lower():
+    if strict and "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
@@ -156,21 +200,16 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, Mapp
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line) if cut_off else _parse(line)
-                except NO_JSON as e:
+                    row = _parse(line, strict=not cut_off)
+                except (ValueError, RecursionError) as e:
                     if cut_off and not line.endswith("\n"):
                         return
-                    reason = e.msg if isinstance(e, json.JSONDecodeError) else str(e)
-                    raise DatasetError(f"{path}, line {number}: not valid JSON ({reason})") from e
+                    raise DatasetError(f"{path}, line {number}: not valid JSON ({e})") from e
                 if not isinstance(row, dict):
                     raise DatasetError(f"{path}, line {number}: expected an object, found {type(row).__name__}")
                 yield number, row
-    except UnicodeDecodeError as e:
-        raise DatasetError(f"{path}: not UTF-8 text ({e.reason} at byte {e.start})") from e
-    except (EOFError, zlib.error) as e:
-        raise DatasetError(f"{path}: not a whole gzip file ({e})") from e
-    except OSError as e:
-        raise DatasetError(f"{path}: {e.strerror or e}") from e
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
+        raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
 
 
 def text_field(row: Mapping[str, Any], key: str, where: str, *, required: bool = False) -> str:
@@ -345,79 +384,3 @@ class RequestBuilder:
 def asked(request: Request) -> str:
     """Digest of all that an engine is asked: model, tenant, texts and the bytes of pictures."""
     return keys.digest("asked", keys.namespace_key(request.namespace), _prompt_key(request.segments))
-
-
-# -- order and repeats ------------------------------------------------------------
-
-# YCSB's default for requests over keys (Cooper et al., "Benchmarking Cloud Serving Systems with YCSB", SoCC 2010).
-ZIPF_EXPONENT = 0.99
-
-
-class TraceKind(StrEnum):
-    """How requests are drawn from samples: as the data set has them, or by images.
-
-    ``zipf``: an image by a Zipf law over a random ranking, then one of its questions, with repeats.
-    """
-
-    IN_ORDER = "in-order"
-    ZIPF = "zipf"
-
-
-REQUESTS = Parameter(group="Order of requests")
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A workload.
-
-    Attributes:
-        kind: in-order or zipf (over images).
-        seed: Seed of every draw.
-        requests: So many requests, samples repeating as need be; by default as many as there are samples.
-    """
-
-    kind: Annotated[TraceKind, Parameter(name="--trace"), REQUESTS] = TraceKind.IN_ORDER
-    seed: Annotated[int, Parameter(name="--trace-seed"), REQUESTS] = 0
-    requests: Annotated[int | None, POSITIVE, Parameter(name="--trace-requests"), REQUESTS] = None
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-def arrange(samples: Sequence[Sample], trace: Trace) -> list[Sample]:
-    """The requests of a trace.
-
-    A sample that comes again gets an id of its own, ``<id>#2``, ``<id>#3`` ..., those left out that the data set uses.
-    """
-    if not samples:
-        return []
-    requests = _zipf(samples, trace.seed) if trace.kind is TraceKind.ZIPF else cycle(samples)
-    many = len(samples) if trace.requests is None else trace.requests
-    return _with_own_ids(islice(requests, many), {sample.sample_id for sample in samples})
-
-
-def _zipf(samples: Sequence[Sample], seed: int) -> Iterator[Sample]:
-    draws = random.Random(seed)  # noqa: S311 (an order, no secret)
-    by_image: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_image.setdefault(sample.image_name, []).append(sample)
-    images = list(by_image.values())
-    draws.shuffle(images)
-    weights = list(accumulate(rank**-ZIPF_EXPONENT for rank in range(1, len(images) + 1)))
-    while True:
-        (questions,) = draws.choices(images, cum_weights=weights)
-        yield draws.choice(questions)
-
-
-def _with_own_ids(requests: Iterator[Sample], taken: Collection[str]) -> list[Sample]:
-    times: dict[str, Iterator[int]] = {}
-    named = []
-    for sample in requests:
-        name = sample.sample_id
-        if name in times:
-            own = next(own for n in times[name] if (own := f"{name}#{n}") not in taken)
-            named.append(replace(sample, sample_id=own, repeats=name))
-        else:
-            times[name] = count(2)
-            named.append(sample)
-    return named

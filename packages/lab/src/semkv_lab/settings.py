@@ -26,7 +26,6 @@ from semkv.config import (
     PolicyConfig,
     check,
     command_line,
-    flag,
     parse,
     typed,
 )
@@ -35,7 +34,7 @@ from semkv.presets import DEFAULT_PRESET, get_preset
 from semkv.types import PolicyName
 from semkv_lab.console import SETTINGS, keep_apart
 from semkv_lab.datasets import DATASETS
-from semkv_lab.samples import ChunkSource, DatasetOptions, Trace
+from semkv_lab.samples import ChunkSource, DatasetOptions
 
 ENGINES = ("labels", "scripted", "transformers", "vllm")
 ENGINE = Allowed(f"one of {', '.join(ENGINES)}, or {plug.FORM}", lambda name: name in ENGINES or plug.is_path(name))
@@ -45,7 +44,6 @@ FLAT, SWITCH, MANY = Parameter(name="*"), Parameter(negative=""), Parameter(cons
 
 # Layers that a built-in hook cannot fill are dropped from a preset when the user names that hook.
 _HOOK_LAYERS = {"none": frozenset[str](), "prompt": frozenset({"prompt"}), "vision": frozenset({"vision"})}
-_LARGEST = 10**18
 
 
 class Reuse(StrEnum):
@@ -101,7 +99,6 @@ class RunSettings:
     chunk_source: Annotated[ChunkSource, MATCHED] = ChunkSource.QUESTION
     chunk_window: Annotated[int, NOT_NEGATIVE, MATCHED] = 0
     data: Annotated[DatasetOptions, FLAT] = field(default_factory=DatasetOptions)
-    trace: Annotated[Trace, FLAT] = field(default_factory=Trace)
     cache: Annotated[CacheConfig, FLAT] = field(default_factory=CacheConfig)
     strict: Annotated[bool, DATA] = False
     baseline: Annotated[bool, RESULTS] = False
@@ -111,8 +108,6 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check(self)
-        for part in (self, self.data, self.trace, self.cache):
-            _check_extremes(part)
         if not (self.dataset in DATASETS or self.dataset.endswith(".jsonl") or plug.is_path(self.dataset)):
             raise ConfigError("--dataset", self.dataset, [*DATASETS, "a file that ends in .jsonl", plug.FORM])
         if self.reuse is not Reuse.INPUTS and self.engine != "transformers":
@@ -120,7 +115,9 @@ class RunSettings:
         for key, path in (("--calibration", self.cache.calibration), ("--dataset-root", self.data.root)):
             if path is not None and not path.exists():
                 raise ConfigError(key, str(path), EXISTS.text)
-        roots = [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name, "").strip()]
+        roots = [
+            Path(os.environ[name]).expanduser() for name in IMAGE_ROOT_VARIABLES if os.environ.get(name, "").strip()
+        ]
         if self.data.root is not None and (self.data.root / "images").is_dir():
             roots.append(self.data.root / "images")
         object.__setattr__(self, "cache", replace(self.cache, image_roots=tuple(roots)))
@@ -141,20 +138,6 @@ class RunSettings:
         values = asdict(self) | {"instruction": self.instruction}
         plain: dict[str, Any] = json.loads(json.dumps(values, default=str))  # paths become texts
         return plain
-
-
-def _check_extremes(settings: Any) -> None:
-    for item in fields(settings):
-        value, key = getattr(settings, item.name), flag(type(settings), item.name)
-        if isinstance(value, int) and abs(value) >= _LARGEST:
-            raise ConfigError(key, f"{str(value)[:20]}...", "a whole number of less than 19 digits")
-        if isinstance(value, str) and not is_unicode(value):
-            raise ConfigError(key, value, "a text in valid Unicode")
-
-
-def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
-    return text.encode(errors="ignore").decode() == text
 
 
 def check_files(settings: RunSettings) -> None:
@@ -253,7 +236,7 @@ class QualityFlags(PolicyConfig):
 
 
 SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images", "encoder")
-CACHES = ("cosine", "vcache", "gptcache", "redisvl", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
+CACHES = ("cosine", "vcache", "gptcache", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
 KINDS = ("zipf", "hot", "paraphrases", "hard-negatives", "templates", "minigqa", "shift")
 
 
@@ -271,7 +254,7 @@ class SemanticFlags:
 
     Attributes:
         parts: What to measure: pairs, traps, streams, turns (multi-turn), images, encoder.
-        caches: Which caches: cosine (a plain threshold), vcache (the paper's rule), gptcache, redisvl, and semkv's
+        caches: Which caches: cosine (a plain threshold), vcache (the paper's rule), gptcache, and semkv's
             policies fixed, calibrated, bounded, bounded-uncalibrated.
         data: Traps, paraphrases and last turns: the folder bench/data of a checkout.
         pairs: Labeled pairs of your own: JSONL of a, b, same (0 or 1), and group where there is one; .gz too. Half of
@@ -284,11 +267,7 @@ class SemanticFlags:
         requests: Most requests of a stream, and of the one that warms up.
         seeds: Streams of each kind.
         seed: The first seed: of streams, halves, scenes.
-        similarity_threshold: Least cosine: of the plain threshold, of peers that have one, and of the fixed policy.
         max_error_rate: Bounds of vcache and of the bounded policy; may be repeated.
-        precision: Least chance of a right answer of the calibrated policy.
-        index_encoder: Sentence encoder for all caches: id or directory.
-        redis_url: A Redis server with the search module, for redisvl.
         scenes: Generated scenes of each kind, for images.
         plot: Draw hits against wrong answers for each kind of stream into this folder.
         out: Write machine, versions, settings and raw counts to this JSON file.
@@ -305,17 +284,20 @@ class SemanticFlags:
     requests: Annotated[int, POSITIVE] = 2000
     seeds: Annotated[int, POSITIVE] = 2
     seed: Annotated[int, NOT_NEGATIVE] = 0
-    similarity_threshold: Annotated[float, COSINE] = PolicyConfig.similarity_threshold
     max_error_rate: Annotated[tuple[float, ...], _SHARES, MANY] = (PolicyConfig.max_error_rate,)
-    precision: Annotated[float, SOME_SHARE] = 0.95
-    index_encoder: str = PolicyConfig.index_encoder
-    redis_url: str = ""
     scenes: Annotated[int, POSITIVE] = 2
     plot: Annotated[Path | None, Allowed("a folder that exists", Path.is_dir)] = None
     out: Path | None = None
 
     def __post_init__(self) -> None:
         check(self)
+
+
+class Executor(StrEnum):
+    """Where the experiments of a sweep run."""
+
+    LOCAL = "local"
+    RAY = "ray"
 
 
 @dataclass(frozen=True)
@@ -340,7 +322,7 @@ class SweepFlags:
     retry_failed: Annotated[bool, SWITCH] = False
     purge_cache_between_runs: Annotated[bool, SWITCH] = False
     only: tuple[str, ...] = ()
-    executor: str = "local"
+    executor: Executor = Executor.LOCAL
 
     def __post_init__(self) -> None:
         if self.retry_failed and not self.resume:

@@ -1,6 +1,6 @@
-"""Streams of requests with known answers, drawn from labeled pairs, from templates and from MiniGQA.
+"""Labeled pairs and streams of requests: as they are read from files, and drawn from pairs, templates and MiniGQA.
 
-Every kind takes labeled pairs, a seed, and how many requests there are at most.
+Every kind of `KINDS` takes labeled pairs, a seed, and how many requests there are at most.
 """
 
 from __future__ import annotations
@@ -8,27 +8,123 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from semkv.errors import DatasetError
 from semkv_lab.minigqa.generate import Knobs, generate
-from semkv_lab.quality import Asked, Pair, clusters
+from semkv_lab.samples import read_jsonl
+
+Item = tuple[str, str]
+"""(group, text)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two texts, and whether one answer serves both. Texts of different groups (pictures) are never compared."""
+
+    a: str
+    b: str
+    same: bool
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of a stream. Requests of one answer may stand in for one another; groups are never compared.
+
+    ``history`` are the messages before it, (role, text) each.
+    """
+
+    text: str
+    answer: str
+    group: str = ""
+    history: tuple[tuple[str, str], ...] = ()
+
 
 Stream = list[Asked]
-_POPULAR = 0.6  # of the clusters with several texts; the others lend one text each to the singletons
-_IMAGE_QUESTIONS = 31.5  # requests that MiniGQA has for an image
-_TEMPLATES = (
-    ("How many grams are in {n} ounces?", "{n} ounces are how many grams?", "Convert {n} ounces to grams"),
-    ("What is {n} percent of 250?", "How much is {n}% of 250?", "Calculate {n} percent of 250"),
-    ("Who won the Nobel Peace Prize in {y}?", "Nobel Peace Prize winner of {y}?",
-     "Who got the Nobel Peace Prize in {y}?"),
-    ("How do I reset port {n} of the switch?", "How can I reset the switch's port {n}?", "Reset switch port {n}"),
-    ("What does error code {n} mean?", "What is the meaning of error code {n}?", "Meaning of error {n}"),
-    ("How long does it take to drive {n} miles?", "How much time do I need for a drive of {n} miles?",
-     "Time to drive {n} miles"),
-)  # fmt: skip
+
+
+# -- files ------------------------------------------------------------
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """Read rows of ``a``, ``b``, ``same`` (0 or 1, or a boolean) and, where there is one, ``group``.
+
+    Raises:
+        DatasetError: names file and line.
+    """
+    pairs = []
+    for where, row in _rows(path):
+        if row.get("same") not in (0, 1):
+            raise DatasetError(f"{where}: 'same' must be 0 or 1, not {row.get('same')!r}")
+        pairs.append(
+            Pair(_text(row, "a", where), _text(row, "b", where), bool(row["same"]), _label(row, "group", where))
+        )
+    return pairs
+
+
+def read_stream(path: Path) -> Stream:
+    """Read rows of ``text`` and ``cluster`` (or ``answer``) in the order of the requests, ``group`` where there is one.
+
+    Raises:
+        DatasetError: names file and line.
+    """
+    stream = []
+    for where, row in _rows(path):
+        name = "cluster" if "cluster" in row else "answer"
+        if name not in row:
+            raise DatasetError(f"{where}: 'cluster' is missing: what names the answer that is right")
+        stream.append(Asked(_text(row, "text", where), _label(row, name, where), _label(row, "group", where)))
+    return stream
+
+
+def _rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """Every row with where it stands; at least one."""
+    rows = [(f"{path}, line {number}", row) for number, row in read_jsonl(path)]
+    if not rows:
+        raise DatasetError(f"{path}: no rows")
+    return rows
+
+
+def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise DatasetError(f"{where}: {name!r} must be a text, not {value!r}")
+    return value
+
+
+def _label(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row.get(name, "")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise DatasetError(f"{where}: {name!r} must be a text or a whole number, not {value!r}")
+    return str(value)
+
+
+# -- clusters ------------------------------------------------------------
+
+
+def clusters(pairs: Sequence[Pair]) -> dict[Item, int]:
+    """The number of the cluster of every text: texts that a chain of same pairs connects."""
+    parent: dict[Item, Item] = {}
+
+    def root(item: Item) -> Item:
+        while parent[item] != item:
+            item = parent[item] = parent[parent[item]]
+        return item
+
+    for pair in pairs:
+        one, other = (pair.group, pair.a), (pair.group, pair.b)
+        parent.setdefault(one, one)
+        parent.setdefault(other, other)
+        if pair.same:
+            parent[root(other)] = root(one)
+    number: dict[Item, int] = {}
+    return {item: number.setdefault(root(item), len(number)) for item in parent}
 
 
 def halves(pairs: Sequence[Pair], seed: int) -> tuple[list[Pair], list[Pair]]:
@@ -50,6 +146,22 @@ def _members(pairs: Sequence[Pair]) -> dict[int, list[str]]:
     for (_, text), number in clusters(pairs).items():
         found[number].append(text)
     return found
+
+
+# -- kinds of streams ------------------------------------------------------------
+
+_POPULAR = 0.6  # of the clusters with several texts; the others lend one text each to the singletons
+_IMAGE_QUESTIONS = 31.5  # requests that MiniGQA has for an image
+_TEMPLATES = (
+    ("How many grams are in {n} ounces?", "{n} ounces are how many grams?", "Convert {n} ounces to grams"),
+    ("What is {n} percent of 250?", "How much is {n}% of 250?", "Calculate {n} percent of 250"),
+    ("Who won the Nobel Peace Prize in {y}?", "Nobel Peace Prize winner of {y}?",
+     "Who got the Nobel Peace Prize in {y}?"),
+    ("How do I reset port {n} of the switch?", "How can I reset the switch's port {n}?", "Reset switch port {n}"),
+    ("What does error code {n} mean?", "What is the meaning of error code {n}?", "Meaning of error {n}"),
+    ("How long does it take to drive {n} miles?", "How much time do I need for a drive of {n} miles?",
+     "Time to drive {n} miles"),
+)  # fmt: skip
 
 
 def zipf(pairs: Sequence[Pair], seed: int, requests: int, popular: float = 0.7) -> Stream:

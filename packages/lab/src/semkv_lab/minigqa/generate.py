@@ -2,8 +2,6 @@
 
     images/<imageId>.jpg
     <split>_balanced_questions.json   question id -> record, in the order of the requests
-    <split>_sceneGraphs.json          image id -> scene graph
-    provenance.json                   split -> what every image and question is; GQA's own files keep GQA's schema
 
 A cache wins on repeats, paraphrases and near-duplicate pictures. It fails, if it is careless, on negatives (the same
 sentence with one other word, and another answer) and on look-alikes (the same picture with one object recoloured).
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import BytesIO
 from itertools import count
 from pathlib import Path
@@ -35,7 +33,7 @@ from semkv_lab.minigqa.questions import (
     fill,
     restate,
 )  # fmt: skip
-from semkv_lab.minigqa.scenes import RELATIONS, WIDTH, Scene, draw, jpeg, make_scene, recolor, relation_holds
+from semkv_lab.minigqa.scenes import Scene, draw, jpeg, make_scene, recolor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,25 +47,22 @@ IMAGE_VARIANTS = ("reencoded", "resized", "brightness", "shifted", "lookalike")
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """The size of a data set and the rates of what returns in it; those of questions have a sum of at most 0.8.
+    """The size of a data set, and the rates of what returns in it.
 
     The defaults describe a service whose users come back. In GQA's balanced testdev split almost nothing returns: of
     12,578 questions on 398 images 8 are exact repeats.
 
     Attributes:
         images: base pictures.
-        questions_per_image: mean number of questions on a base picture; GQA has 31.6.
-        questions_spread: standard deviation of that number.
-        repeat: share of the questions on a base picture that repeat an earlier one, byte for byte.
-        case: share that repeat an earlier one in other case.
-        whitespace: share that repeat an earlier one with other white space.
+        questions_per_image: mean number of questions on a base picture; GQA has 31.6. ``questions_spread`` is its
+            standard deviation.
+        repeat, case, whitespace: shares of the questions on a base picture that repeat an earlier one byte for byte, in
+            other case, with other white space. The five shares of questions have a sum of at most 0.8.
         paraphrase: share that ask an earlier one in other words.
         negative: share that take an earlier one's sentence with another argument, nearly always with another answer.
-        reencoded: derived pictures per base picture: the same, encoded at JPEG quality 60.
-        resized: the same at 120 x 120 pixels.
-        brightness: the same, 6% brighter.
-        shifted: the same, moved by one pixel.
-        lookalike: the same scene with one object in another colour.
+        reencoded, resized, brightness, shifted: derived pictures per base picture: the same at JPEG quality 60, at
+            120 x 120 pixels, 6% brighter, moved by one pixel.
+        lookalike: the same scene with one object in another color.
         asked_again: share of a base picture's questions that are asked of each picture derived from it.
     """
 
@@ -89,19 +84,13 @@ class Knobs:
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
-    """A picture to be written: its scene, its bytes, and how its boxes differ from the scene's."""
+    """A picture to be written."""
 
     image_id: str
     scene: Scene
     data: bytes
     variant: str = ORIGINAL
     derived_from: str = ""
-    scale: float = 1.0
-    shift: int = 0
-
-    @property
-    def object_ids(self) -> list[str]:
-        return [f"{self.image_id}{i}" for i in range(len(self.scene.things))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,42 +130,30 @@ def generate(out: Path, knobs: Knobs, *, seed: int = 0, split: str = "val") -> P
     (out / "images").mkdir(parents=True, exist_ok=True)
     for p in pictures:
         (out / "images" / f"{p.image_id}.jpg").write_bytes(p.data)
-    _write_json(out / f"{split}_balanced_questions.json", _records(pictures, asked))
-    graphs = {p.image_id: scene_graph(p.scene, p.object_ids, scale=p.scale, shift=p.shift) for p in pictures}
-    _write_json(out / f"{split}_sceneGraphs.json", graphs)
-    path = out / "provenance.json"
-    splits: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    splits[split] = {
-        "seed": seed,
-        "knobs": {**asdict(knobs), "order": "grouped"},  # by picture, as 96.8% of GQA's questions are
-        "images": {p.image_id: {"variant": p.variant, "derivedFrom": p.derived_from or None} for p in pictures},
-        "questions": {q.question_id: {"variant": q.variant, "of": q.of or None} for q in asked},
-    }
-    _write_json(path, dict(sorted(splits.items())))
+    records = json.dumps(_records(pictures, asked), ensure_ascii=False) + "\n"
+    (out / f"{split}_balanced_questions.json").write_text(records, encoding="utf-8")
     return out
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def _records(pictures: Sequence[_Picture], asked: Sequence[_Asked]) -> dict[str, Any]:
-    """Every question in GQA's schema, as far as a cache has use for it."""
-    object_ids = {p.image_id: p.object_ids for p in pictures}
+    """Every question in GQA's schema, as far as a cache has use for it, and from which question (``of``) it was made by
+    what: ``repeat`` ..., or ``image:shifted`` ... where it is asked again of a derived picture."""
+    images = {p.image_id: "" if p.variant == ORIGINAL else f"image:{p.variant}" for p in pictures}
+    object_ids = {p.image_id: [f"{p.image_id}{i}" for i in range(len(p.scene.things))] for p in pictures}
     by_image: dict[str, list[_Asked]] = {}
     for question in asked:
         by_image.setdefault(question.image_id, []).append(question)
     records = {}
     for question in asked:
         program, settled = question.program, settles(question.program)
-        steps = semantic(program, object_ids[question.image_id])
         records[question.question_id] = {
             "question": question.text,
             "imageId": question.image_id,
             "answer": program.answer,
             "groups": {"global": KINDS[program.kind].group or None, "local": _local_group(program)},
-            "semantic": steps,
-            "semanticStr": semantic_str(steps),
+            "semanticStr": semantic_str(program, object_ids[question.image_id]),
+            "variant": images[question.image_id] if question.variant == ORIGINAL else question.variant,
+            "of": question.of or None,
             "entailed": sorted(
                 q.question_id
                 for q in by_image[question.image_id]
@@ -209,16 +186,14 @@ def _derive(base: _Picture, variant: str, image_id: str, rng: Random) -> _Pictur
         scene = recolor(base.scene, rng)
         return _Picture(image_id, scene, jpeg(draw(scene)), variant, base.image_id)
     image: Image = Image.open(BytesIO(base.data))
-    quality, scale, shift = 90, 1.0, 0
-    if variant == "reencoded":
-        quality = 60
-    elif variant == "resized":
-        image, scale = image.resize((120, 120), Image.Resampling.BICUBIC), 120 / image.width
+    quality = 60 if variant == "reencoded" else 90
+    if variant == "resized":
+        image = image.resize((120, 120), Image.Resampling.BICUBIC)
     elif variant == "brightness":
         image = ImageEnhance.Brightness(image).enhance(1.06)
-    else:
-        image, shift = ImageChops.offset(image, 1, 1), 1
-    return _Picture(image_id, base.scene, jpeg(image, quality), variant, base.image_id, scale, shift)
+    elif variant == "shifted":
+        image = ImageChops.offset(image, 1, 1)
+    return _Picture(image_id, base.scene, jpeg(image, quality), variant, base.image_id)
 
 
 # -- questions ------------------------------------------------------------
@@ -329,29 +304,19 @@ def _ask_again(
 
 # -- as GQA writes it ------------------------------------------------------------
 
-Step = dict[str, Any]
-"""``{"operation": str, "dependencies": list[int], "argument": str}``."""
-
 _GQA_NAME = {"shape": "name", "color": "color", "size": "size"}
 
 
-def semantic_str(steps: Sequence[Step]) -> str:
-    """GQA's one-line form: ``select: cube (7)->query: color [0]``."""
-    return "->".join(
-        f"{s['operation']}: {s['argument']}" + (f" {s['dependencies']}" if s["dependencies"] else "") for s in steps
-    )
-
-
-def semantic(program: Program, object_ids: Sequence[str]) -> list[Step]:
-    """The program as GQA's operations."""
-    done: list[Step] = []
+def semantic_str(program: Program, object_ids: Sequence[str]) -> str:
+    """The program as GQA's operations, in its one-line form: ``select: cube (7)->query: color [0]``."""
+    steps: list[str] = []
     kind, a, b = program.kind, program.a, program.b
     task, _, name = kind.partition("_")
     choice = f"{program.value}|{program.other}"
 
     def add(operation: str, argument: str, *dependencies: int) -> int:
-        done.append({"operation": operation, "dependencies": list(dependencies), "argument": argument})
-        return len(done) - 1
+        steps.append(f"{operation}: {argument}" + (f" {list(dependencies)}" if dependencies else ""))
+        return len(steps) - 1
 
     def one(ref: Ref) -> str:
         return f"({object_ids[ref.index] if ref.index >= 0 else '-'})"
@@ -398,7 +363,7 @@ def semantic(program: Program, object_ids: Sequence[str]) -> list[Step]:
         add("and", "", add("verify color", program.value, at), add("verify size", program.other, at))
     else:
         value(task, _GQA_NAME[name], select(a))
-    return done
+    return "->".join(steps)
 
 
 def _local_group(program: Program) -> str:
@@ -406,29 +371,6 @@ def _local_group(program: Program) -> str:
     subject = program.a.text if program.a and program.a.text != NOUN else program.b.text if program.b else "ground"
     values = "_".join(v for v in (program.value, program.other) if v) or program.kind.rsplit("_", 1)[-1]
     return f"{number:02d}-{subject}_{values}".replace(" ", "-")
-
-
-def scene_graph(scene: Scene, object_ids: Sequence[str], *, scale: float = 1.0, shift: int = 0) -> dict[str, Any]:
-    """The scene in GQA's scene graph schema, boxes in pixels of a picture that was scaled and then shifted."""
-    objects = {
-        object_ids[i]: {
-            "name": thing.shape,
-            "x": round((thing.x - thing.radius) * scale) + shift,
-            "y": round((thing.y - thing.radius) * scale) + shift,
-            "w": round(2 * thing.radius * scale),
-            "h": round(2 * thing.radius * scale),
-            "attributes": [thing.color, thing.size],
-            "relations": [
-                {"name": relation, "object": other}
-                for j, other in enumerate(object_ids)
-                for relation in RELATIONS
-                if j != i and relation_holds(scene, i, relation, j)
-            ],
-        }
-        for i, thing in enumerate(scene.things)
-    }
-    side = round(WIDTH * scale)
-    return {"width": side, "height": side, "location": scene.ground, "objects": objects}
 
 
 Fact = tuple[str, ...]
