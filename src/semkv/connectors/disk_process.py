@@ -37,7 +37,7 @@ from semkv.stores.blocks import BlockStore, Bounds
 
 log = logging.getLogger("semkv.connectors")
 
-_READERS, _WRITERS = 8, 4  # threads of the process
+_READERS, _WRITERS = 8, 2  # threads of the process
 _RESTART_S = 60.0  # between two starts, so that a process that cannot live costs next to nothing
 _CLOSE_S = 60.0  # how long an engine that ends waits for what is being written
 _SEND_S = 2  # how long sending a job may take
