@@ -136,7 +136,12 @@ def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
         try:
             views, done = [_past_the_page_cache(descriptor, head, rows), *(row.data for row in rows)], 0
             while rest := _rest(views, done):
-                done += os.pwritev(descriptor, rest, done)
+                try:
+                    done += os.pwritev(descriptor, rest, done)
+                except OSError as error:  # of a file system that takes O_DIRECT and cannot do it here
+                    if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
+                        raise
+                    fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
