@@ -106,12 +106,11 @@ class _OpenHit(NamedTuple):
 class Checking:
     """The open hits, the sample that is checked, the pairs found wrong, and what outcomes teach the policy.
 
-    The last two are kept in the cache directory. Any thread may call any method.
+    The last two are kept in the cache directory, ``folder``. Any thread may call any method.
 
     Args:
         rate: share of approximate hits in the random sample, 0 to 1.
         remove: deletes an entry, by its id.
-        folder: the cache directory.
         fingerprint: whose scores the policy's state speaks of.
         most: open hits to remember; the oldest go first.
     """
