@@ -10,16 +10,13 @@ from contextlib import closing
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from semkv.cli.store import CacheDir
 from semkv.config import CacheConfig, command_line, default_cache_dir
 from semkv.errors import StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _KEPT = ("secret", "policy.json", "media/??/*")
 _CUT = 1 << 20  # bytes that are copied at once
@@ -75,7 +72,7 @@ def _export(
             target = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             files = [path for form in _KEPT for path, _ in described(matching(root, form))]
             with os.fdopen(target, "wb") as out, tarfile.open(fileobj=out, mode="w|") as archive:
-                for path in _shown([copy, *files], "Exporting"):
+                for path in [copy, *files]:
                     _add(archive, path, CATALOG if path == copy else path.relative_to(root).as_posix())
             part.rename(file)
     except (OSError, sqlite3.Error) as error:
@@ -135,7 +132,7 @@ def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
     from semkv.stores.database import CATALOG
     from semkv.stores.files import make_folder, open_file
 
-    for member in _shown(archive, "Importing"):
+    for member in archive:
         name = Path(member.name)
         known = any(fnmatchcase(member.name, form) for form in (CATALOG, *_KEPT))
         source = archive.extractfile(member) if member.isreg() and known else None
@@ -144,11 +141,3 @@ def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
         make_folder((folder / name).parent)
         with os.fdopen(open_file(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as out:
             shutil.copyfileobj(source, out, _CUT)
-
-
-def _shown(files: Iterable[Any], words: str) -> Iterable[Any]:
-    """The same, with a bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(files, words, console=Console(stderr=True), transient=True)

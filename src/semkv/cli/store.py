@@ -47,12 +47,11 @@ AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.
 DryRun = Annotated[bool, Parameter(name="--dry-run", negative="", help="Count, and delete nothing.")]
 
 
-def _examples(text: str) -> str:
-    return f"Examples:\n\n```\n{text}```"
-
-
 stats = command_line(
-    help_epilogue=_examples("""\
+    help_epilogue="""\
+Examples:
+
+```
   semkv stats --cache-dir runs/demo/cache
   semkv stats --json | jq '.stores[] | select(.store == "kv").nbytes'
   semkv stats --tenant alice
@@ -60,31 +59,40 @@ stats = command_line(
       gateway's by 32 hex digits; with the deployment's secret, as for purge, also by the name that a trusted proxy gave
       it. Hits count the requests for which an entry stood in; exact repeats get a gateway's answers without one. A
       running process adds its hits when it next records an entry
-""")
+```"""
 )
 
 verify = command_line(
-    help_epilogue=_examples("""\
+    help_epilogue="""\
+Examples:
+
+```
   semkv verify --cache-dir runs/demo/cache
       read every file, and every answer of a gateway, and check every checksum; exit code 1 where something is damaged,
       2 where something could not be read at all. Engines and gateways may be running
   semkv verify --repair
       delete what is damaged, so that it is computed again; of a gateway's answers only those that fail. A damaged
       catalog stays: a purge of everything deletes it, and an engine or a gateway that starts puts it aside
-""")
+```"""
 )
 
 gc = command_line(
-    help_epilogue=_examples("""\
+    help_epilogue="""\
+Examples:
+
+```
   semkv gc --cache-dir runs/demo/cache
       delete what crashed writers and deleted entries left
   semkv gc --max-age-days 30
       also what was stored more than 30 days ago, used since or not
-""")
+```"""
 )
 
 purge = command_line(
-    help_epilogue=_examples("""\
+    help_epilogue="""\
+Examples:
+
+```
   semkv purge --cache-dir runs/demo/cache
       delete everything that semkv stored there, and nothing else. Empty databases stay: engines and gateways that run
       go on with them, and forget what they hold within a second or so. A gateway's secret stays. What vLLM itself holds
@@ -98,7 +106,7 @@ purge = command_line(
       repeat the purge
   semkv purge --tag release-7 --dry-run
       count what would go
-""")
+```"""
 )
 
 

@@ -180,11 +180,7 @@ def _check(root: Path) -> None:
 
 
 def make_folder(root: Path) -> None:
-    """The folder of a cache, with those above it.
-
-    Raises:
-        StoreError: it cannot be made.
-    """
+    """Make the folder of a cache, with those above it, or raise a StoreError."""
     try:
         make_private(root)
     except OSError as error:
