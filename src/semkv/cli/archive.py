@@ -6,7 +6,7 @@ import os
 import shutil
 import sqlite3
 import tarfile
-from contextlib import closing
+from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,24 +73,12 @@ def _export(
             files = [path for form in _KEPT for path, _ in described(matching(root, form))]
             with os.fdopen(target, "wb") as out, tarfile.open(fileobj=out, mode="w|") as archive:
                 for path in [copy, *files]:
-                    _add(archive, path, CATALOG if path == copy else path.relative_to(root).as_posix())
+                    name = CATALOG if path == copy else path.relative_to(root).as_posix()
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        archive.add(path, name, recursive=False, filter=lambda info: info if info.isreg() else None)
             part.rename(file)
     except (OSError, sqlite3.Error) as error:
         raise StoreError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    """One file, unless it was deleted meanwhile."""
-    from semkv.stores.files import open_file
-
-    try:
-        descriptor = open_file(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return
-    with os.fdopen(descriptor, "rb") as data:
-        about = tarfile.TarInfo(name)
-        about.size, about.mode = os.fstat(descriptor).st_size, 0o600
-        archive.addfile(about, data)
 
 
 @import_.default

@@ -126,9 +126,8 @@ def _stats(
         found = inspect(folder, fusion_cache_dir)
     else:
         names = _names(folder, tenant)
-        own, gateways = _salts(folder, names)
-        found = inspect(folder, fusion_cache_dir, names, [*own, *gateways])
-        unattributed = [*_unattributed(known=bool(gateways)), *[_ELSEWHERE] * _has_gateway(folder)]
+        found = inspect(folder, fusion_cache_dir, names, _salts(folder, names))
+        unattributed = [*_unattributed(folder), *[_ELSEWHERE] * _has_gateway(folder)]
         print("not counted: " + "; ".join(unattributed), file=sys.stderr)
         if not (found.entries or found.stores or found.unread):
             everybody = inspect(folder, fusion_cache_dir)
@@ -251,13 +250,8 @@ def _purge(
         if names is None or tag is not None:
             left.append("KV blocks and encoder outputs (they have no tags)")
         else:
-            own, gateways = _salts(folder, names)
-            left += _unattributed(known=bool(gateways))
-            for salts in (own, gateways):
-                theirs = purge_salts(folder, fusion_cache_dir, salts, dry_run=dry_run)
-                found += theirs
-            if gateways and not theirs.files:
-                left.append("those of a gateway, if it stored any: none has the salt of this tenant and this secret")
+            found += purge_salts(folder, fusion_cache_dir, _salts(folder, names), dry_run=dry_run)
+            left += _unattributed(folder)
     done = "would be deleted" if dry_run else "deleted"
     said = f"{found.entries} entries, {found.answers} answers and {found.files} files {done}"
     _report(found, as_json, lambda: print(said), left)
@@ -309,24 +303,24 @@ def _names(folder: Path, tenant: str) -> list[str]:
     return [tenant, named_tenant(secret, tenant.encode().decode("latin-1"))] if secret and tenant else [tenant]
 
 
-def _salts(folder: Path, names: list[str]) -> tuple[list[str | None], list[str]]:
-    """The values of ``cache_salt`` under which requests of a tenant reach vLLM: of a client that names it itself and of
-    ``semkv run``; and of the gateway, none without its secret."""
+def _salts(folder: Path, names: list[str]) -> list[str | None]:
+    """The values of ``cache_salt`` under which requests of a tenant reach vLLM: of a client that names it itself, of
+    ``semkv run``, and where the gateway's secret can be had, of the gateway."""
     from semkv.engines.base import EnginePrompt
     from semkv.server.tenancy import tenant_salt
 
     secret = _secret(folder)
-    own = [salt for name in names for salt in (name, EnginePrompt((), name).cache_salt)]
-    return own, [tenant_salt(secret, name, None) for name in names] if secret else []
+    salts = [salt for name in names for salt in (name, EnginePrompt((), name).cache_salt)]
+    return salts + [tenant_salt(secret, name, None) for name in names if secret]
 
 
-def _unattributed(*, known: bool) -> list[str]:
-    """What is on the disk and not known to be a tenant's, for people. ``known``: whether the gateway's secret is."""
+def _unattributed(folder: Path) -> list[str]:
+    """What is on the disk and not known to be a tenant's, for people."""
     unattributed = [
         "KV blocks and encoder outputs without a salt, or stored before files said whose they are",
         "what clients of a gateway asked with a cache_salt of their own",
     ]
-    if not known:
+    if not _secret(folder):
         unattributed.append("KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)")
     return unattributed
 
