@@ -91,7 +91,7 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     left = _empty_database(root / CATALOG)
     for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
         replay(folder, lambda response, since: True)
-    for pattern in CACHE_FILES:  # what was written until then
+    for pattern in CACHE_FILES:  # what was written until then, and a damaged database that was put aside
         for file in _files(root, pattern):
             file.unlink(missing_ok=True)
     marker = read_marker(root)
