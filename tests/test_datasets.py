@@ -201,7 +201,7 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="question 17: no 'question'"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
     for fields, message in (
-        ({"entailed": 5}, "'entailed' must be a list"),
+        ({"entailed": 5}, "not a row of GQA"),
         ({"groups": {"global": ["x"]}}, "'global' must"),
     ):
         rows = {"17": {"imageId": "1", "question": "Is it red?", **fields}}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from semkv_lab.console import to_json
-from semkv_lab.demo import same_answers
+from semkv_lab.run import same_answers
 
 SAMPLES = 24
 

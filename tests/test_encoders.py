@@ -285,15 +285,16 @@ def test_nothing_is_downloaded_behind_the_users_back(tmp_path: Path, monkeypatch
 def test_the_trained_tower_tells_near_duplicates_from_other_pictures(tmp_path: Path) -> None:
     every = dict.fromkeys(("reencoded", "resized", "brightness", "shifted", "lookalike"), 1.0)
     generate(tmp_path, Knobs(images=6, questions_per_image=1, questions_spread=0, **every), seed=11)
-    origin = json.loads((tmp_path / "provenance.json").read_text())["val"]["images"]
+    questions = json.loads((tmp_path / "val_balanced_questions.json").read_text())
     encoder = TowerEncoder(CHECKPOINT)
     assert encoder.dim == 6 * 6 * 192
-    vectors = {name: encoder.encode((tmp_path / "images" / f"{name}.jpg").read_bytes()) for name in origin}
+    vectors = {path.stem: encoder.encode(path.read_bytes()) for path in (tmp_path / "images").iterdir()}
     cosines: dict[str, list[float]] = {}
-    for name, row in origin.items():
-        if row["derivedFrom"]:
-            cosines.setdefault(row["variant"], []).append(float(vectors[name] @ vectors[row["derivedFrom"]]))
-    originals = np.stack([v for name, v in vectors.items() if not origin[name]["derivedFrom"]])
+    derived = {row["imageId"]: row for row in questions.values() if row["variant"].startswith("image:")}
+    for name, row in derived.items():
+        base = vectors[questions[row["of"]]["imageId"]]
+        cosines.setdefault(row["variant"].removeprefix("image:"), []).append(float(vectors[name] @ base))
+    originals = np.stack([vectors[name] for name in sorted(vectors)[:6]])  # they come first
     others = (originals @ originals.T)[~np.eye(len(originals), dtype=bool)]
     for kind in ("reencoded", "resized", "brightness"):
         assert min(cosines[kind]) > 0.985

@@ -66,9 +66,8 @@ def test_rows_become_samples_with_cards_for_images(tmp_path: Path, name: str) ->
     ("row", "message"),
     [
         ({"questionId": "4", "imageId": "n1", "model": "x"}, "line 2: no 'question'"),
-        ({"questionId": "4", "imageId": "n1", "question": "q"}, "line 2: expected one field beside"),
-        ({"questionId": "4", "imageId": "n1", "question": "q", "a": "x", "b": "y"}, "found a, b"),
-        ({"questionId": "4", "imageId": "../up", "question": "q", "a": "x"}, "must be a plain file name"),
+        ({"questionId": "4", "imageId": "n1", "question": "q"}, "and one field more"),
+        ({"questionId": "4", "imageId": "../up", "question": "q", "a": "x"}, "a plain file name"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:

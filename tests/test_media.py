@@ -73,5 +73,3 @@ def test_what_a_killed_writer_left_counts_and_goes(tmp_path: Path) -> None:
     assert MediaStore(tmp_path).nbytes == store.nbytes <= 3000
     assert not old.exists()
     assert (tmp_path / name[:2] / "mine.txt").exists()
-
-

@@ -27,14 +27,10 @@ class Written:
     def __init__(self, folder: Path, split: str = "val") -> None:
         self.folder = folder
         self.questions: dict[str, Record] = json.loads((folder / f"{split}_balanced_questions.json").read_text())
-        self.images = {p.stem for p in (folder / "images").iterdir()}
-        self.provenance: Record = json.loads((folder / "provenance.json").read_text())[split]
+        self.images = {record["imageId"] for record in self.questions.values()}
 
-    def variant(self, question_id: str) -> str:
-        return str(self.provenance["questions"][question_id]["variant"])
-
-    def source(self, question_id: str) -> Record:
-        return self.questions[self.provenance["questions"][question_id]["of"]]
+    def source(self, record: Record) -> Record:
+        return self.questions[record["of"]]
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +64,25 @@ def test_splits_and_seeds_share_no_ids_and_no_pictures(tmp_path: Path) -> None:
         generate(tmp_path / "all", knobs, seed=1, split=split)
     generate(tmp_path / "other", knobs, seed=2)
     splits = [Written(tmp_path / "all", s) for s in ("train", "val", "testdev")] + [Written(tmp_path / "other")]
-    ids = [i for w in splits for i in (*w.questions, *w.provenance["images"])]
+    ids = [i for w in splits for i in (*w.questions, *w.images)]
     assert len(ids) == len(set(ids))
     pictures = [p.read_bytes() for f in ("all", "other") for p in (tmp_path / f / "images").iterdir()]
-    assert len(pictures) == len(set(pictures)) == sum(len(w.provenance["images"]) for w in splits)
+    assert len(pictures) == len(set(pictures)) == sum(len(w.images) for w in splits)
 
 
 def test_questions_have_gqas_schema(data: Written) -> None:
-    kinds = {"question": str, "imageId": str, "answer": str, "groups": dict, "semanticStr": str, "entailed": list}
+    kinds = {
+        "question": str,
+        "imageId": str,
+        "answer": str,
+        "groups": dict,
+        "semanticStr": str,
+        "entailed": list,
+        "variant": str,
+    }
     for question_id, record in data.questions.items():
         assert question_id.isdigit()
-        assert {key: type(value) for key, value in record.items()} == kinds
+        assert {key: type(value) for key, value in record.items() if key != "of"} == kinds
         assert record["imageId"] in data.images
         assert re.fullmatch(r"[a-z]+", record["answer"])
         assert all(data.questions[other]["imageId"] == record["imageId"] for other in record["entailed"])
@@ -89,14 +93,14 @@ def fold(text: str) -> str:
     return re.sub(r"[\s?]+", " ", text).strip().casefold()
 
 
-def test_variants_are_what_provenance_says(data: Written) -> None:
+def test_variants_are_what_they_say(data: Written) -> None:
     same = {"repeat": (True, True), "paraphrase": (False, False)}
     differing = negatives = 0
-    for question_id, record in data.questions.items():
-        variant = data.variant(question_id)
-        if variant == "original":
+    for record in data.questions.values():
+        variant = record["variant"]
+        if not variant or variant.startswith("image:"):
             continue
-        source = data.source(question_id)
+        source = data.source(record)
         texts = record["question"], source["question"]
         assert source["imageId"] == record["imageId"]
         if variant == "negative":
@@ -111,13 +115,12 @@ def test_variants_are_what_provenance_says(data: Written) -> None:
 
 
 def test_lookalikes_are_asked_the_same_and_some_answers_differ(data: Written) -> None:
-    lookalikes = {i: v["derivedFrom"] for i, v in data.provenance["images"].items() if v["variant"] == "lookalike"}
-    assert len(lookalikes) == 15
     answers: Counter[bool] = Counter()
-    for question_id, record in data.questions.items():
-        if record["imageId"] in lookalikes:
-            source = data.source(question_id)
-            assert (record["question"], lookalikes[record["imageId"]]) == (source["question"], source["imageId"])
+    for record in data.questions.values():
+        if record["variant"] == "image:lookalike":
+            source = data.source(record)
+            assert record["question"] == source["question"]
+            assert record["imageId"] != source["imageId"]
             answers[record["answer"] == source["answer"]] += 1
     assert answers[True] > 20
     assert answers[False] > 15
@@ -125,8 +128,8 @@ def test_lookalikes_are_asked_the_same_and_some_answers_differ(data: Written) ->
 
 def test_pictures_come_one_after_the_other_and_what_returns_after_its_source(data: Written) -> None:
     place = {q: i for i, q in enumerate(data.questions)}
-    for question_id, made in data.provenance["questions"].items():
-        assert made["of"] is None or place[made["of"]] < place[question_id]
+    for question_id, record in data.questions.items():
+        assert record["of"] is None or place[record["of"]] < place[question_id]
     images = [r["imageId"] for r in data.questions.values()]
     assert sum(a != b for a, b in pairwise(images)) == len(data.images) - 1
 

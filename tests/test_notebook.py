@@ -19,7 +19,7 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "sweep.ipynb"
 def test_the_notebook_runs_and_its_results_go_to_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nbclient import NotebookClient
 
-    from semkv_lab.tracking import to_mlflow
+    from semkv_lab.results import to_mlflow
 
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     notebook = nbformat.read(NOTEBOOK, as_version=4)

@@ -183,11 +183,11 @@ def test_the_commands_from_file_to_figure(tmp_path: Path, monkeypatch: pytest.Mo
         extra = ["--calibration", "c.json"]
         done = semkv("eval-stream", "stream.jsonl", "--policy", policy, *extra, "--plot", f"{policy}.png")
         assert json.loads(done)["requests"] == 72
-    semkv("eval-pairs", "pairs.jsonl", "--out", "p.json", "--plot", "p.svg")
+    semkv("eval-pairs", "pairs.jsonl", "--out", "p.json")
     assert 0.0 <= json.loads((tmp_path / "p.json").read_text())["p_chr_auc"] <= 1.0
     with pytest.raises(DatasetError, match=r"none\.jsonl"):
         semkv("eval-pairs", "none.jsonl")
     with pytest.raises(ConfigError, match=r"--policy: 'lax'.*calibrated"):
         semkv("eval-pairs", "pairs.jsonl", "--policy", "lax")
     with pytest.raises(ConfigError, match="--plot"):
-        semkv("eval-pairs", "pairs.jsonl", "--plot", "p.doc")
+        semkv("eval-stream", "stream.jsonl", "--plot", "p.doc")

@@ -206,12 +206,12 @@ def test_gqas_annotations_reach_records_and_summary(tmp_path: Path) -> None:
     common = ("query", "obj", "twoCommon")
     samples = [
         Sample("1", "what color", "red", types=("query", "attr", "x"), group="c", valid=("red",), plausible=("blue",)),
-        Sample("2", "in common", "red", types=common, full_answer="Red is.", valid=("red",), plausible=("red",)),
+        Sample("2", "in common", "red", types=common, valid=("red",), plausible=("red",)),
         Sample("3", "what", "blue"),
     ]
     records, summary = go(samples, settings(tmp_path), ScriptedEngine(answer=lambda _: "Red"))
     assert [(r.valid, r.plausible) for r in records] == [(True, False), (False, False), (None, None)]
-    assert (records[1].types, records[1].full_answer) == (common, "Red is.")
+    assert records[1].types == common
     gqa = summary["gqa"]
     assert (gqa["validity"]["value"], gqa["plausibility"]["value"], gqa["distribution"]) == (0.5, 0.0, 0.0)
     assert SampleRecord.from_json(json.loads(json.dumps(records[0].to_json()))) == records[0]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from command_line import invoke
-from redis_server import RedisServer
 from semkv.encoders.text import SentenceEncoder
 from semkv.guards import veto
 from semkv_lab import caches
@@ -19,7 +18,7 @@ from semkv_lab.semantic import CONVERSATIONS
 from semkv_lab.streams import Asked
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
-PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy"), "redisvl": ("redisvl",)}
+PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy")}
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +120,6 @@ def test_vcaches_rule_uses_a_text_only_after_it_was_right_often_enough() -> None
     assert play(caches.VCache(encoder, 0.1, 0), right).hits > 5
     wrong = [Asked("How do I learn the piano?", str(n)) for n in range(40)]
     assert play(caches.VCache(encoder, 0.01, 0), wrong).hits == 0
-
-
-def test_a_redis_server_without_search_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("redisvl", reason="needs RedisVL: pip install redisvl")
-    server = RedisServer(tmp_path)
-    assert "needs a Redis server with the search module" in caches.missing("redisvl", server.url)
-    server.kill()
-    assert "needs a Redis server with the search module" in caches.missing("redisvl", "redis://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def _demo(
         samples: How many questions.
         verbose: vLLM's own log, too.
     """
-    from semkv_lab.demo import run_demo
+    from semkv_lab.run import run_demo
 
     run_demo(directory, samples=samples, verbose=verbose)
 
@@ -188,20 +188,18 @@ def _eval_pairs(
     *,
     flags: Annotated[QualityFlags | None, FLAT] = None,
     out: Path | None = None,
-    plot: Path | None = None,
 ) -> None:
     """Precision and recall of a policy on labeled pairs.
 
     Args:
         pairs: JSONL of a, b, same (0 or 1), and group where there is one; .gz too.
         out: Write the JSON here instead of printing it.
-        plot: Draw a figure (.png, .svg, .pdf).
     """
     flags = flags or QualityFlags()
-    _check_outputs(out, plot, PAIRS=pairs, calibration=flags.calibration)
+    _check_outputs(out, None, PAIRS=pairs, calibration=flags.calibration)
     from semkv_lab.quality import eval_pairs
 
-    _write(eval_pairs(pairs, flags, plot), out)
+    _write(eval_pairs(pairs, flags), out)
 
 
 eval_stream = command_line(

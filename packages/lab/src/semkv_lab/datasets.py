@@ -140,28 +140,27 @@ def _objects(file: Path) -> dict[str, Any]:
 
 def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None], choices: Any = None) -> Sample:
     """One GQA row, official or Hugging Face, as a `Sample`; ``where`` is for messages."""
-    if not isinstance(row, Mapping):
-        raise DatasetError(f"{where}: expected an object, found {type(row).__name__}")
-    image = text_field(row, "imageId", where)
-    groups, types, choices = row.get("groups") or {}, row.get("types") or {}, choices or {}
-    for name, value in (("groups", groups), ("types", types), ("choices", choices)):
-        if not isinstance(value, Mapping):
-            raise DatasetError(f"{where}: {name!r} must be an object")
-    return Sample(
-        sample_id=key,
-        question=text_field(row, "question", where, required=True),
-        answer=text_field(row, "answer", where) or None,
-        images=(ImageRef(image, find(image)),) if image else (),
-        semantic_str=text_field(row, "semanticStr", where),
-        groups=tuple(text for k in ("global", "local") if (text := text_field(groups, k, f"{where}, groups"))),
-        group=text_field(groups, "global", where),
-        types=tuple(text_field(types, name, where) for name in TYPES) if types else (),
-        full_answer=text_field(row, "fullAnswer", where),
-        valid=tuple(map(str, choices.get("valid", ()))),
-        plausible=tuple(map(str, choices.get("plausible", ()))),
-        entailed=tuple(name for name in _entailed(row, where) if name != key),
-        variant=text_field(row, "variant", where),
-    )
+    try:
+        image, groups, types = text_field(row, "imageId", where), row.get("groups") or {}, row.get("types") or {}
+        entailed, choices = row.get("entailed") or (), choices or {}
+        if isinstance(entailed, str):  # as the Hugging Face layout writes a list
+            entailed = re.findall(r"[\w-]+", entailed)
+        return Sample(
+            sample_id=key,
+            question=text_field(row, "question", where, required=True),
+            answer=text_field(row, "answer", where) or None,
+            images=(ImageRef(image, find(image)),) if image else (),
+            semantic_str=text_field(row, "semanticStr", where),
+            groups=tuple(text for k in ("global", "local") if (text := text_field(groups, k, f"{where}, groups"))),
+            group=text_field(groups, "global", where),
+            types=tuple(text_field(types, name, where) for name in TYPES) if types else (),
+            valid=tuple(map(str, choices.get("valid", ()))),
+            plausible=tuple(map(str, choices.get("plausible", ()))),
+            entailed=tuple(name for name in map(str, entailed) if name != key),
+            variant=text_field(row, "variant", where),
+        )
+    except (AttributeError, TypeError) as e:
+        raise DatasetError(f"{where}: not a row of GQA ({e})") from e
 
 
 def find_image(name: str, roots: Iterable[Path]) -> Path | None:
@@ -173,14 +172,6 @@ def find_image(name: str, roots: Iterable[Path]) -> Path | None:
 def is_safe_name(name: str) -> bool:
     """Whether an image's name is a plain file name: no separators, no leading dot."""
     return _SAFE_NAME.fullmatch(name) is not None and not name.startswith(".")
-
-
-def _entailed(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Ids as a list, or as the Hugging Face layout writes a list: one string."""
-    value = row.get("entailed")
-    if value is not None and not isinstance(value, str | list):
-        raise DatasetError(f"{where}: 'entailed' must be a list of ids, found {type(value).__name__}")
-    return tuple(re.findall(r"[\w-]+", value)) if isinstance(value, str) else tuple(str(v) for v in value or ())
 
 
 def _load_tables(options: DatasetOptions, root: Path | None, config: str, split: str) -> list[Sample]:
@@ -247,7 +238,6 @@ def _writing(file: Path) -> Iterator[BinaryIO]:
 # -- GQA's text, with a model's answers ------------------------------------------------------------
 
 _TEXT_FIELDS = ("questionId", "imageId", "question")
-_CARD = (160, 120)
 
 
 def load_gqa_text(options: DatasetOptions) -> list[Sample]:
@@ -275,23 +265,20 @@ def load_gqa_text(options: DatasetOptions) -> list[Sample]:
 def _text_row(row: Mapping[str, Any], where: str) -> tuple[str, str, str, str]:
     name, image, question = (text_field(row, key, where, required=True) for key in _TEXT_FIELDS)
     labels = sorted(set(row) - set(_TEXT_FIELDS))
-    if len(labels) != 1:
-        raise DatasetError(
-            f"{where}: expected one field beside {', '.join(_TEXT_FIELDS)}, found {', '.join(labels) or 'none'}"
-        )
-    if not is_safe_name(image):
-        raise DatasetError(f"{where}: 'imageId' must be a plain file name, found {image[:80]!r}")
+    if len(labels) != 1 or not is_safe_name(image):
+        fields = ", ".join(_TEXT_FIELDS)
+        raise DatasetError(f"{where}: expected {fields} (a plain file name for 'imageId') and one field more")
     return name, image, question, text_field(row, labels[0], where)
 
 
 def _card(folder: Path, name: str) -> Path:
     """A card with the name on it; the same name gives the same bytes."""
-    file = folder / f"{name}.png"
-    if not file.is_file() or not file.stat().st_size:
-        from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw
 
-        card = Image.new("RGB", _CARD, (226, 226, 222))
-        ImageDraw.Draw(card).text((_CARD[0] / 2, _CARD[1] / 2), name, fill=(70, 70, 70), anchor="mm")
+    file = folder / f"{name}.png"
+    if not file.is_file():
+        card = Image.new("RGB", (160, 120), (226, 226, 222))
+        ImageDraw.Draw(card).text((80, 60), name, fill=(70, 70, 70), anchor="mm")
         with _writing(file) as part:
             card.save(part, "PNG")
     return file
@@ -312,8 +299,7 @@ def load_minigqa(options: DatasetOptions) -> list[Sample]:
         DatasetError: a file cannot be read, or the folder cannot be written.
     """
     config, split = resolve_config(options)
-    root = options.root or _drawn(options, split)
-    return _with_variants(load_official(root, options, config), root / "provenance.json", split)
+    return load_official(options.root or _drawn(options, split), options, config)
 
 
 def _drawn(options: DatasetOptions, split: str) -> Path:
@@ -333,23 +319,6 @@ def _drawn(options: DatasetOptions, split: str) -> Path:
     except OSError as e:
         raise DatasetError(f"{folder.parent}: MiniGQA cannot be written there ({e.strerror or e})") from e
     return folder
-
-
-def _with_variants(samples: list[Sample], path: Path, split: str) -> list[Sample]:
-    """With what each sample was made from another by: ``repeat``, ``paraphrase`` ...; ``image:shifted`` ... for a
-    question asked again of a derived picture."""
-    made = (read_json(path) or {}).get(split) if path.is_file() else None
-    if not made:
-        return samples
-
-    def variant(sample: Sample) -> str:
-        question, image = (
-            str(made[kind].get(name, {}).get("variant", "original"))
-            for kind, name in (("questions", sample.sample_id), ("images", sample.image_name))
-        )
-        return question if question != "original" else "" if image == "original" else f"image:{image}"
-
-    return [replace(sample, variant=variant(sample)) for sample in samples]
 
 
 def load_minigqa_text(options: DatasetOptions) -> list[Sample]:

@@ -220,7 +220,7 @@ def _cache(flags: QualityFlags, texts: Iterable[str]) -> SemKV:
     return SemKV(encoder, flags, calibration=Calibration.load(flags.calibration) if flags.calibration else None)
 
 
-def eval_pairs(path: Path, flags: QualityFlags, plot: Path | None) -> dict[str, Any]:
+def eval_pairs(path: Path, flags: QualityFlags) -> dict[str, Any]:
     """Send labeled pairs through a cache: the first text is stored, the second asks. Pairs do not meet.
 
     Raises `ConfigError` and `DatasetError`.
@@ -230,15 +230,9 @@ def eval_pairs(path: Path, flags: QualityFlags, plot: Path | None) -> dict[str, 
         hits = [ask_pair(cache, pair, str(number)) for number, pair in enumerate(pairs)]
         trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
         vetoed = cache.vetoed
-    curve, area = pair_curve([(value, pair.same) for value, pair in zip(trust, pairs, strict=True)])
+    _, area = pair_curve([(value, pair.same) for value, pair in zip(trust, pairs, strict=True)])
     accepted, same = sum(hits), sum(pair.same for pair in pairs)
     right = sum(hit and pair.same for hit, pair in zip(hits, pairs, strict=True))
-    if plot is not None:
-        with figure(plot, "hit ratio", "precision") as axes:
-            axes.plot(*zip(*curve, strict=True), label=f"area {area:.3f}")
-            if accepted:
-                axes.plot(accepted / len(pairs), right / accepted, "o", color="black", label="the policy")
-            axes.set(xlim=(0, 1), ylim=(0, 1.02))
     return {
         **flags.header(),
         "pairs": len(pairs),

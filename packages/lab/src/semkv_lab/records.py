@@ -82,7 +82,7 @@ class SampleRecord:
         cached_tokens: prompt tokens not computed; ``loaded_tokens`` of them from our KV store (None: no connector),
             ``prefix_tokens`` from vLLM's own prefix cache.
         image_file: where the image was; empty without one.
-        group, types, full_answer: GQA's annotations of the question (`samples.Sample`).
+        group, types: GQA's annotations of the question (`samples.Sample`).
         valid, plausible: whether the answer is of the question's kind, and occurs with its objects; None without GQA's
             choices.
         entailed: ids of samples whose answer follows from this one's.
@@ -120,7 +120,6 @@ class SampleRecord:
     image_file: str = ""
     group: str = ""
     types: tuple[str, ...] = ()
-    full_answer: str = ""
     valid: bool | None = None
     plausible: bool | None = None
 

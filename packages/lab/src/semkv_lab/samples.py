@@ -50,10 +50,10 @@ class Sample:
         semantic_str: GQA's functional program of the question, ``select: car [..]->query: color [..]``.
         groups: GQA's group names, global and local; ``group`` is the global one.
         types: GQA's: structural, semantic and detailed.
-        full_answer: the answer as a sentence.
         valid, plausible: GQA's choices: answers of the question's kind, and those that occur with its objects.
         entailed: ids of questions whose answer follows from this one's.
-        variant: how MiniGQA made this question from another (``repeat``, ``paraphrase`` ...); empty for an original.
+        variant: how MiniGQA made this question from another (``repeat``, ``paraphrase`` ...), or its image
+            (``image:shifted`` ...); empty for an original.
         repeats: the id of the sample that a trace asks again under this one's; empty for the first time.
     """
 
@@ -67,7 +67,6 @@ class Sample:
     groups: tuple[str, ...] = ()
     group: str = ""
     types: tuple[str, ...] = ()
-    full_answer: str = ""
     valid: tuple[str, ...] = ()
     plausible: tuple[str, ...] = ()
     entailed: tuple[str, ...] = ()

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-import matplotlib as mpl
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
@@ -25,19 +21,17 @@ from semkv_lab.minigqa.scenes import make_scene, recolor
 
 EDGE = 12  # pixels around the frame that a camera may move by
 RGB = tuple[int, int, int]
-Span = tuple[float, float]
+Span = tuple[int, int]
 PAINTS = (
     (200, 40, 40), (240, 140, 30), (235, 210, 50), (40, 150, 70), (40, 90, 200), (130, 50, 170), (240, 140, 190),
     (30, 30, 35), (120, 80, 50), (90, 190, 200),
 )  # fmt: skip
 FORMS = ("box", "disc", "ring", "peak")
-FONTS = ("DejaVuSans.ttf", "DejaVuSerif.ttf", "DejaVuSans-Bold.ttf", "cmr10.ttf", "cmtt10.ttf", "STIXGeneral.ttf")
 WORDS = "total ticket gate street lemon river model price window garden market train hotel doctor seat room".split()
 LETTERS = {"digit": "0123456789", "letter": "abcdefghijklmnopqrstuvwxyz"}
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of scene; each span is what is drawn from: levels, half widths and sizes in pixels."""
 
     contrast: Span  # of the ground
@@ -59,10 +53,9 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Element:
+class Element(NamedTuple):
     """A shape around its center, ``reach`` being half its width; or a text from its upper left corner, ``reach`` being
-    its size. In pixels; ``form`` is one of `FORMS`, or the file of a font."""
+    its size. In pixels."""
 
     x: float
     y: float
@@ -72,63 +65,61 @@ class Element:
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Scene:
-    """``ground`` is the seed, contrast and mean color of a texture."""
+class Scene(NamedTuple):
+    """``ground`` has the texture's pixels, with `EDGE` more on each side."""
 
-    size: tuple[int, int]
-    ground: tuple[int, float, RGB]
+    ground: Image.Image
     elements: tuple[Element, ...]
-
-    @property
-    def shapes(self) -> list[Element]:
-        return [element for element in self.elements if not element.text]
 
     def edited(self, old: Element, *new: Element) -> Scene:
         at = self.elements.index(old)
-        return replace(self, elements=(*self.elements[:at], *new, *self.elements[at + 1 :]))
+        return self._replace(elements=(*self.elements[:at], *new, *self.elements[at + 1 :]))
 
 
 def make(kind: Kind, rng: Random) -> Scene:
     """A scene: shapes apart from one another, text in a grid above them."""
-    size = (rng.randint(260, 600), rng.randint(220, 440))
-    red, green, blue = (_whole(kind.tone, rng) for _ in range(3))
+    width, height, tone = rng.randint(260, 600), rng.randint(220, 440), [rng.randint(*kind.tone) for _ in range(3)]
     elements: list[Element] = []
     for _ in range(400):
         reach = rng.uniform(*kind.reach)
-        x, y = rng.uniform(reach + 4, size[0] - reach - 4), rng.uniform(reach + 4, size[1] - reach - 4)
+        x, y = rng.uniform(reach + 4, width - reach - 4), rng.uniform(reach + 4, height - reach - 4)
         if all(math.hypot(x - e.x, y - e.y) > 1.5 * reach + 20 for e in elements):
-            elements.append(Element(x, y, reach, rng.choice(FORMS), _paint(rng, (red, green, blue))))
-    elements = elements[: _whole(kind.shapes, rng)]
-    font, points, lines, columns = rng.choice(FONTS), *(_whole(s, rng) for s in (kind.size, kind.lines, kind.columns))
-    ink = (20, 20, 20) if red + green + blue > 380 else (250, 250, 250)
-    for row, column in product(range(lines), range(columns)):
+            elements.append(Element(x, y, reach, rng.choice(FORMS), _paint(rng, tone)))
+    elements = elements[: rng.randint(*kind.shapes)]
+    size, columns, ink = rng.randint(*kind.size), rng.randint(*kind.columns), 20 if sum(tone) > 380 else 250
+    for row, column in product(range(rng.randint(*kind.lines)), range(columns)):
         word = rng.choice(WORDS) if rng.random() < 0.5 else str(rng.randint(10, 99999))
-        elements.append(Element(14 + column * size[0] / columns, 12 + row * 1.6 * points, points, font, ink, word))
-    return Scene(size, (rng.getrandbits(31), rng.uniform(*kind.contrast), (red, green, blue)), tuple(elements))
+        x, y = 14 + column * width / columns, 12 + row * 1.6 * size
+        elements.append(Element(x, y, size, "text", (ink, ink, ink), word))
+    return Scene(
+        _ground((width + 2 * EDGE, height + 2 * EDGE), tone, rng.uniform(*kind.contrast), rng), tuple(elements)
+    )
 
 
-def _whole(span: Span, rng: Random) -> int:
-    return rng.randint(int(span[0]), int(span[1]))
-
-
-def _paint(rng: Random, other: RGB) -> RGB:
+def _paint(rng: Random, other: Sequence[int]) -> RGB:
     """A color that is clearly another one."""
     return rng.choice([paint for paint in PAINTS if math.dist(paint, other) > 70])
 
 
-# -- drawing ------------------------------------------------------------
+def _ground(size: tuple[int, int], mean: Sequence[int], contrast: float, rng: Random) -> Image.Image:
+    """Noise of several grains, as in photographs."""
+    noise, random = np.zeros((size[1], size[0], 3)), np.random.default_rng(rng.getrandbits(31))
+    for grain in (1, 4, 16, 64):
+        shape = (size[1] // grain + 2, size[0] // grain + 2, 3)
+        coarse = random.normal(size=shape) + 2 * random.normal(size=(*shape[:2], 1))
+        noise += coarse.repeat(grain, axis=0).repeat(grain, axis=1)[: size[1], : size[0]]
+    return Image.fromarray((np.array(mean) + contrast * noise / noise.std()).clip(0, 255).astype(np.uint8))
 
 
 def draw(scene: Scene) -> Image.Image:
     """The image with `EDGE` pixels more on each side."""
-    image = Image.fromarray(_ground((scene.size[0] + 2 * EDGE, scene.size[1] + 2 * EDGE), *scene.ground))
+    image = scene.ground.copy()
     pen = ImageDraw.Draw(image)
     for e in scene.elements:
         x, y, r = e.x + EDGE, e.y + EDGE, e.reach
         box = (x - r, y - r, x + r, y + r)
         if e.text:
-            pen.text((x, y), e.text, e.color, _font(e.form, int(r)))
+            pen.text((x, y), e.text, e.color, ImageFont.load_default(r))
         elif e.form == "box":
             pen.rectangle(box, e.color)
         elif e.form == "disc":
@@ -138,21 +129,6 @@ def draw(scene: Scene) -> Image.Image:
         else:
             pen.polygon([(x, y - r), (x + r, y + r), (x - r, y + r)], e.color)
     return image
-
-
-def _ground(size: tuple[int, int], seed: int, contrast: float, mean: RGB) -> np.ndarray:
-    """Noise with the spectrum of photographs (amplitude falls as 1/frequency), mostly gray."""
-    rng, (width, height) = np.random.default_rng(seed), size
-    fall = 1.0 / np.maximum(np.hypot(np.fft.rfftfreq(width)[None], np.fft.fftfreq(height)[:, None]), 1.0 / max(size))
-    noise = np.fft.irfft2(np.fft.rfft2(rng.normal(size=(4, height, width))) * fall, s=(height, width))
-    noise /= noise.std(axis=(1, 2), keepdims=True)
-    planes = 0.8 * noise[:1] + 0.6 * noise[1:]
-    return (np.array(mean) + contrast * planes.transpose(1, 2, 0)).clip(0, 255).astype(np.uint8)
-
-
-@cache
-def _font(name: str, size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(str(Path(mpl.get_data_path(), "fonts", "ttf", name)), size)
 
 
 # -- changes ------------------------------------------------------------
@@ -165,19 +141,20 @@ def changes(scene: Scene, rng: Random) -> Iterator[tuple[str, Scene]]:
             old = rng.choice(labels)
             at = rng.choice([i for i, letter in enumerate(old.text) if letter in letters])
             new = rng.choice([letter for letter in letters if letter != old.text[at]])
-            yield name, scene.edited(old, replace(old, text=old.text[:at] + new + old.text[at + 1 :]))
-    if not scene.shapes:
+            yield name, scene.edited(old, old._replace(text=old.text[:at] + new + old.text[at + 1 :]))
+    shapes = [e for e in scene.elements if not e.text]
+    if not shapes:
         return
-    one = rng.choice(scene.shapes)
-    yield "color", scene.edited(one, replace(one, color=_paint(rng, one.color)))
-    yield "form", scene.edited(one, replace(one, form=rng.choice([form for form in FORMS if form != one.form])))
+    one = rng.choice(shapes)
+    yield "color", scene.edited(one, one._replace(color=_paint(rng, one.color)))
+    yield "form", scene.edited(one, one._replace(form=rng.choice([form for form in FORMS if form != one.form])))
     far, turn = max(8.0, one.reach) * rng.uniform(1, 3), rng.uniform(0, 2 * math.pi)
-    yield "place", scene.edited(one, replace(one, x=one.x + far * math.cos(turn), y=one.y + far * math.sin(turn)))
+    yield "place", scene.edited(one, one._replace(x=one.x + far * math.cos(turn), y=one.y + far * math.sin(turn)))
     yield "count", scene.edited(one)
-    if others := [e for e in scene.shapes if math.dist(one.color, e.color) > 70]:
+    if others := [e for e in shapes if math.dist(one.color, e.color) > 70]:
         other = rng.choice(others)
-        half = scene.edited(one, replace(one, color=other.color))
-        yield "swap", half.edited(other, replace(other, color=one.color))
+        half = scene.edited(one, one._replace(color=other.color))
+        yield "swap", half.edited(other, other._replace(color=one.color))
 
 
 def _shows(a: Image.Image, b: Image.Image) -> bool:

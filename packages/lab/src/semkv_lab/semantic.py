@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from semkv_lab import scenes
 
 _T = TypeVar("_T")
-VERSIONS = ("numpy", "sentence-transformers", "gptcache", "faiss-cpu", "redisvl")
+VERSIONS = ("numpy", "sentence-transformers", "gptcache", "faiss-cpu")
 Row = dict[str, Any]
 Found = tuple[Row, list["Table"]]
 
@@ -139,8 +139,8 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
     Raises:
         ConfigError, DatasetError: a flag or a file is at fault.
     """
-    absent = {name: why for name in flags.caches if (why := caches.missing(name, flags.redis_url))}
-    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot", "redis_url")}
+    absent = {name: why for name in flags.caches if (why := caches.missing(name))}
+    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot")}
     found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(flags, [name for name in flags.caches if name not in absent], Path(folder))

@@ -2,7 +2,6 @@
 
     images/<imageId>.jpg
     <split>_balanced_questions.json   question id -> record, in the order of the requests
-    provenance.json                   split -> what every image and question is; GQA's own files keep GQA's schema
 
 A cache wins on repeats, paraphrases and near-duplicate pictures. It fails, if it is careless, on negatives (the same
 sentence with one other word, and another answer) and on look-alikes (the same picture with one object recoloured).
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import BytesIO
 from itertools import count
 from pathlib import Path
@@ -131,25 +130,15 @@ def generate(out: Path, knobs: Knobs, *, seed: int = 0, split: str = "val") -> P
     (out / "images").mkdir(parents=True, exist_ok=True)
     for p in pictures:
         (out / "images" / f"{p.image_id}.jpg").write_bytes(p.data)
-    _write_json(out / f"{split}_balanced_questions.json", _records(pictures, asked))
-    path = out / "provenance.json"
-    splits: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    splits[split] = {
-        "seed": seed,
-        "knobs": asdict(knobs),
-        "images": {p.image_id: {"variant": p.variant, "derivedFrom": p.derived_from or None} for p in pictures},
-        "questions": {q.question_id: {"variant": q.variant, "of": q.of or None} for q in asked},
-    }
-    _write_json(path, dict(sorted(splits.items())))
+    records = json.dumps(_records(pictures, asked), ensure_ascii=False) + "\n"
+    (out / f"{split}_balanced_questions.json").write_text(records, encoding="utf-8")
     return out
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def _records(pictures: Sequence[_Picture], asked: Sequence[_Asked]) -> dict[str, Any]:
-    """Every question in GQA's schema, as far as a cache has use for it."""
+    """Every question in GQA's schema, as far as a cache has use for it, and from which question (``of``) it was made by
+    what: ``repeat`` ..., or ``image:shifted`` ... where it is asked again of a derived picture."""
+    images = {p.image_id: "" if p.variant == ORIGINAL else f"image:{p.variant}" for p in pictures}
     object_ids = {p.image_id: [f"{p.image_id}{i}" for i in range(len(p.scene.things))] for p in pictures}
     by_image: dict[str, list[_Asked]] = {}
     for question in asked:
@@ -163,6 +152,8 @@ def _records(pictures: Sequence[_Picture], asked: Sequence[_Asked]) -> dict[str,
             "answer": program.answer,
             "groups": {"global": KINDS[program.kind].group or None, "local": _local_group(program)},
             "semanticStr": semantic_str(program, object_ids[question.image_id]),
+            "variant": images[question.image_id] if question.variant == ORIGINAL else question.variant,
+            "of": question.of or None,
             "entailed": sorted(
                 q.question_id
                 for q in by_image[question.image_id]
