@@ -429,7 +429,7 @@ def _names(folder: Path, tenant: str) -> list[str]:
 def _salts(folder: Path, names: list[str]) -> list[str | None]:
     """The values of ``cache_salt`` under which requests of a tenant reach vLLM: of a client that names it itself, of
     ``semkv run``, and where the gateway's secret can be had, of the gateway."""
-    from semkv.engines.base import EnginePrompt
+    from semkv.engines import EnginePrompt
     from semkv.server.tenancy import tenant_salt
 
     secret = _secret(folder)
