@@ -267,7 +267,7 @@ def test_partitions_go_with_their_entries(tmp_path: Path) -> None:
         bench.ask("color", context=f"Document {number}.")
     (index,) = bench.cache._matching._similar.indexes()
     assert len(index._partitions) == len(index) <= 10
-    assert index._worker is None, "no thread for small partitions"
+    assert not index._builds, "no graph for small partitions"
     assert bench.look("color~0.95", context="Document 59.").plan.full
     assert not bench.look("color~0.95", context="Document 0.").hit
     bench.reopen()
