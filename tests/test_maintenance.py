@@ -32,7 +32,7 @@ from semkv.cache import SemanticCache
 from semkv.cli import EXIT_ERROR, main
 from semkv.cli.store import EXIT_DAMAGED
 from semkv.config import CacheConfig
-from semkv.engines.base import EnginePrompt
+from semkv.engines import EnginePrompt
 from semkv.server.tenancy import tenant_salt
 from semkv.stores.block_file import tenant_tag
 from semkv.stores.database import CATALOG

@@ -12,12 +12,10 @@ import tiny_models
 from command_line import invoke
 from semkv import keys
 from semkv.cache import SemanticCache
-from semkv.config import CacheConfig
-from semkv.engines import EnginePrompt, EngineResult
-from semkv.engines.base import load_image
+from semkv.config import MINIGQA_VLM, CacheConfig
+from semkv.engines import EnginePrompt, EngineResult, load_image
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, EngineError
-from semkv.presets import MINIGQA_VLM
 from semkv.types import MediaSegment, Namespace, Request, Role, Segment, Status, TextSegment
 from semkv_lab.console import Listener
 from semkv_lab.run import execute, run

@@ -304,7 +304,7 @@ def _names(folder: Path, tenant: str) -> list[str]:
 def _salts(folder: Path, names: list[str]) -> tuple[list[str | None], list[str]]:
     """The values of ``cache_salt`` under which requests of a tenant reach vLLM: of a client that names it itself and of
     ``semkv run``; and of the gateway, none without its secret."""
-    from semkv.engines.base import EnginePrompt
+    from semkv.engines import EnginePrompt
     from semkv.server.tenancy import tenant_salt
 
     secret = _secret(folder)
