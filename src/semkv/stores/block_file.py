@@ -255,8 +255,8 @@ class BlockFile:
         views, at, done = [row.data for row in rows], self._start + first * self.row_bytes, 0
         if _NO_WAIT:
             done = self._try_to_fill(views, at, done, _NO_WAIT)
-        at_pages = not any((at | self.row_bytes | row.ctypes.data) % PAGE for row in rows)
-        if done < self.row_bytes * len(rows) and at_pages:
+        uncached = done < self.row_bytes * len(rows)
+        if uncached and not any((at | self.row_bytes | row.ctypes.data) % PAGE for row in rows):
             with contextlib.suppress(OSError):  # a file system that cannot do that
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, _DIRECT)
                 done = self._try_to_fill(views, at, done // PAGE * PAGE)
