@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from semkv.guards import veto
 from semkv.keys import digest, normalise
@@ -37,10 +37,8 @@ _ARTICLE = re.compile(r"(?:the|a|an) ")
 _SAME_MEANING = 0.9
 
 
-class Comparator(Protocol):
-    """Whether two answers to one request say the same."""
-
-    def __call__(self, first: str, second: str) -> bool: ...
+Comparator = Callable[[str, str], bool]
+"""Whether two answers to one request say the same."""
 
 
 def same_text(first: str, second: str) -> bool:

@@ -142,17 +142,11 @@ class Answerable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A stored answer that may be served.
-
-    Attributes:
-        response: the answer.
-        age_s: seconds since it was kept.
-        stale: past its time, but within the grace in which it is served while a fresh one is fetched.
-    """
+    """A stored answer that may be served."""
 
     response: StoredResponse
-    age_s: float
-    stale: bool
+    age_s: float  # since it was kept
+    stale: bool  # past its time, but within the grace in which it is served while a fresh one is fetched
 
 
 class ResponseCache:

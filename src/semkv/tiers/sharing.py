@@ -177,16 +177,10 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class LogBatch:
-    """What a log has after a cursor.
+    """What a log has after a cursor. Where removals are ``lost``, any entry may have been removed meanwhile."""
 
-    Attributes:
-        cursor: the log's name and the place of the last one; hand it in next time.
-        rows: in order, each with whether it is a removal.
-        lost: removals may have come meanwhile that the log has no more: any entry may have been removed.
-    """
-
-    cursor: str
-    rows: tuple[tuple[bool, bytes], ...] = ()
+    cursor: str  # the log's name and the place of the last row; hand it in next time
+    rows: tuple[tuple[bool, bytes], ...] = ()  # in order, each with whether it is a removal
     lost: bool = False
 
 
