@@ -45,7 +45,7 @@ CLIENTS = 12
 LOAD_S, FAULT_S = 5.0, 3.0
 SIZES = (10, 1_000, 30_000)  # characters of a question, and so of its answer
 STREAMS = 1_000
-PATIENT = ("--store-timeout", "1", "--connect-timeout", "60")
+PATIENT = ("--store-timeout", "1")
 Row = dict[str, Any]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from semkv.cli import app
 from semkv.config import CacheConfig
-from semkv.connectors.settings import ECSettings, KVSettings
+from semkv.connectors import ECSettings, KVSettings
 from semkv.server.settings import ServerSettings
 from semkv_lab.settings import QualityFlags, RunSettings, SweepFlags
 

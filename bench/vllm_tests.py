@@ -60,8 +60,8 @@ def exchange_ours() -> None:
     import vllm.v1.kv_offload.tiering.manager as tiering_manager
     import vllm.v1.kv_offload.tiering.spec as tiering_spec
 
+    from semkv.connectors import KVSettings
     from semkv.connectors.kv import SemKVConnector
-    from semkv.connectors.settings import KVSettings
     from semkv.connectors.shared import KVShared
     from semkv.connectors.spec import SemKVManager, SemKVSpec
 

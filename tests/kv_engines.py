@@ -103,8 +103,6 @@ class Engine(LocalEngine):
         if not keep_host:
             for own in self.connectors():
                 own.connector_scheduler.reset_cache()
-            if (ec := getattr(self.scheduler, "ec_connector", None)) is not None:
-                ec.scheduler_half.host.clear()
             self.settle()
 
     def left(self) -> dict[str, int]:

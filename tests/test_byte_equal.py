@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache_helpers import LAYERS, Bench, seen
+from cache_helpers import LAYERS, Bench
 from command_line import invoke
 from gateway_helpers import Pair
 from semkv.server.settings import ServerSettings
@@ -84,15 +84,6 @@ def test_the_same_bytes_alone_and_all_again_when_it_is_back(
     assert bench.look(**typed).provenance == provenance.replace("exact", "normalised")
 
 
-def test_with_all_images_as_one(make: Make) -> None:
-    bench = make(scope=Scope.ANY)
-    for n in range(11):
-        bench.ask(f"what color{' ' * n}", "car")
-    last = f"what color{' ' * 10}"
-    assert seen(bench.look(last, "house").plan.segments) == f"<car> | {last}"
-    assert not bench.look("WHAT COLOR", "house").hit
-
-
 def test_the_semantic_tier_has_it_judged_as_similar(make: Make) -> None:
     class Refuses(FixedThreshold):
         def accept(self, *_: Any) -> Decision:
@@ -115,27 +106,6 @@ def test_the_semantic_tier_has_it_judged_as_similar(make: Make) -> None:
     assert bench.look("two", context=DOCUMENT).provenance == "text:exact/context"
 
 
-def test_a_similar_image_brings_the_same_bytes_alone(make: Make) -> None:
-    """Without a text layer there is nothing that could find the text similar."""
-    bench = make(**IMAGES, exact=False)
-    bench.ask("color", "car")
-    assert not bench.look("Color ", "car").hit
-    assert bench.look("color", "car").plan.full
-    report = bench.look("Color ", "car~0.95")
-    assert (seen(report.plan.segments), report.plan.full) == ("<car> | Color ", False)
-    assert bench.look("color", "car~0.95").plan.full
-    bench.reopen(normalised=True)
-    assert bench.look("Color ", "car~0.95").plan.full
-
-
-@pytest.mark.parametrize("other", [TYPED, DOCUMENT.upper()])
-def test_a_context_typed_in_another_way_has_more_changed_sentences_than_one(make: Make, other: str) -> None:
-    bench = make(semantic=True, context_edit_share=0.0)
-    bench.ask("one", context=DOCUMENT)
-    assert not bench.look("two", context=other).hit
-    assert bench.look("two", context=DOCUMENT).provenance == "text:exact/context"
-
-
 def test_a_sentence_typed_in_another_way_is_judged_as_a_changed_one(make: Make) -> None:
     bench = make(semantic=True, guards=True)
     code = "It calls `f(a  b)` then."
@@ -149,13 +119,6 @@ def test_a_sentence_typed_in_another_way_is_judged_as_a_changed_one(make: Make) 
     assert not bench.look("two", context=f"{DOCUMENT} {code}".replace("a  b", "a b"), system=SYSTEM).hit, "a guard"
     bench.encoder.error = RuntimeError("no vectors")
     assert not bench.look("two", context=other, system=SYSTEM).hit
-
-
-def test_of_all_that_are_typed_like_it_its_own_text_stands_before_a_similar_image(make: Make) -> None:
-    bench = make(**IMAGES)
-    for system in (SYSTEM, *SYSTEMS):
-        bench.ask("color", "car", system=system)
-        assert seen(bench.look("size", "car~0.95", system=system).plan.segments) == f"{system} | <car> | size"
 
 
 class TestGateway:

@@ -8,7 +8,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from semkv.types import (
     Namespace,
     PolicyName,
     Request,
-    Role,
     Scope,
     Segment,
     TextSegment,
@@ -125,6 +124,7 @@ TABLE = [
         "miss skip hit skip",
     ),
     Row(of("color", system="sys"), of("color~0.9", system="other")),
+    Row(of("color", system="x"), of("color", context="x")),  # a role is part of a prompt
     Row(of("one", system="a long system prompt"), of("two", system="a long system prompt")),
     Row(SAID, of("shape", "car~0.95", system="other")),
     Row(SAID, of("shape", "car~0.95", system="Sys"), "embedding:vision/media", "sys | <car> | shape"),
@@ -259,33 +259,16 @@ def test_dry_run_reports_and_sends_the_request_as_it_came(make: Make) -> None:
     assert seen(entry.segments) == "<car~0.95> | color~0.9"
 
 
-def test_off_looks_nothing_up_and_records_nothing(make: Make) -> None:
+def test_each_tier_can_be_turned_off_and_so_can_all(make: Make) -> None:
     bench = make(mode=CacheMode.OFF)
-    report = bench.ask("color", "car")
+    assert not bench.ask("color", "car").hit
     assert bench.entry is None
     assert not bench.ask("color", "car").hit
-    assert line(report) == "exact_text=skip, embedding:vision=skip, embedding:prompt=skip, semantic_text=skip"
     assert bench.hook.calls == 0
-
-
-def test_each_tier_can_be_turned_off(make: Make) -> None:
-    bench = make(exact=False, semantic=False, embedding_layers=())
-    bench.ask("color", "car")
-    report = bench.ask("color", "car")
-    assert line(report) == "exact_text=skip, semantic_text=skip"
-    assert bench.cache.stats().entries == 1  # byte-equal: a hit on the entry, not a second one
-    assert bench.cache.stats().repeats == 1
-
-
-def test_vectors_may_be_given(bench: Bench) -> None:
-    bench.ask("color", "car")
-    request = bench.request("other", "house")
-    hook = bench.hook(bench.request("color~0.95", "car~0.95"))
-    calls = bench.hook.calls
-    report = bench.cache.try_reuse(request, embeddings=hook)
-    assert seen(report.plan.segments) == "<car> | color"
-    assert bench.hook.calls == calls
-    assert np.linalg.norm(report.embeddings["vision"]) == pytest.approx(1.0)
+    bench.reopen(mode=CacheMode.LIVE, exact=False, semantic=False, embedding_layers=())
+    for _ in range(2):
+        assert line(bench.ask("color", "car")) == "exact_text=skip, semantic_text=skip"
+    assert (bench.cache.stats().entries, bench.cache.stats().repeats) == (1, 1), "byte-equal: not a second entry"
 
 
 def test_a_decider_may_refuse_an_approximate_match_and_no_other(tmp_path: Path) -> None:
@@ -354,21 +337,6 @@ def test_an_approximate_hit_records_nothing_and_counts_on_the_donor(bench: Bench
     assert entry.hits == 3
 
 
-def test_likeness_does_not_drift(make: Make) -> None:
-    """A film: every frame is similar to the one before, and soon not to the first."""
-    bench = make(semantic=False)
-    angles = [0.0, 0.2, 0.4, 0.6, 0.8]
-    first, second = np.eye(64, dtype=np.float32)[:2]
-    donors = []
-    for i, angle in enumerate(angles):
-        vector = np.cos(angle) * first + np.sin(angle) * second
-        request = bench.request(f"q{i}", f"frame{i}")
-        report = bench.cache.try_reuse(request, embeddings={"vision": vector})
-        bench.cache.add_observation(report, "")
-        donors.append(seen(report.plan.segments[:1]))
-    assert donors == ["<frame0>", "<frame0>", "<frame0>", "<frame3>", "<frame3>"]
-
-
 def test_a_byte_equal_repeat_keeps_the_first_answer_and_takes_the_tags(bench: Bench) -> None:
     bench.ask("color", "car", response="red")
     report = bench.look("color", "car")
@@ -432,23 +400,6 @@ def test_another_process_finds_what_this_one_recorded(bench: Bench) -> None:
     assert not other.try_reuse(bench.request("color~0.9", "car")).hit
 
 
-@pytest.mark.parametrize("tier", ["embedding:prompt", "text:semantic"])
-def test_what_is_recorded_again_after_it_was_not_found_stays(
-    make: Make, monkeypatch: pytest.MonkeyPatch, tier: str
-) -> None:
-    bench = make(semantic=False) if tier == "embedding:prompt" else make(embedding_layers=())
-    bench.ask("color", chunk="color")
-    catalog = bench.cache._catalog
-
-    def get(entry_id: str) -> None:
-        """Another process deleted it; just after, one records it again, as if this was that one's answer."""
-        monkeypatch.undo()
-
-    monkeypatch.setattr(catalog, "get", get)
-    assert not bench.look("color~0.99", chunk="color~0.99").hit
-    assert bench.look("color~0.99", chunk="color~0.99").provenance == tier
-
-
 @pytest.mark.parametrize("change", ["reworded", "white space"])
 def test_a_chunk_text_with_a_context_that_was_substituted_is_not_the_entrys(bench: Bench, change: str) -> None:
     document = DOCUMENT + " the last one."
@@ -466,29 +417,6 @@ def test_a_chunk_text_with_a_context_that_was_substituted_is_not_the_entrys(benc
     entry = entry_of(bench)
     assert entry.chunk_text == f"two {document}"
     assert any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
-    assert no_write(bench, "two", context=document, chunk=f"two {document}")
-
-
-def no_write(bench: Bench, question: str | None, **rest: Any) -> bool:
-    """Whether an exact repeat writes nothing, so that other processes go on with what they remember."""
-    with closing(sqlite3.connect(bench.root / "cache" / "catalog.sqlite")) as other:
-        before = other.execute("PRAGMA data_version").fetchone()
-        assert bench.ask(question, **rest).provenance == "text:exact"
-        assert bench.cache.stats().faults == {}
-        return bool(other.execute("PRAGMA data_version").fetchone() == before)
-
-
-def test_an_exact_repeat_of_what_no_index_can_take_writes_nothing(bench: Bench) -> None:
-    bench.reopen(embedding_layers=())
-    beyond_the_window = " ".join(f"word{i}" for i in range(40))
-    for question, rest in ((beyond_the_window, {}), ("short", {}), (None, {"context": "No question.", "chunk": "a"})):
-        bench.ask(question, **rest)
-        assert no_write(bench, question, **rest)
-    bench.encoder.fingerprint = "another encoder"
-    bench.reopen()
-    assert no_write(bench, beyond_the_window)
-    assert not no_write(bench, "short"), "its vector is added"
-    assert no_write(bench, "short")
 
 
 def test_vectors_of_another_encoder_are_not_compared(bench: Bench) -> None:
@@ -597,20 +525,6 @@ def test_a_tier_that_breaks_leaves_the_others(bench: Bench) -> None:
     assert bench.cache.stats().faults == {"exact_text": 1, "embedding": 1}
 
 
-def test_a_damaged_catalog_is_a_counted_miss(bench: Bench) -> None:
-    for n in range(30):
-        bench.ask(f"question{n}", f"image{n}", context=DOCUMENT)
-    bench.cache.close()
-    file = bench.root / "cache" / "catalog.sqlite"
-    data = bytearray(file.read_bytes())
-    data[8192:] = b"\xff" * (len(data) - 8192)
-    file.write_bytes(data)
-    bench.open()
-    for n in range(3):
-        assert not bench.ask(f"question{n}", f"image{n}", context=DOCUMENT).hit
-    assert bench.entry is not None, "a new database was begun"
-
-
 def test_a_text_that_is_no_unicode_and_a_closed_cache_are_counted_misses(bench: Bench) -> None:
     assert not bench.ask("color \ud800", "car").hit
     assert bench.entry is None
@@ -714,13 +628,6 @@ def test_a_plan_is_the_donors_leading_run_and_the_requests_own_rest(
         assert bench.cache.add_observation(report, answer) is not None
     assert not bench.cache.stats().faults
     bench.cache.close()
-
-
-def test_roles_are_part_of_a_prompt(bench: Bench) -> None:
-    first = Request("1", Namespace(), (TextSegment("x", Role.SYSTEM), TextSegment("color")))
-    second = Request("2", Namespace(), (TextSegment("x", Role.CONTEXT), TextSegment("color")))
-    bench.cache.add_observation(bench.cache.try_reuse(first), "red")
-    assert not bench.cache.try_reuse(second).hit
 
 
 def test_the_questions_are_guarded_where_other_texts_are_compared(make: Make) -> None:

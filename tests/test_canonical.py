@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import io
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semkv.keys import media_id
-from semkv.server.request_key import CanonicalRequest, Uncacheable, canonicalise, loads
+from semkv.server.request_key import CanonicalRequest, canonicalise, loads
+from semkv.server.routes import Unkeyable
 from semkv.stores.media import MediaStore
 from semkv.types import MediaSegment, Plan, Role, TextSegment
 
@@ -46,15 +47,13 @@ def chat(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def canonical(body: dict[str, Any], endpoint: str = CHAT, **more: Any) -> CanonicalRequest:
-    found = canonicalise(endpoint, body, **{"tenant": "t", "secret": SECRET, "version": "", **more})
-    assert isinstance(found, CanonicalRequest), found
-    return found
+    return canonicalise(endpoint, body, **{"tenant": "t", "secret": SECRET, "version": "", **more})
 
 
 def reason(body: Any, endpoint: str = CHAT, **more: Any) -> str:
-    found = canonicalise(endpoint, body, tenant="t", secret=SECRET, **more)
-    assert isinstance(found, Uncacheable)
-    return found.reason
+    with pytest.raises(Unkeyable) as refused:
+        canonicalise(endpoint, body, tenant="t", secret=SECRET, **more)
+    return str(refused.value)
 
 
 # -- keys -----------------------------------------------------------------------------------------------------------
@@ -114,46 +113,10 @@ def test_every_field_that_changes_the_answer_changes_the_key() -> None:
     assert len(keys) == len(CHANGES) + 1
 
 
-@given(st.lists(st.sampled_from(sorted(CHANGES)), unique=True, min_size=1), st.randoms())
-@settings(max_examples=60, deadline=None)
-def test_keys_of_combinations_differ_and_do_not_depend_on_order(names: list[str], draw: random.Random) -> None:
-    body = chat(**{name: CHANGES[name] for name in names})
-    shuffled = list(body.items())
-    draw.shuffle(shuffled)
-    assert canonical(dict(shuffled)).key == canonical(body).key
-    without = dict(body)
-    base = chat()
-    if names[0] in base:
-        without[names[0]] = base[names[0]]
-    else:
-        del without[names[0]]
-    assert canonical(without).key != canonical(body).key
-
-
 SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=4)
 VALUES = st.recursive(
     SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3), max_leaves=6
 )
-
-
-@given(VALUES, VALUES)
-@settings(max_examples=100, deadline=None)
-def test_two_values_of_an_unknown_field_share_a_key_only_if_they_are_one(one: Any, two: Any) -> None:
-    keys = [canonical(chat(extra={"v": value})).key for value in (one, two)]
-    same = json.dumps(one, sort_keys=True) == json.dumps(two, sort_keys=True)
-    assert (keys[0] == keys[1]) is same
-
-
-@given(st.text(), st.text(), st.text())
-@settings(max_examples=100, deadline=None)
-def test_texts_do_not_run_into_each_other(one: str, two: str, three: str) -> None:
-    a = chat({"role": "user", "content": one + two}, {"role": "user", "content": three})
-    b = chat({"role": "user", "content": one}, {"role": "user", "content": two + three})
-    try:
-        (one + two + three).encode()
-    except UnicodeEncodeError:
-        return
-    assert (canonical(a).key == canonical(b).key) is (a == b)
 
 
 def test_what_leaves_the_answer_alone_is_not_in_the_key() -> None:
@@ -217,13 +180,6 @@ def test_every_shape_of_a_message_has_its_own_key(message: dict[str, Any]) -> No
         {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": ""}]},
     ]
     assert canonical(chat(message)).key not in {canonical(chat(other)).key for other in others}
-
-
-def test_numbers_have_one_form_among_the_parameters_alone() -> None:
-    assert canonical(chat(temperature=0.0)).key == canonical(chat(temperature=-0.0)).key == canonical(chat()).key
-    assert canonical(chat(seed=True)).key != canonical(chat(seed=1)).key
-    a, b = ({"a": 1}, {"a": 1.0})  # a template may print them
-    assert canonical(chat(chat_template_kwargs=a)).key != canonical(chat(chat_template_kwargs=b)).key
 
 
 def test_media_are_keyed_by_their_bytes() -> None:
@@ -307,16 +263,6 @@ def test_what_cannot_be_keyed_is_refused_without_an_exception(body: Any) -> None
     assert "wizard" not in why
 
 
-def test_prompts_of_completions() -> None:
-    assert reason({"prompt": None}, COMPLETIONS)
-    assert reason({"prompt": "x", "prompt_embeds": "AAAA"}, COMPLETIONS)
-    assert canonical({"prompt": [1, 2, 3], "temperature": 0}, COMPLETIONS).request is None
-    one = canonical({"prompt": "What?", "temperature": 0}, COMPLETIONS)
-    assert one.request is not None
-    assert one.request.segments == (TextSegment("What?"),)
-    assert canonical({"prompt": "What?", "echo": True, "temperature": 0}, COMPLETIONS).request is None
-
-
 @pytest.mark.parametrize(
     "raw",
     [
@@ -325,12 +271,8 @@ def test_prompts_of_completions() -> None:
     ],
 )
 def test_json_that_readers_disagree_on_is_refused(raw: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011
+    with pytest.raises(Unkeyable):
         loads(raw)
-
-
-def test_good_json_is_read() -> None:
-    assert loads(b'{"a": "\\ud83d\\ude00", "b": [1.5, null]}') == {"a": "\U0001f600", "b": [1.5, None]}
 
 
 NAMES = st.sampled_from(["role", "content", "type", "text", "image_url", "url"]) | st.text()
@@ -340,28 +282,9 @@ WILD = st.recursive(st.none() | st.floats() | st.text(), lambda v: st.lists(v) |
 @given(st.binary(max_size=60) | WILD.map(lambda v: json.dumps({"messages": v}).encode()))
 @settings(max_examples=100, deadline=None)
 def test_no_body_raises(raw: bytes) -> None:
-    try:
-        body = loads(raw)
-    except ValueError:
-        return
-    if isinstance(body, dict):
-        for endpoint in (CHAT, COMPLETIONS):
-            canonicalise(endpoint, body, tenant="t", secret=SECRET, remote_media=True)
-
-
-def test_remote_media_are_keyed_by_address_where_that_is_allowed() -> None:
-    def body(url: str) -> dict[str, Any]:
-        return chat(
-            {
-                "role": "user",
-                "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}],
-            }
-        )
-
-    one = canonical(body("https://a.example/1.png"), remote_media=True)
-    assert one.request is None
-    assert one.key != canonical(body("https://a.example/2.png"), remote_media=True).key
-    assert reason(body("ftp://a.example/1.png"), remote_media=True)
+    for endpoint in (CHAT, COMPLETIONS):
+        with contextlib.suppress(Unkeyable):
+            canonicalise(endpoint, loads(raw), tenant="t", secret=SECRET, remote_media=True)
 
 
 @pytest.mark.parametrize(
@@ -408,20 +331,6 @@ def test_segments_stand_in_prompt_order() -> None:
     assert canonical(chat(*TURNS)).prompt == "A page.\nWhat?"
 
 
-def test_chats_without_a_question_are_exact_only() -> None:
-    assert canonical(chat({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})).request is None
-    assert canonical(chat({"role": "user", "content": " "})).request is None
-    assert canonical(chat({"role": "user", "content": [picture(image(1))]})).request is None
-    assert canonical(chat(return_token_ids=True)).request is None
-
-
-def test_long_requests_are_exact_only() -> None:
-    """One of them would hold up the lookups of all the others."""
-    for parts, length, looks in ((1000, 3, True), (1001, 3, False), (2, 500_000, True), (2, 500_001, False)):
-        body = {"messages": [{"role": "user", "content": "x" * length}] * parts, "temperature": 0}
-        assert (canonical(body).request is not None) is looks
-
-
 def test_a_namespace_is_everything_but_texts_images_and_sampling() -> None:
     def space(body: dict[str, Any], **more: Any) -> Any:
         request = canonical(body, **more).request
@@ -465,31 +374,6 @@ def test_a_plan_gives_the_donors_request(tmp_path: Path) -> None:
     own = mine.with_plan(Plan(mine.request.segments))  # type: ignore[union-attr]
     assert own is not None
     assert own.key == mine.key
-
-
-def test_a_leading_part_may_come_from_the_donor_with_the_users_own_rest(tmp_path: Path) -> None:
-    mine = canonical(chat(*TURNS, max_tokens=7))
-    assert mine.request is not None
-    segments = (TextSegment("Be  brief.", Role.SYSTEM), *mine.request.segments[1:])
-    planned = mine.with_plan(Plan(segments, 1))
-    expected = copy.deepcopy(chat(*TURNS, max_tokens=7))
-    expected["messages"][0]["content"] = "Be  brief."
-    assert planned is not None
-    assert planned.key == canonical(expected).key
-
-
-def test_labels_are_in_the_key_and_stay_with_the_asker() -> None:
-    """A donor that was labelled otherwise lends its prompt, not its answer."""
-    body = chat(*TURNS)
-    bare, labelled, *others = (canonical(body, tags=tags) for tags in ((), ("a",), ("a", "b"), ("ab",)))
-    assert len({one.key for one in (bare, labelled, *others)}) == 4
-    assert bare.request is not None
-    assert labelled.request is not None
-    assert bare.request.namespace == labelled.request.namespace, "so donors are found across labels"
-    planned = labelled.with_plan(Plan(bare.request.segments, len(bare.request.segments)))
-    assert planned is not None
-    assert (planned.key, planned.tags) == (labelled.key, ("a",))
-    assert planned.body() == bare.body(), "labels do not go upstream"
 
 
 def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:

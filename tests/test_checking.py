@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from cache_helpers import Bench, WrittenEncoder
-from semkv.cache import SemanticCache
 from semkv.tiers.base import Tally
 from semkv.tiers.checking import Checking, SameMeaning, same_text, wilson
 from semkv.tiers.policies import FEATURES, Calibration, Decision, FixedThreshold
@@ -27,7 +25,6 @@ from semkv.types import (
     ReuseReport,
     TextSegment,
 )
-from semkv_lab.run import run
 
 
 def asking(text: str = "a") -> Request:
@@ -126,16 +123,6 @@ def test_a_checked_hit_counts_once_and_gives_an_interval(tmp_path: Path) -> None
     assert stats.wrong_interval == pytest.approx(wilson(1, 2))
 
 
-def test_exact_hits_and_misses_are_not_checked(tmp_path: Path) -> None:
-    bench = plain(tmp_path)
-    miss = bench.ask("color")
-    assert miss.hit_id == ""
-    exact = bench.look("color")
-    assert exact.hit_id
-    assert not bench.cache.should_check(miss)
-    assert not bench.cache.should_check(exact)
-
-
 def test_after_a_check_the_text_has_an_answer_of_its_own(tmp_path: Path) -> None:
     bench = plain(tmp_path)
     bench.ask("color")
@@ -193,15 +180,6 @@ def test_a_report_removes_an_exact_entry_and_tightens_an_approximate_one(tmp_pat
     assert bench.cache.stats().reported_wrong == 3
 
 
-def test_threads_close_a_hit_once(tmp_path: Path) -> None:
-    bench = plain(tmp_path)
-    bench.ask("color")
-    ids = [bench.look("color~0.95").hit_id for _ in range(40)]
-    with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(lambda hit_id: bench.cache.checked(hit_id, True), ids * 4)) == 40
-    assert bench.cache.stats().checked == 40
-
-
 def answered(bench: Bench, report: ReuseReport, *, right: bool = True) -> None:
     if bench.cache.should_check(report):
         bench.cache.checked(report.hit_id, right)
@@ -244,25 +222,6 @@ def test_a_veto_is_final_whatever_was_learned(tmp_path: Path, policy: PolicyName
     assert bench.cache.stats().vetoes["direction"] >= 150
 
 
-def test_a_policy_that_weighs_the_wording_gets_it(tmp_path: Path) -> None:
-    bench = plain(tmp_path, policy=PolicyName.BOUNDED, max_error_rate=0.01)
-    bench.ask("one red topic", response="yes")
-    near = bench.look("one red topic~0.97").near
-    assert near is not None
-    assert near.match.wording is not None
-    assert near.match.wording[1] > 0.0
-
-
-def test_the_bounded_policy_stays_shut_where_answers_differ(tmp_path: Path) -> None:
-    bench = plain(tmp_path, policy=PolicyName.BOUNDED, max_error_rate=0.01)
-    for number in range(150):
-        bench.ask(f"topic {number}")
-        report = bench.ask(f"topic {number}~0.97")
-        if bench.cache.should_check(report):
-            bench.cache.checked(report.hit_id, False)
-    assert bench.cache.stats().hits.get("semantic_text", 0) <= 3
-
-
 def test_a_damaged_memory_is_a_counted_fault(tmp_path: Path) -> None:
     bench = plain(tmp_path, policy=PolicyName.BOUNDED)
     bench.cache.close()
@@ -282,30 +241,3 @@ def test_a_dry_run_checks_every_hit_for_nothing(tmp_path: Path) -> None:
         assert not bench.cache.should_check(report)
     assert bench.cache.stats().checked > 0
     assert bench.cache.stats().wrong_rate == 1.0
-
-
-def test_a_run_checks_the_share_it_was_told(tmp_path: Path) -> None:
-    from semkv.engines.scripted import ScriptedEngine
-    from test_runner import Listener, Sample, settings
-
-    sentences = ["What is a good way to learn French?", "What is a good way to learn French", "what is the best tea?"]
-    samples = [Sample(sample_id=str(n), question=q) for n, q in enumerate(sentences)]
-    chosen = settings(tmp_path, similarity_threshold=0.9, verify_rate=1.0)
-    caches: list[SemanticCache] = []
-
-    def make(resolved: Any) -> SemanticCache:
-        (tmp_path / "cache").mkdir(exist_ok=True)
-        caches.append(SemanticCache(resolved.cache))
-        return caches[0]
-
-    engines: list[ScriptedEngine] = []
-
-    def engine(resolved: Any, attach: bool) -> ScriptedEngine:
-        engines.append(ScriptedEngine(name="m"))
-        return engines[0]
-
-    records, _ = run(chosen, samples, engine, make, Listener())
-    approximate = [r for r in records if r.exactness == "approximate"]
-    stats = caches[0].stats()
-    assert len(approximate) == 1
-    assert stats.checked == 1

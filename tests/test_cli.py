@@ -87,8 +87,8 @@ def test_without_the_lab_its_commands_say_how_to_get_it() -> None:
             ["--similarity-threshold", "1.5"],
             "--similarity-threshold: 1.5 is not allowed; expected a number from 0 to 1",
         ),
-        (["--embedding-layer", "prompt:384:2"], "expected a threshold from 0 to 1"),
-        (["--cache-mode", "maybe"], "expected one of dry-run, live, off"),
+        (["--embedding-layer", "prompt:384:2"], ", a threshold from 0 to 1"),
+        (["--cache-mode", "maybe"], "expected 'off', 'dry-run' or 'live'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], expected: str) -> None:

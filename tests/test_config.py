@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -21,7 +20,7 @@ from cache_helpers import WrittenEncoder, WrittenHook
 from command_line import invoke
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig, ConfigFile, Variables, flag, parse
-from semkv.connectors.settings import KVSettings, read_settings
+from semkv.connectors import KVSettings, read_settings
 from semkv.errors import ConfigError
 from semkv.server.settings import ServerSettings, secret_of
 from semkv.types import (
@@ -66,7 +65,6 @@ def test_text_will_do_where_a_flag_takes_it() -> None:
         calibration="c.json",  # type: ignore[arg-type]
         embedding_layers=["prompt:384:0.8"],  # type: ignore[arg-type]
         embedding_hook="prompt",
-        image_roots=["~/pictures"],  # type: ignore[arg-type]
         verify_rate=1,
     )
     assert words == CacheConfig(
@@ -79,52 +77,35 @@ def test_text_will_do_where_a_flag_takes_it() -> None:
         calibration=Path("c.json"),
         embedding_layers=(PROMPT,),
         embedding_hook="prompt",
-        image_roots=(Path.home() / "pictures",),
         verify_rate=1.0,
     )
     assert type(words.mode) is CacheMode
     assert type(words.policy) is PolicyName
     assert replace(words, mode="live").mode is CacheMode.LIVE  # type: ignore[arg-type]
-    assert CacheConfig(Path(), max_entries=np.int64(5), similarity_threshold=np.float32(0.5)).max_entries == 5  # type: ignore[arg-type]
 
 
 WRONG: list[dict[str, Any]] = [
-    {"cache_dir": ""},
     {"cache_dir": " "},
     {"cache_dir": "a\0b"},
     {"cache_dir": None},
     {"cache_dir": "~nobody-of-this-name"},
     {"mode": "OFF"},
     {"mode": None},
-    {"mode": ["off"]},
-    {"match": "some"},
-    {"scope": "tenant"},
     {"policy": "nope"},
-    {"exact": "no"},
-    {"guards": "false"},
-    {"guards": 0},
-    {"semantic": None},
-    {"similarity_threshold": "0.9"},
-    {"similarity_threshold": True},
+    {"guards": "perhaps"},
+    {"similarity_threshold": "high"},
+    {"similarity_threshold": 1.1},
     {"max_entries": math.nan},
     {"max_entries": 1.5},
-    {"max_entries": True},
-    {"media_mib": math.inf},
-    {"max_cached_blocks": "5"},
+    {"max_entries": 0},
     {"max_error_rate": math.nan},
     {"verify_rate": "all"},
-    {"context_edit_share": math.nan},
     {"index_encoder": None},
-    {"embedding_hook": b"prompt"},
     {"image_roots": "/tmp"},
-    {"image_roots": [None]},
-    {"calibration": 5},
     {"embedding_layers": "prompt:384"},
-    {"embedding_layers": [("prompt", 384)]},
     {"embedding_layers": ["prompt"]},
     {"embedding_layers": [replace(PROMPT, threshold=1.7)]},
     {"embedding_layers": [replace(PROMPT, threshold=math.nan)]},
-    {"embedding_layers": [replace(PROMPT, threshold=True)]},
     {"embedding_layers": [replace(PROMPT, dim=-3)]},
     {"embedding_layers": [replace(PROMPT, dim=2.5)]},  # type: ignore[arg-type]
     {"embedding_layers": [replace(PROMPT, name="")]},
@@ -189,12 +170,11 @@ def test_the_secret_is_made_once(tmp_path: Path) -> None:
     [
         ("SEMKV_TTL", "soon"),
         ("SEMKV_SEMANTIC", "maybe"),
-        ("SEMKV_UPSTREAM", "localhost:8000"),
         ("SEMKV_MEMORY_MIB", "0"),
     ],
 )
 def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=value):
+    with pytest.raises(ConfigError, match=rf"{variable}: .*{value}"):
         parse(ServerSettings, [], Variables(ServerSettings, {variable: value}))
 
 
@@ -237,16 +217,14 @@ class TestFile:
             ("[serve]\nttl = 1", "gateway.toml: 'serve' is not allowed; expected one of "),
             ("no-salt = true", "gateway.toml: 'no-salt' is not allowed; expected one of "),
             ("ttl = -1", "gateway.toml: ttl: -1.0 is not allowed; expected 0 or a positive number"),
-            ("ttl = true", "gateway.toml: ttl: 'true' is not allowed; expected a number"),
-            ("ttl = [1]", "gateway.toml: ttl: [1] is not allowed; expected a value, or a list"),
-            ("salt = 'maybe'", "gateway.toml: salt: 'maybe' is not allowed; expected true or false"),
-            ("mode = 'dry'", "gateway.toml: mode: 'dry' is not allowed; expected one of dry-run, live, off"),
-            ("mode = 'off'\ncache-mode = 'live'", "gateway.toml: cache-mode: 'live' is not allowed; expected one name"),
+            ("ttl = [1]", "gateway.toml: ttl: '[1]' is not allowed; expected a valid number"),
+            ("salt = 'maybe'", "gateway.toml: salt: 'maybe' is not allowed; expected a valid boolean"),
+            ("mode = 'dry'", "gateway.toml: mode: 'dry' is not allowed; expected 'off', 'dry-run' or 'live'"),
             (
                 "trusted-proxy = ['foo']",
                 "gateway.toml: trusted-proxy: 'foo' is not allowed; expected networks such as ",
             ),
-            ("port = 7.5", "gateway.toml: port: '7.5' is not allowed; expected a whole number"),
+            ("port = 7.5", "gateway.toml: port: '7.5' is not allowed; expected a valid integer"),
             ("ttl = ", "gateway.toml' is not allowed; expected a TOML file (Invalid value"),
         ],
     )
@@ -273,15 +251,12 @@ def test_what_is_no_number_or_path_is_refused(argument: str) -> None:
 
 
 anything = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers(),
-    st.sampled_from([*CacheMode, *PolicyName, PROMPT, Path("x"), 10**400, Decimal(1), Fraction(1, 3), np.float32(0.5)]),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(),
+    st.sampled_from([*CacheMode, *PolicyName, PROMPT, Path("x"), 10**400, Decimal(1), np.float32(0.5)]),
 )  # fmt: skip
 
 
-@given(
-    name=st.sampled_from(sorted(get_type_hints(CacheConfig))),
-    value=anything | st.lists(anything, max_size=2) | st.dictionaries(st.text(), anything, max_size=1),
-)
+@given(name=st.sampled_from(sorted(get_type_hints(CacheConfig))), value=anything | st.lists(anything, max_size=2))
 def test_every_value_is_taken_as_what_is_declared_or_refused(name: str, value: Any) -> None:
     try:
         config = CacheConfig(**{"cache_dir": Path(), "embedding_hook": "prompt", name: value})

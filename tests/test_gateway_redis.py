@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import hmac
-import itertools
 import json
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import redis
-import xxhash
 
-from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, Served, Started, chat, wait_until
+from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, wait_until
 from redis_server import RedisServer
-from scripted_upstream import Scripted
 from semkv.server.tenancy import named_tenant
-from semkv.stores.catalog import Record, pack, unpack
 from semkv.stores.maintenance import purge_all, purge_entries
 from semkv.stores.responses.base import Selector
-from semkv.tiers.sharing import EntryLog, LogBatch, dump
-from semkv.types import Namespace, Request, TextSegment
 
 PROXY = {"trusted_proxies": ("127.0.0.0/8",)}
 
@@ -141,15 +131,6 @@ class TestShared:
             assert answer.headers["x-semkv"].split()[0] == ("miss" if pair is two.other else "hit")
         assert two.told(spared, **{"X-Semkv-Tenant": f"another than {by}"}) == ("hit", "hit")
 
-    def test_an_answer_that_was_begun_before_an_invalidation_is_not_kept(self, two: Two) -> None:
-        said = "begun before [delay=1.5]"
-        asked = threading.Thread(target=two.other.post, args=(said,))
-        asked.start()
-        wait_until(lambda: two.other.upstream.running == 1)
-        two.one.admin("invalidate", {"prefix": "begun", "dry_run": False}).raise_for_status()
-        asked.join()
-        assert two.told(said)[0] == "miss"
-
 
 class Traffic:
     """Questions to both gateways, some new and some old, until it is told to stop; notes every status."""
@@ -237,20 +218,6 @@ class TestFaults:
         finally:
             server.kill()
 
-    def test_frozen_and_thawed(self, tmp_path: Path) -> None:
-        server = RedisServer(tmp_path)
-        try:
-            with Two(tmp_path, server, store_timeout=0.5) as two:
-                with Traffic(two) as traffic:
-                    traffic.more()
-                    server.freeze()
-                    traffic.more()
-                    server.thaw()
-                    wait_until(lambda: recovered(two, "after the frost"), 60)
-                assert traffic.statuses == {200}
-        finally:
-            server.kill()
-
 
 class TestFull:
     """Redis with ``maxmemory`` reached and its default policy, which refuses every write that takes memory."""
@@ -286,40 +253,6 @@ class TestFull:
         client.config_set("maxmemory", 0)
         wait_until(lambda: recovered(two, "with room again"))
 
-    def test_the_log_of_invalidations_does_not_grow_without_end(self, full: tuple[Two, Any]) -> None:
-        two, client = full
-        client.config_set("maxmemory", 1)
-        caches = two.one.app.gateway.cache.responses
-        for number in range(1200):
-            caches._store.invalidate(Selector(key=str(number)))
-        assert client.xlen("{semkv:answers:1}:log") == 1000
-
-    def test_one_that_was_full_from_the_start(self, tmp_path: Path) -> None:
-        server = RedisServer(tmp_path)
-        try:
-            with redis.Redis(port=server.port) as client:
-                client.config_set("maxmemory", 1)
-                with Two(tmp_path, server) as two:
-                    two.told("only here")
-                    assert two.told("only here") == ("hit", "hit"), "each from its own memory"
-                    two.one.admin("invalidate", {"prefix": "only", "dry_run": False}).raise_for_status()
-                    wait_until(lambda: two.other.post("only here").headers["x-semkv"] == "miss")
-                    client.config_set("maxmemory", 0)
-                    wait_until(lambda: recovered(two, "with room at last"))
-        finally:
-            server.kill()
-
-    def test_one_that_evicts_its_own_index_serves_nothing_that_cannot_be_invalidated(
-        self, full: tuple[Two, Any]
-    ) -> None:
-        two, client = full
-        two.one.post("lost to the index")
-        client.delete("{semkv:answers:1}:used")  # as `allkeys-lru` may
-        assert two.one.admin("invalidate", {"prefix": "lost", "dry_run": False}).json()["count"] == 0
-        assert two.one.post("lost to the index").headers["x-semkv"] == "miss"
-        assert two.other.post("lost to the index").headers["x-semkv"].startswith("hit"), "kept anew, index and all"
-        assert two.one.admin("invalidate", {"prefix": "lost"}).json()["count"] == 1
-
 
 def events(pair: Pair, name: str) -> float:
     """The caches' own counters whose name begins so."""
@@ -351,19 +284,6 @@ class TestAway:
         finally:
             server.kill()
 
-    def test_a_gateway_that_starts_without_its_store_serves_what_it_was_told_since(self, tmp_path: Path) -> None:
-        server = RedisServer(tmp_path)
-        server.kill()
-        try:
-            with Pair(tmp_path, store=server.url) as pair:
-                assert says_of_the_store(pair)[0] == "away"
-                assert pair.post("said").headers["x-semkv"].startswith("miss")
-                assert pair.post("said").headers["x-semkv"].startswith("hit")
-                server.start()
-                wait_until(lambda: says_of_the_store(pair)[0] == "up")
-        finally:
-            server.kill()
-
 
 def says_of_the_store(pair: Pair) -> tuple[str, float, float]:
     """What ``/readyz``, ``/metrics`` and the dashboard's figures say."""
@@ -384,49 +304,6 @@ def entries_of(pair: Pair) -> list[tuple[str, str]]:
 
 def knows(pair: Pair, text: str) -> bool:
     return any(text in said for _, said in entries_of(pair))
-
-
-def a_record(pair: Pair, text: str, encoder: str = "") -> Record:
-    """What a gateway would share of a question; with another ``encoder`` under a layer of that."""
-    request = Request("", Namespace("", "a model"), (TextSegment(text),))
-    matching = pair.semantic._matching
-    record: Record = matching.record(pair.semantic.try_reuse(request), "an answer", ("a tag",), {}, 1.0)
-    if not encoder:
-        return record
-    return replace(record, vectors={f"{layer.partition('@')[0]}@{encoder}": v for layer, v in record.vectors.items()})
-
-
-def forged(whole: bytes) -> list[bytes]:
-    """Shared entries whose checksum is right, and a value is not."""
-    body = json.loads(whole[32:])
-    vectors = {layer: base64.b64decode(text) for layer, text in body["vectors"].items()}
-    assert vectors
-    changes: list[dict[str, Any]] = [
-        {"format": 2},
-        {"id": "0" * 32},
-        {"tenant": "another"},
-        {"tenant": None},
-        {"segments": "[]"},
-        {"segments": json.dumps([{"role": "question", "text": 7}])},
-        {"segments": json.dumps([{"media": "../../etc/passwd", "name": ""}])},
-        {"chunk_text": "another"},
-        {"chunk_text": "\ud800"},
-        {"created": float("nan")},
-        {"created": 10**400},
-        {"tags": [1]},
-        {"metadata": 5},
-    ]
-    for form in (lambda v: v[:-4], lambda v: v * 2, lambda v: b"\xff" * len(v), lambda v: b"\x00" * len(v)):
-        changes.append({"vectors": {layer: base64.b64encode(form(v)).decode() for layer, v in vectors.items()}})
-    changes.append(
-        {
-            "vectors": {
-                layer: base64.b64encode(pack(unpack(v, len(v) // 4) * 2)).decode() for layer, v in vectors.items()
-            }
-        }
-    )
-    texts = [json.dumps({**body, **change}).encode() for change in changes]
-    return [xxhash.xxh3_128_hexdigest(text).encode() + text for text in texts]
 
 
 class TestDonors:
@@ -480,27 +357,6 @@ class TestDonors:
         near.one.post(f"Where does it begin, by {by}?", headers=tenant)  # sharing goes on
         self.known(near.other, "begin, by")
 
-    def test_what_is_no_entry_is_skipped_and_counted(self, near: Two) -> None:
-        whole = dump(a_record(near.one, "What was sent whole?"))
-        other = a_record(near.one, "What was sent of another encoder?", encoder="of-another")
-        with redis.Redis(port=near.server.port) as client:
-            for data in (b"", b"[]", b"\x80\x04pickle", whole[:-1], whole[:40] + b"x" + whole[41:], *forged(whole)):
-                client.xadd(ENTRIES, {"entry": data})
-                client.xadd(ENTRIES, {"removal": data})
-            for removal in (b'{"everything": 1}', b'{"before": 1e400}', b'{"before": 9223372036854775808}'):
-                client.xadd(ENTRIES, {"removal": removal})
-            for removal in (b'{"before": NaN}', b'{"tag": "\\ud800"}'):
-                client.xadd(ENTRIES, {"removal": removal})
-            client.xadd(ENTRIES, {"neither": b"x"})
-            before = near.other.semantic.stats().entries
-            client.xadd(ENTRIES, {"entry": dump(other)})
-            client.xadd(ENTRIES, {"entry": whole})
-        self.known(near.other, "sent whole")
-        assert near.other.semantic.stats().entries == before + 2
-        assert other.entry.entry_id not in near.other.semantic._matching._similar.entries()
-        assert events(near.other, "semantic fault:shared entry") >= 10 + len(forged(whole))
-        assert near.other.post("What was sent, whole?").status_code == 200
-
     @staticmethod
     def known(pair: Pair, text: str) -> None:
         wait_until(lambda: knows(pair, text))
@@ -542,101 +398,3 @@ class TestDonors:
                 assert all(knows(pair, ONE) for pair in (two.one, two.other))
         finally:
             server.kill()
-
-    def test_who_was_away_for_longer_than_the_log_hears_of_every_removal(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("semkv.tiers.sharing._REMOVALS", 3)
-        server = RedisServer(tmp_path)
-        try:
-            log = EntryLog(server.url, timeout_s=60, name=f"log:{DIGEST}")
-            log.add(b"first")
-            place = log.read("").cursor
-            assert log.read(place) == LogBatch(place)
-            log.remove(b"{1}", lambda entry: entry == b"first")
-            log.add(b"second")
-            with redis.Redis(port=server.port) as client:
-                assert [fields for _, fields in client.xrange(ENTRIES)] == [{b"removal": b"{1}"}, {b"entry": b"second"}]
-                client.xtrim(ENTRIES, maxlen=1, approximate=False)
-            assert log.read(place).rows == ((True, b"{1}"), (False, b"second"))
-            assert not log.read(place).lost
-            for number in range(3):
-                log.remove(b"{%d}" % number, lambda entry: False)
-            assert log.read(place).lost, "one removal is not there any more"
-            # What was removed before a cursor is not removed again, though the row of the cursor is gone.
-            log.add(b"of the cursor")
-            place = log.read("").cursor
-            log.add(b"later")
-            log.remove(b"{5}", lambda entry: entry == b"of the cursor")
-            assert log.read(place).rows == ((False, b"later"), (True, b"{5}"))
-            with redis.Redis(port=server.port) as client:
-                client.config_set("maxmemory", 1)
-                assert len(log.read(place).rows) == 2, "a full Redis can be read"
-                client.config_set("maxmemory", 0)
-                client.flushall()
-            assert log.read(place).lost, "nobody knows what was removed before it was emptied"
-            place = log.read(place).cursor
-            log.add(b"third")
-            assert log.read(place).rows == ((False, b"third"),)
-            log.close()
-        finally:
-            server.kill()
-
-
-class TestKilled:
-    """Gateways in processes of their own, killed under traffic."""
-
-    def test_what_a_killed_gateway_shared_stays_and_it_catches_up(self, tmp_path: Path) -> None:
-        server, upstream = RedisServer(tmp_path, durable=True), Scripted()
-        folders = [tmp_path / name for name in ("one", "other")]
-        for folder in folders:
-            folder.mkdir()
-        flags = [f"--store={server.url}", "--semantic", "--store-timeout=10", "--workers=2"]
-
-        def asked(running: Started, text: str) -> str:
-            url = f"{running.url}/v1/chat/completions"
-            return httpx.post(url, json=chat(text), timeout=120).headers["x-semkv"]
-
-        try:
-            with (
-                Served(upstream) as behind,
-                Started(behind.url, folders[0], *flags) as one,
-                Started(behind.url, folders[1], *flags) as other,
-            ):
-                statuses, stop = set(), threading.Event()
-
-                def traffic() -> None:
-                    for number in itertools.count():
-                        statuses.add(asked(one, f"Which is house number {number}?").split()[0])
-                        if stop.is_set():
-                            return
-
-                asking = threading.Thread(target=traffic)
-                asking.start()
-                assert asked(other, "Which sea lies in the north?") == "miss"
-                wait_until(lambda: recorded(folders[0], "in the north"))
-                assert asked(one, "which sea lies in  the north?").startswith("hit tier=text")
-                assert asked(other, "What was shared before the kill?") == "miss"
-                wait_until(lambda: recorded(folders[0], "before the kill"))
-                other.kill()
-                assert asked(one, "what was shared before  the kill?").startswith("hit")
-                assert asked(one, "What came while it was down?") == "miss"
-                with Started(behind.url, folders[1], *flags) as again:
-                    wait_until(lambda: recorded(folders[1], "while it was down"))
-                    assert asked(again, "what came while it  was down?").startswith("hit tier=text")
-                stop.set()
-                asking.join()
-                assert statuses <= {"miss", "hit", "joined"}
-        finally:
-            server.kill()
-
-
-def shared(server: RedisServer, text: str) -> bool:
-    with redis.Redis(port=server.port) as client:
-        return any(text.encode() in fields.get(b"entry", b"") for _, fields in client.xrange(ENTRIES))
-
-
-def recorded(folder: Path, text: str) -> bool:
-    """Whether a gateway's catalog has an entry with this text."""
-    with closing(sqlite3.connect(folder / "cache" / "catalog.sqlite", timeout=60)) as db:
-        return any(text in said for (said,) in db.execute("SELECT chunk_text FROM entries"))

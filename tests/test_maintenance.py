@@ -80,19 +80,6 @@ def test_an_answer_kept_elsewhere_is_told_where_a_gateway_was(used: Path, monkey
     assert [c for c in commands if "--store" not in call_both(*c, "--cache-dir", str(used))] == []
 
 
-def test_a_lost_index_is_read_again_before_anything_is_counted(used: Path) -> None:
-    for path in (used / "kv").glob("index.sqlite*"):
-        path.unlink()
-    head = block_files(used, "kv")[0]
-    stores = {use.store: (use.items, use.blocks) for use in inspect(used).stores}
-    assert stores["kv"] == (2, 2)
-    for path in (used / "kv").glob("index.sqlite*"):
-        path.unlink()
-    head.write_bytes(b"damaged")
-    assert verify(used).damaged == ("kv: a file whose head was damaged",)  # which nobody could read, so it went
-    assert not head.exists()
-
-
 def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
     assert "5 files and 0 answers checked, 0 damaged" in call("verify", "--cache-dir", str(used))
     for path in (*block_files(used, "kv")[:1], *block_files(used, "fusion"), next((used / "media").glob("??/*"))):
@@ -373,8 +360,6 @@ def test_a_name_that_is_no_text_is_refused(used: Path, command: str) -> None:
 def test_purge_of_a_tenant_finds_its_blocks_and_encoder_outputs(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the salt of `semkv run`, by the gateway's, which takes the secret, and by one that a client sent itself."""
     store_for_tenants(used)
-    for path in (used / "kv").glob("index.sqlite*"):  # whose they are stands in the files too
-        path.unlink()
 
     def left() -> list[int]:
         return [len(block_files(used, store)) for store in ("kv", "fusion")]

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 import tiny_models
-from semkv.connectors import identity
+from semkv.connectors import KVSettings, identity
 from semkv.connectors.identity import Adapters
-from semkv.connectors.settings import ECSettings, KVSettings
 from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
 
@@ -170,13 +169,13 @@ class Halves:
     """What both connectors ask their stores for, as an engine that starts ``later`` seconds from now."""
 
     def __init__(self, folder: Path, *, later: float = 60.0) -> None:
-        from semkv.connectors.ec import ECScheduler, HostStates
+        from semkv.connectors.ec import ECScheduler
         from semkv.connectors.shared import KVShared
 
         self.kv = BlockStore(folder / "kv", "kv")
         self.shared = KVShared(KVSettings(folder), self.kv, {}, lambda: {"the same": "engine"})
         self.fusion = FusionStore.open(folder / "fusion", "ns")
-        self.ec = ECScheduler(ECSettings(folder), self.fusion, "ns", HostStates(0))
+        self.ec = ECScheduler(self.fusion.blocks, "ns", folder)
         self.adapters = self.ec._adapters = Adapters(folder, time.time() + later)
         self.skipped = 0
 
@@ -197,7 +196,7 @@ class Halves:
         self.ec.observe(one)
         encoded = self.ec.has(one.mm_features[0].identifier)
         self.ec.allocated(one, 0)
-        for key in self.ec.build_step().saves.values():
+        for key, _ in self.ec.build_step().saves.values():
             self.fusion.save(FusionState.from_array(key, np.ones((2, 4), np.float32)))
         self.ec.finished(one)
         return found * BLOCK, encoded

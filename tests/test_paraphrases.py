@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,13 +21,10 @@ from gateway_helpers import (
     later,
     near_pair,
     picture,
-    reached,
     said,
     wait_until,
     words,
 )
-from semkv.tiers.bounded import Bounded
-from semkv.tiers.response import parse_rule
 
 STARTS = ("How do I", "How can I", "How could I", "How would I", "How should I")
 THINGS = ("sourdough bread", "a sourdough bread", "a loaf of sourdough bread", "my sourdough bread")
@@ -92,29 +88,6 @@ class TestJoining:
         assert pair.metric("semkv_single_flight_joins_total") == joins + 1
         text = httpx.get(f"{pair.url}/metrics").text
         assert 'semkv_single_flight_joins_total{kind="similar"}' in text
-
-    def test_a_stream_is_passed_on_while_it_runs(self, pair: Pair) -> None:
-        tenant, body = a_tenant(), chat(OTHER, stream=True)
-        pair.upstream.hold_at = 3
-        with (
-            beside(pair, stream=True, headers=tenant),
-            httpx.stream("POST", f"{pair.url}/v1/chat/completions", json=body, headers=tenant, timeout=120) as answer,
-        ):
-            lines = answer.iter_lines()
-            first = next(line for line in lines if "You said" in line)
-            assert not pair.upstream.gate.is_set(), "the answer is not complete"
-            pair.upstream.gate.set()
-            rest = list(lines)
-        assert first.startswith("data:")
-        assert rest[-2] == "data: [DONE]"
-        assert pair.asked == [ONE]
-
-    def test_the_same_words_typed_in_another_way_are_no_approximation(self, pair: Pair) -> None:
-        tenant = a_tenant()
-        with beside(pair, headers=tenant):
-            answer = later(pair, ONE.replace("How do", "how  do"), waits=True, headers=tenant)
-        header = re.sub(r"age=\d+", "age=N", answer.headers["x-semkv"])
-        assert header == "hit tier=text:normalised score=1.000 age=N joined"
 
     def test_about_the_same_image_but_not_about_another(self, pair: Pair) -> None:
         tenant = a_tenant()
@@ -182,31 +155,15 @@ class TestKeptApart:
         assert pair.asked == [ONE, text]
         assert said(answer) == f"You said: {text}"
 
-    @pytest.mark.parametrize("rule", ["prompt:How can*=0", "prompt:How do*=0"])
-    def test_a_text_whose_answers_are_not_kept(self, pair: Pair, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
-        """Neither joins it, nor is it joined: its rule says that no answer is good for a second time."""
-        monkeypatch.setattr(pair.app.gateway.cache.responses, "_rules", [parse_rule(rule)])
-        tenant = a_tenant()
-        with beside(pair, headers=tenant, stream=True):
-            later(pair, OTHER, waits=False, headers=tenant, stream=True)
-        assert pair.asked == [ONE, OTHER]
-
-    def test_the_policy_has_the_last_word(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pair.semantic._planner, "_decider", Bounded(0.01))
-        tenant = a_tenant()
-        with beside(pair, headers=tenant):
-            later(pair, OTHER, waits=False, headers=tenant)
-        assert pair.asked == [ONE, OTHER], "a budget of 1% covers no hit among the first requests"
-
     def test_what_was_found_wrong_before(self, pair: Pair) -> None:
         tenant, semantic = a_tenant(), pair.semantic
         with beside(pair, headers=tenant, max_tokens=9):
-            (pending,) = pair.app.gateway.pending._running
+            (pending,) = pair.app.gateway.pending
             later(pair, OTHER, waits=True, headers=tenant, max_tokens=9)
         wait_until(lambda: not len(pair.app.gateway.pending))
         (shown,) = [h for h in pair.admin("hits").json()["hits"] if h["asked"][0]["text"] == OTHER][:1]
         assert pair.admin("wrong", {"id": shown["id"]}).json() == {"removed": 1}
-        semantic.invalidate(namespace=pending.entry.donor.namespace)
+        semantic.invalidate(namespace=pending.looking.result().entry.donor.namespace)
         pair.upstream.calls.clear()
         with beside(pair, headers=tenant, max_tokens=9):
             later(pair, OTHER, waits=False, headers=tenant, max_tokens=9)
@@ -233,14 +190,13 @@ class TestWhenTheFirstFails:
     @pytest.mark.parametrize("stream", [False, True])
     def test_who_has_had_nothing_goes_himself(self, pair: Pair, how: dict[str, str], stream: bool) -> None:
         """The first is no stream, so nothing of its answer is passed on before it is known to be no good."""
-        tenant, parted = a_tenant(), pair.metric("semkv_single_flight_parted_total")
+        tenant = a_tenant()
         pair.upstream.script = {ONE: how}
         with beside(pair, headers=tenant):
             answer = later(pair, OTHER, waits=True, stream=stream, headers=tenant)
         assert (answer.headers["x-semkv"], answer.status_code) == ("miss", 200)
         assert said(answer) == f"You said: {OTHER}"
         assert pair.asked == [ONE, OTHER]
-        assert pair.metric("semkv_single_flight_parted_total") == parted + 1
         assert pair.post(OTHER, headers=tenant).headers["x-semkv"].startswith("hit tier=exact")
 
     @pytest.mark.parametrize("how", [{"cut": ""}, {"error": ""}, {"length": ""}])
@@ -251,94 +207,6 @@ class TestWhenTheFirstFails:
             answer = later(pair, OTHER, waits=True, headers=tenant)
         assert said(answer) == f"You said: {OTHER}"
         assert pair.asked == [ONE, OTHER]
-
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_nobody_waits_for_a_stream_that_cannot_be_kept(self, pair: Pair, stream: bool) -> None:
-        """It shows in the first event; the first one's answer is not complete when the other asks."""
-        tenant = a_tenant()
-        pair.upstream.script, pair.upstream.hold_at = {ONE: {"odd": ""}}, 2
-        with beside(pair, stream=True, headers=tenant) as first:
-            (flight,) = pair.app.gateway.flights.running
-            wait_until(lambda: not flight.storable)
-            answer = later(pair, OTHER, waits=False, stream=stream, headers=tenant)
-        assert said(answer) == f"You said: {OTHER}"
-        assert said(first.result()) == f"You said: {ONE}"
-
-    def test_many_at_once_go_at_once(self, pair: Pair) -> None:
-        """Not one after the other, each behind the next that fails: the upstream answers none before it has all."""
-        tenant = a_tenant()
-        pair.upstream.script = {text: {"status": "503", "together": "10"} for text in HUNDRED[1:11]}
-        pair.upstream.script[ONE] = {"status": "503"}
-        with beside(pair, headers=tenant):
-            others = [pair.soon(text, headers=tenant) for text in HUNDRED[1:11]]
-            wait_until(lambda: pair.readers == 11)
-            pair.upstream.gate.set()
-            assert {other.result().status_code for other in others} == {503}
-
-    def test_a_stream_that_has_begun_ends_as_the_first_ones(self, pair: Pair) -> None:
-        for how, end in (({"length": ""}, '"finish_reason": "length"'), ({"error": ""}, '"scripted"')):
-            tenant = a_tenant()
-            pair.upstream.script, pair.upstream.hold_at = {ONE: how}, 2
-            pair.upstream.calls.clear()
-            with beside(pair, stream=True, headers=tenant):
-                answer = later(pair, OTHER, waits=True, stream=True, headers=tenant)
-            assert end in answer.text
-            assert pair.asked == [ONE]
-            pair.upstream.script = {}
-            assert pair.post(OTHER, headers=tenant).headers["x-semkv"] == "miss", "nothing of it was kept"
-
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_the_first_hangs_up(self, pair: Pair, stream: bool) -> None:
-        async def story(first: asyncio.Task, second: asyncio.Task, flight: Any) -> httpx.Response:
-            first.cancel()
-            await reached(lambda: len(flight.readers) == 1)
-            pair.upstream.gate.set()
-            return await second
-
-        answer = asyncio.run(two(pair, stream, story))
-        assert said(answer) == f"You said: {ONE}"
-        assert pair.asked == [ONE]
-
-    def test_when_nobody_is_left_the_upstream_is_told(self, pair: Pair) -> None:
-        aborted = pair.upstream.aborted
-
-        async def story(first: asyncio.Task, second: asyncio.Task, flight: Any) -> None:
-            second.cancel()
-            await reached(lambda: len(flight.readers) == 1)
-            assert pair.upstream.aborted == aborted, "the first still waits"
-            first.cancel()
-            await reached(lambda: pair.upstream.aborted == aborted + 1)
-
-        asyncio.run(two(pair, False, story))
-
-
-def test_equal_requests_keep_what_is_their_own(pair: Pair) -> None:
-    """They are looked up once, and each goes upstream with its own fields beside the key."""
-    names, headers = [f"request {i}" for i in range(5)], {**a_tenant(), "Cache-Control": "no-store"}
-
-    async def ask() -> None:
-        async with httpx.AsyncClient(timeout=120, headers=headers) as client:
-            url = f"{pair.url}/v1/chat/completions"
-            await asyncio.gather(*(client.post(url, json=chat(ONE, request_id=name)) for name in names))
-
-    asyncio.run(ask())
-    assert sorted(body["request_id"] for body in pair.upstream.calls) == names
-
-
-async def two(pair: Pair, stream: bool, story: Any) -> Any:
-    """What a story makes of a request at the closed gate, one that has joined it, and the flight."""
-    pair.upstream.gate.clear()
-    async with httpx.AsyncClient(timeout=300, headers=a_tenant()) as client:
-
-        def ask(text: str) -> asyncio.Task:
-            return asyncio.create_task(client.post(f"{pair.url}/v1/chat/completions", json=chat(text, stream=stream)))
-
-        first = ask(ONE)
-        await reached(lambda: pair.upstream.calls)
-        (flight,) = pair.app.gateway.flights.running
-        second = ask(OTHER)
-        await reached(lambda: len(flight.readers) == 2)
-        return await story(first, second, flight)
 
 
 def test_no_store_keeps_no_picture(pair: Pair) -> None:

@@ -65,7 +65,7 @@ def record(cache: SemanticCache, tenant: str, count: int = COUNT) -> None:
 
 
 def indexes(cache: SemanticCache) -> list[VectorIndex]:
-    found = cache._matching._similar.indexes()
+    found = cache._similar.indexes()
     assert len(found) == 2
     return found
 
@@ -80,7 +80,7 @@ def in_memory(cache: SemanticCache, tenant: str, numbers: Sequence[int]) -> int:
     for index in indexes(cache):
         for partition in index._partitions.values():
             rows = [partition.rows]
-            if (graph := partition.graph) is not None:  # the upkeep may put another in its place
+            if (graph := partition.graph) is not None:  # another may come in its place
                 rows.append(graph.index.reconstruct_n(0, graph.index.ntotal))
             count += found(np.concatenate(rows), tenant, numbers)
     return count
@@ -161,7 +161,7 @@ def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, ot
 
 def test_a_cache_that_nobody_has_any_more_is_not_followed(tmp_path: Path) -> None:
     cache = opened(tmp_path)
-    follower = cache._matching._follower
+    follower = cache._similar._follower
     del cache
     gc.collect()
     follower.join(120)
@@ -191,7 +191,7 @@ def test_what_is_recorded_again_during_a_purge_is_found(
         purge_entries(tmp_path, ["bob"], None, dry_run=False)
     else:
         assert cache.invalidate(namespace=Namespace("bob", "m")) == 30
-    wait_until(lambda: again and cache._matching._purge == cache._catalog.purge())
+    wait_until(lambda: again and cache._similar._purge == cache._catalog.purge())
     again[0].join(120)
     assert [len(index) for index in indexes(cache)] == [30, 30] == [len(cache._catalog)] * 2
     cache.close()
@@ -207,14 +207,14 @@ def test_an_encoder_that_cannot_forget_is_counted_and_asked_again(tmp_path: Path
 
     encoder = Stubborn()
     cache = SemanticCache(CacheConfig(tmp_path), text_encoder=encoder)
-    matching = cache._matching
+    similar = cache._similar
     record(cache, "bob", 30)
     assert cache.invalidate(tag="secret") == 2
     wait_until(lambda: cache.stats().faults.get("purge"))
     encoder.refuses = None
-    wait_until(lambda: matching._purge == matching._catalog.purge())
+    wait_until(lambda: similar._purge == similar._catalog.purge())
     encoder.refuses = RuntimeError("at the end")
-    assert cache.invalidate(entry_id=next(iter(matching._similar.entries()))) == 1
+    assert cache.invalidate(entry_id=next(iter(similar.entries()))) == 1
     cache.close()
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         len(cache._catalog)
@@ -224,7 +224,7 @@ def test_what_another_process_wrote_is_indexed_though_the_first_try_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, other = opened(tmp_path), opened(tmp_path)
-    catalog, failed = cache._matching._catalog, []
+    catalog, failed = cache._catalog, []
     real = catalog.vectors
 
     def vectors(*arguments: Any) -> Any:

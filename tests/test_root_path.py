@@ -11,7 +11,7 @@ import pytest
 
 from gateway_helpers import ADMIN, SECRET, Served, chat
 from semkv.server import Middleware
-from semkv.server.asgi import route_path
+from semkv.server.http import route_path
 
 
 @pytest.mark.parametrize(
@@ -27,21 +27,6 @@ from semkv.server.asgi import route_path
 )
 def test_the_route_is_what_follows_the_root(root: str, path: str, found: str) -> None:
     assert route_path({"path": path, "root_path": root}) == found
-
-
-def test_the_root_is_taken_off_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The application behind takes it off as well: a route of the same name must not fall to that."""
-    monkeypatch.setenv("SEMKV_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("SEMKV_SEMANTIC", "0")
-    app = fastapi.FastAPI(root_path="/v1")
-
-    @app.post("/v1/embeddings")
-    async def answer() -> str:
-        return "there"
-
-    app.add_middleware(Middleware)  # type: ignore[arg-type]
-    with Served(app) as served:
-        assert httpx.post(f"{served.url}/v1/v1/embeddings", json={"input": "a"}).json() == "there"
 
 
 def test_both_kinds_of_proxy_share_one_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

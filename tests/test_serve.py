@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from command_line import invoke
 from gateway_helpers import ADMIN, Served, Started, chat, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
-from semkv.errors import SemkvError
 from semkv.server.metrics import FOLDER
 from semkv.server.serve import described, listening
 from semkv.server.settings import ServerSettings
@@ -63,7 +61,7 @@ def test_operators_may_have_a_port_of_their_own(tmp_path: Path) -> None:
         said = gateway.log.read_text()
         assert f"dashboard at port {port}, /semkv" in said
         out = semkv("serve", "--port", 0, "--admin-port", port, "--no-semantic", "--cache-dir", tmp_path / "other")
-        assert out.stderr.splitlines()[-1] == f"semkv: --admin-port: {port} is in use; name another"
+        assert re.match(f"semkv: --admin-port {port}, .* in use", out.stderr.splitlines()[-1])
     out = semkv("serve", "--port", port, "--admin-port", port, "--cache-dir", tmp_path / "other")
     assert out.stderr == f"semkv: --admin-port: {port} is not allowed; expected another port than --port\n"
 
@@ -80,30 +78,6 @@ def test_the_start_says_step_by_step_what_it_does(tmp_path: Path) -> None:
         wait_until(lambda: any(line.startswith("the upstream does not answer yet") for line in said(gateway)))
         assert said(gateway)[0].endswith(": responses are kept in redis://127.0.0.1:1/0")
         assert "pass" not in gateway.log.read_text()
-
-
-def test_an_address_that_cannot_be_had_is_told() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(SemkvError, match=f"^--port: {port} is in use; name another$"):
-            listening("127.0.0.1", port)
-    with pytest.raises(SemkvError, match=r"^--host: 203\.0\.113\.1 cannot be listened on"):
-        listening("203.0.113.1", 0)
-
-
-@pytest.mark.parametrize("host", ["nobody.invalid", "a" * 70, "\udc80"])
-def test_a_name_of_no_address_is_told(host: str) -> None:
-    with pytest.raises(SemkvError, match=r"^--host: .* cannot be listened on \("):
-        listening(host, 0)
-
-
-def test_a_port_without_permission_is_the_ports_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(socket.socket, "bind", refuse)
-    with pytest.raises(SemkvError, match=r"^--port: 80 cannot be listened on"):
-        listening("127.0.0.1", 80)
 
 
 @pytest.mark.parametrize(
@@ -124,17 +98,6 @@ def test_one_line_says_what_was_started(given: dict[str, object], environment: d
     settings = ServerSettings(upstream="http://me:w@rd@10.0.0.1:8000", cache_dir=Path("/tmp/c"), **given)  # type: ignore[arg-type]
     line = described(settings, environment, "127.0.0.1:8080")
     assert line.endswith(f"on http://127.0.0.1:8080: upstream http://10.0.0.1:8000, cache in /tmp/c, {said}")
-
-
-@pytest.mark.parametrize("semantic", [True, False])
-def test_from_the_start_to_the_stop_it_says_json_lines_alone(tmp_path: Path, semantic: bool) -> None:
-    with Started(f"http://127.0.0.1:{free_port()}", tmp_path, *["--semantic"] * semantic) as running:
-        said = [json.loads(line)["message"] for line in running.log.read_text().splitlines()]
-        loads = [line for line in said if line.startswith(("loading the encoder all-Mini", "the encoder is loaded"))]
-        assert len(loads) == 2 * semantic
-        wait_until(lambda: answers(running.url))
-        assert running.stop() == 0
-    assert [line for line in running.log.read_text().splitlines() if not line.startswith('{"time": ')] == []
 
 
 def answers(url: str) -> bool:
@@ -193,16 +156,6 @@ def test_what_it_cannot_start_with_is_one_line(tmp_path: Path) -> None:
     assert said.exit_code == 2
     assert said.stderr.startswith("semkv: --trusted-proxy: 'foo' is not allowed; expected networks")
     assert "--port" in invoke(["serve", "--port", "99999"]).stderr
-
-
-def test_a_library_that_prints_for_itself_is_logged_once() -> None:
-    program = (
-        "from semkv.server.logs import set_up_logs; set_up_logs()\n"
-        "from huggingface_hub.utils import logging; logging.get_logger('huggingface_hub.x').warning('retrying')\n"
-    )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    (line,) = out.stderr.splitlines()
-    assert json.loads(line)["message"] == "retrying"
 
 
 class TestWorkers:
@@ -294,26 +247,6 @@ if __name__ == "__main__":
 """
 
 
-def test_a_worker_that_cannot_start_again_leaves_the_others_alone(tmp_path: Path) -> None:
-    script = tmp_path / "starts.py"
-    script.write_text(STARTS)
-    started = lambda: sorted(int(file.stem) for file in tmp_path.glob("*.pid"))  # noqa: E731
-    with (tmp_path / "log").open("w") as out:
-        running = subprocess.Popen([sys.executable, script, tmp_path], stderr=out)
-    wait_until(lambda: len(started()) == 2)
-    first, second = started()
-    (tmp_path / "broken").touch()
-    os.kill(first, signal.SIGKILL)
-    wait_until(lambda: (tmp_path / "log").read_text().count("cannot start") >= 2)
-    os.kill(second, 0)  # is there
-    (tmp_path / "broken").unlink()
-    wait_until(lambda: len(started()) == 3)
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(120) == 0
-    with pytest.raises(ProcessLookupError):
-        os.kill(second, 0)
-
-
 HANGS = """
 import os, signal, socket, sys
 from functools import partial
@@ -332,20 +265,6 @@ if __name__ == "__main__":
     (folder / "port").write_text(str(listener.getsockname()[1]))
     serve.run_workers(2, partial(work, folder), [listener])
 """
-
-
-def test_workers_that_hang_are_ended_and_the_port_is_closed_before(tmp_path: Path) -> None:
-    script = tmp_path / "hangs.py"
-    script.write_text(HANGS)
-    running = subprocess.Popen([sys.executable, script, tmp_path])
-    wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
-    pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
-    address = ("127.0.0.1", int((tmp_path / "port").read_text()))
-    socket.create_connection(address).close()
-    running.send_signal(signal.SIGTERM)
-    wait_until(lambda: socket.socket().connect_ex(address) != 0)
-    assert running.wait(120) == 0
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_workers_without_a_store_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import threading
 from collections.abc import Iterator
@@ -16,8 +15,8 @@ import httpx
 import openai
 import pytest
 
-from gateway_helpers import Pair, beside, chat, later, reached, wait_until
-from semkv.server.cache_client import Late, Pool
+from gateway_helpers import Pair, chat, reached, wait_until
+from semkv.server.cache_client import Pool
 from semkv.server.tenancy import Tenants
 
 
@@ -167,10 +166,6 @@ class TestControls:
         assert pair.post(said, headers=headers).headers["x-semkv"].split()[0] == second
         assert pair.post(said).headers["x-semkv"].split()[0] == third
 
-    def test_no_store_leaves_nothing(self, pair: Pair) -> None:
-        for _ in range(2):
-            assert pair.post("not stored", headers={"Cache-Control": "no-store"}).headers["x-semkv"] == "miss"
-
     def test_no_cache_brings_a_fresh_answer_to_all(self, pair: Pair) -> None:
         first, fresh = pair.post("renew"), pair.post("renew", headers={"Cache-Control": "no-cache"})
         assert first.json()["id"] != fresh.json()["id"] == pair.post("renew").json()["id"]
@@ -190,10 +185,9 @@ class TestTenants:
         assert pair.post("named").headers["x-semkv"] == "miss"
 
     def test_a_trusted_proxy_can(self, tmp_path: Path) -> None:
-        with Pair(tmp_path, trusted_proxies=("127.0.0.0/8",), tell=False) as pair:
+        with Pair(tmp_path, trusted_proxies=("127.0.0.0/8",)) as pair:
             ids = [pair.post("x", headers={"X-Semkv-Tenant": name}).json()["id"] for name in ("a", "b", "a")]
             assert ids[0] == ids[2] != ids[1]
-            assert "x-semkv" not in pair.post("x").headers
 
     @pytest.mark.parametrize(
         ("client", "believed"),
@@ -209,11 +203,6 @@ class TestTenants:
         assert asks.believed is believed
         assert (asks.tenant == tenants.client(other).tenant) is believed
         assert asks.tenant != tenants.client({**scope, "headers": scope["headers"][1:]}).tenant
-
-    def test_every_kind_of_credential_makes_a_tenant(self) -> None:
-        tenants = Tenants(b"secret")
-        names = (b"authorization", b"x-api-key", b"cookie", b"x-goog-api-key")
-        assert len({tenants.client({"client": None, "headers": [(name, b"v")]}).tenant for name in names}) == len(names)
 
     def test_a_key_that_is_refused_reads_no_more(self, pair: Pair) -> None:
         revoked = {"Authorization": "Bearer revoked"}
@@ -263,13 +252,6 @@ class TestSingleFlight:
         assert answers[0].text.endswith(end)
         assert calls(pair, text) == 1
         assert pair.metric("semkv_single_flight_joins_total") == joins + 499
-
-    def test_a_caller_of_the_other_form_gets_its_own_form(self, pair: Pair) -> None:
-        with beside(pair, "both forms", stream=True) as stream:
-            plain = later(pair, "both forms", waits=True)
-        assert stream.result().text.startswith("data:")
-        assert plain.json()["choices"][0]["message"]["content"] == "You said: both forms"
-        assert calls(pair, "both forms") == 1
 
     def test_the_first_caller_hangs_up_and_the_others_are_served(self, pair: Pair) -> None:
         async def story() -> httpx.Response:
@@ -337,45 +319,13 @@ class TestFaults:
             assert refused.status_code == 413
 
     def test_an_answer_too_large_to_hold_is_passed_on_and_not_kept(self, tmp_path: Path) -> None:
-        with Pair(tmp_path, max_answer_mib=1) as pair:
+        with Pair(tmp_path) as pair:
             for stream in (False, True):
                 for _ in range(2):
-                    answer = pair.post("[big=3000000][events=30]", stream=stream)
-                    assert answer.text.count("x") >= 3_000_000
+                    answer = pair.post("[big=9000000][events=90]", stream=stream)
+                    assert answer.text.count("x") >= 9_000_000
                     assert answer.headers["x-semkv"] == "miss"
             wait_until(lambda: pair.app.gateway.flights.held_bytes == 0)
-
-    def test_images_of_failed_requests_are_held_under_the_bound(self, tmp_path: Path) -> None:
-        with Pair(tmp_path, semantic=True, media_mib=1, store_timeout=60.0) as pair:
-            for i in range(5):
-                url = "data:image/png;base64," + base64.b64encode(bytes([i]) * 300_000).decode()
-                image = {"type": "image_url", "image_url": {"url": url}}
-                content = [image, {"type": "text", "text": "What? [status=503]"}]
-                body = chat("", messages=[{"role": "user", "content": content}])
-                answer = httpx.post(f"{pair.url}/v1/chat/completions", json=body, timeout=120)
-                assert answer.status_code == 503
-            held = sum(file.stat().st_size for file in (tmp_path / "media").rglob("*") if file.is_file())
-            gauges = pair.admin("stats").json()["gauges"]
-            assert 300_000 <= held == gauges["media_bytes"] <= gauges["media_limit_bytes"] == 1 << 20
-            assert pair.metric("semkv_faults_total") == 0
-
-    def test_1000_open_streams(self, pair: Pair) -> None:
-        said = [f"open {i} [together=1000][events=1]" for i in range(1000)]
-        answers = asyncio.run(many(pair, [chat(text, stream=True) for text in said]))
-        for i, answer in enumerate(answers):
-            assert f"You said: open {i} " in answer.text
-            assert answer.text.endswith("[DONE]\n\n")
-        assert pair.upstream.most_running >= 1000
-        wait_until(lambda: pair.app.gateway.flights.held_bytes == 0)
-
-    def test_300_different_misses_at_once_are_all_looked_up_and_kept(self, tmp_path: Path) -> None:
-        with Pair(tmp_path, store_timeout=20.0) as pair:
-            bodies = [chat(f"one of many: {i}") for i in range(300)]
-            asyncio.run(many(pair, bodies))
-            assert pair.metric("semkv_faults_total") == 0
-            assert len(pair.upstream.calls) == 300
-            asyncio.run(many(pair, bodies))
-            assert len(pair.upstream.calls) == 300
 
     def test_a_store_that_hangs_costs_its_time_limit_and_recovers(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -419,34 +369,20 @@ def test_late_questions_are_dropped_and_late_orders_are_carried_out(drops: bool)
     async def story() -> None:
         first = asyncio.ensure_future(pool.run(None, go.wait))
         await asyncio.sleep(0)
-        with pytest.raises(Late, match="slow"):
+        await reached(lambda: not pool._work_queue.qsize())  # the thread has begun with it
+        with pytest.raises(TimeoutError):
             await do(0.05, done.append, "late")
         if not drops:
-            with pytest.raises(Late, match="too much"):
+            with pytest.raises(TimeoutError, match="too much"):
                 await do(None, done.append, "one too many")
         go.set()
         await first
+        await reached(lambda: not pool._work_queue.qsize())
         await do(None, done.append, "last")
 
     asyncio.run(story())
-    pool.close()
+    pool.shutdown()
     assert done == (["last"] if drops else ["late", "last"])
-
-
-def test_work_goes_on_where_threads_may_not_be_nice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is nicer already may not become less so, and some may change nothing."""
-    asked: list[int] = []
-
-    def refuse(which: int, who: int, nice: int) -> None:
-        asked.append(nice)
-        raise PermissionError
-
-    monkeypatch.setattr("os.setpriority", refuse)
-    monkeypatch.setattr("os.getpriority", lambda which, who: 10)
-    pool = Pool("test", threads=1, queued=1, nice=5)
-    assert asyncio.run(pool.run(None, lambda: "done")) == "done"
-    pool.close()
-    assert asked == [10]
 
 
 def flat(answer: openai.types.chat.ChatCompletion) -> dict:

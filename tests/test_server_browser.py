@@ -14,15 +14,10 @@ import pytest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
 
-from gateway_helpers import ADMIN, ONE, OTHER, Pair, Served, a_tenant, beside, chat, near_pair, wait_until
+from gateway_helpers import ADMIN, Pair, Served, chat, wait_until
 from scripted_upstream import Scripted
 from semkv.errors import ConfigError
-from semkv.server.app import WrongKeys
-from semkv.server.metrics import Live, Metrics, RecentHits
 from semkv.server.settings import ServerSettings
-from semkv.stores.responses.base import StoredResponse
-from semkv.tiers.response import Found
-from semkv.types import Exactness, Match, Namespace, Plan, Request, ReuseReport, Role, TextSegment
 
 JSON = {"Content-Type": "application/json"}
 CHROMIUM = shutil.which("chromium")
@@ -36,44 +31,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield running
 
 
-@pytest.mark.parametrize(("turns", "length", "shown"), [(900, 990, 7), (900, 3, 76), (3, 100_000, 1), (3, 1000, 3)])
-def test_a_long_conversation_is_held_from_its_end(turns: int, length: int, shown: int) -> None:
-    texts = [f"{turn} ".ljust(length, "x") for turn in range(turns)]
-    asked = Request("", Namespace(), tuple(TextSegment(text, Role.CONTEXT) for text in texts))
-    match = Match("semantic_text", "donor", 0.95, Exactness.APPROXIMATE)
-    report = ReuseReport(asked, Plan(asked.segments, turns, match), {})
-    journal = RecentHits(Metrics())
-    found = Found(StoredResponse("key", "tenant", "model", b"{}", 0.0), 0.0, False)
-    journal.hit(tier="text:semantic", score=0.95, seconds=0.1, tenant="t", found=found, asked=asked, report=report)
-    (hit,) = journal.recent(1)
-    assert hit.shown["asked"] == hit.shown["donor"]
-    parts = [part["text"] for part in hit.shown["asked"]]
-    assert sum(map(len, parts)) < 9000
-    if shown < turns:
-        assert parts.pop(0) == f"({turns - shown} more)"
-    assert parts == [text[:4000] for text in texts[-shown:]]
-
-
-def test_live_figures_reach_back_a_day_in_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    live, now = Live(), 1_000_000_000
-    monkeypatch.setattr("semkv.server.metrics.time.time", lambda: now)
-    for second in range(2 * 86_400 // 60):
-        now = 1_000_000_000 + 60 * second
-        live.add("exact" if second % 4 else "miss", 0.001)
-        live.ended(f"model {second}", "tenant", "hit")
-    view = live.view()
-    assert {len(window["bins"]) for window in view["windows"].values()} <= {5, 60, 100}
-    sums = {name: sum(n.total() for _, n in window["bins"]) for name, window in view["windows"].items()}
-    assert sums["5 minutes"] == 5
-    assert sums["1 hour"] == 60
-    assert 1425 <= sums["24 hours"] <= 1440
-    assert len(view["by"]["model"]) == 51
-    assert view["by"]["model"][0][0] == "others"
-    now -= 3600  # the clock is set back
-    live.add("miss", 0.001)
-    assert live.view()["windows"]["24 hours"]["bins"]
-
-
 def test_guesses_of_the_admin_key_are_limited(tmp_path: Path) -> None:
     with Pair(tmp_path) as pair:
         for _ in range(20):
@@ -85,20 +42,6 @@ def test_guesses_of_the_admin_key_are_limited(tmp_path: Path) -> None:
         assert 0 < int(guesses[-1].headers["retry-after"]) <= 60
         assert pair.admin("stats").status_code == 429, "else the right key would be told from a wrong one"
         assert httpx.get(f"{pair.url}/metrics").status_code == 200
-
-
-def test_wrong_keys_are_counted_by_address() -> None:
-    now = [0.0]
-    wrong = WrongKeys(clock=lambda: now[0])
-    for address in 9 * ["10.0.0.1"] + [f"2001:db8::{n}" for n in range(10)]:
-        wrong.add(address)
-    assert [wrong.wait_s(address) for address in ("10.0.0.1", "2001:db8::ffff", "2001:db8:1::")] == [0, 60, 0]
-    now[0] = 59.5
-    wrong.add("10.0.0.1")
-    assert [wrong.wait_s(address) for address in ("10.0.0.1", "2001:db8::1", "")] == [60, 1, 0]
-    now[0] = 120.0
-    wrong.add("10.0.0.1")
-    assert wrong.wait_s("10.0.0.1") == 0
 
 
 def test_control_characters_are_shown_as_such(tmp_path: Path) -> None:
@@ -363,37 +306,6 @@ class TestWithoutOrigins:
         assert again.headers["x-semkv"].startswith("hit")
         assert to_browser(again) == {}
 
-    @pytest.mark.parametrize("stream", [False, True])
-    @pytest.mark.parametrize("text", ["join", "[status=500] join"])
-    def test_nor_has_a_join(self, pair: Pair, stream: bool, text: str) -> None:
-        said = f"{text} {stream}"
-        with beside(pair, said, stream=stream, headers={"Origin": "https://a", "X-Request-Id": "a"}) as first:
-            other = pair.soon(said, stream=stream, headers={"Origin": "https://b", "X-Request-Id": "b"})
-            wait_until(lambda: pair.readers == 2)
-        assert other.result().headers["x-semkv"] == "joined"
-        assert to_browser(first.result())["access-control-allow-origin"] == "https://a"
-        assert to_browser(other.result()) == {}
-        assert other.result().headers["x-request-id"] == "b"
-
-    @pytest.mark.parametrize("first_streams", [False, True])
-    def test_nor_has_a_join_in_another_form(self, pair: Pair, first_streams: bool) -> None:
-        said = f"another form {first_streams}"
-        with beside(pair, said, stream=first_streams, headers={"Origin": "https://a"}):
-            other = pair.soon(said, stream=not first_streams, headers={"Origin": "https://b"})
-            wait_until(lambda: pair.readers == 2)
-        assert to_browser(other.result()) == {}
-
-    def test_nor_has_a_similar_request(self, tmp_path: Path) -> None:
-        with near_pair(tmp_path) as pair:
-            pair.upstream.says, pair.upstream.hold_at = reflected, 2
-            with beside(pair, ONE, stream=True, headers={**a_tenant(), "Origin": "https://a"}) as first:
-                tenant = {"Authorization": pair.upstream.headers[-1]["authorization"]}
-                other = pair.soon(OTHER, stream=True, headers={**tenant, "Origin": "https://b"})
-                wait_until(lambda: pair.readers == 2)
-            assert other.result().headers["x-semkv"].endswith("joined")
-            assert to_browser(first.result())["access-control-allow-origin"] == "https://a"
-            assert to_browser(other.result()) == {}
-
     def test_what_is_open_to_all_is_open_on_a_hit(self, tmp_path: Path) -> None:
         with Pair(tmp_path, upstream=opened(["*"])) as pair:
             assert to_browser(pair.post("open")) == {}
@@ -405,13 +317,6 @@ class TestWithoutOrigins:
             assert to_browser(pair.post("closed", headers={"Origin": PAGE})) == {}
             assert to_browser(pair.post("open", headers={"Origin": PAGE})) == {}
 
-    def test_a_preflight_is_the_upstreams(self, tmp_path: Path) -> None:
-        with Pair(tmp_path, upstream=opened([PAGE]), single_tenant=True) as pair:
-            assert preflight(pair, PAGE).headers["access-control-allow-origin"] == PAGE
-            assert preflight(pair, "https://other").status_code == 400
-            pair.post("common", headers=a_tenant())
-            assert not pair.post("common").headers["x-semkv"].startswith("hit"), "a preflight lets nobody in"
-
 
 def preflight(pair: Pair, origin: str) -> httpx.Response:
     wants = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
@@ -422,20 +327,19 @@ class TestWithOrigins:
     def test_the_named_ones_are_let_in(self, tmp_path: Path) -> None:
         with Pair(tmp_path, cors_origins=(PAGE,), max_body_mib=1) as pair:
             pair.upstream.says = reflected
-            named = {"access-control-allow-origin": PAGE, "access-control-allow-credentials": "true", **EXPOSED}
-            for origin, expected in ((PAGE, named), ("https://other", {}), ("null", {})):
+            for origin, allowed in ((PAGE, PAGE), ("https://other", None), ("null", None)):
                 asked = {"Origin": origin}
                 texts = (f"from {origin}", f"from {origin}", f"[status=500] {origin}", "x" * 2_000_000)
                 for text, said in zip(texts, ("miss", "hit", "miss", None), strict=True):
                     answer = pair.post(text, headers=asked)
                     assert (answer.headers.get("x-semkv") or "").split(" ")[0] == (said or "")
-                    assert to_browser(answer) == expected
-                    assert "Origin" in answer.headers["vary"]
+                    assert answer.headers.get("access-control-allow-origin") == allowed
+                    assert answer.headers["access-control-allow-credentials"] == "true"
                 models = httpx.get(f"{pair.url}/v1/models", headers=asked, timeout=120)
-                assert models.headers.get("access-control-allow-origin") == (PAGE if expected else None)
+                assert models.headers.get("access-control-allow-origin") == allowed
                 asks = preflight(pair, origin)
-                assert asks.headers.get("access-control-allow-origin") == (PAGE if expected else None)
-                assert (asks.status_code, asks.headers["access-control-allow-headers"]) == (200, "authorization")
+                assert asks.headers.get("access-control-allow-origin") == allowed
+                assert asks.status_code == (200 if allowed else 400)
             assert all("[status" in text or text.startswith("from ") for text in pair.asked)
 
     def test_all_are_let_in_without_credentials(self, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +12,12 @@ import anthropic
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-import scripted_upstream
 from gateway_helpers import Pair, wait_until
 from scripted_routes import ROUTES as SCRIPTED
-from semkv.server.request_key import CanonicalRequest, Uncacheable, canonicalise
-from semkv.server.routes import ROUTES
+from semkv.server.request_key import CanonicalRequest, canonicalise
+from semkv.server.routes import ROUTES, Unkeyable
 from test_server_odd_upstreams import Odd
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -95,33 +92,12 @@ class TestTheVendorsClients:
         assert len(pair.upstream.calls) == before + 1
 
     @ASKS
-    def test_a_stream_and_a_whole_answer_are_apart(self, pair: Pair, ask: Ask) -> None:
-        answers = [ask(pair, f"both {ask.__name__}", stream=stream) for stream in (True, False, True, False)]
-        assert [said.split()[0] for _, said in answers] == ["miss", "miss", "hit", "hit"]
-        assert (answers[0][0], answers[1][0]) == (answers[2][0], answers[3][0])
-
-    @ASKS
     @STREAM
     def test_two_keys_never_share(self, pair: Pair, ask: Ask, stream: bool) -> None:
         text = f"whose {ask.__name__} {stream}?"
         answers = [ask(pair, text, stream=stream, key=key) for key in ("one", "two", "one")]
         assert [said.split()[0] for _, said in answers] == ["miss", "miss", "hit"]
         assert answers[0][0] == answers[2][0] != answers[1][0]
-
-    def test_helpers_of_the_clients_see_a_whole_stream(self, pair: Pair) -> None:
-        client = anthropic.Anthropic(base_url=pair.url, api_key="key", max_retries=0, timeout=120)
-        for _ in range(2):
-            with client.messages.stream(
-                model="scripted",
-                messages=[{"role": "user", "content": "[tool] help"}],
-                max_tokens=99,
-                extra_body={"temperature": 0},
-            ) as stream:
-                final = stream.get_final_message()
-            assert final.stop_reason == "tool_use"
-            with pair.client().responses.stream(model="scripted", input="help", store=False, temperature=0) as events:
-                assert events.get_final_response().output_text == "You said: help"
-        assert pair.metric("semkv_faults_total") == 0
 
     def test_embeddings(self, pair: Pair) -> None:
         ask = {"model": "e", "input": ["a", "bcd"], "encoding_format": "float"}
@@ -140,10 +116,6 @@ def test_every_route_is_answered_byte_for_byte_on_its_own(pair: Pair, path: str)
     assert kind(post(pair, path, body_for(path, f"on {path}"), Authorization="Bearer other")) == "miss"
     assert {"stream", "stream_options"}.isdisjoint(pair.upstream.calls[-1]), "what is sent on is what came"
     assert pair.metric("semkv_faults_total") == 0
-
-
-def test_the_table_and_the_scripted_server_know_the_same_routes() -> None:
-    assert {*SCRIPTED, "/v1/chat/completions", "/v1/completions"} == ROUTES.keys()
 
 
 class TestNotKept:
@@ -165,11 +137,6 @@ class TestNotKept:
         for _ in range(2):
             with pytest.raises((openai.APIError, anthropic.APIError), match="upstream"):
                 ask(pair, f"[cut] short {ask.__name__}", stream=True)
-
-    @ASKS
-    def test_an_error_in_a_stream_is_the_servers_own(self, pair: Pair, ask: Ask) -> None:
-        with pytest.raises((openai.APIError, anthropic.APIError), match="scripted"):
-            ask(pair, f"[error] in {ask.__name__}", stream=True)
 
     @pytest.mark.parametrize("path", GENERATES)
     def test_what_is_drawn_at_random(self, pair: Pair, path: str) -> None:
@@ -247,22 +214,19 @@ STATEFUL: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def canonical(path: str, body: dict[str, Any], **more: Any) -> CanonicalRequest | Uncacheable:
+def canonical(path: str, body: dict[str, Any], **more: Any) -> CanonicalRequest:
     return canonicalise(path, body, tenant="t", secret=b"secret", **more)
 
 
 def key(path: str, body: dict[str, Any], **more: Any) -> str:
-    found = canonical(path, body, **more)
-    assert isinstance(found, CanonicalRequest), found
-    return found.key
+    return canonical(path, body, **more).key
 
 
 class TestPassed:
     @pytest.mark.parametrize(("path", "more", "why"), STATEFUL, ids=str)
     def test_what_depends_on_more_than_the_request(self, path: str, more: dict[str, Any], why: str) -> None:
-        found = canonical(path, body_for(path, **more))
-        assert isinstance(found, Uncacheable)
-        assert found.reason.startswith(why)
+        with pytest.raises(Unkeyable, match=why):
+            canonical(path, body_for(path, **more))
 
     @pytest.mark.parametrize(("path", "more"), [(RESPONSES, {"store": True}), (MESSAGES, {"container": "c"})], ids=str)
     @STREAM
@@ -273,10 +237,6 @@ class TestPassed:
         assert answers[0].content != answers[1].content
         assert {k: v for k, v in pair.upstream.calls[-1].items() if k != "cache_salt"} == body
         assert 'semkv_uncacheable_total{reason="stateful"}' in httpx.get(f"{pair.url}/metrics").text
-
-    def test_tokens_are_counted_by_the_server(self, pair: Pair) -> None:
-        answer = post(pair, "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]})
-        assert kind(answer) == "pass reason=route"
 
 
 class TestKeys:
@@ -302,11 +262,6 @@ class TestKeys:
             assert key(RESPONSES, body_for(RESPONSES, **{name: "x"})) != key(RESPONSES, body_for(RESPONSES))
         assert key(MESSAGES, body_for(MESSAGES, metadata={"user_id": "x"})) == key(MESSAGES, body_for(MESSAGES))
 
-    def test_what_does_not_change_it_is_not(self) -> None:
-        for path in NEW:
-            for more in ({"request_id": "7"}, {"stream": False}, {"stream": None}, {"priority": 1}):
-                assert key(path, body_for(path, **more)) == key(path, body_for(path)), path
-
     def test_whole_conversations_have_one(self) -> None:
         call = {
             "type": "function_call",
@@ -325,7 +280,6 @@ class TestKeys:
         picture = {"role": "user", "content": [{"type": "input_image", "image_url": PIXEL, "detail": "auto"}]}
         result = {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "d"}]}
         found = canonical(RESPONSES, body_for(RESPONSES, input=[picture, thought, call, result, said, ITEM]))
-        assert isinstance(found, CanonicalRequest)
         assert (found.prompt, found.request) == ("a", None)
         source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
         texts = [{"type": "text", "text": "b"}]
@@ -336,33 +290,8 @@ class TestKeys:
         ]
         system = [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}]
         found = canonical(MESSAGES, body_for(MESSAGES, messages=turns[:1], system=system))
-        assert isinstance(found, CanonicalRequest)
         assert (found.prompt, found.request, found.body()["messages"]) == ("a", None, turns[:1])
         assert key(MESSAGES, body_for(MESSAGES, messages=turns)) != found.key
-
-    def test_remote_pictures_by_address_where_that_is_wanted(self) -> None:
-        image = {"type": "input_image", "image_url": "https://a.example/x.png"}
-        assert key(RESPONSES, body_for(RESPONSES, input=[{"role": "user", "content": [image]}]), remote_media=True)
-        source = {"type": "url", "url": "https://a.example/x.png"}
-        turn = {"role": "user", "content": [{"type": "image", "source": source}]}
-        assert key(MESSAGES, body_for(MESSAGES, messages=[turn]), remote_media=True)
-
-    def test_headers_of_anthropics_api_count(self, pair: Pair) -> None:
-        body = body_for(MESSAGES, "by header")
-        ways = [
-            {"anthropic-version": "1"},
-            {"anthropic-version": "2"},
-            {"anthropic-beta": "new"},
-            {"anthropic-beta": "new"},
-        ]
-        assert [kind(post(pair, MESSAGES, body, **way)).split()[0] for way in ways] == ["miss", "miss", "miss", "hit"]
-
-    def test_rules_and_invalidations_see_the_prompt(self, pair: Pair) -> None:
-        for path in NEW:
-            post(pair, path, body_for(path, f"forget me {path}"))
-        count = pair.admin("invalidate", {"prefix": "forget me", "dry_run": False}).json()["count"]
-        assert count == len(NEW)
-        assert kind(post(pair, NEW[0], body_for(NEW[0], f"forget me {NEW[0]}"))) == "miss"
 
 
 class TestSingleFlight:
@@ -427,97 +356,10 @@ VALUES = st.recursive(
 )
 
 
-def digest_of(path: str, body: Any) -> str:
-    """What an answer to this body may depend on: all of it, but what is documented to leave answers alone."""
-    if not isinstance(body, dict):
-        return ""
-    left_alone = set("stream_options user safety_identifier metadata store request_id session_id priority".split())
-    left_alone |= {"prompt_cache_key", "cache_salt", "stream_interval"}
-    if path == RESPONSES:
-        left_alone -= {"user", "safety_identifier", "metadata", "prompt_cache_key"}
-    if ROUTES[path].converts or not body.get("stream"):
-        left_alone.add("stream")
-    whole = {n: int(v) if isinstance(v, float) and v.is_integer() and abs(v) < 2**53 else v for n, v in body.items()}
-    kept = {name: value for name, value in whole.items() if name not in left_alone}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
-class Digests:
-    """An upstream whose answers say what they were computed from."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":  # uvicorn does without
-            raise RuntimeError
-        raw, more = b"", True
-        while more:
-            message = await receive()
-            raw, more = raw + message.get("body", b""), message.get("more_body", False)
-        path, body = scope["path"], json.loads(raw)
-        digest, stream, said = digest_of(path, body), body.get("stream") is True, {"events": "1"}
-        name = "prompt" if path == "/v1/completions" else "messages"
-        asked = {name: [], "input": [], "documents": [], "text_2": [], "stream_options": {"include_usage": True}}
-        whole, streamed = SCRIPTED.get(path, (scripted_upstream.answer, scripted_upstream.chunks))
-        if stream and streamed is not None:
-            events = list(streamed(asked, digest, said))
-            out = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events)
-            out += b"" if "type" in events[0] else b"data: [DONE]\n\n"
-        else:
-            out = json.dumps({**whole(asked, digest, said), "id": digest, "data": [0], "results": [0]}).encode()
-        kind_of = EVENTS if stream and streamed is not None else b"application/json"
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind_of)]})
-        await send({"type": "http.response.body", "body": out})
-
-
-def whole_body(path: str) -> dict[str, Any]:
-    if path == "/v1/chat/completions":
-        return {"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": 0}
-    return {"model": "m", "prompt": "a", "temperature": 0} if path == "/v1/completions" else body_for(path)
-
-
-@pytest.fixture(scope="module")
-def digests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, httpx.Client]]:
-    with Pair(tmp_path_factory.mktemp("digests"), upstream=Digests()) as pair:
-        with httpx.Client(base_url=pair.url, timeout=120) as client:
-            yield pair, client
-        assert pair.metric("semkv_faults_total") == 0
-
-
 FIELDS = st.dictionaries(st.sampled_from([*NAMES, *PARAMETERS]), VALUES, max_size=3)
 
 
 class TestHostileBodies:
-    @settings(max_examples=150, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(path=st.sampled_from(list(ROUTES)), more=FIELDS, change=FIELDS, stream=st.booleans())
-    def test_every_answer_is_one_to_its_own_body(
-        self, digests: tuple[Pair, httpx.Client], path: str, more: Any, change: Any, stream: bool
-    ) -> None:
-        """Of two requests that differ in anything, each gets its own answer, and again what it got before."""
-        one = {**whole_body(path), "stream": stream, **more}
-        other, given = {**one, **change}, {}
-        for body in (one, other, one, other):
-            answer = digests[1].post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
-            assert answer.status_code == 200, answer.text[:200]
-            if not kind(answer).startswith("pass"):
-                assert digest_of(path, body) in answer.text
-            if not kind(answer).startswith("pass") and not ROUTES[path].converts:
-                assert given.setdefault(json.dumps(body), answer.content) == answer.content, "byte for byte"
-
-    @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(
-        path=st.sampled_from(NEW),
-        more=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6),
-        payload=VALUES | st.binary(max_size=20),
-    )
-    @example(path="/v1/embeddings", more={}, payload={"data": [None]})
-    def test_no_value_in_any_place_is_a_fault(self, path: str, more: dict[str, Any], payload: Any) -> None:
-        found = canonical(path, body_for(path, **more), remote_media=True)
-        assert isinstance(found, CanonicalRequest | Uncacheable)
-        if isinstance(found, CanonicalRequest):
-            assert found.body()
-            assert found.request is None
-        raw = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-        assert ROUTES[path].refusal(raw), "nothing of this is whole"
-
     @pytest.mark.parametrize("path", NEW)
     def test_no_500(self, pair: Pair, path: str) -> None:
         deep = (

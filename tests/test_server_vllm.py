@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 from gateway_helpers import ADMIN, PATIENT, SECRET, Served
 from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
-from tiny_models import Checkpoint
 from vllm_server import PYTHON, VllmServer
 
 pytestmark = pytest.mark.engine
@@ -89,21 +87,6 @@ def test_a_picture_question_repeated_reworded_and_streamed(gateway: Served, serv
     assert said.startswith("hit")
 
 
-def test_text_alone_streams_logprobs_and_several_choices(gateway: Served) -> None:
-    more = {"n": 2, "logprobs": True, "top_logprobs": 2, "seed": 7, "temperature": 0.8}
-    first, said = ask(gateway.url, "What is blue?", **more)
-    again, repeated = ask(gateway.url, "What is blue?", **more)
-    assert (said, repeated.split()[0], first) == ("miss", "hit", again)
-    streamed, said = ask(gateway.url, "What is red?", stream=True, stream_options={"include_usage": True})
-    pieces = list(streamed)
-    whole, repeated = ask(gateway.url, "What is red?")
-    assert said == "miss"
-    if pieces[-2].choices[0].finish_reason == "stop":  # what was cut off is not kept
-        assert repeated.startswith("hit")
-        assert whole.usage == pieces[-1].usage
-    assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == whole.choices[0].message.content
-
-
 LOOK = {
     "type": "function",
     "function": {
@@ -120,70 +103,6 @@ LOOK = {
         },
     },
 }
-
-
-def called(answer: Any) -> tuple[Any, ...]:
-    """Id, name and arguments of the one tool call of an answer, and why it ended; of a stream as well."""
-    if hasattr(answer, "choices"):
-        (choice,) = answer.choices
-        (call,) = choice.message.tool_calls
-        return call.id, call.function.name, json.loads(call.function.arguments), choice.finish_reason
-    name = arguments = ""
-    known = reason = None
-    for piece in answer:
-        for choice in piece.choices:
-            reason = choice.finish_reason or reason
-            for call in choice.delta.tool_calls or ():
-                known = call.id or known
-                name += call.function.name or ""
-                arguments += call.function.arguments or ""
-    return known, name, json.loads(arguments), reason
-
-
-@pytest.mark.parametrize("first_streams", [False, True])
-def test_a_tool_call_is_kept_and_replayed_in_both_forms(gateway: Served, first_streams: bool) -> None:
-    """The model knows no tools; the server holds it to the schema of the one that the request names."""
-    choice = {"type": "function", "function": {"name": "look"}}
-    tools: dict[str, Any] = {"tools": [LOOK], "tool_choice": choice, "max_tokens": 96}
-    question = f"What is there to see, if {first_streams}?"
-    first, said = ask(gateway.url, question, stream=first_streams, **tools)
-    assert said == "miss"
-    known, name, arguments, reason = called(first)
-    assert known
-    assert name == "look"
-    assert arguments["color"] in ("red", "blue", "green")
-    assert isinstance(arguments["large"], bool)
-    assert reason in ("stop", "tool_calls")
-    for stream in (first_streams, not first_streams):
-        again, said = ask(gateway.url, question, stream=stream, **tools)
-        assert said.startswith("hit tier=exact")
-        assert called(again) == (known, name, arguments, reason)
-    other = {**LOOK["function"], "description": "Another tool."}
-    changed = {**tools, "tools": [{"type": "function", "function": other}]}
-    assert ask(gateway.url, question, **changed)[1] == "miss", "tools are part of the key"
-
-
-def test_structured_answers_are_kept(gateway: Served) -> None:
-    schema = LOOK["function"]["parameters"]
-    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "seen", "schema": schema}}}
-    first, said = ask(gateway.url, "What is there?", max_tokens=96, **form)
-    again, repeated = ask(gateway.url, "What is there?", max_tokens=96, **form)
-    assert (said, repeated.split()[0], first) == ("miss", "hit", again)
-    assert json.loads(text(first)).keys() == {"color", "large"}
-
-
-def test_stored_responses_pass_and_keep_tenants_apart(gateway: Served) -> None:
-    def respond(key: str, **more: Any) -> Any:
-        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=120)
-        prompt = "What color is the large cube? " * 30
-        return client.responses.create(model=MODEL, input=prompt, max_output_tokens=8, temperature=0, **more)
-
-    first = respond("one")
-    assert first.output_text
-    assert [event.type for event in respond("one", stream=True)][-1] in ("response.completed", "response.incomplete")
-    cached = {key: respond(key).usage.input_tokens_details.cached_tokens for key in ("one", "two")}
-    assert cached["one"] > 0
-    assert cached["two"] == 0, "another tenant finds nothing in the server's prefix cache"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -221,29 +140,6 @@ def test_responses_and_messages_are_kept_where_the_server_holds_no_state(gateway
     assert all(kept.values())
 
 
-def test_embeddings_ranks_and_scores(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    command = [*PYTHON, "--model", str(checkpoint("opt")), "--served-model-name", "tiny", "--max-model-len", "128"]
-    embeds = ["--runner", "pooling", "--convert", "embed"]
-    with VllmServer([*command, *embeds], tmp_path / "log") as server:
-        settings = ServerSettings(upstream=server.url, cache_dir=tmp_path, semantic=False, **PATIENT)
-        with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
-            client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="k", max_retries=0, timeout=120)
-            texts = ["What color is the car?", "Is there a dog?"]
-            first, again = (client.embeddings.with_raw_response.create(model="tiny", input=texts) for _ in range(2))
-            assert (first.headers["x-semkv"], again.headers["x-semkv"].split()[0]) == ("miss", "hit")
-            assert first.parse() == again.parse()
-            assert len(again.parse().data[1].embedding) == 128
-            rank = {"model": "tiny", "query": texts[0], "documents": texts}
-            score = {"model": "tiny", "text_1": texts[0], "text_2": texts}
-            bodies = {"/rerank": rank, "/v1/rerank": rank, "/v2/rerank": rank, "/score": score, "/v1/score": score}
-            for path, body in bodies.items():
-                answers = [httpx.post(f"{front.url}{path}", json=body, timeout=120) for _ in range(2)]
-                assert [a.headers["x-semkv"].split()[0] for a in answers] == ["miss", "hit"], answers[0].text
-                assert answers[0].content == answers[1].content
-            best = httpx.post(f"{front.url}/rerank", json=rank, timeout=120).json()["results"][0]
-            assert best["document"]["text"] == texts[0]
-
-
 def test_what_is_not_cached_does_not_share_the_servers_prefixes_either(gateway: Served) -> None:
     question = "What shape is the small green thing? " * 30
 
@@ -255,16 +151,6 @@ def test_what_is_not_cached_does_not_share_the_servers_prefixes_either(gateway: 
     assert cached("first") == 0
     assert cached("first") > 0
     assert cached("second") == 0
-
-
-def test_errors_are_the_servers_own(gateway: Served, servers: Servers) -> None:
-    for more in ({"model": "nobody"}, {"temperature": -1}, {"tools": [{"type": "function"}]}, {"max_tokens": 9999}):
-        found = []
-        for url in (servers[0].url, gateway.url):
-            with pytest.raises(openai.APIStatusError) as error:
-                ask(url, "Why?", **more)
-            found.append((error.value.status_code, error.value.body))
-        assert found[0] == found[1]
 
 
 def test_inside_vllm(servers: Servers) -> None:

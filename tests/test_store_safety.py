@@ -133,6 +133,7 @@ def test_killed_at_any_moment_the_store_opens_and_serves_only_what_is_right(
             lose_index(root)
         store = open_store(root, bounds)
         assert store.on
+        store.sweep()
         assert {path.name.partition(".")[0] for path in files(root)} <= set(store.files())
         assert on_disk(root) <= bounds.max_bytes
         kept += sum(right(store, first, 1) for first in saved[-8:])
@@ -141,6 +142,7 @@ def test_killed_at_any_moment_the_store_opens_and_serves_only_what_is_right(
     assert kept > 100  # the latest acknowledged values survive the kill
     monkeypatch.setattr(block_index, "PENDING_S", 0.0)  # dead writers' reservations are given up in time
     store = open_store(root, bounds)
+    store.sweep()
     assert store.totals()[0] == len(list((root / "extents").glob("??/*.safetensors")))
     assert not list((root / "extents").glob("??/*.tmp"))
 
@@ -188,7 +190,7 @@ def test_any_flipped_bit_of_the_index_stops_nothing(memory: Path, pristine: Path
 
 
 @pytest.mark.parametrize("content", [b"not a database" * 999, b"", b"SQLite format 3\0" * 99])
-def test_a_damaged_index_is_rebuilt_with_one_warning(
+def test_a_damaged_index_begins_an_empty_store_with_one_warning(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store(tmp_path)
@@ -196,28 +198,34 @@ def test_a_damaged_index_is_rebuilt_with_one_warning(
     store.close()
     (tmp_path / "index.sqlite").write_bytes(content)
     store = open_store(tmp_path)
+    assert right(store, 0, 3) == 0
+    assert files(tmp_path) == []
+    assert save(store, 0, 3)
     assert right(store, 0, 3) == 3
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == (1 if content else 0)
 
 
-def test_an_index_damaged_while_it_is_open_is_rebuilt_once_a_minute(
+def test_an_index_damaged_while_it_is_open_is_begun_anew_once_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path)
-    for _ in range(2):
-        save(store, 0, 3)
-        assert store._index is not None
+    find = block_index.find
 
-        def broken(*_: object) -> None:
-            raise sqlite3.DatabaseError("malformed")
+    def broken(*_: object) -> None:
+        monkeypatch.setattr(block_index, "find", find)
+        raise sqlite3.DatabaseError("malformed")
 
-        store._index._read = broken  # type: ignore[method-assign, assignment]
-        assert found(store, 0, 3) == 0
-        store.totals()  # which may wait
+    save(store, 0, 3)
+    monkeypatch.setattr(block_index, "find", broken)
+    assert found(store, 0, 3) == 0
+    assert save(store, 0, 3)
+    assert right(store, 0, 3) == 3
+    monkeypatch.setattr(block_index, "find", broken)
+    assert found(store, 0, 3) == 0
     assert not store.on, "damaged again so soon"
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
     monkeypatch.setattr(store, "_open_after", 0.0)  # a minute later
-    assert store.totals()[1] == 3
+    assert save(store, 0, 3)
 
 
 @settings(
@@ -235,7 +243,7 @@ def test_the_reader_takes_any_bytes(tmp_path: Path, junk: bytes, length: int, te
     ):
         path.write_bytes(data)
         with pytest.raises(CorruptValue):
-            BlockFile.open(path, "kv", "f" * 16)
+            BlockFile(path, kind="kv")
 
 
 JUNK = st.recursive(
@@ -257,7 +265,7 @@ def test_the_reader_takes_any_header(pristine: Path, field: str, junk: object) -
     raw, file = path.read_bytes(), path.name.partition(".")[0]
     try:
         rewrite(path, **{field: junk})
-        with contextlib.suppress(CorruptValue), BlockFile.open(path, "kv", file) as opened:
+        with contextlib.suppress(CorruptValue), BlockFile(path, kind="kv", file=file) as opened:
             memory = np.zeros((4, 512), np.uint8)
             opened.read(0, list(memory))
     finally:

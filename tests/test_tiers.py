@@ -15,13 +15,8 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.encoders.text import SentenceEncoder
 from semkv.keys import normalise
-from semkv.tiers.policies import build_policy
 from semkv.tiers.prompt_keys import SKETCH, Keyed, exact_sentences, sentences, sketch
 from semkv.types import (
-    EmbeddingLayer,
-    Entry,
-    Exactness,
-    Match,
     MediaSegment,
     Namespace,
     Request,
@@ -81,17 +76,6 @@ def test_exact_sentences_are_the_text(text: str) -> None:
     assert "".join(exact_sentences(text)) == text
 
 
-def test_exact_sentences() -> None:
-    assert exact_sentences("The first.  And a\nsecond! Version 3.5 ") == [
-        "The first.",
-        "  And a\nsecond!",
-        " Version 3.5 ",
-    ]
-    assert exact_sentences("一つ。二つ。 ") == ["一つ。", "二つ。", " "]
-    assert [len(p.split()) for p in exact_sentences("word " * 150)] == [64, 64, 22]
-    assert exact_sentences("") == []
-
-
 def test_near_equal_documents_share_most_of_a_bounded_sketch() -> None:
     rng = random.Random(0)
     document = [f"sentence {rng.random()}" for _ in range(500)]
@@ -106,27 +90,6 @@ def test_near_equal_documents_share_most_of_a_bounded_sketch() -> None:
 
 
 # -- decisions and faults ---------------------------------------------------------------------------------------------
-
-
-def test_the_fixed_threshold_is_that_of_the_tier() -> None:
-    config = CacheConfig(
-        Path(),
-        similarity_threshold=0.9,
-        embedding_layers=(EmbeddingLayer("prompt", 3, 0.7),),
-        embedding_hook="prompt",
-    )
-    decider = build_policy(config, "")
-    request = Request("1", HERE, (TextSegment("q"),))
-    donor = Entry("e", HERE, (), "", "")
-
-    def accepts(tier: str, score: float) -> bool:
-        return decider.accept(request, donor, Match(tier, "e", score, Exactness.APPROXIMATE)).accept
-
-    assert accepts("semantic_text", 0.9)
-    assert not accepts("semantic_text", 0.89)
-    assert accepts("embedding:prompt", 0.7)
-    assert not accepts("embedding:prompt", 0.69)
-    assert accepts("exact_text", 0.0)
 
 
 # -- with the real encoder --------------------------------------------------------------------------------------------
@@ -179,14 +142,6 @@ def test_a_guard_stops_what_the_encoder_lets_through(tmp_path: Path, encoder: Se
 
 
 @packaged
-def test_a_guard_reads_the_changed_sentence_of_a_context(tmp_path: Path, encoder: SentenceEncoder) -> None:
-    cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.9), text_encoder=encoder)
-    ending = " The filter is changed after %d days of work."
-    assert asked(cache, context(MANUAL + ending % 30), TextSegment("When to clean?")) == ""
-    assert asked(cache, context(MANUAL + ending % 90), TextSegment("When to change the filter?")) == ""
-
-
-@packaged
 def test_minilm_serves_a_long_context_with_a_reworded_sentence(tmp_path: Path, encoder: SentenceEncoder) -> None:
     cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.9), text_encoder=encoder)
     ending = " You should call the support line if the machine does not start."
@@ -199,13 +154,6 @@ def test_minilm_serves_a_long_context_with_a_reworded_sentence(tmp_path: Path, e
     assert asked(cache, context(MANUAL + other), TextSegment("Whom to call?")) == "text:semantic/context"
     assert asked(cache, context(MANUAL + wrong), TextSegment("Whom to call, then?")) == ""
     assert cache.stats().entries == 5
-
-
-@packaged
-def test_texts_with_the_same_first_512_tokens_do_not_match(tmp_path: Path, encoder: SentenceEncoder) -> None:
-    cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.5), text_encoder=encoder)
-    assert asked(cache, TextSegment(MANUAL * 2 + " What is in section 3?")) == ""
-    assert asked(cache, TextSegment(MANUAL * 2 + " Who wrote this text?")) == ""
 
 
 @pytest.mark.parametrize(

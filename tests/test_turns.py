@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from cache_helpers import Bench
 from command_line import invoke
 from gateway_helpers import (
     NEAR,
@@ -30,7 +29,6 @@ from gateway_helpers import (
     wait_until,
     words,
 )
-from semkv.types import EmbeddingLayer, PolicyName
 
 Messages = list[dict[str, Any]]
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "bench/data/last_turns.jsonl").open()]
@@ -131,11 +129,6 @@ def test_after_an_equal_beginning_a_rewording_hits_as_a_single_turn_does(
     assert reworded(pair, FORMS[form], SAME) == alone
 
 
-def test_after_an_equal_beginning_no_other_question_hits(pair: Pair) -> None:
-    assert len(TRAPS) >= 60
-    assert set(reworded(pair, FORMS["second turn"], TRAPS)) == {"miss"}
-
-
 def test_300_conversations_with_equal_last_turns_share_nothing(pair: Pair) -> None:
     tenant = a_tenant()
     things = [f"{a} {b}" for a, b in itertools.product(("red", "old", "big"), (f"house {n}" for n in range(100)))]
@@ -197,22 +190,6 @@ def test_after_another_beginning_neither_the_same_words_nor_similar_ones_hit(pai
     assert send(pair, ending(own, OTHER), a_tenant())[0] == "miss", "another tenant"
 
 
-def test_settings_of_the_model_keep_turns_apart(pair: Pair) -> None:
-    tenant = a_tenant()
-    assert send(pair, FORMS["second turn"](ONE), tenant)[0] == "miss"
-    recorded(pair)
-    for more in ({"model": "another"}, {"tools": [{"type": "function", "function": {"name": "look"}}]}):
-        assert send(pair, FORMS["second turn"](OTHER), tenant, **more)[0] == "miss"
-
-
-def test_a_beginning_typed_in_another_way_is_the_same(pair: Pair) -> None:
-    tenant = a_tenant()
-    assert send(pair, FORMS["second turn"](ONE), tenant)[0] == "miss"
-    recorded(pair)
-    typed = [user("tell me about  Lisbon."), CHAT[1], user(OTHER)]
-    assert send(pair, typed, tenant)[0] == "text:semantic"
-
-
 def test_a_rewording_joins_the_turn_that_is_on_its_way(pair: Pair) -> None:
     tenant = a_tenant()
     send(pair, FORMS["second turn"]("Where is it?"), tenant)
@@ -224,18 +201,6 @@ def test_a_rewording_joins_the_turn_that_is_on_its_way(pair: Pair) -> None:
     assert said(answer) == said(first.result())
     assert answer.headers["x-semkv"].endswith("joined")
     assert len(pair.upstream.calls) == 1
-
-
-def test_a_known_beginning_alone_is_nothing_found(pair: Pair) -> None:
-    """Else a gateway for conversations would make every miss wait for its lookup."""
-    tenant, cache = a_tenant(), pair.app.gateway.cache
-    send(pair, FORMS["second turn"](ONE), tenant)
-    recorded(pair)
-    shares = []
-    for text in ("Where is it?", "Who was the first emperor of Rome?"):
-        assert send(pair, FORMS["second turn"](text), tenant)[0] == "miss"
-        shares.append(cache.found_share)
-    assert max(shares) < 1.0
 
 
 def test_turns_are_found_after_a_restart_and_not_after_a_purge(tmp_path: Path) -> None:
@@ -259,39 +224,3 @@ def test_turns_are_found_after_a_restart_and_not_after_a_purge(tmp_path: Path) -
 
 
 # -- in the library ---------------------------------------------------------------------------------------------------
-
-
-def test_partitions_go_with_their_entries(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, embedding_layers=(), embedding_hook="none", max_entries=10)
-    for number in range(60):
-        bench.ask("color", context=f"Document {number}.")
-    (index,) = bench.cache._matching._similar.indexes()
-    assert len(index._partitions) == len(index) <= 10
-    assert index._worker is None, "no thread for small partitions"
-    assert bench.look("color~0.95", context="Document 59.").plan.full
-    assert not bench.look("color~0.95", context="Document 0.").hit
-    bench.reopen()
-    assert bench.look("color~0.95", context="Document 59.").plan.full
-
-
-def test_a_question_after_a_known_document_has_vectors_of_all_layers(tmp_path: Path) -> None:
-    layers = (EmbeddingLayer("prompt", 64, 0.8), EmbeddingLayer("other", 64, 0.8))
-    bench = Bench(tmp_path, embedding_layers=layers, semantic=False)
-    bench.hook.other = "thing"
-    bench.ask("shape", context="A document.")
-    assert bench.ask("color", context="A document.").provenance == "text:exact/context"
-    report = bench.look("color~0.95", context="A document.")
-    assert report.plan.full
-    assert report.provenance == "embedding:prompt"
-
-
-def test_the_bounded_policy_learns_from_turns_too(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"policy": PolicyName.BOUNDED, "max_error_rate": 0.01, "similarity_threshold": 0.9}
-    bench = Bench(tmp_path, embedding_layers=(), embedding_hook="none", **settings)
-    bench.ask("first", context="A document.", response="yes")
-    for number in range(300):
-        bench.ask(f"topic {number}", context="A document.", response="yes")
-        report = bench.ask(f"topic {number}~0.97", context="A document.", response="yes")
-        if bench.cache.should_check(report):
-            assert bench.cache.checked(report.hit_id, True)
-    assert bench.cache.stats().hits.get("semantic_text", 0) > 30

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from semkv.engines.base import Engine, EnginePrompt, EngineResult
     from semkv.engines.fusion import FusionEngine, FusionProvider
     from semkv.errors import ConfigError, SemkvError, StoreError
+    from semkv.index import Index
     from semkv.keys import media_id, model_fingerprint
     from semkv.stores.fusion import FusionStore
     from semkv.stores.responses.base import ResponseStore
-    from semkv.tiers.base import Index, Tier
+    from semkv.tiers.base import Tier
     from semkv.tiers.policies import Decider, Decision
     from semkv.types import (
         CacheMode,
@@ -94,7 +95,8 @@ _MODULES = {
     "keys": "media_id model_fingerprint",
     "stores.fusion": "FusionStore",
     "stores.responses.base": "ResponseStore",
-    "tiers.base": "Index Tier",
+    "index": "Index",
+    "tiers.base": "Tier",
     "tiers.policies": "Decider Decision",
 }
 _ELSEWHERE = {name: module for module, names in _MODULES.items() for name in names.split()}  # the rest: `semkv.types`

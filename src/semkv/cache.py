@@ -32,15 +32,16 @@ from semkv.encoders.hooks import EmbeddingHook, JoinedHook, build_hook, declared
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import ConfigError, StoreError
 from semkv.guards import forget, no_veto, veto
-from semkv.stores.catalog import Catalog, Removed
+from semkv.index import Index
+from semkv.stores.catalog import Catalog, Record, Removed
 from semkv.stores.media import MediaStore
-from semkv.tiers.base import Index, Tally, Tier
+from semkv.tiers.base import Tally, Tier
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
 from semkv.tiers.matching import Matching
-from semkv.tiers.plan import ImageGuard, PendingTier, Planner
+from semkv.tiers.plan import PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.sharing import EntryLog, Sharing
-from semkv.tiers.similar import wrong_dimension
+from semkv.tiers.similar import SimilarTier, wrong_dimension
 from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport, Scope
 
 if TYPE_CHECKING:
@@ -93,11 +94,8 @@ class CacheStats:
 
     @property
     def wrong_rate(self) -> float | None:
-        """Share of approximate hits that are wrong, from the random sample; None where nothing was checked.
-
-        As the comparator sees it, not corrected for its errors (Rogan and Gladen, 1978): they depend on how the answers
-        are worded. Long answers that are merely reworded count as wrong, so there it is rather too high.
-        """
+        """Share of approximate hits that are wrong, from the random sample, as the comparator sees it: not corrected
+        for its errors, which take reworded answers for wrong. None where nothing was checked."""
         return self.checked_wrong / self.checked if self.checked else None
 
     @property
@@ -167,18 +165,20 @@ class SemanticCache:
             hook.fingerprint if encoder is None else encoder.fingerprint,
             self._tally,
         )
-        folds = config.normalised
-        images = ImageGuard(self.media, self._roots) if guard is veto and config.scope is Scope.MEDIA else None
+        compare_images = guard is veto and config.scope is Scope.MEDIA
         self._planner = Planner(
-            self.media, self._decider, guard, self._checking, self._tally, images=images, normalised=folds
+            config, self.media, self._decider, guard, self._checking, self._tally, compare_images=compare_images
         )
         self.pending = PendingTier(config, floor, self._planner, self._checking, self._tally)
+        self._similar = SimilarTier(config, self._catalog, hook.fingerprint, encoder, floor, self._tally, index)
         self._matching = Matching(
-            config, self._catalog, hook, encoder, self._planner, guard, floor, self._tally, index, tiers
+            config, self._catalog, hook, encoder, self._planner, guard, self._similar, self._tally, tiers
         )
         self._sharing = None
         if log is not None:
-            self._sharing = Sharing(log, self._catalog, self._matching, self._forget, self._forget_removed, self._tally)
+            self._sharing = Sharing(
+                log, self._catalog, self._matching.shared_record, self._add, self._forget_removed, self._tally
+            )
 
     def __enter__(self) -> SemanticCache:
         return self
@@ -191,7 +191,7 @@ class SemanticCache:
         if self._sharing is not None:
             self._sharing.close()
         self._checking.save()
-        self._matching.close()
+        self._similar.close()
         self._catalog.close()
 
     def warm_up(self) -> None:
@@ -252,9 +252,8 @@ class SemanticCache:
     ) -> str | None:
         """Record what the engine computed: the canonical prompt of ``report`` and its answer.
 
-        A request that a donor served whole adds nothing, so donors never come from donors: `try_reuse` has counted the
-        hit on the donor.
-        A prompt that is stored already, byte for byte, keeps its first answer.
+        A request that a donor served whole adds nothing, so donors never come from donors. A prompt that is stored
+        already, byte for byte, keeps its first answer.
 
         Args:
             report: what `try_reuse` returned for the request.
@@ -280,25 +279,29 @@ class SemanticCache:
                     return match.entry_id if there else None
             record = self._matching.record(report, response, all_tags, dict(metadata or {}), now)
             self._keep_media(record.entry)
-            new, removed = self._catalog.add(record)
+            new = self._add(record)
             self._tally.add("recorded" if new else "repeats")
-            self._forget(removed)
-            self._matching.refresh()
             if new and self._sharing is not None:
                 self._sharing.add(record)
             return record.entry.entry_id
         return None
 
+    def _add(self, record: Record) -> bool:
+        """Bring a record into the catalog and the indexes; whether it is new."""
+        new, removed = self._catalog.add(record)
+        self._forget(removed)
+        self._similar.refresh()
+        return new
+
     def _keep_media(self, entry: Entry) -> None:
         """Keep the bytes of an entry's images; without them it serves only requests that bring the same image."""
         for segment in Request("", entry.namespace, entry.segments, " ").media:
             if self.media.path(segment.media_id) is None:
-                data = read_media(segment, self._roots)
-                if data is None:
+                if (data := read_media(segment, self._roots)) is None:
                     self._tally.add("media not found")
-                    continue
-                with self._tally.boundary("media"):
-                    self.media.put(data)
+                else:
+                    with self._tally.boundary("media"):
+                        self.media.put(data)
 
     # -- checking -----------------------------------------------------------------------------------------------
 
@@ -341,7 +344,7 @@ class SemanticCache:
 
     def _forget(self, removed: Removed) -> None:
         with self._tally.boundary("catalog"):  # what it cannot be asked of is found out of step
-            self._matching.remove(removed.entry_ids)
+            self._similar.remove(removed.entry_ids)
         with self._tally.boundary("media"):
             for media_id in removed.media:
                 self.media.delete(media_id)

@@ -19,10 +19,12 @@ segments; everything below the canonical prompt is an exact cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from semkv.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,6 +141,31 @@ class EmbeddingLayer:
     name: str
     dim: int
     threshold: float = DEFAULT_LAYER_THRESHOLD
+
+    @classmethod
+    def parse(cls, spec: str | EmbeddingLayer) -> EmbeddingLayer:
+        """Read ``NAME:DIM[:THRESHOLD]``, for example ``prompt:384:0.8``; a layer is checked in the same way.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        form = "NAME:DIM[:THRESHOLD] such as prompt:384:0.8"
+        parts = str(spec).split(":") if isinstance(spec, str) else [str(part) for part in astuple(spec)]
+        try:
+            layer = cls(parts[0], *map(int, parts[1:2]), *map(float, parts[2:]))
+        except (TypeError, ValueError):
+            raise ConfigError("--embedding-layer", spec, form) from None
+        if not layer.name or not layer.name.isprintable() or layer.dim < 1:
+            raise ConfigError("--embedding-layer", spec, f"{form}, of a positive dimension")
+        if not 0.0 <= layer.threshold <= 1.0:
+            raise ConfigError("--embedding-layer", spec, f"{form}, a threshold from 0 to 1")
+        return layer
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(cls.parse)
 
 
 @dataclass(frozen=True, slots=True)

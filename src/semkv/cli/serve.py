@@ -155,29 +155,27 @@ async def _send_all(
     """How many answers were there already, and why requests failed."""
     import aiohttp
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import track
 
-    there, failures, waiting = 0, list[str](), iter(todo)
+    there, failures = 0, list[str]()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    columns = (TextColumn("warming"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=len(todo))
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    pool, timeout = aiohttp.TCPConnector(limit=concurrency), aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+    async with aiohttp.ClientSession(headers=headers, connector=pool, timeout=timeout) as session:
 
-            async def work() -> None:
-                nonlocal there
-                for path, body in waiting:
-                    try:
-                        async with session.post(url + path, json=body) as response:
-                            text = await response.text()
-                            if response.status != 200:
-                                failures.append(f"status {response.status}: {text[:200]}")
-                            elif response.headers.get("x-semkv", "").startswith("hit"):
-                                there += 1
-                    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                        failures.append(f"{type(error).__name__}: {error}")
-                    progress.advance(bar)
+        async def send(path: str, body: dict[str, Any]) -> bool:
+            """Whether the answer was there already."""
+            async with session.post(url + path, json=body) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise ValueError(f"status {response.status}: {text[:200]}")
+                return response.headers.get("x-semkv", "").startswith("hit")
 
-            await asyncio.gather(*(work() for _ in range(concurrency)))
+        sending = [asyncio.ensure_future(send(path, body)) for path, body in todo]
+        for done in track(asyncio.as_completed(sending), "warming", len(todo), console=Console(stderr=True)):
+            try:
+                there += await done
+            except ValueError as error:
+                failures.append(str(error))
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                failures.append(f"{type(error).__name__}: {error}")
     return there, failures

@@ -6,7 +6,7 @@ With semkv installed, this is all there is to type:
                      --ec-transfer-config '{"ec_connector": "SemECConnector", "ec_role": "ec_both"}'
 
 The directory is ``cache_dir`` in ``kv_connector_extra_config``, else ``SEMKV_CACHE_DIR``, else ``~/.cache/semkv``.
-All settings: `semkv.connectors.settings`.
+`KVSettings` and `ECSettings` describe what else may stand there.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from semkv.config import NOT_NEGATIVE, check, default_cache_dir
+from semkv.errors import ConfigError
+from semkv.stores.blocks import KV_MAX_BYTES, Bounds
+from semkv.stores.fusion import FUSION_MAX_BYTES
 
 KV_CONNECTOR = "SemKVConnector"
 EC_CONNECTOR = "SemECConnector"
@@ -24,7 +30,6 @@ EC_MODULE = "semkv.connectors.ec"
 SPEC = "SemKVSpec"
 SPEC_MODULE = "semkv.connectors.spec"
 TIER = "semkv"
-TIER_MODULE = "semkv.connectors.tier"
 
 FLOOR = (0, 32)
 """The oldest vLLM whose OffloadingConnector has out-of-tree tiers, partial promotion and hit sources."""
@@ -47,12 +52,9 @@ def register() -> None:
 
     if KV_CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(KV_CONNECTOR, KV_MODULE, KV_CONNECTOR)
-    if EC_CONNECTOR not in ECConnectorFactory._registry:
         ECConnectorFactory.register_connector(EC_CONNECTOR, EC_MODULE, EC_CONNECTOR)
-    if SPEC not in OffloadingSpecFactory._registry:
         OffloadingSpecFactory.register_spec(SPEC, SPEC_MODULE, SPEC)
-    if TIER not in SecondaryTierFactory._registry:
-        SecondaryTierFactory.register_tier(TIER, TIER_MODULE, "SemKVTier")
+        SecondaryTierFactory.register_tier(TIER, "semkv.connectors.tier", "SemKVTier")
 
 
 def too_old() -> str | None:
@@ -64,6 +66,100 @@ def too_old() -> str | None:
     if len(numbers) == 2 and numbers < FLOOR:
         return f"semkv needs vLLM {FLOOR[0]}.{FLOOR[1]} or newer, and {vllm.__version__} is installed"
     return None
+
+
+# -- settings, as they stand in kv_connector_extra_config and ec_connector_extra_config -------------------------------
+
+
+@dataclass(frozen=True)
+class KVSettings:
+    """Settings of the KV connector.
+
+    Attributes:
+        cache_dir: the directory; KV blocks go under ``kv``.
+        max_bytes: bound on the bytes of all KV block files in the directory; 0 for none.
+        max_blocks: bound on the blocks in the directory; 0 for none.
+        max_age_s: seconds after which a block is neither served, from host memory or the disk, nor kept; 0 for ever.
+        capture_decode: also store the blocks of generated tokens.
+        host_bytes: host memory for KV blocks, of all ranks together, in ``/dev/shm``; 0 takes 4 GiB beside a GPU and
+            256 MiB on a CPU. Where ``/dev/shm`` has less room, it gets four fifths of that.
+        break_even: do not load from the disk what is computed faster, by what was measured in this engine.
+        report: tell each request's outcome in its ``kv_transfer_params``, under ``semkv``.
+        fixed_weights: the weights of a running engine are never exchanged. Then what is stored stays through sleep,
+            pause and resets, at which vLLM does not tell whether other weights follow. Never set it where they do:
+            what the old weights computed would be served.
+        secondary_tiers: tiers of vLLM below host memory (``p2p``, ``obj``, ...) in the order of their lookup. The
+            entry ``{"type": "semkv"}`` is ours; without it ours comes first.
+    """
+
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    max_bytes: Annotated[int, NOT_NEGATIVE] = KV_MAX_BYTES
+    max_blocks: Annotated[int, NOT_NEGATIVE] = 0
+    max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    capture_decode: bool = False
+    host_bytes: Annotated[int, NOT_NEGATIVE] = 0
+    break_even: bool = True
+    report: bool = True
+    fixed_weights: bool = False
+    secondary_tiers: tuple[dict[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        check(self, flags=False)
+        if not all(tier.get("type") for tier in self.secondary_tiers):
+            raise ConfigError("secondary_tiers", list(self.secondary_tiers), "a list of objects, each with a type")
+        if sum(tier.get("type") == TIER for tier in self.secondary_tiers) > 1:
+            raise ConfigError("secondary_tiers", list(self.secondary_tiers), f"at most one tier of type {TIER!r}")
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.max_bytes, self.max_blocks, self.max_age_s)
+
+    def tiers(self) -> list[dict[str, Any]]:
+        """All tiers below host memory, ours among them."""
+        tiers = [dict(tier) for tier in self.secondary_tiers]
+        return tiers if any(tier.get("type") == TIER for tier in tiers) else [{"type": TIER}, *tiers]
+
+
+@dataclass(frozen=True)
+class ECSettings:
+    """Settings of the encoder-cache connector.
+
+    Attributes:
+        cache_dir: the directory; fusion states go under ``fusion``.
+        fusion_dir: the fusion states' own directory instead of ``cache_dir/fusion``.
+        max_bytes: bound on the bytes of all fusion states in the directory; 0 for none.
+        max_age_s: seconds after which a state is neither served nor kept; 0 for ever.
+    """
+
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    fusion_dir: Path | None = None
+    max_bytes: Annotated[int, NOT_NEGATIVE] = FUSION_MAX_BYTES
+    max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
+
+    def __post_init__(self) -> None:
+        check(self, flags=False)
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.max_bytes, max_age_s=self.max_age_s)
+
+    @property
+    def root(self) -> Path:
+        return self.fusion_dir or self.cache_dir / "fusion"
+
+
+_S = TypeVar("_S", KVSettings, ECSettings)
+
+
+def read_settings(kind: type[_S], extra: Mapping[str, Any] | None) -> _S:
+    """Make settings from a connector's extra config.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type or range.
+    """
+    known = [item.name for item in fields(kind)]
+    for key in extra or {}:
+        if key not in known:
+            raise ConfigError(f"{kind.__name__} key", key, known)
+    return kind(**(extra or {}))
 
 
 # -- what they did for one request, read from vLLM's output -----------------------------------------------------------
@@ -92,35 +188,29 @@ class ConnectorOutcome:
     cached_tokens: int | None = None
 
 
-def _report(params: object, name: str = REPORT_KEY) -> Mapping[str, Any]:
-    report = params.get(name) if isinstance(params, Mapping) else None
-    return report if isinstance(report, Mapping) else {}
-
-
-def _int(value: object) -> int | None:
-    return value if isinstance(value, int) else None
-
-
 def read_outcome(output: object) -> ConnectorOutcome:
     """Read the outcome from a vLLM ``RequestOutput``, or from any object with the same attributes. The reports of
     several SemKVConnectors in one MultiConnector, of which one loads for a request, are added up."""
-    params = getattr(output, "kv_transfer_params", None)
-    names = [name for name in params if name.startswith(REPORT_KEY)] if isinstance(params, Mapping) else []
-    reports = [_report(params, name) for name in names]
-    loaded = [n for report in reports if (n := _int(report.get("loaded_tokens"))) is not None]
-    sources: Counter[str] = Counter()
-    for report in reports:
-        sources.update(report.get("sources") or {})
-    ec = _report(getattr(output, "ec_transfer_params", None))
+    kv, ec = _reports(output, "kv_transfer_params"), _reports(output, "ec_transfer_params")
+    loaded, sources = [report["loaded_tokens"] for report in kv if "loaded_tokens" in report], Counter[str]()
+    for report in kv:
+        sources.update(report.get("sources", {}))
     return ConnectorOutcome(
         loaded_tokens=sum(loaded) if loaded else None,
         sources=dict(sources),
-        fusion_loaded=_int(ec.get("loaded")),
-        fusion_encoded=_int(ec.get("encoded")),
-        cached_tokens=_int(getattr(output, "num_cached_tokens", None)),
+        fusion_loaded=ec[0].get("loaded") if ec else None,
+        fusion_encoded=ec[0].get("encoded") if ec else None,
+        cached_tokens=getattr(output, "num_cached_tokens", None),
     )
+
+
+def _reports(output: object, where: str) -> list[Mapping[str, Any]]:
+    params = getattr(output, where, None)
+    found = [params[name] for name in params if name.startswith(REPORT_KEY)] if isinstance(params, Mapping) else []
+    return [report for report in found if isinstance(report, Mapping)]
 
 
 def wants_skip(params: object) -> bool:
     """Whether a request's ``kv_transfer_params`` (or ``ec_transfer_params``) say ``{"semkv": {"skip": true}}``."""
-    return _report(params).get("skip") is True
+    asked = params.get(REPORT_KEY) if isinstance(params, Mapping) else None
+    return isinstance(asked, Mapping) and asked.get("skip") is True

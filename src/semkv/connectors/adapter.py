@@ -15,13 +15,14 @@ before it starts. Nothing of this is in the way of other requests. Needs ``VLLM_
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from vllm.v1.kv_offload.base import make_offload_key
 
 from semkv.connectors.kv import SemKVConnector
 from semkv.errors import EngineError
@@ -59,29 +60,27 @@ class KVChunk:
         ``rows``.
 
         Raises:
-            ValueError: the model has several KV cache groups or ranks; then a row is not one part a layer.
+            ValueError: the model has several ranks; then a row is not one part a layer.
         """
-        groups, ranks = self.layout["groups"], self.layout["ranks"]
-        if len(groups) != 1 or ranks != [1, 1]:
+        if self.layout["ranks"] != [1, 1]:
             raise ValueError("the rows of this model are not cut by layer")
-        names = groups[0][2]
+        names = self.layout["groups"][0][2]
         size = int(self.layout["bytes_per_block"]) * int(self.layout["blocks_per_chunk"]) // len(names)
         return {name: self.rows[:, i * size : (i + 1) * size] for i, name in enumerate(names)}
 
 
 class KVAdapter:
-    """Reads and offers the KV blocks of one in-process engine's requests."""
+    """Reads and offers the KV blocks of one in-process engine's requests.
+
+    Args:
+        llm: a ``vllm.LLM`` whose KV connector is `SemKVConnector`.
+
+    Raises:
+        EngineError: the engine runs in another process, has another connector, several KV cache groups, or no
+            directory that can be used.
+    """
 
     def __init__(self, llm: Any) -> None:
-        """Find the connector's scheduler half.
-
-        Args:
-            llm: a ``vllm.LLM`` whose KV connector is `SemKVConnector`.
-
-        Raises:
-            EngineError: the engine runs in another process, has another connector, several KV cache groups, or no
-                directory that can be used.
-        """
         self._core: Any = getattr(llm.llm_engine.engine_core, "engine_core", None)
         connector = getattr(getattr(self._core, "scheduler", None), "connector", None)
         if not isinstance(connector, SemKVConnector):
@@ -89,51 +88,42 @@ class KVAdapter:
                 "no SemKVConnector in this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 and "
                 "kv_transfer_config=KVTransferConfig(kv_connector='SemKVConnector', kv_role='kv_both')"
             )
-        if connector.shared.store is None or len(connector.scheduler.config.kv_group_configs) != 1:
+        self._shared, store = connector.shared, connector.shared.store
+        groups = connector.scheduler.config.kv_group_configs
+        if store is None or len(groups) != 1:
             raise EngineError("capture and injection need a model with one KV cache group and a working store")
-        self._connector, self._group = connector, connector.scheduler.config.kv_group_configs[0]
-        self._finished: OrderedDict[str, list[bytes]] = OrderedDict()
+        self._store, self._group = store, groups[0]
+        self._row_bytes = connector.manager.primary_tier.get_kv_memoryview().shape[1]
+        self._finished: dict[str, list[bytes]] = {}
         connector.on_finished = self._remember
 
     def _remember(self, request: Any) -> None:
         self._finished[request.request_id] = self._keys(request)
         if len(self._finished) > _REMEMBERED:
-            self._finished.popitem(last=False)
+            del self._finished[next(iter(self._finished))]
 
     def _keys(self, request: Any) -> list[bytes]:
-        from vllm.v1.kv_offload.base import make_offload_key
-
         each = self._group.hashes_per_chunk
         return [make_offload_key(h, self._group.group_idx) for h in request.block_hashes[each - 1 :: each]]
+
+    def _live(self, request_id: str) -> Any | None:
+        requests = self._core.scheduler.requests
+        return requests.get(request_name(request_id, requests))
 
     def capture(self, request_id: str) -> KVChunk | None:
         """The stored leading blocks of a request that runs, or finished since this adapter was made (the last 256).
 
         None when the request is unknown or its first block is not stored.
         """
-        self.flush()
-        live = self._live(request_id)
+        settle(self._core)
+        live, namespace = self._live(request_id), self._shared.namespace()
         name = request_name(request_id, self._finished)
-        keys = self._keys(live) if live is not None else self._finished.get(name or "", [])
-        shared = self._connector.shared
-        assert shared.store is not None
-        refs = []
-        for ref in shared.store.find(shared.namespace(), keys):
-            if ref is None:
-                break
-            refs.append(ref)
-        keys = keys[: len(refs)]
-        rows = np.empty((len(refs), self._connector.manager.primary_tier.get_kv_memoryview().shape[1]), np.uint8)
-        good = shared.store.read(shared.layout, shared.namespace(), keys, refs, list(rows))
-        count = good.index(False) if False in good else len(good)
-        if not count:
-            return None
-        return KVChunk(tuple(keys[:count]), rows[:count], shared.layout, shared.namespace())
-
-    def _live(self, request_id: str) -> Any | None:
-        requests = self._core.scheduler.requests
-        name = request_name(request_id, requests)
-        return None if name is None else requests[name]
+        keys = self._keys(live) if live is not None else self._finished.get(name, [])
+        refs = [ref for ref in takewhile(bool, self._store.find(namespace, keys)) if ref is not None]
+        rows = np.empty((len(refs), self._row_bytes), np.uint8)
+        good = self._store.read(self._shared.layout, namespace, keys[: len(refs)], refs, list(rows))
+        count = sum(1 for _ in takewhile(bool, good))
+        return KVChunk(tuple(keys[:count]), rows[:count], self._shared.layout, namespace) if count else None
 
     def refusal(self, request_id: str, chunk: KVChunk) -> str:
         """Why ``chunk`` may not be injected; empty where it is exactly what this request would compute itself, and it
@@ -142,17 +132,15 @@ class KVAdapter:
         A block hash covers all tokens before it, the media items and the cache salt: equal hashes mean equal blocks.
         A chunk of another prompt is refused, since vLLM would keep it under this request's own hashes.
         """
-        request, shared = self._live(request_id), self._connector.shared
+        request = self._live(request_id)
         if request is None:
             return f"no live request {request_id}"
         if request.num_computed_tokens:
             return "the request has started"
         if request.lora_request is not None:  # the engine's hashes do not say which weights the adapter had
             return "the request has a LoRA adapter"
-        if chunk.layout != shared.layout:
-            return "the chunk has another layout than this engine"
-        if chunk.namespace != shared.namespace():
-            return "the chunk is of another model, or of weights from before a reset"
+        if (chunk.layout, chunk.namespace) != (self._shared.layout, self._shared.namespace()):
+            return "the chunk is of another model or layout, or of weights from before a reset"
         if tuple(self._keys(request)[: len(chunk.block_hashes)]) != chunk.block_hashes:
             return "the chunk's block hashes differ from the request's"
         return ""
@@ -162,16 +150,11 @@ class KVAdapter:
         if reason := self.refusal(request_id, chunk):
             log.warning("semkv: not injected into %s: %s", request_id, reason)
             return False
-        shared, request = self._connector.shared, self._live(request_id)
-        assert shared.store is not None
+        request = self._live(request_id)
         assert request is not None
         owner = tenant_tag(request.cache_salt)
-        shared.store.write(chunk.namespace, shared.layout, chunk.block_hashes, list(chunk.rows), owner=owner)
+        self._store.write(chunk.namespace, self._shared.layout, chunk.block_hashes, list(chunk.rows), owner=owner)
         return True
-
-    def flush(self) -> None:
-        """Let the engine step until everything that its requests computed is on disk."""
-        settle(self._core)
 
 
 def settle(core: Any) -> None:
@@ -183,9 +166,7 @@ def settle(core: Any) -> None:
         core.step()
 
 
-def request_name(request_id: str, names: Collection[str]) -> str | None:
+def request_name(request_id: str, names: Collection[str]) -> str:
     """The one of ``names`` that vLLM made of the caller's id: it appends a random suffix; the newest match counts."""
-    if request_id in names:
-        return request_id
     found = [name for name in names if name.rpartition("-")[0] == request_id]
-    return found[-1] if found else None
+    return found[-1] if found and request_id not in names else request_id

@@ -1,4 +1,9 @@
-"""The namespace of a model in the stores: a digest of everything that shapes its KV blocks and encoder outputs."""
+"""The namespace of a model in the stores: a digest of everything that shapes its KV blocks and encoder outputs.
+
+A reset is vLLM's word for weights that may be others from now on; then an engine goes on under a namespace of its own.
+vLLM tells the KV connector only, which passes the word on to the encoder-cache connector of the same engine
+(`FOLLOWERS`): both have their scheduler halves in one thread.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,37 @@ import logging
 import os
 import platform
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from semkv.keys import digest, weight_files, weights_digest
 from semkv.stores.files import replace_text
 
 log = logging.getLogger("semkv.connectors")
+
+_MEDIA = (  # settings of vLLM's media processor that shape pixels, placeholders or the encoder's arithmetic
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "mm_encoder_attn_backend",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_tp_mode",
+    "interleave_mm_strings",
+)
+_LORA = ("max_lora_rank", "lora_dtype", "fully_sharded_loras", "enable_tower_connector_lora")
+
+
+def engine_name(vllm_config: Any, engine_id: object) -> str:
+    """One name for all processes of this run of an engine; an ``engine_id`` may be several engines'."""
+    replica = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
+    return f"{engine_id} {vllm_config.instance_id} {replica}"
+
+
+def namespace_digest(*facts: dict[str, object]) -> str:
+    return digest("namespace", *(json.dumps(f, sort_keys=True, default=str) for f in facts))
 
 
 def model_facts(vllm_config: Any, cache_dir: Path) -> dict[str, object]:
@@ -27,10 +55,15 @@ def model_facts(vllm_config: Any, cache_dir: Path) -> dict[str, object]:
     from vllm.platforms import current_platform
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
-    return {
+    speculative, lora = vllm_config.speculative_config, vllm_config.lora_config
+    try:
+        device = str(current_platform.get_device_name())
+    except (NotImplementedError, RuntimeError):
+        device = ""
+    media = getattr(model, "multimodal_config", None)
+    facts: dict[str, object] = {
         "vllm": vllm.__version__,
-        "device": [current_platform.device_type, platform.machine(), _device_name(current_platform)],
+        "device": [current_platform.device_type, platform.machine(), device],
         "model": str(model.model),
         "revision": str(model.revision),
         "weights": weights_identity(vllm_config, cache_dir),
@@ -40,45 +73,11 @@ def model_facts(vllm_config: Any, cache_dir: Path) -> dict[str, object]:
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "speculative": None if speculative is None else [str(speculative.method), str(speculative.model)],
-        "media": _media_facts(model),
-        **_lora_facts(vllm_config.lora_config),
+        "media": {key: repr(getattr(media, key, None)) for key in _MEDIA},
     }
-
-
-def engine_name(vllm_config: Any, engine_id: object) -> str:
-    """One name for all processes of this run of an engine; an ``engine_id`` may be several engines'."""
-    replica = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
-    return f"{engine_id} {vllm_config.instance_id} {replica}"
-
-
-def _lora_facts(config: Any) -> dict[str, list[str]]:
-    """How adapters are applied, where the engine takes any; which one, is in each request's keys (`lora`)."""
-    if config is None:
-        return {}
-    keys = ("max_lora_rank", "lora_dtype", "fully_sharded_loras", "enable_tower_connector_lora")
-    return {"lora": [repr(getattr(config, key, None)) for key in keys]}
-
-
-def _device_name(current_platform: Any) -> str:
-    try:
-        return str(current_platform.get_device_name())
-    except (NotImplementedError, RuntimeError):
-        return ""
-
-
-def _media_facts(model: Any) -> dict[str, str]:
-    """The settings of vLLM's media processor that shape pixels, placeholders or the encoder's arithmetic."""
-    keys = (
-        "mm_processor_kwargs",
-        "media_io_kwargs",
-        "video_pruning_rate",
-        "mm_encoder_attn_backend",
-        "mm_encoder_attn_dtype",
-        "mm_encoder_tp_mode",
-        "interleave_mm_strings",
-    )
-    config = getattr(model, "multimodal_config", None)
-    return {key: repr(getattr(config, key, None)) for key in keys}
+    if lora is not None:  # how adapters are applied; which one, is in each request's keys
+        facts["lora"] = [repr(getattr(lora, key, None)) for key in _LORA]
+    return facts
 
 
 def kv_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, object]:
@@ -122,8 +121,7 @@ def hash_facts(vllm_config: Any) -> dict[str, object]:
     return {"hash": algorithm, "none_hash": bytes(getattr(kv_cache_utils, "NONE_HASH", b"")).hex()}
 
 
-def namespace_digest(*facts: dict[str, object]) -> str:
-    return digest("namespace", *(json.dumps(f, sort_keys=True, default=str) for f in facts))
+# ---------------------------------------------------------------------- weights
 
 
 def weights_identity(vllm_config: Any, cache_dir: Path) -> str:
@@ -171,6 +169,28 @@ def cached_weights_digest(model: Path, cache_dir: Path) -> str:
     except OSError as error:
         log.warning("semkv: cannot note the digest of %s (%s)", model, error)
     return value
+
+
+# ---------------------------------------------------------------------- other weights from now on
+
+FOLLOWERS: WeakValueDictionary[str, Any] = WeakValueDictionary()
+"""Whose ``reset`` is called when the weights of an engine (by vLLM's ``instance_id``) may be others; it says whether
+nothing of the old ones is left to be served."""
+
+
+def may_have_changed(engine: str) -> bool:
+    """The weights of ``engine`` may be others from now on; what its follower says."""
+    follower = FOLLOWERS.get(engine)
+    try:
+        return follower is None or bool(follower.reset())
+    except Exception:
+        log.warning("semkv: a connector could not be told of other weights", exc_info=True)
+        return False
+
+
+def namespace_after(namespace: str) -> str:
+    """A namespace that nobody else has, for what an engine computes from now on."""
+    return digest("after reset", namespace, uuid.uuid4().hex)
 
 
 # ---------------------------------------------------------------------- LoRA adapters

@@ -20,10 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from semkv.connectors import REPORT_KEY, SPEC, SPEC_MODULE, identity, register, wants_skip
+from semkv.connectors import REPORT_KEY, SPEC, SPEC_MODULE, KVSettings, identity, read_settings, register, wants_skip
 from semkv.connectors.identity import Adapters
-from semkv.connectors.settings import KVSettings, read_settings
-from semkv.connectors.shared import BreakEven, KVShared, may_have_changed
+from semkv.connectors.shared import BreakEven, KVShared
 from semkv.connectors.spec import SHM, SemKVManager, agreed_host_bytes
 from semkv.errors import StoreError
 from semkv.keys import digest
@@ -73,7 +72,7 @@ class IdleConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 class SemKVConnector(OffloadingConnector):
-    """See the module, and `semkv.connectors.settings.KVSettings`."""
+    """See the module, and `semkv.connectors.KVSettings`."""
 
     def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any) -> Any:
         """An `IdleConnector`, with a warning, where this engine cannot be served.
@@ -224,7 +223,7 @@ class SemKVConnector(OffloadingConnector):
         super().reset_cache()
         shared = self._shared
         used = shared.rename()  # first: nothing below may leave the old names in use
-        done = may_have_changed(str(self._vllm_config.instance_id))
+        done = identity.may_have_changed(str(self._vllm_config.instance_id))
         if shared.store is not None:
             done = shared.store.disown(*used) and done
         clean = self._kv_cache_manager is None or self._kv_cache_manager.block_pool.get_usage() == 0

@@ -1,23 +1,16 @@
-"""What the connectors of one engine share: its names in the stores, its counters, what was measured of its disk.
-
-A reset is vLLM's word for weights that may be others from now on. vLLM tells the KV connector only, which passes the
-word on to the encoder-cache connector of the same engine (`FOLLOWERS`): both have their scheduler halves in one thread.
-"""
+"""What the parts of a KV connector share: its names in the store, its counters, what was measured of its disk."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from semkv.connectors import REPORT_KEY
-from semkv.connectors.settings import KVSettings
+from semkv.connectors import REPORT_KEY, KVSettings, identity
 from semkv.keys import digest
 from semkv.stores.blocks import BlockStore
 
@@ -66,22 +59,20 @@ class KVShared:
     stamp: object = field(default_factory=object)
     storing: bool = True
     renamed: bool = False
-    _base: str = ""
-    _names: dict[str, str] = field(default_factory=dict)
+    _names: dict[str, str] = field(default_factory=dict)  # by adapter, of the requests since the last reset
 
     def namespace(self, adapter: str = "") -> str:
         """The name under which this engine's blocks lie in the store, for one LoRA adapter or none."""
-        if not self._base:
-            self._base = digest("kv", json.dumps(self.facts(), sort_keys=True, default=str))
+        if "" not in self._names:
+            self._names[""] = digest("kv", json.dumps(self.facts(), sort_keys=True, default=str))
         if adapter not in self._names:
-            self._names[adapter] = digest("adapter", self._base, adapter) if adapter else self._base
+            self._names[adapter] = digest("adapter", self._names[""], adapter)
         return self._names[adapter]
 
     def rename(self) -> list[str]:
         """Go on under a namespace of this engine's own; returns the names that it used so far."""
         base, used = self.namespace(), self.used()
-        self._base, self.renamed, self.stamp = namespace_after(base), True, object()
-        self._names.clear()
+        self._names, self.renamed, self.stamp = {"": identity.namespace_after(base)}, True, object()
         return used
 
     def used(self) -> list[str]:
@@ -96,31 +87,6 @@ class KVShared:
     def totals(self) -> Counter[str]:
         """All counts since the start, the store's among them."""
         return self.counters + Counter({} if self.store is None else self.store.counters)
-
-
-# ---------------------------------------------------------------------- resets
-
-
-def namespace_after(namespace: str) -> str:
-    """A namespace that nobody else has, for what an engine computes from now on."""
-    return digest("after reset", namespace, uuid.uuid4().hex)
-
-
-FOLLOWERS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Whose ``reset`` is called when the weights of an engine (by vLLM's ``instance_id``) may be others; it says whether
-nothing of the old ones is left to be served."""
-
-
-def may_have_changed(engine: str) -> bool:
-    """The weights of ``engine`` may be others from now on; what all who follow it say."""
-    done = True
-    for follower in [follower for follower, name in FOLLOWERS.items() if name == engine]:
-        try:
-            done = follower.reset() and done
-        except Exception:
-            log.warning("semkv: a connector could not be told of other weights", exc_info=True)
-            done = False
-    return done
 
 
 # ---------------------------------------------------------------------- is the disk faster than computing?
@@ -143,7 +109,7 @@ class Rate:
 
 
 class BreakEven:
-    """For the scheduler's thread.
+    """Whether a load from disk is worth it. For the scheduler's thread.
 
     Attributes:
         disk: bytes a second, from the request for them until they are checked in host memory.

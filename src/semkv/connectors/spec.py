@@ -138,11 +138,7 @@ class SemKVManager(TieringOffloadingManager):
             self._heard = max(self._heard, purge.id)
             if purge.namespace not in (None, *self._shared.used()):
                 continue
-            self._doomed.update(
-                key
-                for key, (owner, computed) in self._shared.records.items()
-                if purge.owner in (None, owner) and (purge.before is None or computed < purge.before)
-            )
+            self._doomed.update(key for key, (owner, _) in self._shared.records.items() if purge.owner in (None, owner))
 
     def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
         # vLLM takes a limit of 0 for none where it stores the tail of a block.

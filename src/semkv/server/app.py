@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import math
 import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
+from functools import partial
 from importlib.resources import files
 from ipaddress import ip_network
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -33,34 +34,15 @@ from semkv import __version__
 from semkv.cache import SemanticCache
 from semkv.config import ConfigFile, Variables, parse
 from semkv.errors import SemkvError
-from semkv.server.asgi import (
-    Answer,
-    Application,
-    Message,
-    Receive,
-    Refused,
-    Room,
-    Scope,
-    Send,
-    Vanished,
-    busy_answer,
-    error_answer,
-    error_of,
-    is_packed,
-    read_body,
-    reply,
-    route_path,
-    unless_gone,
-    unpacked,
-)
-from semkv.server.cache_client import CacheClient, Late
+from semkv.server import http
+from semkv.server.cache_client import CacheClient
 from semkv.server.gateway import Gateway
-from semkv.server.logs import Seen, begin
+from semkv.server.http import Answer, Application, Call, Message, Receive, Refused, Scope, Send, Upstream
+from semkv.server.logs import Seen, Tracing, begin
 from semkv.server.metrics import Metrics
 from semkv.server.routes import ROUTES
 from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tenancy import SALTED, parse_tag_rule
-from semkv.server.upstream import AppUpstream, Call, HttpUpstream, Upstream, UpstreamError
 from semkv.stores.database import CATALOG
 from semkv.stores.responses import open_store
 from semkv.stores.responses.ahead import folder_of
@@ -68,9 +50,6 @@ from semkv.stores.responses.base import Selector, SteadyClock
 from semkv.tiers.base import Latest
 from semkv.tiers.response import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv.tiers.sharing import open_entry_log
-
-if TYPE_CHECKING:
-    from semkv.server.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +64,8 @@ _FILES = {
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
 _BODIES = 8  # of the largest size may come in at once
 _CRITERIA = ("key", "tag", "model", "partition", "prefix")
-_LARGEST = 64 * 1024  # bytes of an admin request
+_TO_ALL = (b"access-control-allow-origin", b"*")
+_EXPOSED = ("X-Semkv", "X-Request-Id")  # what pages may read of an answer's headers
 _GUESSES, _GUESSED_S = 10, 60  # wrong admin keys from one address, and for how long they count after the latest
 _ADDRESSES = 10_000
 _SECURITY = {
@@ -113,16 +93,24 @@ class App:
     def __init__(self, gateway: Gateway, key: str, admin_port: int = 0) -> None:
         self.gateway, self._operations = gateway, Operations(gateway, key).application()
         self._admin_port = admin_port
-        self._limit = gateway.settings.bounds[0]
-        self._room = Room(_BODIES * self._limit)
-        self._tracing: Tracing | None = None
-        if gateway.settings.otel:
-            from semkv.server.tracing import Tracing
-
-            self._tracing = Tracing(gateway.metrics.fault)
+        settings = gateway.settings
+        self._limit = settings.max_body_mib << 20
+        self._room = http.Room(_BODIES * self._limit)
+        self._tracing = Tracing(gateway.metrics.fault) if settings.otel else None
+        self._open_paths: set[str] = set()  # where the upstream's latest answer to a browser was open to all
+        self._proxy: Application = self._respond
+        if settings.cors_origins:
+            self._proxy = CORSMiddleware(
+                self._respond,
+                allow_origins=settings.cors_origins,
+                allow_credentials="*" not in settings.cors_origins,
+                allow_methods=("*",),
+                allow_headers=("*",),
+                expose_headers=_EXPOSED,
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = route_path(scope) if scope["type"] == "http" else ""
+        path = http.route_path(scope) if scope["type"] == "http" else ""
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
         elif path and self._admin_port and scope["server"][1] == self._admin_port:
@@ -131,20 +119,17 @@ class App:
             closed = self._admin_port and not path.endswith(_PROBES)
             await (_error(404, "not at this port") if closed else self._operations)(scope, receive, send)
         elif path and FULL in scope.get("extensions", ()):
-            self.gateway.metrics.turned_away("connections")
-            answer = busy_answer("connections")
-            self.gateway.cors.dress(scope, answer)
-            await reply(answer, send)
+            self.gateway.metrics.turned_away.labels("connections").inc()
+            await http.reply(http.busy_answer("connections"), send)
         elif path and scope["method"] in ("POST", "OPTIONS") and path in SALTED:
-            cached = path in ROUTES and scope["method"] == "POST"
-            await self._respond({**scope, "path": path, "root_path": ""}, receive, send, cached=cached)
+            await self._proxy({**scope, "path": path, "root_path": ""}, receive, send)
         else:
             await self._otherwise(scope, receive, send)
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the server's start and stop."""
         while (await receive())["type"] == "lifespan.startup":
-            self.gateway.look_upstream()
+            self.gateway.spawn(self.gateway.look_upstream())
             await send({"type": "lifespan.startup.complete"})
         await self._close()
         await send({"type": "lifespan.shutdown.complete"})
@@ -157,54 +142,69 @@ class App:
     async def _otherwise(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what the gateway has no route for."""
         if scope["type"] == "http":
-            await self._respond(scope, receive, send, cached=False)
+            await self._proxy(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1000})
 
-    async def _respond(self, scope: Scope, receive: Receive, send: Send, *, cached: bool) -> None:
-        seen = begin(scope)
-        logged, tracing, start = self.gateway.settings.access_log, self._tracing, time.perf_counter()
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        seen, tracing = begin(scope), self._tracing
         span = None if tracing is None else tracing.start(scope, seen)
         try:
-            await self._deliver(scope, receive, send, seen, cached=cached)
+            with suppress(http.Vanished, http.UpstreamError):  # an answer that breaks off takes the connection with it
+                await self._deliver(scope, receive, send, seen)
         finally:
             if seen.cache and seen.status == 200:  # names of no model, and keys that are refused, would fill the tables
                 self.gateway.metrics.live.ended(seen.model, seen.tenant, seen.cache.split(None, 1)[0])
-            if logged:
-                seen.log(time.perf_counter() - start)
-            if tracing is not None and span is not None:
+            if self.gateway.settings.access_log:
+                seen.log()
+            if tracing is not None:
                 tracing.end(span, seen)
 
-    async def _deliver(self, scope: Scope, receive: Receive, send: Send, seen: Seen, *, cached: bool) -> None:
-        with suppress(Vanished, UpstreamError):  # an answer that breaks off in the middle takes the connection with it
-            try:
-                if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
-                    raise Refused(error_answer(400, "no such path", "invalid_request_error"))
-                answer = self.gateway.cors.preflight(scope) or await self._answer(scope, receive, cached=cached)
-            except Refused as refused:
-                answer = refused.answer
-                if answer.status == 503:
-                    self.gateway.metrics.turned_away("bodies")
-            seen.sign(answer)
-            self.gateway.cors.dress(scope, answer)
-            await (reply(answer, send) if answer.stream is None else unless_gone(reply(answer, send), receive))
+    async def _deliver(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
+        try:
+            if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
+                raise Refused(http.error_answer(400, "no such path"))
+            body = await http.read_body(scope, receive, self._limit, self._room)
+            with self._room.lease() as take:
+                if scope["path"] in SALTED and http.is_packed(scope):
+                    scope, body = await http.unpacked(scope, body, self._limit)
+                    take(len(body))
+                answer = await self._answer(Call(scope, body), receive)
+        except Refused as refused:
+            answer = refused.answer
+            if answer.status == 503:
+                self.gateway.metrics.turned_away.labels("bodies").inc()
+        seen.sign(answer)
+        self._open_to_browsers(scope, answer)
+        sending = http.reply(answer, send)
+        await (sending if answer.stream is None else http.unless_gone(sending, receive))
 
-    async def _answer(self, scope: Scope, receive: Receive, *, cached: bool) -> Answer:
-        body = await read_body(scope, receive, self._limit, self._room)
-        async with AsyncExitStack() as held:
-            if scope["path"] in SALTED and is_packed(scope):
-                scope, body = await held.enter_async_context(unpacked(scope, body, self._limit, self._room))
-            call = Call(scope, body)
-            if not cached:
-                return await self.gateway.forward(call, receive, "route")
-            try:
-                return await self.gateway.handle(call, receive)
-            except Vanished:
-                raise
-            except Exception:  # a fault of ours must not cost the answer
-                log.exception("the gateway failed")
-                self.gateway.metrics.fault("gateway")
-                return await self.gateway.forward(call, receive, "fault")
+    async def _answer(self, call: Call, receive: Receive) -> Answer:
+        if call.scope["path"] not in ROUTES or call.scope["method"] != "POST":
+            return await self.gateway.forward(call, receive, "route")
+        try:
+            return await self.gateway.handle(call, receive)
+        except http.Vanished:
+            raise
+        except Exception:  # a fault of ours must not cost the answer
+            log.exception("the gateway failed")
+            self.gateway.metrics.fault("gateway")
+            return await self.gateway.forward(call, receive, "fault")
+
+    def _open_to_browsers(self, scope: Scope, answer: Answer) -> None:
+        """Say who may read an answer. Without ``--cors-origin`` the upstream decides: its own answers pass as they are,
+        and what it opens to all on a cached path is open to all where it comes from here."""
+        if self.gateway.settings.cors_origins:
+            if not answer.ours:
+                answer.headers = [pair for pair in answer.headers if not pair[0].startswith(b"access-control-")]
+        elif http.header(scope, b"origin"):
+            path = scope["path"]
+            if answer.ours and path in self._open_paths:
+                answer.headers.append(_TO_ALL)
+            elif not answer.ours and path in ROUTES and 200 <= answer.status < 300:
+                (self._open_paths.add if _TO_ALL in answer.headers else self._open_paths.discard)(path)
+            if any(name == _TO_ALL[0] for name, _ in answer.headers):
+                answer.headers.append((b"access-control-expose-headers", ", ".join(_EXPOSED).encode()))
 
 
 class Middleware(App):
@@ -213,20 +213,13 @@ class Middleware(App):
     vLLM makes it with the application it wraps and nothing else, so settings come from the environment (see
     `semkv.server.settings`). Operators' routes are only below ``/semkv``: ``/metrics`` and ``/health`` stay the
     application's own.
-
-    Args:
-        app: the application; it answers misses, in this process.
-
-    Raises:
-        ConfigError: a variable does not fit.
-        StoreError: a store cannot be opened.
     """
 
     _own = frozenset[str]()
 
     def __init__(self, app: Application) -> None:
         settings = parse(ServerSettings, [], Variables(ServerSettings, os.environ), ConfigFile(os.environ))
-        super().__init__(gateway_of(settings, os.environ, AppUpstream(app)), admin_key(os.environ))
+        super().__init__(gateway_of(settings, os.environ, http.AppUpstream(app)), admin_key(os.environ))
         self._otherwise = app  # type: ignore[assignment]
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -243,19 +236,14 @@ class Middleware(App):
 def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
     key = admin_key(environment)
-    upstream = HttpUpstream(settings.upstream, settings.connect_timeout, settings.upstream_timeout)
+    upstream = http.HttpUpstream(settings.upstream, settings.upstream_timeout)
     return App(gateway_of(settings, environment, upstream, workers), key, settings.admin_port)
 
 
 def gateway_of(
     settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream, workers: int = 1
 ) -> Gateway:
-    """The gateway with its stores open and its encoder loaded; one of ``workers`` processes.
-
-    Raises:
-        ConfigError: a setting does not fit.
-        StoreError: a store cannot be opened.
-    """
+    """The gateway with its stores open and its encoder loaded; one of ``workers`` processes."""
     secret = secret_of(settings, environment)
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
@@ -310,28 +298,23 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def _error(status: int, message: str) -> JSONResponse:
     kind = "authentication_error" if status in (401, 403) else "invalid_request_error"
-    return JSONResponse(error_of(status, message, kind), status, headers=_SECURITY)
+    return JSONResponse(http.error_of(status, message, kind), status, headers=_SECURITY)
 
 
 class WrongKeys:
-    """Wrong admin keys by address: after `_GUESSES` there is a minute in which no key is looked at.
+    """Wrong admin keys by address: after `_GUESSES` there is a minute in which no key is looked at."""
 
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._latest: Latest[str, tuple[int, float]] = Latest(_ADDRESSES)  # how many, and until when they count
 
     def wait_s(self, address: str) -> int:
         """How long the next key from an address has to wait; 0 where it may come now."""
         many, until = self._latest.get(_network(address), (0, 0.0))
-        return max(0, math.ceil(until - self._clock())) if many >= _GUESSES else 0
+        return max(0, math.ceil(until - time.monotonic())) if many >= _GUESSES else 0
 
     def add(self, address: str) -> None:
         """A wrong key has come."""
-        name, now = _network(address), self._clock()
+        name, now = _network(address), time.monotonic()
         many, until = self._latest.get(name, (0, 0.0))
         many = many + 1 if now < until else 1
         self._latest[name] = many, now + _GUESSED_S
@@ -345,65 +328,49 @@ def _network(address: str) -> str:
 
 
 class Operations:
-    """The routes' handlers.
-
-    Args:
-        gateway: what they show and change.
-        key: the admin key; empty closes the admin routes.
-    """
+    """The routes' handlers."""
 
     def __init__(self, gateway: Gateway, key: str) -> None:
         self._gateway, self._key, self._wrong_keys = gateway, key.encode(), WrongKeys()
 
     def application(self) -> Starlette:
         """The Starlette application."""
-        anybody = {"healthz": self.health, "readyz": self.ready, "metrics": self._reading(self.metrics)}
+        anybody = {"healthz": self.health, "readyz": self.ready, "metrics": self.metrics}
         admin = [("GET", self.stats), ("GET", self.hits), ("POST", self.invalidate), ("POST", self.wrong)]
         return Starlette(
             routes=[
                 *(Route(f"{at}/{name}", do) for at in ("", _HOME) for name, do in anybody.items()),
-                *(Route(f"{_HOME}/api/{do.__name__}", self._guarded(do), methods=[verb]) for verb, do in admin),
+                *(Route(f"{_HOME}/api/{do.__name__}", partial(self._admin, do), methods=[verb]) for verb, do in admin),
                 Route(_HOME, self.to_dashboard),
                 *(Route(path, _file) for path in ("/openapi.json", f"{_HOME}/", f"{_HOME}/{{name}}")),
-            ]
+            ],
+            exception_handlers=dict.fromkeys((SemkvError, TimeoutError, Exception), self._failed),
         )
 
-    def _guarded(self, handler: Handler) -> Handler:
+    async def _admin(self, handler: Handler, request: Request) -> Response:
         """Only with the admin key."""
+        if not self._key:
+            return _error(403, "the admin routes are closed: start with SEMKV_ADMIN_KEY set")
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
+        address = "" if request.client is None else request.client.host
+        if given and (wait_s := self._wrong_keys.wait_s(address)):
+            refused = _error(429, f"too many wrong admin keys: try again in {wait_s} seconds")
+            refused.headers["retry-after"] = str(wait_s)
+            return refused
+        if not hmac.compare_digest(given, self._key):
+            if given:
+                self._wrong_keys.add(address)
+            return _error(401, "wrong admin key")
+        response = await handler(request)
+        response.headers.update(_SECURITY)
+        return response
 
-        async def guarded(request: Request) -> Response:
-            if not self._key:
-                return _error(403, "the admin routes are closed: start with SEMKV_ADMIN_KEY set")
-            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
-            address = "" if request.client is None else request.client.host
-            if given and (wait_s := self._wrong_keys.wait_s(address)):
-                refused = _error(429, f"too many wrong admin keys: try again in {wait_s} seconds")
-                refused.headers["retry-after"] = str(wait_s)
-                return refused
-            if not hmac.compare_digest(given, self._key):
-                if given:
-                    self._wrong_keys.add(address)
-                return _error(401, "wrong admin key")
-            response = await self._reading(handler)(request)
-            response.headers.update(_SECURITY)
-            return response
-
-        return guarded
-
-    def _reading(self, handler: Handler) -> Handler:
-        """503 where a store fails, in whatever way."""
-
-        async def reading(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except (SemkvError, Late) as error:
-                return _error(503, f"the store does not answer: {error}")
-            except Exception as error:
-                log.exception("an operators' route failed")
-                self._gateway.metrics.fault("operators")
-                return _error(503, f"the store failed: {type(error).__name__}")
-
-        return reading
+    async def _failed(self, _: Request, error: Exception) -> Response:
+        """A store fails, in whatever way."""
+        if isinstance(error, SemkvError | TimeoutError):
+            return _error(503, f"the store does not answer: {error}")
+        self._gateway.metrics.fault("operators")
+        return _error(503, f"the store failed: {type(error).__name__}")
 
     # -- open ---------------------------------------------------------------------------------------------------
 
@@ -427,26 +394,23 @@ class Operations:
     # -- with the admin key -------------------------------------------------------------------------------------
 
     async def stats(self, _: Request) -> Response:
-        gateway = self._gateway
-        figures = await gateway.cache.figures(gateway.metrics.figures)
-        live = gateway.metrics.live.view()
-        about = {"version": __version__, "workers": gateway.metrics.workers}
-        return JSONResponse({**figures, "live": live, **about})
+        metrics = self._gateway.metrics
+        figures = await self._gateway.cache.figures(metrics.figures)
+        about = {"version": __version__, "workers": metrics.workers}
+        return JSONResponse({**figures, "live": metrics.live.view(), **about})
 
     async def hits(self, request: Request) -> Response:
         given = request.query_params.get("limit", "50")
         limit = min(int(given), 200) if given.isascii() and given.isdecimal() and len(given) < 6 else 50
-        return JSONResponse({"hits": [shown.view() for shown in self._gateway.recent_hits.recent(limit)]})
+        return JSONResponse({"hits": [hit.view() for hit in self._gateway.recent_hits.recent(limit)]})
 
     async def invalidate(self, request: Request) -> Response:
         """Body: criteria (at least one; all must hold) and ``dry_run`` (true unless it says false)."""
         body = await _body(request)
-        if body is None:
-            return _error(400, "the body must be a JSON object")
         given = {name: body[name] for name in _CRITERIA if name in body}
         unknown = sorted(set(body) - {*_CRITERIA, "dry_run"})
         if unknown or not given or not all(isinstance(value, str) and value for value in given.values()):
-            return _error(400, f"give at least one of {', '.join(_CRITERIA)}, as text that is not empty")
+            return _error(400, f"give a JSON object with at least one of {', '.join(_CRITERIA)}, as text, not empty")
         dry_run = body.get("dry_run", True)
         if not isinstance(dry_run, bool):
             return _error(400, "dry_run must be true or false")
@@ -455,29 +419,22 @@ class Operations:
 
     async def wrong(self, request: Request) -> Response:
         """Body: ``id`` of a hit. Its answer, and the donor of an approximate one, are removed."""
-        body = await _body(request)
-        number = body.get("id") if body else None
-        shown = self._gateway.recent_hits.find(number) if isinstance(number, str) else None
-        if shown is None:
-            if self._gateway.metrics.workers == 1:
-                return _error(404, "no such hit")
-            answer = _error(404, "no such hit at this worker: try again")
+        number = (await _body(request)).get("id")
+        hit = self._gateway.recent_hits.find(number) if isinstance(number, str) else None
+        if hit is None:
+            answer = _error(404, "no such hit, or it is another worker's: try again")
             answer.headers["Connection"] = "close"  # the next connection may be another worker's
             return answer
-        return JSONResponse({"removed": await self._gateway.wrong(shown)})
+        return JSONResponse({"removed": await self._gateway.wrong(hit)})
 
 
-async def _body(request: Request) -> dict[str, Any] | None:
-    raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > _LARGEST:
-            return None
+async def _body(request: Request) -> dict[str, Any]:
+    """The JSON object in a body; an empty one where there is none."""
     try:
-        body = json.loads(raw)
+        body = await request.json()
     except (ValueError, RecursionError):
-        return None
-    return body if isinstance(body, dict) else None
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 async def _file(request: Request) -> Response:

@@ -7,22 +7,22 @@ parts then make a canonical request' with a key of its own, under which the resp
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from semkv.cache import CacheStats, SemanticCache
 from semkv.server.metrics import Metrics
 from semkv.server.request_key import CanonicalRequest
+from semkv.server.sse import text_of
 from semkv.server.tenancy import TagRule, tags_by
 from semkv.stores.responses.base import Selector
 from semkv.tiers.base import Candidate
@@ -40,7 +40,6 @@ _LOOKUP_S = 10.0  # longest wait for a semantic lookup
 _RECENT = 64  # weight of the moving average of lookups that found something; 191 that found nothing bring it under 5%
 _RARE = 0.05
 _LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
-_OVERLAPPED = 16  # the same where the upstream is asked meanwhile: a lookup behind more comes after the answer
 _NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
 _QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs no request any time
 _SMALL = 64 * 1024  # bytes of an answer that the event loop itself looks into and writes
@@ -51,19 +50,12 @@ _INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minu
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What the caches have for a request.
+    """What the caches have for a request."""
 
-    Attributes:
-        canonical: what would be asked upstream: the request, or the canonical request' of a plan.
-        found: its stored answer, or None.
-        report: of the semantic lookup; None where there was none.
-        entry: the request as near-repeats find it while it is answered; None where they may not.
-    """
-
-    canonical: CanonicalRequest
-    found: Found | None = None
-    report: ReuseReport | None = None
-    entry: PendingEntry | None = None
+    canonical: CanonicalRequest  # what would be asked upstream: the request, or that of a plan
+    found: Found | None = None  # its stored answer, or None
+    report: ReuseReport | None = None  # of the semantic lookup; None where there was none
+    entry: PendingEntry | None = None  # as near-repeats find it meanwhile; None where they may not
 
     @property
     def tier(self) -> str:
@@ -81,16 +73,7 @@ class Lookup:
 
 
 class CacheClient:
-    """Looks up, stores and removes answers.
-
-    Args:
-        responses: whole answers.
-        semantic: donors; None to go without.
-        metrics: where faults are counted.
-        store_s: how long a request waits for the store.
-        sampled: answers that were drawn at random are stored too.
-        tag_rules: label answers, in addition to the labels that come with a request.
-    """
+    """Looks up, stores and removes answers."""
 
     def __init__(
         self,
@@ -129,25 +112,18 @@ class CacheClient:
             return found
         return await self._guarded("store", self._store.run(self._store_s, self.responses.lookup, canonical.key))
 
-    async def look_up(
-        self, canonical: CanonicalRequest, *, writes: bool = True, asked_at: float | None = None
-    ) -> Lookup:
-        """What the caches have; looked up once for all who ask for the same at the same time. Never raises.
+    async def look_up(self, canonical: CanonicalRequest, *, writes: bool = True) -> Lookup:
+        """What the caches have; looked up once for all who ask for the same at the same time. Never raises. Without
+        ``writes`` nothing of the request may be stored, and a look for similar images stores its own."""
+        return await self._guarded("lookup", self._look_up(canonical, writes)) or Lookup(canonical)
 
-        Args:
-            canonical: the request.
-            writes: False where nothing of the request may be stored. A look for similar images stores its own.
-            asked_at: when the upstream was asked for the same, by `time.perf_counter`; None where it was not.
-        """
-        return await self._guarded("lookup", self._look_up(canonical, writes, asked_at)) or Lookup(canonical)
-
-    async def _look_up(self, canonical: CanonicalRequest, writes: bool, asked_at: float | None) -> Lookup:
+    async def _look_up(self, canonical: CanonicalRequest, writes: bool) -> Lookup:
         if not writes and self.semantic is not None and canonical.request is not None and canonical.request.media:
             return Lookup(canonical, await self.stored(canonical))
         running = f"{canonical.key} {self.responses.begin()}"  # after an invalidation no lookup that began before it
         task = self._running.get(running)
         if task is None:
-            task = self._running[running] = asyncio.ensure_future(self._find(canonical, asked_at))
+            task = self._running[running] = asyncio.ensure_future(self._find(canonical))
             task.add_done_callback(lambda _: self._running.pop(running, None))
         found = await asyncio.shield(task)
         # From here on with what this request has besides the key, such as its ``request_id``.
@@ -161,23 +137,21 @@ class CacheClient:
             return replace(found, canonical=canonical)
         return Lookup(other, await self.stored(other), report)
 
-    async def _find(self, canonical: CanonicalRequest, asked_at: float | None) -> Lookup:
+    async def _find(self, canonical: CanonicalRequest) -> Lookup:
         """The stored answer, else a donor."""
-        found = await self.stored(canonical)
-        if found is not None and asked_at is not None and found.age_s <= time.perf_counter() - asked_at:
-            found = None  # it is younger than the upstream request, which may have brought it
-        drawn = canonical.sampled and not self._sampled
-        if found is not None or drawn or self.semantic is None or canonical.request is None:
-            if not drawn:
-                self._count(found=found is not None)
-            return Lookup(canonical, found)
-        if asked_at is not None and self._lookups.pending > _OVERLAPPED:
-            self._metrics.left_out.inc()
+        if canonical.sampled and not self._sampled:
             return Lookup(canonical)
+        start = time.perf_counter()
+        found = await self.stored(canonical)
+        if found is not None and found.age_s <= time.perf_counter() - start:
+            found = None  # it came meanwhile, perhaps for this very request
+        if found is not None or self.semantic is None or canonical.request is None:
+            self._count(found=found is not None)
+            return Lookup(canonical, found)
         start = time.perf_counter()
         work = self._lookups.run(_LOOKUP_S, self._try_reuse, self.semantic, canonical)
         looked = await self._guarded("semantic", work) or Lookup(canonical)
-        self._metrics.lookup(time.perf_counter() - start)
+        self._metrics.lookup_seconds.observe(time.perf_counter() - start)
         if looked.report is not None:
             self._count(found=looked.report.rewritten)
         return looked
@@ -190,33 +164,27 @@ class CacheClient:
         stored = self.responses.keeps(canonical, tags=self._tags(canonical))
         return Lookup(canonical, None, report, semantic.pending.entry(report) if stored else None)
 
-    # -- requests on their way ----------------------------------------------------------------------------------
-
     def pending_group(self, canonical: CanonicalRequest) -> str:
         """What a request shares with those whose answers it may join; empty where there are none."""
         if self.semantic is None or canonical.request is None:
             return ""
         return self.semantic.pending.group(canonical.request)
 
-    async def join(self, lookup: Lookup, pending: Sequence[tuple[str, Candidate]]) -> Lookup | None:
-        """What a request that found nothing may use of others whose answers are on their way; None for nothing.
-
-        Args:
-            lookup: of the request.
-            pending: keys of the others, and the others as donors.
-        """
-        joined = await self._guarded("semantic", _in_thread(self._join, lookup, pending))
+    async def join(self, lookup: Lookup, candidates: Sequence[tuple[str, Candidate]]) -> Lookup | None:
+        """What a request that found nothing may use of others whose answers are on their way; None for nothing. All but
+        the prompt must be equal: the key of the request with the donor's prompt must be the donor's own."""
+        joined = await self._guarded("semantic", _in_thread(self._join, lookup, candidates))
         if joined is not None:
             self._count(found=True)
         return joined
 
-    def _join(self, lookup: Lookup, pending: Sequence[tuple[str, Candidate]]) -> Lookup | None:
+    def _join(self, lookup: Lookup, candidates: Sequence[tuple[str, Candidate]]) -> Lookup | None:
         assert self.semantic is not None
         assert lookup.report is not None
-        for key, candidate in pending:
+        for key, candidate in candidates:
             segments = candidate.donor.segments
             same = lookup.canonical.with_plan(Plan(segments, len(segments)))
-            if same is None or same.key != key:  # it differs in more than the prompt
+            if same is None or same.key != key:
                 continue
             report = self.semantic.pending.try_reuse(lookup.report, candidate)
             if report is not None:
@@ -245,8 +213,8 @@ class CacheClient:
     async def record(self, report: ReuseReport, payload: bytes, model: str) -> None:
         """Tell the semantic cache what was computed, and by which model as the request names it."""
         if self.semantic is not None:
-            observe = partial(self.semantic.add_observation, metadata={"model": model[:_NAME]})
-            await self._guarded("semantic", self._records.run(None, lambda: observe(report, text_of(payload))))
+            observe = partial(self.semantic.add_observation, report, metadata={"model": model[:_NAME]})
+            await self._guarded("semantic", self._records.run(None, lambda: observe(response=text_of(payload))))
 
     # -- credentials --------------------------------------------------------------------------------------------
 
@@ -276,12 +244,7 @@ class CacheClient:
             await self._lookups.run(_ADMIN_S, self.semantic.report_wrong, hit_id)
 
     async def invalidate(self, selector: Selector, *, dry_run: bool) -> int:
-        """Remove stored answers, or count them.
-
-        Raises:
-            StoreError: the store could not be reached.
-            Late: it did not answer.
-        """
+        """Remove stored answers, or count them."""
         return await self._store.complete(_INVALIDATE_S, self.responses.invalidate, selector, dry_run=dry_run)
 
     async def figures(self, work: Callable[[], _T]) -> _T:
@@ -305,7 +268,7 @@ class CacheClient:
         """The result of ``work``; None, counted, where it failed or took too long."""
         try:
             return await work
-        except (Late, TimeoutError):
+        except TimeoutError:
             self._metrics.fault(f"{part}: late")
         except Exception:
             self._fault(part)
@@ -318,7 +281,7 @@ class CacheClient:
     async def aclose(self) -> None:
         """Finish what is being written, and close the stores."""
         for pool in (self._lookups, self._records, self._store):
-            await asyncio.to_thread(pool.close)
+            await asyncio.to_thread(pool.shutdown, cancel_futures=True)
         self.responses.close()
         if self.semantic is not None:
             self.semantic.close()
@@ -348,93 +311,35 @@ def _semantic_figures(stats: CacheStats) -> tuple[dict[str, float], dict[str, fl
     return gauges, events
 
 
-def text_of(payload: bytes) -> str:
-    """The text of an answer's first choice; its tool calls as JSON; empty where there is neither."""
-    try:
-        choice = json.loads(payload)["choices"][0]
-        message = choice.get("message")
-        if message is None:
-            return str(choice.get("text") or "")
-        if calls := message.get("tool_calls"):
-            return json.dumps([call["function"] for call in calls], sort_keys=True)
-        return str(message.get("content") or "")
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return ""
-
-
 # -- threads ----------------------------------------------------------------------------------------------------
 
 
-class Late(Exception):  # noqa: N818
-    """The work was not done in time, or there is too much of it. Work that has begun goes on."""
-
-
-class Pool:
+class Pool(ThreadPoolExecutor):
     """A thread pool that refuses work when too much is waiting.
 
     So a store that hangs costs each request at most the time limit, and nothing once all threads are stuck and the
     queue is full. When it recovers, the queue drains and work is taken again.
-
-    Args:
-        name: of the threads.
-        threads: how many.
-        queued: jobs that may wait in addition to those that run.
-        nice: niceness of the threads (0 to 19, Linux only), so that the event loop gets the core first.
     """
 
     def __init__(self, name: str, *, threads: int, queued: int, nice: int = 0) -> None:
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=partial(_set_niceness, nice))
-        self._limit, self._lock = threads + queued, threading.Lock()
-        self.pending = 0  # jobs that run or wait
+        super().__init__(threads, thread_name_prefix=name, initializer=partial(_set_niceness, nice))
+        self._most_queued = queued
 
     async def run(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Do ``work(*args, **kwargs)`` in a thread. A job that has not begun at the time limit is dropped.
-
-        Args:
-            limit_s: how long to wait for it; None for as long as it takes.
-            work: the function, then its arguments.
-
-        Raises:
-            Late: it took longer, or too much is waiting.
-            Exception: whatever ``work`` raised.
-        """
-        return await _within(limit_s, asyncio.wrap_future(self._submit(partial(work, *args, **kwargs))))
+        """Do ``work(*args, **kwargs)`` in a thread. A job that has not begun at the time limit is dropped. Raises
+        `TimeoutError` where it takes longer than ``limit_s``, or too much is waiting."""
+        return await asyncio.wait_for(self._start(partial(work, *args, **kwargs)), limit_s)
 
     async def complete(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """The same, but the job is always done, also after the time limit: for writes."""
-        job = asyncio.wrap_future(self._submit(partial(work, *args, **kwargs)))
+        job = self._start(partial(work, *args, **kwargs))
         job.add_done_callback(lambda job: job.cancelled() or job.exception())  # nobody may wait for it anymore
-        return await _within(limit_s, asyncio.shield(job))
+        return await asyncio.wait_for(asyncio.shield(job), limit_s)
 
-    def _submit(self, work: Callable[[], _T]) -> Future[_T]:
-        with self._lock:
-            if self.pending >= self._limit:
-                raise Late("too much is waiting")
-            self.pending += 1
-        try:
-            job = self._executor.submit(work)
-        except RuntimeError:  # no more threads for now, or the interpreter ends
-            with self._lock:
-                self.pending -= 1
-            raise
-        job.add_done_callback(self._ended)
-        return job
-
-    def _ended(self, _: Future[Any]) -> None:
-        with self._lock:
-            self.pending -= 1
-
-    def close(self) -> None:
-        """Finish what runs, drop what waits."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
-
-
-async def _within(limit_s: float | None, job: asyncio.Future[_T]) -> _T:
-    try:
-        async with asyncio.timeout(limit_s):
-            return await job
-    except TimeoutError:
-        raise Late("too slow") from None
+    def _start(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
+        if self._work_queue.qsize() >= self._most_queued:
+            raise TimeoutError("too much is waiting")
+        return asyncio.wrap_future(self.submit(work))
 
 
 def _set_niceness(nice: int) -> None:

@@ -15,20 +15,21 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
+from itertools import takewhile
 from typing import Any
 
-from semkv.server.asgi import EVENTS, JSON, Answer, Headers, Receive, error_answer, is_plain_json, unless_gone
+from semkv.server import http
 from semkv.server.cache_client import EXACT, CacheClient, Lookup
-from semkv.server.headers import Cors, Vary
+from semkv.server.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
 from semkv.server.logs import current
-from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, HitView, Metrics, RecentHits
-from semkv.server.request_key import CanonicalRequest, Uncacheable, canonicalise, loads
+from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
+from semkv.server.request_key import CanonicalRequest, canonicalise, loads
+from semkv.server.routes import Unkeyable
 from semkv.server.settings import ServerSettings
-from semkv.server.singleflight import InFlight, Pending, PendingRequests, Reader, SingleFlight
+from semkv.server.singleflight import InFlight, Reader, SingleFlight
 from semkv.server.sse import NotKeepable, replay
-from semkv.server.tenancy import REFUSED, SALTED, BadTags, Client, Controls, NoPlace, Tenants, controls_of, salted
-from semkv.server.upstream import Call, Reply, Upstream, UpstreamError, for_others
+from semkv.server.tenancy import REFUSED, SALTED, Client, Controls, NoPlace, Tenants, Vary, controls_of, salted
 from semkv.stores.responses.base import Selector
 from semkv.tiers.response import Found
 from semkv.types import ReuseReport
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _LARGE = 64 * 1024  # bytes of a body that is parsed and written in a thread
 _SMALL, _KNOWN = 4096, 1024  # bytes of a body whose canonical form is kept, and of how many of the latest it is
+_CANDIDATES = 4  # requests on their way that the policy is asked about
 _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
 _TAG = 8  # digits of a tenant's digest that operators see
@@ -46,37 +48,21 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(slots=True)
 class GatewayRequest:
-    """A request that has a key.
+    """A request that has a key."""
 
-    Attributes:
-        call: as it came.
-        canonical: its canonical form.
-        controls: what the client asked of the cache.
-        client: who asks.
-        may_read: the upstream has let this client in before, and the answer is not to be drawn at random.
-        start: when it was there, by `time.perf_counter`.
-        reader: of the upstream answer that it waits for, if any.
-        too_old: a stored answer was there, and is older than the client wants.
-    """
-
-    call: Call
+    call: Call  # as it came
     canonical: CanonicalRequest
-    controls: Controls
+    controls: Controls  # what the client asks of the cache
     client: Client
-    may_read: bool
-    start: float
-    reader: Reader | None = None
-    too_old: bool = False
-
-    @property
-    def reads(self) -> bool:
-        """A stored answer would do."""
-        return self.controls.read and self.may_read
+    blocked: str  # why no stored answer will do, such as `sampled`; empty where one will
+    start: float  # by `time.perf_counter`
+    reader: Reader | None = None  # of the upstream answer that it waits for
+    too_old: bool = False  # a stored answer was there, and is older than the client wants
 
     @property
     def shared(self) -> bool:
         """An answer that is on its way to another request would do, and the other way round."""
-        return self.reads and self.controls.write
+        return not self.blocked and self.controls.write
 
     @property
     def large(self) -> bool:
@@ -85,16 +71,14 @@ class GatewayRequest:
     def accepts(self, found: Found) -> bool:
         """Whether a stored answer is fresh enough for the client."""
         oldest = self.controls.max_age_s
-        return self.reads and (oldest is None or (found.age_s <= oldest and not found.stale))
+        return not self.blocked and (oldest is None or (found.age_s <= oldest and not found.stale))
 
-    def why(self, *, sampled: bool) -> str:
-        """Why it is a miss in spite of what may be stored; empty where nothing was found. ``sampled``: what is drawn at
-        random is stored as well."""
-        if not self.controls.read:
-            return "no-cache"
-        if not self.may_read:
-            return "sampled" if self.canonical.sampled and not sampled else "key"
-        return "too-old" if self.too_old else "" if self.reader is None else self.reader.flight.refused
+    @property
+    def why(self) -> str:
+        """Why it is a miss in spite of what may be stored; empty where nothing was found."""
+        if self.blocked or self.too_old:
+            return self.blocked or "too-old"
+        return "" if self.reader is None else self.reader.flight.refused
 
     def leave(self) -> None:
         """Wait for no upstream answer."""
@@ -103,58 +87,63 @@ class GatewayRequest:
         self.reader = None
 
 
-class Gateway:
-    """Answers requests.
+@dataclass(eq=False)
+class Pending:
+    """A request whose answer is on its way, or is being recorded: until then near-repeats find it here."""
 
-    Args:
-        settings: settings.
-        secret: of the deployment.
-        upstream: answers misses.
-        cache: stored answers and donors.
-        metrics: where everything is counted.
-    """
+    canonical: CanonicalRequest
+    flight: InFlight
+    looking: asyncio.Future[Lookup]
+    cache: CacheClient
+
+    @cached_property
+    def group(self) -> str:
+        """Requests of other groups are never similar. Worked out when it is first asked for."""
+        return self.cache.pending_group(self.canonical)
+
+
+class Gateway:
+    """Answers requests."""
 
     def __init__(
         self, settings: ServerSettings, secret: bytes, upstream: Upstream, cache: CacheClient, metrics: Metrics
     ) -> None:
         self.settings, self.upstream, self.cache, self.metrics = settings, upstream, cache, metrics
         self.recent_hits = RecentHits(metrics)
-        self.flights = SingleFlight(metrics.fault, max_answer_bytes=settings.bounds[1])
-        self.pending = PendingRequests(cache)
+        self.flights = SingleFlight(metrics.fault)
+        self.pending: list[Pending] = []  # in the order in which they went upstream
         self.background: set[asyncio.Task[object]] = set()
-        self._secret, self._checks, self._explained = secret, 0, False
-        self._asking: dict[bytes, asyncio.Task[bool]] = {}
+        self._secret, self._checks = secret, 0
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
-        self._vary, self.cors = Vary(settings.vary_headers), Cors(settings.cors_origins)
+        self._vary = Vary(settings.vary_headers)
         self._read_again = lru_cache(_KNOWN)(self._read)
 
     # -- a request ----------------------------------------------------------------------------------------------
 
     async def handle(self, call: Call, receive: Receive) -> Answer:
-        """Answer a POST to one of `semkv.server.routes.ROUTES`.
-
-        Raises:
-            Vanished: the client hung up first.
-        """
+        """Answer a POST to one of `semkv.server.routes.ROUTES`. Raises `Vanished` where the client hung up first."""
         start = time.perf_counter()
         controls = controls_of(call.scope)
         if not (controls.read or controls.write):
             return await self.forward(call, receive, "bypass")
         client = self._tenants.client(call.scope)
-        canonical: CanonicalRequest | Uncacheable = Uncacheable("tenant")
-        if client.believed and len(call.body) > _LARGE:
-            canonical = await asyncio.to_thread(self._canonicalise, call, client.tenant)
-        elif client.believed:
-            canonical = self._canonicalise(call, client.tenant)
-        if isinstance(canonical, Uncacheable):
-            return await self.forward(call, receive, canonical.reason)
-        if (seen := current()) is not None:
-            seen.tenant, seen.model = client.tenant[:_TAG], canonical.model
-        may_read = (self.settings.sampled or not canonical.sampled) and await self._may_read(client)
-        request = GatewayRequest(call, canonical, controls, client, may_read, start)
-        if (answer := self._from_memory(request, Lookup(canonical))) is not None:
-            return answer
-        return await unless_gone(self._answer(request), receive)
+        try:
+            if len(call.body) > _LARGE:
+                canonical = await asyncio.to_thread(self._canonicalise, call, client)
+            else:
+                canonical = self._canonicalise(call, client)
+        except Unkeyable as error:
+            return await self.forward(call, receive, str(error))
+        seen = current()
+        seen.tenant, seen.model = client.tenant[:_TAG], canonical.model
+        blocked = "" if controls.read else "no-cache"
+        if not blocked and canonical.sampled and not self.settings.sampled:
+            blocked = "sampled"
+        if not blocked and not await self._may_read(client):
+            blocked = "key"
+        request = GatewayRequest(call, canonical, controls, client, blocked, start)
+        answer = self._from_memory(request, Lookup(canonical))
+        return await http.unless_gone(self._answer(request), receive) if answer is None else answer
 
     async def _answer(self, request: GatewayRequest) -> Answer:
         """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream.
@@ -165,31 +154,23 @@ class Gateway:
         found, looking = Lookup(request.canonical), None
         overlaps = self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
         try:
-            if overlaps and not self._join(request, found) and not self.pending.busy(request.canonical):
-                self._start(request, found)
-            reader = request.reader
             if request.controls.read:
-                looking = asyncio.ensure_future(
-                    self.cache.look_up(
-                        request.canonical,
-                        writes=request.controls.write,
-                        asked_at=None if reader is None else request.start,
-                    )
-                )
-                if reader is not None:
-                    if not reader.joined:
-                        self._record_soon(request, request.canonical, looking)
-                    await asyncio.wait((looking, reader.flight.task), return_when=asyncio.FIRST_COMPLETED)
-                if reader is None or looking.done() or not reader.flight.whole:
+                look_up = self.cache.look_up(request.canonical, writes=request.controls.write)
+                looking = asyncio.ensure_future(look_up)
+                if overlaps and not self._join(request, request.canonical) and not self._may_be_similar(request):
+                    self._start(request, request.canonical, looking)
+                flight = None if request.reader is None else request.reader.flight
+                if flight is not None:
+                    await asyncio.wait((looking, flight.task), return_when=asyncio.FIRST_COMPLETED)
+                if flight is None or not flight.whole:
                     looked = await asyncio.shield(looking)
-                    if reader is None or reader.flight.status not in REFUSED:  # who was refused gets nothing of others
+                    if flight is None or flight.status not in REFUSED:  # who was refused gets nothing of others
                         found = looked
                         if (answer := await self._without_asking(request, found)) is not None:
                             self._give_up(request)
                             return answer
             if request.reader is None:
-                self._start(request, found)
-                self._record_soon(request, found.canonical, looking)
+                self._start(request, found.canonical, looking)
             return await self._serve(request, found, looking)
         except UpstreamError as error:
             request.leave()
@@ -210,7 +191,7 @@ class Gateway:
             return answer
         if not request.shared or (request.reader is not None and request.reader.joined):
             return None
-        near = await self.pending.find(found, request.start)
+        near = await self._similar(request, found)
         if near is not None and (answer := await self._near(request, near)) is not None:
             return answer
         return self._join_or_memory(request, found) if request.reader is None else None
@@ -224,25 +205,15 @@ class Gateway:
     # -- credentials --------------------------------------------------------------------------------------------
 
     async def _may_read(self, client: Client) -> bool:
-        """Whether stored answers may be given. The store is asked once for all who hold the same credentials; while it
-        is asked again, what it said lately holds, so that no hit waits for it."""
+        """Whether stored answers may be given."""
         known = self._tenants.may_read(client)
-        if known is not None:
-            return known
-        asking = self._asking.get(client.name)
-        if asking is None:
-            asking = self._asking[client.name] = asyncio.ensure_future(self._ask_store(client))
-            asking.add_done_callback(lambda _: self._asking.pop(client.name, None))
-        return self._tenants.accepted_lately(client) or await asyncio.shield(asking)
-
-    async def _ask_store(self, client: Client) -> bool:
-        return self._tenants.told(client, await self.cache.refused(client.name))
+        return self._tenants.looked_up(client, await self.cache.refused(client.name)) if known is None else known
 
     def _answered(self, client: Client, status: int) -> None:
         """Note whether the upstream accepts these credentials, and tell the store where that changed."""
         refused = self._tenants.answered(client, status)
         if refused is not None:
-            self._spawn(self.cache.refuse(client.name, refused=refused))
+            self.spawn(self.cache.refuse(client.name, refused=refused))
 
     # -- single flight ------------------------------------------------------------------------------------------
 
@@ -250,91 +221,99 @@ class Gateway:
         """After an invalidation nobody joins a flight that began before it."""
         return f"{canonical.key} {self.cache.responses.begin()}"
 
-    def _join(self, request: GatewayRequest, lookup: Lookup) -> bool:
+    def _join(self, request: GatewayRequest, canonical: CanonicalRequest) -> bool:
         """Whether an equal request is on its way, which this one joins."""
         if request.shared:
-            request.reader = self.flights.join(self._flight_key(lookup.canonical))
+            request.reader = self.flights.join(self._flight_key(canonical))
         return request.reader is not None
 
     def _join_or_memory(self, request: GatewayRequest, found: Lookup) -> Answer | None:
         """Join an equal request that is on its way; where there is none, the answer that memory may have by now."""
-        return None if self._join(request, found) else self._from_memory(request, found)
+        return None if self._join(request, found.canonical) else self._from_memory(request, found)
 
     def _start(
-        self, request: GatewayRequest, lookup: Lookup, *, stream: bool | None = None, shared: bool = True
+        self,
+        request: GatewayRequest,
+        canonical: CanonicalRequest,
+        looking: asyncio.Future[Lookup] | None,
+        *,
+        stream: bool | None = None,
+        shared: bool = True,
     ) -> None:
-        """Send what a lookup says upstream, and wait for it; with ``shared``, equal requests may join from here on."""
-        canonical, started, since = lookup.canonical, time.perf_counter(), self.cache.responses.begin()
-        stream = canonical.stream if stream is None else stream
-        raw = b"" if request.large else _body(canonical, stream=stream)
+        """Send a canonical request upstream for a request that waits for the answer, and record what it brings.
+        ``looking``: the request's lookup, by which the answer is recorded; ``shared``: others may join from here on."""
+        started, since = time.perf_counter(), self.cache.responses.begin()
+        shared, streams = shared and request.shared, canonical.stream if stream is None else stream
 
         async def send() -> Reply:
-            body = raw or await asyncio.to_thread(_body, canonical, stream=stream)
-            reply = await self.upstream.send(request.call.with_body(body))
-            self.cors.heard(request.call.scope, reply.status, reply.headers)
-            return reply
+            write = partial(_body, canonical, stream=streams)
+            body = await asyncio.to_thread(write) if request.large else write()
+            return await self.upstream.send(request.call.with_body(body))
+
+        def on_head(status: int, headers: Headers) -> str:
+            self._answered(request.client, status)
+            return self._vary.refusal(headers, by_credentials=request.client.by_credentials)
 
         async def on_whole(flight: InFlight) -> None:
             seconds = time.perf_counter() - started
-            self.metrics.upstream(seconds)
+            self.metrics.upstream_seconds.observe(seconds)
             if flight.status == 200 and flight.payload is not None:
-                self.recent_hits.computed(canonical.key, seconds)
+                self.recent_hits.computed(seconds)
                 asked_for = canonical.route.converts or flight.streamed == canonical.stream
                 if asked_for and request.controls.write and not flight.refused:
                     flight.stored = await self.cache.store(canonical, flight.payload, since)
 
-        on_status = partial(self._answered, request.client)
-        refusal = partial(self._vary.refusal, by_credentials=request.client.by_credentials)
-        reading = canonical.route.stream()
-        flight = InFlight(self.flights, self._flight_key(canonical), send, on_status, on_whole, reading, refusal)
-        request.reader = self.flights.start(flight, shared=shared and request.shared)
+        key, reading = self._flight_key(canonical), canonical.route.stream()
+        flight = InFlight(self.flights, key, send, on_head, on_whole, reading)
+        request.reader = self.flights.start(flight, shared=shared)
+        if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
+            return
+        pending = Pending(canonical, flight, looking, self.cache)
+        if shared:
+            self.pending.append(pending)
+        self.spawn(self._record(request, pending))
+
+    def _may_be_similar(self, request: GatewayRequest) -> bool:
+        """Whether a request is on its way that this one may turn out to be similar to."""
+        others = [pending for pending in self.pending if not pending.flight.done]
+        group = self.cache.pending_group(request.canonical) if others else ""
+        return bool(group) and any(pending.group == group for pending in others)
+
+    async def _similar(self, request: GatewayRequest, found: Lookup) -> Lookup | None:
+        """What a request that found nothing may use of an earlier one that asks the same in other words."""
+        if found.entry is None:
+            return None
+        own = None if request.reader is None else request.reader.flight
+        earlier = takewhile(lambda pending: pending.flight is not own, self.pending)
+        candidates = []
+        for pending in [pending for pending in earlier if pending.canonical.key != found.canonical.key]:
+            undecided = not pending.looking.done() and not pending.flight.done
+            if undecided and pending.group == found.entry.group:
+                await asyncio.wait((pending.looking,))
+            entry = pending.looking.result().entry if pending.looking.done() else None
+            if entry is not None and (candidate := entry.donate(found.entry)) is not None:
+                candidates.append((pending.canonical.key, candidate))
+        if not candidates:
+            return None
+        return await self.cache.join(found, sorted(candidates, key=lambda one: -one[1].score)[:_CANDIDATES])
 
     async def _near(self, request: GatewayRequest, near: Lookup) -> Answer | None:
-        """The answer to a request on its way that asks the same in other words; None where it is not to be had.
-
-        A stream is passed on as it comes. A caller who has had no byte of it yet goes upstream itself once it turns out
-        that the cache may not serve the answer: it failed, was cut off, or cannot be stored for another reason.
-        """
+        """The answer to a request on its way that asks the same in other words, once it is whole. None where the cache
+        may not serve it: it failed, was cut off, or cannot be stored for another reason."""
         reader = self.flights.join(self._flight_key(near.canonical))
         if reader is not None:
-            flight = reader.flight
             try:
-                if request.canonical.stream:
-                    await flight.until(lambda: flight.chunk(0) is not None)
-                    if flight.streamed and flight.storable and not flight.done:
-                        return self._near_stream(request, near, flight)
-                await flight.until(lambda: not flight.storable)
+                await reader.flight.until(lambda: not reader.flight.storable)
             finally:
                 reader.leave()
         found = await self.cache.stored(near.canonical)
-        answer = self._hit(request, replace(near, found=found), joined=reader is not None)
-        if answer is None:
-            self.metrics.parted.inc()
-        return answer
-
-    def _near_stream(self, request: GatewayRequest, near: Lookup, flight: InFlight) -> Answer:
-        """A stream that runs for a similar request."""
-        seconds = time.perf_counter() - request.start
-        self.metrics.request(JOINED, 200, seconds)
-        self.metrics.joins.labels(SIMILAR).inc()
-        self._spawn(self._note_near(request, near, flight, seconds))
-        headers = [*for_others(flight.headers), *self._hit_header(near, 0.0, " joined")]
-        reader = flight.reader()  # last, so that it is not left behind by a fault before
-        return Answer(200, headers, stream=reader.pieces(usage=request.canonical.include_usage), close=reader.aclose)
-
-    async def _note_near(self, request: GatewayRequest, near: Lookup, flight: InFlight, seconds: float) -> None:
-        """Note a stream that was joined, once it is known to be an answer that the cache serves."""
-        await asyncio.wait((flight.task,))
-        found = await self.cache.stored(near.canonical) if flight.stored else None
-        if found is not None:
-            self._note_hit(request, replace(near, found=found), found, seconds)
-            self._check_soon(request, near.report, found.response.payload)
+        return self._hit(request, replace(near, found=found), joined=reader is not None)
 
     # -- serving ------------------------------------------------------------------------------------------------
 
     def _from_memory(self, request: GatewayRequest, lookup: Lookup) -> Answer | None:
         """What memory has under a key."""
-        found = self.cache.responses.peek(lookup.canonical.key) if request.reads else None
+        found = None if request.blocked else self.cache.responses.peek(lookup.canonical.key)
         return None if found is None else self._hit(request, Lookup(lookup.canonical, found, lookup.report))
 
     def _hit(self, request: GatewayRequest, lookup: Lookup, *, joined: bool = False) -> Answer | None:
@@ -342,10 +321,10 @@ class Gateway:
         for it to be computed for another request."""
         found = lookup.found
         if found is None or not request.accepts(found):
-            request.too_old = found is not None and request.reads
+            request.too_old = found is not None and not request.blocked
             return None
         payload = found.response.payload
-        answer = self._as_stream(request, payload) if request.canonical.stream else Answer(200, [JSON], payload)
+        answer = self._as_stream(request, payload) if request.canonical.stream else Answer(200, [http.JSON], payload)
         if answer is None:
             return None
         if found.stale and request.controls.write:
@@ -354,144 +333,121 @@ class Gateway:
         self.metrics.request(JOINED if joined else lookup.tier, 200, seconds)
         if joined:
             self.metrics.joins.labels(SIMILAR).inc()
-        self._note_hit(request, lookup, found, seconds)
+        asked = None if lookup.tier == EXACT else request.canonical.request
+        self.recent_hits.add(lookup, found, asked, request.client.tenant[:_TAG], seconds)
         self._check_soon(request, lookup.report, payload)
+        scored = "" if lookup.score is None else f" score={lookup.score:.3f}"
         flags = (" stale" if found.stale else "") + (" joined" if joined else "")
-        answer.headers.extend(self._hit_header(lookup, found.age_s, flags))
+        text = f"hit tier={lookup.tier}{scored} age={found.age_s:.0f}{flags}"
+        answer.headers.extend(self._cache_header(text, lookup))
+        current().payload = lambda: payload
         return answer
 
     def _as_stream(self, request: GatewayRequest, payload: bytes) -> Answer | None:
         """A kept answer as a stream; None where a stream would lose something."""
         if not request.canonical.route.converts:
-            return Answer(200, [EVENTS], payload)
+            return Answer(200, [http.EVENTS], payload)
         try:
             body = replay(json.loads(payload), include_usage=request.canonical.include_usage)
         except (NotKeepable, ValueError, AttributeError, TypeError, LookupError, RecursionError):
-            self.metrics.uncacheable("no stream of it")
+            self.metrics.uncacheable.labels("no stream of it").inc()
             return None
-        return Answer(200, [EVENTS], body)
+        return Answer(200, [http.EVENTS], body)
 
     async def _serve(self, request: GatewayRequest, lookup: Lookup, looking: asyncio.Future[Lookup] | None) -> Answer:
-        """The upstream answer that the request waits for, in the form the client asked for.
-
-        Raises:
-            UpstreamError: there is none.
-        """
+        """The upstream answer that the request waits for, in the form the client asked for."""
         answer = await self._upstream_answer(request)
         if answer is None:  # another's key was refused or its answer is its own, or a form that this one cannot have
             request.leave()
-            self._start(request, lookup, shared=False)
-            self._record_soon(request, lookup.canonical, looking)
+            self._start(request, lookup.canonical, looking, shared=False)
             answer = await self._upstream_answer(request)
         assert answer is not None
         assert request.reader is not None
-        tier = JOINED if request.reader.joined else MISS
+        flight, tier, why = request.reader.flight, MISS, ""
         if request.reader.joined:
+            tier = JOINED
             self.metrics.joins.labels(EQUAL).inc()
-        seconds = time.perf_counter() - request.start
-        self.metrics.request(tier, request.reader.flight.status, seconds)
+        elif why := request.why:
+            self.metrics.uncacheable.labels(why).inc()
+        self.metrics.request(tier, flight.status, time.perf_counter() - request.start)
         reuse = "" if lookup.score is None else f" reuse={lookup.tier} score={lookup.score:.3f}"
-        why = request.why(sampled=self.settings.sampled) if tier == MISS else ""
-        if why:
-            self.metrics.uncacheable(why)
-            self._explain(request, why)
-        text = f"{tier}{reuse}{why and f' reason={why}'}"
-        answer.headers.extend(self._cache_header(text, lookup, request.reader.flight))
+        answer.headers.extend(self._cache_header(f"{tier}{reuse}{why and f' reason={why}'}", lookup))
+        current().payload = lambda: flight.payload
         if answer.stream is None:
             request.leave()
         return answer
-
-    def _explain(self, request: GatewayRequest, why: str) -> None:
-        """Say once what is to be done about clients that send no temperature."""
-        if why == "sampled" and not self._explained and request.canonical.temperature is None:
-            self._explained = True
-            log.warning(
-                "a request without a temperature is not answered from the cache, as its answer is drawn at random:"
-                " let clients send temperature 0 or a seed, or start with --sampled"
-            )
 
     async def _upstream_answer(self, request: GatewayRequest) -> Answer | None:
         """The same; None where it is to be had only by a request of one's own."""
         reader = request.reader
         assert reader is not None
-        flight, stream, ours = reader.flight, request.canonical.stream, reader.joined
+        flight, stream, joined = reader.flight, request.canonical.stream, reader.joined
         await flight.until(lambda: flight.status)
         if not flight.status and flight.error is not None:
             raise flight.error
-        if reader.joined and (flight.status in REFUSED or flight.refused):  # it says nothing of this client's request
+        if joined and (flight.status in REFUSED or flight.refused):  # it says nothing of this client's request
             return None
-        headers = for_others(flight.headers) if ours else list(flight.headers)
+        headers = http.for_others(flight.headers) if joined else list(flight.headers)
         if not (flight.streamed and stream):
             await flight.until(lambda: not flight.shared)
             if flight.done or flight.streamed:
                 if flight.error is not None:
                     raise flight.error
-                answer: Answer | None = None
-                converts = request.canonical.route.converts
-                if flight.payload is None or (flight.streamed and not converts):
-                    pass
-                elif flight.streamed:
-                    answer = Answer(200, [JSON], flight.payload)
-                elif converts and stream and flight.status == 200:
-                    answer = self._as_stream(request, flight.payload)
-                else:
-                    answer = Answer(flight.status, headers, flight.payload)
-                if answer is not None and not ours:
-                    answer.ours = False
-                    if answer.headers is not headers:  # in another form
-                        answer.headers.extend(pair for pair in headers if pair[0].startswith(b"access-control-"))
-                if answer is not None or ours:
+                answer = self._whole(request, flight, headers)
+                if answer is not None or joined:
                     return answer
         # As it comes: a stream, or too large to hold, or asked in this form and answered in another.
         usage = not (flight.streamed and stream) or request.canonical.include_usage
-        return Answer(flight.status, headers, stream=reader.pieces(usage=usage), close=reader.aclose, ours=ours)
+        pieces = reader.pieces(usage=usage)
+        return Answer(flight.status, headers, stream=pieces, close=reader.aclose, ours=joined)
 
-    def _cache_header(self, text: str, lookup: Lookup | None = None, flight: InFlight | None = None) -> Headers:
+    def _whole(self, request: GatewayRequest, flight: InFlight, headers: Headers) -> Answer | None:
+        """A whole upstream answer in the form that the client asked for; None where it has no such form."""
+        assert request.reader is not None
+        converts, answer = request.canonical.route.converts, None
+        if flight.payload is None or (flight.streamed and not converts):
+            return None
+        if flight.streamed:
+            answer = Answer(200, [http.JSON], flight.payload)
+        elif converts and request.canonical.stream and flight.status == 200:
+            answer = self._as_stream(request, flight.payload)
+        else:
+            return Answer(flight.status, headers, flight.payload, ours=request.reader.joined)
+        if answer is not None:
+            answer.ours = request.reader.joined
+            answer.headers.extend(pair for pair in headers if pair[0].startswith(b"access-control-"))
+        return answer
+
+    def _cache_header(self, text: str, lookup: Lookup | None = None) -> Headers:
         """The header that says where an answer came from; logs and spans say it too."""
-        if (seen := current()) is not None:
-            seen.cache, seen.lookup, seen.flight = text, lookup, flight
-        return [(b"x-semkv", text.encode("latin-1", "replace"))] if self.settings.tell else []
-
-    def _hit_header(self, lookup: Lookup, age_s: float, flags: str) -> Headers:
-        """The header of a hit, whose answer is ``age_s`` seconds old."""
-        scored = "" if lookup.score is None else f" score={lookup.score:.3f}"
-        return self._cache_header(f"hit tier={lookup.tier}{scored} age={age_s:.0f}{flags}", lookup)
-
-    def _note_hit(self, request: GatewayRequest, lookup: Lookup, found: Found, seconds: float) -> None:
-        self.recent_hits.hit(
-            tier=lookup.tier,
-            score=lookup.score,
-            seconds=seconds,
-            tenant=request.client.tenant,
-            found=found,
-            asked=None if lookup.tier == EXACT else request.canonical.request,
-            report=lookup.report,
-        )
+        seen = current()
+        seen.cache = text
+        if lookup is not None and lookup.report is not None and lookup.report.plan.match is not None:
+            seen.donor = lookup.report.plan.match.entry_id
+        return [(b"x-semkv", text.encode("latin-1", "replace"))]
 
     def _unreachable(self, error: UpstreamError, tier: str, start: float, header: Headers) -> Answer:
         """There is no answer to a request that came at ``start``, by `time.perf_counter`."""
         self.metrics.request(tier, error.status, time.perf_counter() - start)
-        return error_answer(error.status, str(error), "upstream_error", header)
+        return http.error_answer(error.status, str(error), "upstream_error", header)
 
     # -- passing on ---------------------------------------------------------------------------------------------
 
     async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
         """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
         start, client = time.perf_counter(), self._tenants.client(call.scope)
-        if (seen := current()) is not None:
-            seen.tenant = client.tenant[:_TAG]
+        current().tenant = client.tenant[:_TAG]
         header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
-        self.metrics.uncacheable(reason)
+        self.metrics.uncacheable.labels(reason).inc()
         try:
-            reply = await unless_gone(self._send_on(call, client.tenant), receive)
+            reply = await http.unless_gone(self._send_on(call, client.tenant), receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start)
-            return error_answer(400, str(error), "invalid_request_error", header)
+            return http.error_answer(400, str(error), headers=header)
         except UpstreamError as error:
             return self._unreachable(error, PASSED, start, header)
         if call.scope["method"] != "OPTIONS":  # which anybody may ask
             self._answered(client, reply.status)
-        self.cors.heard(call.scope, reply.status, reply.headers)
         self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
         headers = [*reply.headers, *header]
         return Answer(reply.status, headers, stream=reply.pieces(), close=reply.aclose, ours=False)
@@ -502,30 +458,24 @@ class Gateway:
             call = replace(call, body=await asyncio.to_thread(salted, call.body, tenant, self._secret))
         return await self.upstream.send(call)
 
-    def _canonicalise(self, call: Call, tenant: str) -> CanonicalRequest | Uncacheable:
-        if not is_plain_json(call.scope):
-            return Uncacheable("content type")
-        try:
-            tags = self._tenants.tags_of(call.scope)
-        except BadTags:
-            return Uncacheable("tags")
+    def _canonicalise(self, call: Call, client: Client) -> CanonicalRequest:
+        """The canonical form of a request. Raises `Unkeyable` where it has none."""
+        if not client.believed:
+            raise Unkeyable("tenant")
+        if http.header(call.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
+            raise Unkeyable("content type")
+        tags, headers = self._tenants.tags_of(call.scope), self._vary.read(call.scope)
         read = self._read_again if len(call.body) <= _SMALL else self._read
-        return read(call.scope["path"], call.body, tenant, tags, self._vary.read(call.scope))
+        return read(call.scope["path"], call.body, client.tenant, tags, headers)
 
     def _read(
         self, path: str, raw: bytes, tenant: str, tags: tuple[str, ...], headers: tuple[tuple[str, str], ...]
-    ) -> CanonicalRequest | Uncacheable:
+    ) -> CanonicalRequest:
         """The canonical form of a body, which nothing else decides."""
-        try:
-            body = loads(raw)
-        except (ValueError, RecursionError):
-            return Uncacheable("no JSON")
-        if not isinstance(body, dict):
-            return Uncacheable("no JSON object")
         settings = self.settings
         return canonicalise(
             path,
-            body,
+            loads(raw),
             tenant=tenant,
             secret=self._secret,
             version=settings.data_version,
@@ -535,19 +485,9 @@ class Gateway:
             headers=headers,
         )
 
-    def look_upstream(self) -> None:
-        """Say in the log whether the upstream answers."""
-        self._spawn(self._look_upstream())
-
-    async def _look_upstream(self) -> None:
-        if await self.upstream.ready():
-            log.info("the upstream answers")
-        else:
-            log.warning("the upstream does not answer yet: until it does, only stored responses are served")
-
     # -- recording and checking, in the background ----------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Do something in the background; a fault in it is counted."""
         task = asyncio.ensure_future(work)
         self.background.add(task)
@@ -559,20 +499,8 @@ class Gateway:
             log.error("background work failed", exc_info=error)
             self.metrics.fault("background")
 
-    def _record_soon(
-        self, request: GatewayRequest, canonical: CanonicalRequest, looking: asyncio.Future[Lookup] | None
-    ) -> None:
-        """Record what the request just started brings; from here on near-repeats may join it."""
-        assert request.reader is not None
-        if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
-            return
-        pending = Pending(canonical, request.reader.flight, looking, self.cache)
-        if self.flights.is_shared(pending.flight):
-            self.pending.add(pending)
-        self._spawn(self._record(request, pending))
-
     async def _record(self, request: GatewayRequest, pending: Pending) -> None:
-        """Tell the semantic cache what was computed; until then near-repeats find the request itself."""
+        """Tell the semantic cache what was computed."""
         canonical, flight, payload = pending.canonical, pending.flight, None
         try:
             lookup = await asyncio.shield(pending.looking)
@@ -587,35 +515,36 @@ class Gateway:
             if report is not None and payload is not None:
                 await self.cache.record(report, payload, canonical.model)
         finally:
-            self.pending.end(pending)
+            if pending in self.pending:
+                self.pending.remove(pending)
         if payload is not None and flight.stored and report is not None and report.plan.substituted:
             self._check_soon(request, report, payload)  # of a donor's prompt, whose answer was not there anymore
 
     def _refresh(self, request: GatewayRequest, lookup: Lookup) -> None:
         """Fetch a fresh answer in place of a stale one: what is on its way already goes on for it."""
         background = replace(request, reader=None)
-        self._join(background, lookup)
-        self._spawn(self._fetch(background, lookup))
+        self._join(background, lookup.canonical)
+        self.spawn(self._fetch(background, lookup.canonical))
 
     def _check_soon(self, request: GatewayRequest, report: ReuseReport | None, given: bytes) -> None:
         """Run the unchanged request of an approximate hit, if it is selected and not too many are running."""
         if report is not None and self._checks < _CHECKS and self.cache.should_check(report):
             self._checks += 1
-            self._spawn(self._check(replace(request, reader=None), report, given))
+            self.spawn(self._check(replace(request, reader=None), report, given))
 
     async def _check(self, request: GatewayRequest, report: ReuseReport, given: bytes) -> None:
         """Compare the unchanged request's own answer with the one that was given, to know how often they differ."""
         try:
-            own = await self._fetch(request, Lookup(request.canonical))
+            own = await self._fetch(request, request.canonical)
         finally:
             self._checks -= 1
         if own is not None:
             await self.cache.check(report, own, given)
 
-    async def _fetch(self, request: GatewayRequest, lookup: Lookup) -> bytes | None:
+    async def _fetch(self, request: GatewayRequest, canonical: CanonicalRequest) -> bytes | None:
         """The upstream's answer to a request, stored on the way; None where there is none."""
-        if request.reader is None and not self._join(request, lookup):
-            self._start(request, lookup, stream=False)
+        if request.reader is None and not self._join(request, canonical):
+            self._start(request, canonical, None, stream=False)
         assert request.reader is not None
         flight = request.reader.flight
         try:
@@ -626,11 +555,18 @@ class Gateway:
 
     # -- operators ----------------------------------------------------------------------------------------------
 
-    async def wrong(self, hit: HitView) -> int:
+    async def look_upstream(self) -> None:
+        """Say in the log whether the upstream answers."""
+        if await self.upstream.ready():
+            log.info("the upstream answers")
+        else:
+            log.warning("the upstream does not answer yet: until it does, only stored responses are served")
+
+    async def wrong(self, hit: Hit) -> int:
         """An operator says that a hit was wrong: its answer goes, and the donor of an approximate one."""
         if hit.tier != EXACT:
             await self.cache.report_wrong(hit.hit_id)
-        return await self.cache.invalidate(Selector(key=hit.key), dry_run=False)
+        return await self.cache.invalidate(Selector(key=hit.response.key), dry_run=False)
 
     def sizes(self) -> dict[str, dict[str, float]]:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""

@@ -5,25 +5,28 @@ Events are counters and durations histograms; only sizes are gauges. Labels have
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
 from collections import Counter as Counts
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
 from semkv.server.logs import visible
-from semkv.server.sse import usage_of
+from semkv.server.sse import text_of, usage_of
+from semkv.stores.responses.base import StoredResponse
 from semkv.tiers.base import Every, Latest
 from semkv.tiers.response import Found
-from semkv.types import MediaSegment, Request, ReuseReport, Segment
+from semkv.types import MediaSegment, Request, Segment
+
+if TYPE_CHECKING:
+    from semkv.server.cache_client import Lookup
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _WINDOWS = {"5 minutes": 3, "1 hour": 36, "6 hours": 216, "24 hours": 864}  # of the live view: seconds of a bin
@@ -50,15 +53,17 @@ class Live:
 
     def __init__(self) -> None:
         self._bins: dict[str, deque[tuple[int, Counts[str]]]] = {name: deque(maxlen=_BINS) for name in _WINDOWS}
-        self._at, self._now = 0, Counts[str]()  # what is not in the bins yet, and of when it is
         self._latencies: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATENCIES))
         self._by: dict[str, dict[str, Counts[str]]] = {"model": {}, "tenant": {}}
 
     def add(self, tier: str, seconds: float) -> None:
         """Count a request."""
-        if self._at != (at := int(time.time())):
-            self._fold(at)
-        self._now[tier] += 1
+        now = int(time.time())
+        for name, step in _WINDOWS.items():
+            bins = self._bins[name]
+            if not bins or bins[-1][0] != now // step * step:
+                bins.append((now // step * step, Counts()))
+            bins[-1][1][tier] += 1
         self._latencies[tier].append(seconds)
 
     def ended(self, model: str, tenant: str, outcome: str) -> None:
@@ -68,18 +73,9 @@ class Live:
             name = name[:_NAME] or "-"
             by.setdefault(name if name in by or len(by) < _NAMES else "others", Counts())[outcome] += 1
 
-    def _fold(self, at: int) -> None:
-        for name, bins in self._bins.items():
-            start = self._at // _WINDOWS[name] * _WINDOWS[name]
-            if self._now and (not bins or bins[-1][0] != start):
-                bins.append((start, Counts()))
-            if self._now:
-                bins[-1][1].update(self._now)
-        self._at, self._now = at, Counts()
-
     def view(self) -> dict[str, Any]:
         """Counts by window, bin and tier; p50 and p95 in seconds by tier; counts by model and tenant, largest first."""
-        self._fold(now := int(time.time()))
+        now = int(time.time())
         windows = {
             name: {"step_s": step, "bins": [(at, n) for at, n in self._bins[name] if at > now - step * _BINS]}
             for name, step in _WINDOWS.items()
@@ -118,11 +114,7 @@ _MODES["store_up"] = "livemin"
 
 
 class Metrics:
-    """Counters, histograms and gauges.
-
-    Args:
-        workers: processes that count together, through files in the folder that the variable `FOLDER` names.
-    """
+    """Counters, histograms and gauges, of ``workers`` processes that count together through files in a folder."""
 
     def __init__(self, workers: int = 1) -> None:
         self.workers = workers
@@ -138,32 +130,25 @@ class Metrics:
         self._events = self._counter("cache_events", "What the caches counted, by event.", "event")
         self._requests = self._counter("requests", "Requests, by tier and status.", "tier", "status")
         self._seconds = self._histogram("request_seconds", "From the whole request to the start of the answer.", "tier")
-        self._upstream = self._histogram("upstream_seconds", "Whole upstream answers.")
-        self._lookup = self._histogram("semantic_lookup_seconds", "Semantic lookups, encoders included.")
-        self._uncacheable = self._counter("uncacheable", "Requests that the cache could not answer.", "reason")
-        self._turned_away = self._counter(
+        self.upstream_seconds = self._histogram("upstream_seconds", "Whole upstream answers.")
+        self.lookup_seconds = self._histogram("semantic_lookup_seconds", "Semantic lookups, encoders included.")
+        self.uncacheable = self._counter("uncacheable", "Requests that the cache could not answer.", "reason")
+        self.turned_away = self._counter(
             "turned_away", "Requests answered with 503 for want of room, by what there is too much of.", "what"
         )
         for what in ("connections", "bodies"):
-            self._turned_away.labels(what)
+            self.turned_away.labels(what)
         self._faults = self._counter("faults", "Faults that became a miss.", "part")
         self.joins = self._counter(
             "single_flight_joins", "Requests that joined another's, by how much alike they are.", "kind"
         )
         for kind in (EQUAL, SIMILAR):
             self.joins.labels(kind)
-        self.parted = self._counter(
-            "single_flight_parted", "Similar requests that joined, and then went upstream themselves."
-        )
         self.cut = self._counter(
             "overlap_cut", "Requests that were sent during the lookup, and given up for what it found."
         )
-        self.left_out = self._counter(
-            "overlap_left_out", "Lookups not made, since too many waited and the upstream was asked."
-        )
         self.tokens = self._counter("tokens_saved", "Completion tokens not computed.")
         self.saved = self._counter("seconds_saved", "Upstream seconds not spent, as measured on misses.")
-        self._made: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"semkv_{name}", text, labels, registry=self.registry)
@@ -194,28 +179,12 @@ class Metrics:
 
     def request(self, tier: str, status: int, seconds: float) -> None:
         """Count one request that was answered."""
-        children = self._made.get((tier, status))
-        if children is None:
-            children = self._requests.labels(tier, str(status)), self._seconds.labels(tier)
-            self._made[(tier, status)] = children
-        children[0].inc()
-        children[1].observe(seconds)
+        self._requests.labels(tier, str(status)).inc()
+        self._seconds.labels(tier).observe(seconds)
         self.live.add(tier, seconds)
-
-    def uncacheable(self, reason: str) -> None:
-        self._uncacheable.labels(reason).inc()
 
     def fault(self, part: str) -> None:
         self._faults.labels(part).inc()
-
-    def turned_away(self, what: str) -> None:
-        self._turned_away.labels(what).inc()
-
-    def upstream(self, seconds: float) -> None:
-        self._upstream.observe(seconds)
-
-    def lookup(self, seconds: float) -> None:
-        self._lookup.observe(seconds)
 
     def figures(self) -> dict[str, Any]:
         """For the dashboard: ``gauges``, ``events``, and as ``totals`` requests by tier and why some went upstream,
@@ -254,34 +223,35 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
-class HitView:
-    """One hit, in no more memory than is shown of it.
-
-    Attributes:
-        number: names it in the admin routes; cannot be guessed.
-        tier: ``exact``, or the provenance of the donor.
-        key: what the answer is stored under.
-        hit_id: the semantic cache's name for the hit.
-        prompt: the last user turn that the answer was computed from.
-        shown: what else is shown of it, but the answer; ``asked`` and ``donor`` are None for an exact hit.
-        payload: the answer; empty where it is large.
-    """
+class Hit:
+    """One hit, in no more memory than is shown of it. ``asked`` and ``donor`` are the two prompts of an approximate
+    hit."""
 
     number: str
+    at: float
     tier: str
-    key: str
-    hit_id: str
-    prompt: str
-    shown: dict[str, Any]
-    payload: bytes
+    score: float | None
+    seconds: float
+    age_s: float
+    tenant: str
+    response: StoredResponse
+    hit_id: str = ""
+    asked: list[dict[str, str]] | None = None
+    donor: list[dict[str, str]] | None = None
 
     def view(self) -> dict[str, Any]:
         """As JSON, with control characters written out."""
-        own = [{"role": "question", "text": self.prompt}]
-        sides = {name: self.shown[name] or own for name in ("asked", "donor")}
-        parts = {name: [{**part, "text": visible(part["text"])} for part in side] for name, side in sides.items()}
-        more = {"id": self.number, "tier": self.tier, "key": self.key, "answer": visible(answer_of(self.payload))}
-        return {**self.shown, **parts, **more, "model": visible(self.shown["model"])}
+        own = [{"role": "question", "text": self.response.prompt}]
+        sides = {"asked": self.asked or own, "donor": self.donor or own}
+        shown = ("at", "tier", "score", "seconds", "age_s", "tenant")
+        return {
+            "id": self.number,
+            "key": self.response.key,
+            "model": visible(self.response.model),
+            "answer": visible(answer_of(self.response.payload)),
+            **{name: getattr(self, name) for name in shown},
+            **{name: [{**part, "text": visible(part["text"])} for part in side] for name, side in sides.items()},
+        }
 
 
 class RecentHits:
@@ -289,56 +259,36 @@ class RecentHits:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._hits: dict[bool, deque[HitView]] = {kind: deque(maxlen=_SHOWN) for kind in (True, False)}
-        self._seconds: Latest[str, float] = Latest(_KNOWN)  # by key
-        self._tokens: Latest[str, int] = Latest(_KNOWN)
+        self._hits: dict[bool, deque[Hit]] = {kind: deque(maxlen=_SHOWN) for kind in (True, False)}
+        self._tokens: Latest[str, int] = Latest(_KNOWN)  # by key
         self._mean_s = 0.0
 
-    def computed(self, key: str, seconds: float) -> None:
+    def computed(self, seconds: float) -> None:
         """The upstream has answered in so many seconds."""
         self._mean_s = seconds if not self._mean_s else 0.95 * self._mean_s + 0.05 * seconds
-        self._seconds[key] = seconds
 
-    def hit(
-        self,
-        *,
-        tier: str,
-        score: float | None,
-        seconds: float,
-        tenant: str,
-        found: Found,
-        asked: Request | None,
-        report: ReuseReport | None,
-    ) -> None:
-        """Note a hit and what it saved: the seconds its answer took, or where that is not known the mean of misses."""
-        response = found.response
-        exact = report is None or tier == "exact"
-        shown = {
-            "at": time.time(),
-            "score": score,
-            "seconds": seconds,
-            "age_s": found.age_s,
-            "tenant": tenant[:8],
-            "model": response.model,
-            "asked": None if exact or asked is None else _parts(asked.segments),
-            "donor": None if exact or report is None else _parts(report.plan.segments),
-        }
+    def add(self, lookup: Lookup, found: Found, asked: Request | None, tenant: str, seconds: float) -> None:
+        """Note a hit and what it saved: tokens, and the seconds of an average miss."""
+        response, report = found.response, lookup.report
         payload = response.payload if len(response.payload) <= _PAYLOAD else b""
-        hit_id = "" if report is None else report.hit_id
-        hit = HitView(secrets.token_hex(8), tier, response.key, hit_id, response.prompt[:_TEXT], shown, payload)
+        shown = replace(response, payload=payload, prompt=response.prompt[:_TEXT])
+        hit = Hit(secrets.token_hex(8), time.time(), lookup.tier, lookup.score, seconds, found.age_s, tenant, shown)
+        exact = report is None or lookup.tier == "exact"
+        if report is not None and not exact:
+            sent = None if asked is None else _parts(asked.segments)
+            hit = replace(hit, hit_id=report.hit_id, asked=sent, donor=_parts(report.plan.segments))
         self._hits[exact].append(hit)
         tokens = self._tokens.get(response.key)
         if tokens is None:
             tokens = self._tokens[response.key] = max(0, usage_of(response.payload).get("output_tokens", 0))
         self._metrics.tokens.inc(tokens)
-        self._metrics.saved.inc(max(0.0, self._seconds.get(response.key, self._mean_s) - seconds))
+        self._metrics.saved.inc(max(0.0, self._mean_s - seconds))
 
-    def recent(self, most: int) -> list[HitView]:
+    def recent(self, most: int) -> list[Hit]:
         """The latest hits, newest first."""
-        every = [hit for hits in self._hits.values() for hit in hits]
-        return sorted(every, key=lambda hit: -hit.shown["at"])[:most]
+        return sorted((hit for hits in self._hits.values() for hit in hits), key=lambda hit: -hit.at)[:most]
 
-    def find(self, number: str) -> HitView | None:
+    def find(self, number: str) -> Hit | None:
         """A hit by its id, if it is still known."""
         return next((hit for hit in self.recent(2 * _SHOWN) if hit.number == number), None)
 
@@ -347,32 +297,19 @@ def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:
     """The segments as they are shown: a long conversation from its end, as far as there is room."""
     parts: list[dict[str, str]] = []
     room = _TEXTS
-    for place in reversed(range(len(segments))):
-        part = _part(segments[place])
+    for segment in reversed(segments):
+        if isinstance(segment, MediaSegment):
+            part = {"role": "image", "text": segment.media_id}
+        else:
+            part = {"role": str(segment.role), "text": segment.text[:_TEXT]}
         room -= len(part["text"]) + _FIELDS
         if room < 0:
-            parts.append({"role": "earlier", "text": f"({place + 1} more)"})
+            parts.append({"role": "earlier", "text": f"({len(segments) - len(parts)} more)"})
             break
         parts.append(part)
     return parts[::-1]
 
 
-def _part(segment: Segment) -> dict[str, str]:
-    if isinstance(segment, MediaSegment):
-        return {"role": "image", "text": segment.media_id}
-    return {"role": str(segment.role), "text": segment.text[:_TEXT]}
-
-
 def answer_of(payload: bytes) -> str:
-    """The choices of an answer for display; an answer of another form as it was kept."""
-    try:
-        choices = json.loads(payload)["choices"]
-        texts = [choice.get("text") or _message(choice.get("message") or {}) for choice in choices]
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return payload[:_TEXT].decode(errors="replace")
-    return "\n---\n".join(texts)[:_TEXT]
-
-
-def _message(message: dict[str, Any]) -> str:
-    calls = message.get("tool_calls")
-    return str(message.get("content") or "") + ("" if not calls else json.dumps(calls, indent=1))
+    """The first choice of an answer for display; an answer of another form as it was kept."""
+    return (text_of(payload) or payload.decode(errors="replace"))[:_TEXT]

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from semkv.keys import digest, media_uuid
-from semkv.server.content import Content, Unkeyable
-from semkv.server.routes import ROUTES, Route
+from semkv.server.routes import ROUTES, Content, Route, Unkeyable
 from semkv.server.tenancy import tenant_salt
 from semkv.stores.media import MediaStore
 from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
@@ -34,29 +33,14 @@ _SAMPLING = frozenset(
     " watermarking".split()
 )
 # Answers that show the prompt belong to this prompt alone.
-_SHOWS_PROMPT = (
-    "echo",
-    "prompt_logprobs",
-    "return_token_ids",
-    "return_prompt_text",
-    "suffix",
-    "continue_final_message",
-)
+_SHOWS_PROMPT = tuple("echo prompt_logprobs return_token_ids return_prompt_text suffix continue_final_message".split())
 _UNKEYABLE = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 
 # Beyond these a request is exact-only: one thread looks up and encodes for all, and this takes it part of a second.
 _MOST_SEGMENTS = 1000
 _MOST_TEXT = 1_000_000  # characters
-_DEEP = 200  # levels of nesting; far beyond any schema, far below where readers give up
 
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-
-
-@dataclass(frozen=True, slots=True)
-class Uncacheable:
-    """Why a request has no key. The reasons are few and fixed: they hold nothing of the request."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,33 +59,18 @@ class _Deployment:
         head = _encode(["semkv", 2, self.endpoint, self.tenant, self.version, self.headers, *self.tags])
         return hmac.digest(self.secret, f"{head}\n{body}".encode(), "sha256").hex()
 
-    def salt(self, own: object) -> str:
-        """The tenant's ``cache_salt``: prefix caches are shared within a tenant, and within a salt of the client's."""
-        return tenant_salt(self.secret, self.tenant, own)
-
 
 @dataclass(frozen=True)
 class CanonicalRequest:
-    """A request with its exact key.
+    """A request with its exact key."""
 
-    Attributes:
-        key: hex HMAC-SHA256 over everything that changes the answer, tenant and versions included.
-        partition: the tenant, `StoredResponse.partition`.
-        model: as the client named it.
-        prompt: text of the last user turn; empty where there is none.
-        stream: the client wants a stream. Part of the key only where the route does not convert.
-        include_usage: the client wants the usage at the end of its stream.
-        sampled: the answer is drawn at random (neither temperature 0 nor a seed). `ResponseCache.keep` refuses it
-            unless told otherwise; such requests must not share a flight either.
-    """
-
-    key: str
-    partition: str
-    model: str
-    prompt: str
-    stream: bool
-    include_usage: bool
-    sampled: bool
+    key: str  # hex HMAC-SHA256 over everything that changes the answer, tenant and versions included
+    partition: str  # the tenant, `StoredResponse.partition`
+    model: str  # as the client named it
+    prompt: str  # text of the last user turn; empty where there is none
+    stream: bool  # the client wants a stream; part of the key only where the route does not convert
+    include_usage: bool  # the client wants the usage at the end of its stream
+    sampled: bool  # the answer is drawn at random: neither temperature 0 nor a seed
     _body: Mapping[str, Any] = field(repr=False)
     _content: Content = field(repr=False)
     _deployment: _Deployment = field(repr=False)
@@ -119,11 +88,6 @@ class CanonicalRequest:
     def refusal(self, payload: bytes, status: int) -> str:
         """Why an answer to it must not be kept, in a word or two; empty for a complete one."""
         return self.route.refusal(payload, status)
-
-    @property
-    def temperature(self) -> object:
-        """As the client sent it."""
-        return self._body.get("temperature")
 
     @cached_property
     def request(self) -> Request | None:
@@ -151,11 +115,7 @@ class CanonicalRequest:
         return value is not None and value is not False and value != ""  # 0 logprobs are those of the prompt's tokens
 
     def with_media(self, store: MediaStore) -> Request | None:
-        """``request`` with a file behind every image, for the vision hook and for later donors. Blocks (writes files).
-
-        Raises:
-            OSError: an image cannot be written.
-        """
+        """``request`` with a file behind every image, for the vision hook and later donors. Blocks (writes files)."""
         request = self.request
         if request is None or not request.media:
             return request
@@ -168,11 +128,8 @@ class CanonicalRequest:
         return replace(request, segments=tuple(segments))
 
     def with_plan(self, plan: Plan) -> CanonicalRequest | None:
-        """The canonical request' of a plan, with its own key. Blocks (reads donors' images).
-
-        Returns:
-            None where the plan cannot be mapped back one to one, or a donor's image is gone.
-        """
+        """The canonical request' of a plan, with its own key. Blocks (reads donors' images). None where the plan cannot
+        be mapped back one to one, or a donor's image is gone."""
         content = self._content.with_segments(plan.segments)
         if self.request is None or content is None:
             return None
@@ -187,7 +144,8 @@ class CanonicalRequest:
         """
         if not self._deployment.salts:
             return {**self._body, self._content.name: self._content.with_uuids(None)}
-        salt, named = self._deployment.salt, bool(self._content.media) and not self._body.get("media_io_kwargs")
+        salt = partial(tenant_salt, self._deployment.secret, self._deployment.tenant)
+        named = bool(self._content.media) and not self._body.get("media_io_kwargs")
         value = self._content.with_uuids(partial(media_uuid, salt(None)) if named else None)
         return {**self._body, self._content.name: value, "cache_salt": salt(self._body.get("cache_salt"))}
 
@@ -203,7 +161,7 @@ def canonicalise(
     tags: tuple[str, ...] = (),
     salts: bool = True,
     headers: tuple[tuple[str, str], ...] = (),
-) -> CanonicalRequest | Uncacheable:
+) -> CanonicalRequest:
     """The canonical form of a request.
 
     Args:
@@ -215,17 +173,18 @@ def canonicalise(
         remote_media: key http(s) media by their address instead of refusing them.
         tags: labels that came with it; answers are not shared with requests that have others.
         salts: `CanonicalRequest.body` has vLLM's ``cache_salt`` and uuids.
-        headers: those of the request that the answer may depend on, by `semkv.server.headers.Vary`.
+        headers: those of the request that the answer may depend on, by `semkv.server.tenancy.Vary`.
+
+    Raises:
+        Unkeyable: it has none.
     """
     deployment = _Deployment(endpoint, tenant, secret, version, tags, salts, headers)
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
-            return Uncacheable("state of another server")
+            raise Unkeyable("state of another server")
         return _build(body, ROUTES[endpoint].read(body, remote_media), deployment)
-    except Unkeyable as error:
-        return Uncacheable(str(error))
-    except (ValueError, TypeError, RecursionError):  # NaN, huge numbers, lone surrogates, deep nesting, no JSON types
-        return Uncacheable("no canonical JSON")
+    except (ValueError, TypeError, RecursionError):  # huge numbers, deep nesting, no JSON types
+        raise Unkeyable("no canonical JSON") from None
 
 
 def _build(body: Mapping[str, Any], content: Content, deployment: _Deployment) -> CanonicalRequest:
@@ -233,8 +192,8 @@ def _build(body: Mapping[str, Any], content: Content, deployment: _Deployment) -
     if stream is not None and not isinstance(stream, bool):
         raise Unkeyable("stream is no boolean")
     route = ROUTES[deployment.endpoint]
-    usage_alone = isinstance(options, dict) and _only(options, ("include_usage",))
-    if route.converts and options is not None and not usage_alone:
+    asked = options if isinstance(options, dict) else {"unknown": options is not None}
+    if route.converts and any(value for name, value in asked.items() if name != "include_usage"):
         raise Unkeyable("stream options")
     if model is not None and not isinstance(model, str):
         raise Unkeyable("model is no string")
@@ -248,7 +207,7 @@ def _build(body: Mapping[str, Any], content: Content, deployment: _Deployment) -
         model=model or "",
         prompt=content.prompt,
         stream=bool(stream),
-        include_usage=not route.converts or bool((options or {}).get("include_usage")),
+        include_usage=not route.converts or bool(asked.get("include_usage")),
         sampled=bool(route.fixed_by) and not any(_fixes(name, body.get(name)) for name in route.fixed_by),
         _body=body,
         _content=content,
@@ -263,11 +222,6 @@ def _fixes(name: str, value: object) -> bool:
     return value == 0 if name == "temperature" else isinstance(value, int) and value >= 0
 
 
-def _only(options: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Whether nothing but ``names`` is asked for."""
-    return all(not value for name, value in options.items() if name not in names)
-
-
 def _number(value: Any) -> Any:
     """One form for a number that a parameter may be written in several ways: 1 and 1.0, 0 and -0.0."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
@@ -275,32 +229,18 @@ def _number(value: Any) -> Any:
     return value
 
 
-def loads(raw: bytes) -> Any:
-    """Parse JSON, refusing what readers disagree on: duplicate names, NaN and infinities, lone surrogates, depth.
-
-    Raises:
-        ValueError: it is no such JSON.
-    """
+def loads(raw: bytes) -> dict[str, Any]:
+    """Parse a JSON object, refusing what readers disagree on: duplicate names, NaN and infinities, lone surrogates.
+    Raises `Unkeyable`."""
     try:
         value = json.loads(raw, object_pairs_hook=_object, parse_constant=_constant)
-        if raw.count(b"{") + raw.count(b"[") > _DEEP and _deeper(value, _DEEP):
-            raise ValueError("nested too deeply")
         if b"\\u" in raw:
             _encode(value).encode()  # a lone surrogate cannot be encoded
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    except (ValueError, RecursionError):
+        raise Unkeyable("no JSON") from None
+    if not isinstance(value, dict):
+        raise Unkeyable("no JSON object")
     return value
-
-
-def _deeper(value: Any, most: int) -> bool:
-    """Whether lists and objects are nested more than ``most`` levels."""
-    level = [value]
-    for _ in range(most + 1):
-        inner = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))]
-        level = [item for items in inner for item in items if isinstance(item, (dict, list))]
-        if not level:
-            return False
-    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

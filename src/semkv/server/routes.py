@@ -1,22 +1,42 @@
-"""The routes whose answers are cached, one row for each: what is read of a request, how a stream ends, what is whole.
+"""The routes whose answers are cached, one row of `ROUTES` for each: what is read of a request, how a stream ends, when
+an answer is whole.
 
 Chats and completions put a stream together to the answer it amounts to, so both forms share an entry, and their texts
-may be matched by similarity. All others are kept as they came, streams event by event and apart from whole answers,
-and only for byte-equal content.
+may be matched by similarity: a slot is a place in the messages that a segment stands for. All else (roles, names, tool
+calls, other parts) is the template, which donor and request share. The answers of other routes are kept as they came,
+streams event by event and apart from whole answers, and only for byte-equal content.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import base64
+import binascii
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from semkv.server.content import Content, Unkeyable, read_messages, read_prompt
+from semkv.encoders.hooks import read_media
+from semkv.keys import media_id
 from semkv.server.sse import Assembler, Recorder, read_answer
+from semkv.types import MediaSegment, Role, Segment, TextSegment
 
-_COMPLETE = frozenset(("stop", "tool_calls"))
-_ENDED = frozenset(("end_turn", "stop_sequence", "tool_use"))
+_ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
+_MESSAGE = frozenset(
+    "role content name tool_calls tool_call_id function_call refusal reasoning reasoning_content".split()
+)
+# Content parts whose whole meaning is in the request: type -> the fields it may have.
+_VERBATIM = {
+    "text": frozenset(("type", "text")),
+    "refusal": frozenset(("type", "refusal")),
+    "thinking": frozenset(("type", "thinking", "closed")),
+}
+_MEDIA = {"image_url": frozenset(("url", "detail")), "audio_url": frozenset(("url",)), "video_url": frozenset(("url",))}
+_DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,")
+_KINDS = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"))
+_FINISHED = ("stop", "tool_calls")
+_ENDED = ("end_turn", "stop_sequence", "tool_use")
 
 # Items and parts whose whole meaning is in the request: type -> the fields they may have.
 _RESPONSES = {
@@ -46,79 +66,233 @@ _MESSAGES = {
 _TEXTS = ("input", "query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2", "messages")
 _NOTHING: tuple[object, ...] = (None, False, [])
 
+Slot = tuple[int, int | None]  # message, and part where its content is a list
+
+
+class Unkeyable(Exception):  # noqa: N818
+    """The content has something that cannot be keyed. The message is one of a few fixed texts."""
+
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """A path whose answers are cached.
+class Content:
+    """One request's content in its forms."""
 
-    Attributes:
-        read: takes the content out of a body; the flag: media may be remote. Raises `Unkeyable`.
-        whole: whether an answer came to its own end.
-        stream: reads a streamed answer.
-        converts: a stream and a whole answer are made of each other. Else they are different answers.
-        fixed_by: fields that keep an answer from being drawn at random; none where it never is.
-        repeated: fields that the answer repeats, so they are in the key.
+    name: str  # of its field, such as `messages` or `prompt`
+    value: Any  # as it came
+    keyed: Any  # with every media item by the digest of its bytes
+    slots: tuple[Slot, ...] = ()  # where the segments stand; empty where the request is exact-only
+    segments: tuple[Segment, ...] = ()  # in prompt order; images without a file
+    media: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # bytes of the images by media id
+    prompt: str = ""  # text of the last user turn
+
+    def with_segments(self, segments: Sequence[Segment]) -> Content | None:
+        """The same with other texts and images at its slots; None where they are not as many, or of other kinds."""
+        if len(segments) != len(self.segments) or not segments:
+            return None
+        new: dict[Slot, str] = {}
+        for slot, own, other in zip(self.slots, self.segments, segments, strict=True):
+            if isinstance(own, TextSegment) and isinstance(other, TextSegment) and own.role is other.role:
+                new[slot] = other.text
+            elif not isinstance(own, MediaSegment) or not isinstance(other, MediaSegment):
+                return None
+            elif own.media_id != other.media_id:
+                if (data := read_media(other, ())) is None:
+                    return None
+                new[slot] = _data_url(data)
+        if self.name == "prompt":
+            return read_prompt(new[self.slots[0]])
+        return read_messages(_edited(self.value, new, lambda slot, part: _filled(part, new[slot])), remote=False)
+
+    def template(self) -> Any:
+        """``keyed`` with every slot empty: what a donor must share."""
+        return "" if self.name == "prompt" else _edited(self.keyed, self.slots, lambda _, part: _emptied(part))
+
+    def with_uuids(self, uuid: Callable[[str], str] | None) -> Any:
+        """``value`` with vLLM's ``uuid`` on every image, in place of what the client gave; None: with none at all."""
+        if self.keyed is self.value:  # it is in the key as it came
+            return self.value
+        messages = []
+        for i, message in enumerate(self.value):
+            parts = message.get("content")
+            if isinstance(parts, list):
+                keyed = self.keyed[i]["content"]
+                parts = [_named(part, known, uuid) for part, known in zip(parts, keyed, strict=True)]
+                message = {**message, "content": parts}
+            messages.append(message)
+        return messages
+
+
+def read_prompt(prompt: object) -> Content:
+    """A completion's prompt: a text is a question, anything else (token ids, several prompts) is exact-only."""
+    if isinstance(prompt, str):
+        return Content("prompt", prompt, prompt, ((0, None),), (TextSegment(prompt),), prompt=prompt)
+    if isinstance(prompt, list) and prompt:
+        return Content("prompt", prompt, prompt)
+    raise Unkeyable("no prompt")
+
+
+def read_messages(messages: object, *, remote: bool) -> Content:
+    """A chat's messages.
+
+    System texts are system segments, the last text of the last user turn is the question, everything before it context.
+    A chat that does not end with a user's text is exact-only, as is one with media other than inline images.
     """
-
-    read: Callable[[Mapping[str, Any], bool], Content]
-    whole: Callable[[Mapping[str, Any]], bool]
-    stream: Callable[[], Assembler | Recorder] = Recorder
-    converts: bool = False
-    fixed_by: tuple[str, ...] = ()
-    repeated: frozenset[str] = frozenset()
-
-    def refusal(self, payload: bytes, status: int = 200) -> str:
-        """Why an answer must not be kept, in a word or two; empty for a complete one."""
-        if status != 200:
-            return "status"
-        try:
-            answer = read_answer(payload)
-        except (ValueError, RecursionError):
-            return "no JSON"
-        if not isinstance(answer, dict) or answer.get("error") is not None:
-            return "error"
-        return "" if self.whole(answer) else "unfinished"
+    if not isinstance(messages, list) or not messages:
+        raise Unkeyable("no messages")
+    reader = _Reader(remote=remote, last=len(messages) - 1)
+    keyed = [reader.message(i, message) for i, message in enumerate(messages)]
+    question = reader.question(messages[-1])
+    if question is None or not reader.inline:
+        return Content("messages", messages, keyed, prompt=reader.prompt)
+    segments = list(reader.segments)
+    segments[question] = TextSegment(reader.texts[question])
+    return Content("messages", messages, keyed, tuple(reader.slots), tuple(segments), reader.media, reader.prompt)
 
 
-# -- what is whole -----------------------------------------------------------------------------------------------------
+class _Reader:
+    """Reads messages in order, and notes slots and segments."""
+
+    def __init__(self, *, remote: bool, last: int) -> None:
+        self._remote, self._last = remote, last
+        self.inline = True  # no media but inline images
+        self.slots: list[Slot] = []
+        self.segments: list[Segment] = []
+        self.texts: dict[int, str] = {}  # by position among the segments: texts of the last message
+        self.media: dict[str, bytes] = {}
+
+    @property
+    def prompt(self) -> str:
+        """Texts of the last message, where it is a user's."""
+        return "\n".join(self.texts.values())
+
+    def question(self, last: Mapping[str, Any]) -> int | None:
+        """Which segment is the question."""
+        return (
+            max(self.texts) if self.texts and last["role"] == "user" and self.texts[max(self.texts)].strip() else None
+        )
+
+    def message(self, i: int, message: object) -> dict[str, Any]:
+        """The keyed form of one message."""
+        if not isinstance(message, dict) or message.get("role") not in _ROLES or not message.keys() <= _MESSAGE:
+            raise Unkeyable("message of unknown form")
+        content, role = message.get("content"), message["role"]
+        if isinstance(content, str):
+            self._text((i, None), role, content)
+            return message
+        if content is None:
+            return message
+        if not isinstance(content, list):
+            raise Unkeyable("message of unknown form")
+        return {**message, "content": [self._part((i, j), role, part) for j, part in enumerate(content)]}
+
+    def _text(self, slot: Slot, role: str, text: str) -> None:
+        if role == "user" and slot[0] == self._last:
+            self.texts[len(self.segments)] = text
+        self.slots.append(slot)
+        self.segments.append(TextSegment(text, Role.SYSTEM if role in ("system", "developer") else Role.CONTEXT))
+
+    def _part(self, slot: Slot, role: str, part: object) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or not isinstance(kind, str):
+            raise Unkeyable("content part of unknown form")
+        if kind in _VERBATIM and part.keys() <= _VERBATIM[kind]:
+            if kind == "text":
+                if not isinstance(part.get("text"), str):
+                    raise Unkeyable("content part of unknown form")
+                self._text(slot, role, part["text"])
+            return part
+        if kind in _MEDIA and part.keys() <= {"type", "uuid", kind}:
+            return {"type": kind, kind: self._source(slot, kind, part.get(kind))}
+        if kind == "input_audio" and part.keys() <= {"type", "uuid", kind} and isinstance(part.get(kind), dict):
+            return {"type": kind, kind: self._audio(part[kind])}
+        raise Unkeyable("content part of unknown form")
+
+    def _source(self, slot: Slot, kind: str, source: object) -> dict[str, Any]:
+        if source is None:
+            raise Unkeyable("media that is not in the request")
+        if isinstance(source, str):
+            source = {"url": source}
+        if not isinstance(source, dict) or not source.keys() <= _MEDIA[kind] or not isinstance(source.get("url"), str):
+            raise Unkeyable("content part of unknown form")
+        url = source["url"]
+        found = _DATA.match(url)
+        rest = {name: value for name, value in source.items() if name != "url"}
+        if found is None:
+            if not self._remote or not url.startswith(("http://", "https://")):
+                raise Unkeyable("media that is not in the request")
+            self.inline = False
+            return {**rest, "url": url}
+        data = _decoded(url[found.end() :])
+        name = media_id(data)
+        if kind != "image_url":  # the media type says how these are read
+            self.inline = False
+            return {**rest, "type": found[1], "sha256": name}
+        self.media[name] = data
+        self.slots.append(slot)
+        self.segments.append(MediaSegment(name))
+        return {**rest, "sha256": name}
+
+    def _audio(self, audio: Mapping[str, Any]) -> dict[str, Any]:
+        if not audio.keys() <= {"data", "format"} or not isinstance(audio.get("data"), str):
+            raise Unkeyable("content part of unknown form")
+        self.inline = False
+        return {"format": audio.get("format"), "sha256": media_id(_decoded(audio["data"]))}
 
 
-def _has_finished_choices(answer: Mapping[str, Any]) -> bool:
-    """Every choice ended by itself (``stop``) or with a tool call."""
-    choices = answer.get("choices")
-    return isinstance(choices, list) and bool(choices) and all(map(_is_finished, choices))
+def _decoded(text: str) -> bytes:
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except (binascii.Error, ValueError):
+        raise Unkeyable("media that is no base64") from None
 
 
-def _is_finished(choice: Any) -> bool:
-    reason = choice.get("finish_reason") if isinstance(choice, dict) else None
-    return isinstance(reason, str) and reason in _COMPLETE
+def _data_url(data: bytes) -> str:
+    """An image as a data URL. vLLM looks at the bytes, not at the type that the URL names."""
+    kind = next((name for magic, name in _KINDS if data.startswith(magic)), "webp")
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _is_completed(answer: Mapping[str, Any]) -> bool:
-    return answer.get("object") == "response" and answer.get("status") == "completed"
+def _edited(messages: Sequence[Any], slots: Iterable[Slot], edit: Callable[[Slot, Any], Any]) -> list[Any]:
+    """Messages with another text or part at each of some slots: what ``edit`` makes of slot and part. The rest is
+    shared."""
+    edited = list(messages)
+    for i, j in slots:
+        own = edited[i]["content"]
+        new = edit((i, j), own) if j is None else [*own[:j], edit((i, j), own[j]), *own[j + 1 :]]
+        edited[i] = {**edited[i], "content": new}
+    return edited
 
 
-def _has_ended(answer: Mapping[str, Any]) -> bool:
-    reason = answer.get("stop_reason")
-    return answer.get("type") == "message" and isinstance(reason, str) and reason in _ENDED
+def _filled(part: Any, new: str) -> Any:
+    """A text or a part with another text or data URL."""
+    if isinstance(part, str):
+        return new
+    if part["type"] == "text":
+        return {**part, "text": new}
+    own = part["image_url"]
+    return {**part, "image_url": {**own, "url": new} if isinstance(own, dict) else {"url": new}}
 
 
-def _holds(name: str, fields: frozenset[str], answer: Mapping[str, Any]) -> bool:
-    """Whether an answer has a list of objects, each with a value for one of the fields."""
-    found = answer.get(name)
-    items = found if isinstance(found, list) else []
-    return bool(items) and all(isinstance(i, dict) and any(i.get(f) is not None for f in fields) for i in items)
+def _emptied(part: Any) -> Any:
+    """A keyed text or part without what a segment stands for."""
+    if isinstance(part, str) or part["type"] == "text":
+        return _filled(part, "")
+    return {**part, "image_url": {name: value for name, value in part["image_url"].items() if name != "sha256"}}
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------
+def _named(part: dict[str, Any], keyed: dict[str, Any], uuid: Callable[[str], str] | None) -> dict[str, Any]:
+    kind = part["type"]
+    bare = {name: value for name, value in part.items() if name != "uuid"}
+    if uuid is None or kind != "image_url" or "sha256" not in keyed[kind]:
+        return bare
+    return {**bare, "uuid": uuid(keyed[kind]["sha256"])}
+
+
+# -- other routes ------------------------------------------------------------------------------------------------------
 
 
 def _read_responses(body: Mapping[str, Any], remote: bool) -> Content:
-    """The input of a response that depends on nothing that the server keeps.
-
-    Raises:
-        Unkeyable: it does, or has something of unknown form.
-    """
+    """The input of a response that depends on nothing that the server keeps."""
     _refuse_state(body, "previous_response_id", "conversation", "background", "prompt")
     if body.get("store") is not False:
         raise Unkeyable("stateful")
@@ -138,11 +312,7 @@ def _read_anthropic(body: Mapping[str, Any], remote: bool) -> Content:
 
 
 def _read_texts(body: Mapping[str, Any], remote: bool) -> Content:
-    """Texts or token ids that are embedded or compared.
-
-    Raises:
-        Unkeyable: there are none, or something else in their place.
-    """
+    """Texts or token ids that are embedded or compared."""
     held = {name: body[name] for name in _TEXTS if body.get(name) is not None}
     if not held or not all(map(_is_plain, held.values())):
         raise Unkeyable("input of unknown form")
@@ -208,6 +378,55 @@ def _is_there(part: Mapping[str, Any], remote: bool) -> bool:
             return source.keys() <= {"type", "media_type", "data"}
         source = source.get("url") if source.keys() == {"type", "url"} else None
     return isinstance(source, str) and source.startswith(("data:", "http://", "https://") if remote else "data:")
+
+
+# -- what is whole -----------------------------------------------------------------------------------------------------
+
+
+def _has_finished_choices(answer: Mapping[str, Any]) -> bool:
+    """Every choice ended by itself (``stop``) or with a tool call."""
+    found = answer.get("choices")
+    choices = found if isinstance(found, list) else []
+    return bool(choices) and all(isinstance(c, dict) and c.get("finish_reason") in _FINISHED for c in choices)
+
+
+def _is_completed(answer: Mapping[str, Any]) -> bool:
+    return answer.get("object") == "response" and answer.get("status") == "completed"
+
+
+def _has_ended(answer: Mapping[str, Any]) -> bool:
+    return answer.get("type") == "message" and answer.get("stop_reason") in _ENDED
+
+
+def _holds(name: str, fields: frozenset[str], answer: Mapping[str, Any]) -> bool:
+    """Whether an answer has a list of objects, each with a value for one of the fields."""
+    found = answer.get(name)
+    items = found if isinstance(found, list) else []
+    return bool(items) and all(isinstance(i, dict) and any(i.get(f) is not None for f in fields) for i in items)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path whose answers are cached."""
+
+    read: Callable[[Mapping[str, Any], bool], Content]  # the content of a body; the flag: media may be remote
+    whole: Callable[[Mapping[str, Any]], bool]  # whether an answer came to its own end
+    stream: Callable[[], Assembler | Recorder] = Recorder  # reads a streamed answer
+    converts: bool = False  # a stream and a whole answer are made of each other
+    fixed_by: tuple[str, ...] = ()  # fields that keep an answer from being drawn at random; none where it never is
+    repeated: frozenset[str] = frozenset()  # fields that the answer repeats, so they are in the key
+
+    def refusal(self, payload: bytes, status: int = 200) -> str:
+        """Why an answer must not be kept, in a word or two; empty for a complete one."""
+        if status != 200:
+            return "status"
+        try:
+            answer = read_answer(payload)
+        except (ValueError, RecursionError):
+            return "no JSON"
+        if not isinstance(answer, dict) or answer.get("error") is not None:
+            return "error"
+        return "" if self.whole(answer) else "unfinished"
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from semkv.errors import ConfigError, StoreError
 from semkv.types import CacheMode
 
 _KEY_LENGTH = 16
-_MIB = 1 << 20
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", re.ASCII)
 _NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 
@@ -77,14 +76,11 @@ class ServerSettings(LookupConfig):
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
         admin_port: Port for dashboard, admin routes and metrics, which the other port then lacks; 0: the same port.
-        tell: Put an X-Semkv header on responses.
         access_log: Log a line for every request: its id, route, model, tenant and outcome, never what it says.
         otel: Send an OpenTelemetry span for every request to where OTEL_EXPORTER_OTLP_ENDPOINT says.
         cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
         vary_headers: A request header that changes the response and is part of the key; may be repeated.
         max_body_mib: Larger requests are refused.
-        max_answer_mib: Larger responses are passed on, but neither shared nor kept.
-        connect_timeout: Seconds to wait for a connection to the upstream.
         upstream_timeout: Seconds to wait for the upstream's next byte.
         store_timeout: Seconds a request waits for the store.
         store_away: Seconds for which responses in memory are served while the store cannot be reached.
@@ -109,14 +105,11 @@ class ServerSettings(LookupConfig):
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
     admin_port: Annotated[int, PORT] = 0
-    tell: bool = True
     access_log: bool = False
     otel: bool = False
     cors_origins: Annotated[tuple[str, ...], Parameter(name=("--cors-origin", "--cors-origins")), MANY] = ()
     vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY] = ()
     max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
-    max_answer_mib: Annotated[int, POSITIVE, SIZES] = 8
-    connect_timeout: Annotated[float, POSITIVE, WAITS] = 2.0
     upstream_timeout: Annotated[float, POSITIVE, WAITS] = 600.0
     store_timeout: Annotated[float, POSITIVE, WAITS] = 0.25
     store_away: Annotated[float, NOT_NEGATIVE, WAITS] = 600.0
@@ -143,11 +136,6 @@ class ServerSettings(LookupConfig):
             except ValueError:
                 raise ConfigError("--trusted-proxy", text, "networks such as 10.0.0.0/8, 127.0.0.1") from None
         return tuple(found)
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """Most bytes of a request and of an answer."""
-        return self.max_body_mib * _MIB, self.max_answer_mib * _MIB
 
     def cache_config(self) -> CacheConfig | None:
         """Settings of the semantic cache; None where it is off."""

@@ -1,12 +1,9 @@
-"""Answers on their way: equal requests share one, and near-repeats join it.
+"""Answers on their way: equal requests share one.
 
 `SingleFlight` holds one upstream answer for any number of readers. It comes in through a task of its own, so that the
 caller who asked first may hang up while others read on; the task is canceled when no reader is left. Everything that
 came in is held until the end, so that later readers start at the beginning. Beyond a bound the answer is no longer
 shared (nor stored), and its readers get the rest through a small window with back-pressure.
-
-`PendingRequests` lets a near-repeat find the request that it may join. Single flight on that request's key does the
-rest.
 
 Everything here runs on one event loop.
 """
@@ -15,25 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
-from semkv.server.asgi import Headers, error_of
-from semkv.server.cache_client import CacheClient, Lookup
-from semkv.server.request_key import CanonicalRequest
+from semkv.server.http import Headers, Reply, UpstreamError, error_of
 from semkv.server.sse import Assembler, NotKeepable, Recorder, Splitter, data_of, is_usage_only, read_chunk
-from semkv.server.upstream import Reply, UpstreamError
-from semkv.tiers.plan import PendingEntry
 
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 256 * 1024  # held for the slowest reader once an answer is no longer shared
-_CANDIDATES = 4  # the next ones are asked when the policy refuses the best
-_ENDED = 256  # that were recorded last; a lookup that takes longer than so many others may miss one
 
 
 class Chunk(NamedTuple):
@@ -44,18 +31,18 @@ class Chunk(NamedTuple):
 
 
 class SingleFlight:
-    """The answers on their way, by the key of their request.
+    """The answers on their way, by the key of their request. ``on_fault`` counts faults by the part that failed.
 
-    Args:
-        on_fault: counts a fault of ours, by the part that failed.
+    Attributes:
         max_answer_bytes: of one answer that is shared and stored.
         max_total_bytes: of all answers on their way; beyond it new bytes end the sharing of the answer they belong to.
     """
 
-    def __init__(
-        self, on_fault: Callable[[str], None], *, max_answer_bytes: int = 8 << 20, max_total_bytes: int = 256 << 20
-    ) -> None:
-        self.on_fault, self.max_answer_bytes, self.max_total_bytes = on_fault, max_answer_bytes, max_total_bytes
+    max_answer_bytes = 8 << 20
+    max_total_bytes = 256 << 20
+
+    def __init__(self, on_fault: Callable[[str], None]) -> None:
+        self.on_fault = on_fault
         self.held_bytes = 0
         self.running: set[InFlight] = set()
         self._shared: dict[str, InFlight] = {}
@@ -72,12 +59,9 @@ class SingleFlight:
             self._shared[flight.key] = flight
         return flight.reader()
 
-    def is_shared(self, flight: InFlight) -> bool:
-        return self._shared.get(flight.key) is flight
-
     def unshare(self, flight: InFlight) -> None:
         """Let no new reader join."""
-        if self.is_shared(flight):
+        if self._shared.get(flight.key) is flight:
             del self._shared[flight.key]
 
     def close(self) -> None:
@@ -93,23 +77,10 @@ class InFlight:
         flights: where it is started.
         key: others join by it.
         send: sends the request.
-        on_status: called with the answer's status before its readers see it. It must not raise.
-        refusal: why an answer with these headers may go to nobody but who asked for it; empty where it may.
-        on_whole: awaited once the answer is whole, before its readers get the end of it.
+        on_head: called with the answer's status and headers before its readers see them; says why the answer may go
+            to nobody but who asked for it, and an empty text where it may.
+        on_whole: awaited once the answer is whole, before its readers get the end of it. It sets ``stored``.
         stream: reads a streamed answer.
-
-    Attributes:
-        status: of the answer; 0 before it has begun.
-        headers: of the answer, without cookies: every reader gets the same, and a cookie belongs to one client.
-        streamed: the answer is a stream of events.
-        shared: it can still be joined, and will be whole in ``payload``.
-        done: it has ended, in whatever way.
-        payload: JSON of the whole answer; None where there is none (yet).
-        stored: the cache has it and may serve it to others. Set by ``on_whole``.
-        refused: why it may go to nobody but who asked for it; empty where it may.
-        error: why it broke off.
-        readers: its readers.
-        task: brings it; over once everything is settled.
     """
 
     def __init__(
@@ -117,27 +88,29 @@ class InFlight:
         flights: SingleFlight,
         key: str,
         send: Callable[[], Awaitable[Reply]],
-        on_status: Callable[[int], None],
+        on_head: Callable[[int, Headers], str],
         on_whole: Callable[[InFlight], Awaitable[None]],
         stream: Assembler | Recorder,
-        refusal: Callable[[Headers], str] = lambda _: "",
     ) -> None:
-        self.key, self.status, self.refused = key, 0, ""
-        self.headers: Headers = []
-        self.streamed = self.done = self.stored = False
-        self.shared = True
-        self.payload: bytes | None = None
-        self.error: UpstreamError | None = None
+        self.key = key
+        self.status = 0  # 0 before the answer has begun
+        self.headers: Headers = []  # without cookies: every reader gets the same, and a cookie belongs to one client
+        self.refused = ""  # what `on_head` said
+        self.streamed = False  # it is a stream of events
+        self.shared = True  # it can still be joined, and will be whole in `payload`
+        self.stored = False  # the cache has it and may serve it to others
+        self.done = False  # it has ended, in whatever way
+        self.payload: bytes | None = None  # the whole answer, as it is stored
+        self.error: UpstreamError | None = None  # why it broke off
         self.readers: set[Reader] = set()
-        self._flights, self._send, self._on_status, self._on_whole = flights, send, on_status, on_whole
+        self._flights, self._send, self._on_head, self._on_whole = flights, send, on_head, on_whole
         self._reading: Assembler | Recorder | None = stream  # None once it cannot be kept
         self._error_event = stream.broken
-        self._refusal = refusal
         self._chunks: list[Chunk] = []
         self._first = 0  # number of the first chunk that is still held
         self._held_bytes = 0
         self._change = asyncio.Event()
-        self.task = asyncio.ensure_future(self._run())
+        self.task = asyncio.ensure_future(self._run())  # over once everything is settled
 
     # -- for readers --------------------------------------------------------------------------------------------
 
@@ -154,8 +127,8 @@ class InFlight:
 
     @property
     def whole(self) -> bool:
-        """It has ended with a complete answer."""
-        return self.done and self.status == 200 and self.payload is not None
+        """The complete answer is there."""
+        return self.status == 200 and self.payload is not None
 
     def chunk(self, number: int) -> Chunk | None:
         """A chunk that is held, by its number from the start."""
@@ -198,11 +171,10 @@ class InFlight:
         try:
             reply = await self._send()
             self.headers = [(k, v) for k, v in reply.headers if k != b"set-cookie"]
-            self.refused = self._refusal(reply.headers)
+            self.refused = self._on_head(reply.status, reply.headers)
             if self.refused:
                 self._flights.unshare(self)
             self.status = reply.status
-            self._on_status(self.status)
             named = dict(reply.headers)
             events = named.get(b"content-type", b"").lower().startswith(b"text/event-stream")
             self.streamed = events and b"content-encoding" not in named  # compressed streams pass as they are
@@ -249,9 +221,9 @@ class InFlight:
                 await self._keep(payload)
         except Exception as error:
             self._reading = None
-            log.debug("a stream is not stored: %s", error)
             if not isinstance(error, NotKeepable):
-                self._fault("stream")
+                log.exception("a stream cannot be read")
+                self._flights.on_fault("stream")
         return chunk is not None and is_usage_only(chunk)
 
     async def _keep(self, payload: bytes) -> None:
@@ -260,11 +232,8 @@ class InFlight:
         try:
             await self._on_whole(self)
         except Exception:  # readers get the answer all the same
-            self._fault("store")
-
-    def _fault(self, part: str) -> None:
-        log.exception("an answer is not stored")
-        self._flights.on_fault(part)
+            log.exception("an answer is not stored")
+            self._flights.on_fault("store")
 
     async def _take(self, chunk: Chunk) -> None:
         flights, size = self._flights, len(chunk.data)
@@ -308,18 +277,12 @@ class Reader:
             self.flight.remove_reader(self)
 
     async def aclose(self) -> None:
-        """The same, for `semkv.server.asgi.Answer`."""
+        """The same, for an `Answer`."""
         self.leave()
 
     async def pieces(self, *, usage: bool = True) -> AsyncIterator[bytes]:
-        """The answer as it comes in. A stream that breaks off ends with an error event: its status is long sent.
-
-        Args:
-            usage: with the event that holds only the usage.
-
-        Raises:
-            UpstreamError: an answer that is no stream broke off.
-        """
+        """The answer as it comes in, with or without the event that holds only the usage. A stream that breaks off ends
+        with an error event, since its status is long sent; any other answer with `UpstreamError`."""
         flight = self.flight
         while True:
             await flight.until(lambda: flight.chunk(self.position) is not None)
@@ -335,97 +298,3 @@ class Reader:
             if not flight.streamed:
                 raise flight.error
             yield flight.broken()
-
-
-# -- near-repeats ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Pending:
-    """A request that went upstream.
-
-    Attributes:
-        canonical: the request.
-        flight: brings its answer.
-        looking: the lookup of the request that it was sent for.
-        cache: knows its group.
-    """
-
-    canonical: CanonicalRequest
-    flight: InFlight
-    looking: asyncio.Future[Lookup]
-    cache: CacheClient
-
-    @cached_property
-    def group(self) -> str:
-        """Requests of other groups never match. Worked out when it is first asked for: a lone request does not pay."""
-        return self.cache.pending_group(self.canonical)
-
-    @property
-    def entry(self) -> PendingEntry | None:
-        """As near-repeats find it; None before its lookup is over, where they may not, and where a donor stands in."""
-        lookup = self.looking.result() if self.looking.done() else None
-        return None if lookup is None or lookup.canonical.key != self.canonical.key else lookup.entry
-
-
-class PendingRequests:
-    """The requests on their way, as donors for those that come meanwhile.
-
-    Who may join is decided as for a stored donor, and everything but the prompt must be equal: the key of the request
-    with the donor's prompt must be the donor's own. One whose answer is recorded is found a while longer, by lookups
-    that began before that.
-    """
-
-    def __init__(self, cache: CacheClient) -> None:
-        self._cache = cache
-        self._running: list[Pending] = []
-        self._ended: deque[tuple[float, str, PendingEntry]] = deque(maxlen=_ENDED)  # when, key and entry
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def add(self, pending: Pending) -> None:
-        """A request went upstream, and near-repeats may join it."""
-        self._running.append(pending)
-
-    def end(self, pending: Pending) -> None:
-        """Its answer is recorded, or there is none."""
-        if pending not in self._running:
-            return
-        self._running.remove(pending)
-        if pending.entry is not None:
-            self._ended.append((time.perf_counter(), pending.canonical.key, pending.entry))
-
-    def busy(self, canonical: CanonicalRequest) -> bool:
-        """Whether a request waits for its answer that this one may turn out to be similar to."""
-        waiting = [pending for pending in self._running if not pending.flight.done]
-        group = self._cache.pending_group(canonical) if waiting else ""
-        return bool(group) and any(pending.group == group for pending in waiting)
-
-    async def find(self, lookup: Lookup, since: float) -> Lookup | None:
-        """What a request whose lookup found nothing gets from another; None where it has to go itself.
-
-        None is returned in the same step of the event loop in which the last look was taken.
-
-        Args:
-            lookup: of the request.
-            since: a time before that began, by `time.perf_counter`.
-        """
-        entry, seen = lookup.entry, set[PendingEntry]()
-        while entry is not None:
-            others = [pending for pending in self._running if pending.canonical.key != lookup.canonical.key]
-            undecided = [p for p in others if not p.looking.done() and not p.flight.done and p.group == entry.group]
-            if undecided:
-                await asyncio.wait((undecided[0].looking,))
-                continue  # others may have come meanwhile
-            donors = [(pending.canonical.key, pending.entry) for pending in others]
-            donors += [(key, ended) for at, key, ended in self._ended if at >= since and key != lookup.canonical.key]
-            new = [(key, donor) for key, donor in donors if donor is not None and donor not in seen]
-            seen.update(donor for _, donor in new)
-            found = [(key, candidate) for key, donor in new if (candidate := donor.donate(entry)) is not None]
-            if not found:
-                break
-            best = sorted(found, key=lambda one: -one[1].score)[:_CANDIDATES]
-            if (joined := await self._cache.join(lookup, best)) is not None:
-                return joined
-        return None

@@ -1,7 +1,5 @@
-"""Tenants: who asks, what they may ask of the cache, and what keeps them apart in the server behind.
-
-The tenant and the control headers of a request come first, then the labels (tags) of answers, then the ``cache_salt``
-that keeps tenants apart in vLLM's own prefix cache.
+"""Tenants: who asks, what they may ask of the cache, which headers are part of a request's key, labels (tags) of
+answers, and the ``cache_salt`` that keeps tenants apart in vLLM's own prefix cache.
 
 Labels are for removing answers. They come from rules, and from a header of a trusted proxy. The header's labels are
 part of a request's key, so no answer is served to a request that names others: a label removes everything that was ever
@@ -17,15 +15,15 @@ import hmac
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import Any
 
 from semkv.errors import ConfigError
 from semkv.keys import media_uuid
-from semkv.server.asgi import Scope, header
-from semkv.server.routes import ROUTES
+from semkv.server.http import Headers, Scope, header
+from semkv.server.routes import ROUTES, Unkeyable
 from semkv.tiers.base import Latest
 from semkv.tiers.response import Pattern
 
@@ -42,17 +40,11 @@ _REMEMBERED = 10_000  # credentials, by their digests
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What a client asked of the cache.
+    """What a client asked of the cache."""
 
-    Attributes:
-        read: an answer may come from the cache.
-        write: the answer may be kept.
-        max_age_s: oldest answer that will do; None for any.
-    """
-
-    read: bool = True
-    write: bool = True
-    max_age_s: float | None = None
+    read: bool = True  # an answer may come from the cache
+    write: bool = True  # the answer may be kept
+    max_age_s: float | None = None  # oldest answer that will do; None for any
 
 
 def controls_of(scope: Scope) -> Controls:
@@ -73,19 +65,12 @@ def credentials(scope: Scope) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who asks.
+    """Who asks."""
 
-    Attributes:
-        tenant: its digest; empty in a single-tenant deployment.
-        believed: the tenant is not merely claimed.
-        name: digest of the credentials.
-        by_credentials: the credentials name the tenant, not a proxy.
-    """
-
-    tenant: str
-    believed: bool
-    name: bytes
-    by_credentials: bool = False
+    tenant: str  # its digest; empty in a single-tenant deployment
+    believed: bool  # the tenant is not merely claimed
+    name: bytes  # digest of the credentials
+    by_credentials: bool = False  # the credentials name the tenant, not a proxy
 
 
 class Tenants:
@@ -94,11 +79,6 @@ class Tenants:
     By default a tenant is whoever holds the same credentials (``Authorization``, ``X-API-Key``, ``Cookie`` and the
     like), so two keys never share an answer. A proxy that is trusted may name the tenant instead. A name that comes
     from any other client means that somebody relies on it, so such a request is not cached.
-
-    Args:
-        secret: of the deployment; tenants' names are digests under it.
-        trusted: networks whose ``X-Semkv-Tenant`` header counts.
-        single: everybody is one tenant.
     """
 
     def __init__(self, secret: bytes, *, trusted: tuple[Network, ...] = (), single: bool = False) -> None:
@@ -117,11 +97,7 @@ class Tenants:
         return Client(_tenant(_digest(self._secret, "claimed:", named + "\n" + held)), False, name)
 
     def tags_of(self, scope: Scope) -> tuple[str, ...]:
-        """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from any other client.
-
-        Raises:
-            BadTags: see `read_tags`.
-        """
+        """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from any other client."""
         given = header(scope, b"x-semkv-tags") if self._trusted else ""
         return read_tags(given) if given and self._from_proxy(scope) else ()
 
@@ -141,43 +117,42 @@ class Tenants:
     def may_read(self, client: Client) -> bool | None:
         """Whether cached answers may be given before the upstream has seen these credentials.
 
-        Where tenants are told apart by their credentials, whoever finds an answer has been let in before, and may read
-        until the upstream refuses a request of theirs: None where another gateway may know of that, or this one before
-        it was started. Where all are one tenant, credentials count once the upstream has accepted them, and for five
-        minutes.
+        Where tenants are told apart by their credentials, anyone who finds an answer has been let in before, and may
+        read until the upstream refuses a request of theirs: None where another gateway, or this one before it was
+        started, may know of that. The store is then asked by one request; for others what was known holds meanwhile.
+        Where all are one tenant, credentials count once the upstream has accepted them, and for five minutes.
         """
         if not self._single and client.name in self._refused:
             return False
-        until = self._accepted.get(client.name)
-        good = until is not None and until > time.monotonic()
-        return good if self._single or good else None
+        until, now = self._accepted.get(client.name), time.monotonic()
+        if until is not None and until > now:
+            return True
+        if until is not None and until > now - _GOOD_S and not self._single:
+            self._accepted[client.name] = now + _GOOD_S
+        return False if self._single else None
 
-    def accepted_lately(self, client: Client) -> bool:
-        """Whether these credentials were good until less than `_GOOD_S` ago."""
-        until = self._accepted.get(client.name)
-        return not self._single and until is not None and until > time.monotonic() - _GOOD_S
-
-    def told(self, client: Client, refused: bool | None) -> bool:
-        """Whether they may be given, by what the store says. Where it says nothing, what was so before holds."""
+    def looked_up(self, client: Client, refused: bool | None) -> bool:
+        """Whether stored answers may be given, by what the store says; where it says nothing (None), what was so
+        before holds."""
         if refused:
-            self._accepted.pop(client.name, None)
-            self._refused[client.name] = None
+            self._refuse(client)
         if client.name in self._refused or (refused is None and client.name not in self._accepted):
             return False
         self._accepted[client.name] = time.monotonic() + _GOOD_S
         return True
 
+    def _refuse(self, client: Client) -> None:
+        self._accepted.pop(client.name, None)
+        self._refused[client.name] = None
+
     def answered(self, client: Client, status: int) -> bool | None:
         """The upstream has answered a request with these credentials.
 
         A success lets them in, 401 and 403 shut them out; anything else may have been said before they were looked at.
-
-        Returns:
-            What the store is to be told: that they are refused (True), or are not any more; None for nothing.
+        Returns what the store must note: that they are refused (True), or are not any more; None for nothing.
         """
         if status in REFUSED:
-            self._accepted.pop(client.name, None)
-            self._refused[client.name] = None
+            self._refuse(client)
             return None if self._single else True
         if 200 <= status < 300:
             was_refused = client.name in self._refused
@@ -200,16 +175,50 @@ def _digest(secret: bytes, kind: str, name: str) -> bytes:
     return hmac.digest(secret, (kind + name).encode("utf-8", "surrogateescape"), "sha256")
 
 
+# -- headers in the key ------------------------------------------------------------------------------------------------
+
+_IN_KEY = frozenset(
+    b"openai-organization openai-project openai-beta anthropic-version anthropic-beta accept-language x-model".split()
+)
+# Answers always come uncompressed, and who may read them in a browser is no part of them.
+_HARMLESS = frozenset(b"accept-encoding origin access-control-request-method access-control-request-headers".split())
+
+
+class Vary:
+    """Tells which requests may have one answer, as far as their headers go."""
+
+    def __init__(self, more: Iterable[str] = ()) -> None:
+        self._names = _IN_KEY | {name.lower().encode() for name in more}
+
+    def read(self, scope: Scope) -> tuple[tuple[str, str], ...]:
+        """What goes into the key, in one order, the query (``?beta=true``) under a name that no header has.
+        ``Accept-Language: *`` says what no such header says."""
+        found = [(k, v) for k, v in scope["headers"] if k in self._names and (k, v) != (b"accept-language", b"*")]
+        found.sort(key=lambda pair: pair[0])
+        if query := scope.get("query_string"):
+            found.append((b"?", query))
+        return tuple((k.decode("latin-1"), v.decode("latin-1")) for k, v in found)
+
+    def refusal(self, headers: Headers, *, by_credentials: bool) -> str:
+        """Why an answer with these headers may go to nobody else; empty where it may."""
+        for name, value in headers:
+            if name == b"cache-control":
+                words = {word.partition(b"=")[0].strip() for word in value.lower().split(b",")}
+                if b"no-store" in words or b"private" in words:
+                    return "no-store" if b"no-store" in words else "private"
+            elif name == b"vary":
+                names = {word.strip() for word in value.lower().split(b",")} - _HARMLESS - self._names - {b""}
+                if names - CREDENTIALS if by_credentials else names:
+                    return "vary"
+        return ""
+
+
 # -- labels of answers -------------------------------------------------------------------------------------------------
 
 MOST = 16  # labels in one header
 _TAG = re.compile(r"[\w.:/@+-]{1,64}", re.ASCII)
 _ALLOWED = "1 to 64 letters, digits or _.:/@+-"
 _FORM = f"FIELD:PATTERN=TAG, FIELD being prompt or model and TAG {_ALLOWED}, such as prompt:*weather*=weather"
-
-
-class BadTags(ValueError):  # noqa: N818
-    """A header that does not hold labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +233,6 @@ def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
 
     >>> parse_tag_rule("model:*-news=news").tag
     'news'
-
-    Raises:
-        ConfigError: the text has another form.
     """
     form = re.fullmatch(r"(prompt|model):(.+)=([^=]*)", text, re.DOTALL)
     if form is None or not _TAG.fullmatch(form[3]):
@@ -240,14 +246,11 @@ def tags_by(rules: Sequence[TagRule], prompt: str, model: str) -> tuple[str, ...
 
 
 def read_tags(given: str) -> tuple[str, ...]:
-    """The labels in a header, separated by commas: each once, sorted.
-
-    Raises:
-        BadTags: too many, or one of another form. An answer without them could not be removed by them.
-    """
+    """The labels in a header, separated by commas: each once, sorted. Raises `Unkeyable`: an answer without them could
+    not be removed by them."""
     tags = sorted({part for piece in given.split(",") if (part := piece.strip())})
     if len(tags) > MOST or not all(map(_TAG.fullmatch, tags)):
-        raise BadTags(f"at most {MOST} labels of {_ALLOWED}")
+        raise Unkeyable("tags")
     return tuple(tags)
 
 
@@ -264,11 +267,7 @@ class NoPlace(ValueError):  # noqa: N818
 
 
 def tenant_salt(secret: bytes, tenant: str, own: object) -> str:
-    """64 hex digits: one salt for each tenant and each salt of the tenant's own (None: none).
-
-    Raises:
-        ValueError: ``own`` is no JSON.
-    """
+    """64 hex digits: one salt for each tenant and each salt of the tenant's own (None: none)."""
     said = json.dumps(["salt", tenant, own], sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return hmac.digest(secret, said.encode(), "sha256").hex()
 
@@ -276,10 +275,8 @@ def tenant_salt(secret: bytes, tenant: str, own: object) -> str:
 def salted(raw: bytes, tenant: str, secret: bytes) -> bytes:
     """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name.
 
-    It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts.
-
-    Raises:
-        NoPlace: it is no JSON object.
+    It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts. Raises
+    `NoPlace` where it is no JSON object.
     """
     try:
         body = json.loads(raw)

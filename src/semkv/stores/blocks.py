@@ -1,15 +1,14 @@
 """Blocks on disk: opaque rows of bytes, found by namespace and key. KV blocks and fusion states lie in such stores.
 
-Where things are: `BlockStore.write` reserves room in the index, writes a file and commits it. `BlockStore.find` asks
-the index, `BlockStore.read` opens the files and checks every row. `block_index` decides what is evicted and what a
-purge covers, `block_file` what a file looks like.
+`BlockStore.write` reserves room in the index, writes a file and commits it. `BlockStore.find` asks the index,
+`BlockStore.read` opens the files and checks every row. `block_index` decides what is evicted and what a purge covers,
+`block_file` what a file looks like.
 
 Reading and writing never raise for what happened to the disk. A damaged or vanished block is a counted miss. On a full
-disk writing pauses, a read-only disk is only read. Where the index was deleted, replaced or damaged, the store opens
-the directory anew; where that fails, everything is a miss, and it is tried again after a minute.
+disk writing pauses, a read-only disk is only read. Where the index was deleted or damaged, the store begins
+anew; where that fails, everything is a miss, and it is tried again after a minute.
 
-Any thread may call. `BlockStore.find`, `purges_after` and `last_purge` are for a thread that must not wait: where the
-directory has to be opened anew, another thread does it.
+Any thread may call. `BlockStore.find`, `purges_after` and `last_purge` wait for no other process.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import sqlite3
 import threading
 import time
 from collections import Counter
@@ -27,31 +27,10 @@ from typing import Any, TypeVar
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores import block_file, block_index
-from semkv.stores.block_file import (
-    FORMAT_VERSION,
-    INDEX,
-    BlockFile,
-    BlockHeader,
-    Bytes,
-    checksum,
-    encode_head,
-    layout_text,
-    path_of,
-    prepare,
-    unlink,
-)
-from semkv.stores.block_index import (
-    INDEX_FAULTS,
-    BlockIndex,
-    BlockRef,
-    NewFile,
-    Purge,
-    Reservation,
-    Selection,
-    new_file_id,
-)
-from semkv.stores.database import is_transient, is_useless, opening
-from semkv.stores.files import FileId, make_folder
+from semkv.stores.block_file import INDEX, BlockFile, Bytes, layout_text, path_of, prepare
+from semkv.stores.block_index import BlockRef, NewFile, Purge, new_file_id
+from semkv.stores.database import Database, is_transient, is_useless, opening
+from semkv.stores.files import make_folder
 
 log = logging.getLogger("semkv.stores")
 
@@ -66,10 +45,14 @@ RETRY_S = 5.0
 REOPEN_S = 60.0
 """How long everything is a miss after the directory could not be opened, or its index was damaged twice."""
 
-_BUSY_S = 0.2  # between two tries to open a directory that another process opens
+BUSY_S = 10.0
+"""How long a writer waits for another process's transaction."""
+
 _FLUSH_S = 1.0  # between two notes of what was read, unless something is written
-_OPEN_S, _OPEN_ANEW_S = 60.0, 1.0  # how long to wait for another process that opens the directory
+_OPEN_S = 60.0  # how long to wait at first for another process that opens the directory
+_OPENED_S = 0.2  # between two tries later on
 _WARN_S = 60.0
+_INDEX_FAULTS = (sqlite3.Error, ValueError, TypeError)  # a damaged index may answer with anything
 
 _T = TypeVar("_T")
 
@@ -101,7 +84,6 @@ class BlockStore:
         counters: ``stored_blocks``, ``stored_bytes``, ``read_blocks``; ``corrupt`` and ``missing`` files;
             ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds, or purged meanwhile);
             ``errors``.
-        swept: how many files went when the directory was opened.
         writer: the engine on whose behalf blocks are written, in any of its processes; see `disown`.
     """
 
@@ -114,119 +96,106 @@ class BlockStore:
         """
         self.root, self.kind, self.bounds, self.writer = root, kind, bounds, writer
         self.counters: Counter[str] = Counter()
-        self.swept = 0
-        self._index: BlockIndex | None = None
-        self._damaged: FileId | None = None  # an index to delete before the directory is opened anew
-        self._opening, self._opener = threading.RLock(), threading.Thread()
-        self._closed = False
-        self._open_after = self._rebuild_after = self._write_after = self._warn_after = 0.0
-        self._used: dict[str, float] = {}  # noted in the index later: see `BlockIndex.touch`
-        self._flushed_at = self._swept_at = 0.0
+        self._database: Database | None = None
+        self._read_only = self._closed = False
+        self._opening = threading.Lock()
+        self._open_after = self._damaged_until = self._write_after = self._warn_after = 0.0
+        self._used: dict[str, float] = {}  # noted in the index with the next write
+        self._flushed_at, self._swept_at = 0.0, float("-inf")
         self._disowned: list[str] = []  # namespaces that are still to be purged of what this writer wrote
-        self._open(_OPEN_S)
+        self._open(_OPEN_S, first=True)
 
     # -- the index as it is now -----------------------------------------------------------------------------------
 
     @property
     def on(self) -> bool:
         """Whether anything can be read at this moment."""
-        return self._index is not None
+        return self._database is not None
 
     @property
     def writable(self) -> bool:
         """Whether anything is written at this moment; False on a read-only disk, and for a while where it failed."""
-        index = self._index
-        return index is not None and not index.read_only and time.monotonic() >= self._write_after
+        return self.on and not self._read_only and time.monotonic() >= self._write_after
 
-    def _get(self, *, wait: bool = True) -> BlockIndex | None:
-        """The directory's index, which is opened anew where it is another one by now; None while there is none.
-        Without ``wait`` another thread opens it."""
-        index = self._index
-        if index is not None and index.database.is_current():
-            return index
-        if self._closed or time.monotonic() < self._open_after:
-            return None
-        if not wait:
-            if not self._opener.is_alive():
-                self._opener = threading.Thread(target=self._get, name="semkv-blocks", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no more threads for now
-                    self._opener.start()
-            return None
-        with self._opening:
-            if self._index is index and not self._closed:
-                self._open(_OPEN_ANEW_S, again=True)
-        return self._index
+    def _index(self) -> Database | None:
+        """The directory's index, which is opened where there is none."""
+        if self._database is None and not self._closed and time.monotonic() >= self._open_after:
+            with self._opening:
+                if self._database is None and not self._closed:
+                    self._open(0.0)
+        return self._database
 
-    def _open(self, wait_s: float, *, again: bool = False) -> None:
+    def _open(self, wait_s: float, *, first: bool = False) -> None:
         """Open the directory; where that fails, there is no index until a later time.
 
         Raises:
             StoreError: see `prepare`; the first time only.
         """
-        old, self._index = self._index, None
         try:
-            if old is not None:
-                old.close()
-            if again and not self.root.parent.is_dir():  # the cache directory, or the disk it was on, is gone
+            if not first and not self.root.parent.is_dir():  # the cache directory, or the disk it was on, is gone
                 raise FileNotFoundError(errno.ENOENT, "no such directory", str(self.root.parent))
-            index = self._open_index(wait_s)
-        except BlockingIOError:  # another process opens it
-            self.counters["errors"] += 1
-            self._open_after = time.monotonic() + _BUSY_S
-            return
-        except (OSError, StoreError, *INDEX_FAULTS) as error:
-            if isinstance(error, StoreError) and not again:
+            self._database, self._swept_at = self._open_index(wait_s), float("-inf")
+        except (OSError, StoreError, *_INDEX_FAULTS) as error:
+            cause = error.__cause__ or error
+            if first and isinstance(cause, StoreError):
                 raise
             self.counters["errors"] += 1
+            if isinstance(cause, BlockingIOError):  # another process opens it
+                self._open_after = time.monotonic() + _OPENED_S
+                return
             self._open_after = time.monotonic() + REOPEN_S
             self._warn("semkv: %s cannot be used (%s); requests go on without it", self.root, error)
-            return
-        self._index, self._damaged = index, None
-        self.swept = self.sweep()
-        if again and not index.database.damaged:
-            self._warn("semkv: the index of %s was deleted or replaced: opened anew", self.root)
 
-    def _open_index(self, wait_s: float) -> BlockIndex:
+    def _open_index(self, wait_s: float) -> Database:
         """Prepare the directory and open its index; a read-only one as it is, with a warning."""
         if self.root.is_file():
             raise StoreError(f"{self.root} is a file, not a directory: choose another cache directory")
+        file, schema, self._read_only = self.root / INDEX, block_index.SCHEMA, False
         try:
             make_folder(self.root)
-            with opening(self.root / INDEX, wait_s):
+            with opening(file, wait_s):
                 prepare(self.root, self.kind)
-            return BlockIndex(self.root, self.kind, self.counters, damaged=self._damaged, wait_s=wait_s)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
             prepare(self.root, self.kind, read_only=True)
             log.warning("semkv: nothing is written to %s (%s); what is there is used", self.root, error)
-            return BlockIndex(self.root, self.kind, self.counters, read_only=True, wait_s=wait_s)
+            self._read_only = True
+        # No use of it waits but `Database.write`, which is told how long.
+        return Database(file, schema=schema, timeout_s=0.0, open_s=wait_s, replace=not self._read_only)
 
-    def _ask(self, what: Callable[[BlockIndex], _T], otherwise: _T, *, wait: bool = True) -> _T:
-        """What the index says, or ``otherwise`` where there is none or it fails.
+    def _ask(self, what: Callable[[sqlite3.Connection], _T], otherwise: _T, *, write_s: float | None = None) -> _T:
+        """What the index says, or ``otherwise`` where there is none or it fails; asked again where it was damaged.
 
         This is the one place where faults of the index are handled.
+
+        Args:
+            write_s: in a transaction, for which to wait so long.
         """
-        index = self._get(wait=wait)
-        if index is None:
-            return otherwise
-        try:
-            return what(index)
-        except INDEX_FAULTS as error:
-            self.counters["errors"] += 1
-            if index is not self._index or is_transient(error):  # closed under this call, or another process is busy
-                pass
-            elif is_useless(error):
-                self._give_up(index)
-            elif self.writable:
-                self._pause(error)
+        for _ in range(2):
+            index = self._index()
+            if index is None or (write_s is not None and self._read_only):
+                return otherwise
+            try:
+                with index if write_s is None else index.write(write_s) as db:
+                    return what(db)
+            except _INDEX_FAULTS as error:
+                self.counters["errors"] += 1
+                if index is not self._database or is_transient(error):  # closed meanwhile, or another process is busy
+                    return otherwise
+                if not is_useless(error):
+                    if self.writable:
+                        self._pause(error)
+                    return otherwise
+                self._give_up(index, error)
         return otherwise
 
-    def _give_up(self, index: BlockIndex) -> None:
-        """Close a damaged index. It is built anew at once, but not twice in a minute."""
-        self._index, self._damaged = None, index.database.file
-        index.close()
-        self._open_after, self._rebuild_after = self._rebuild_after, time.monotonic() + REOPEN_S
+    def _give_up(self, index: Database, error: Exception) -> None:
+        """Close a useless index. Another one is begun at once, but not twice in a minute."""
+        self._warn("semkv: the index of %s is lost (%s) and begun anew", self.root, error)
+        self._database = None
+        index.close(discard=not self._read_only)
+        self._open_after, self._damaged_until = self._damaged_until, time.monotonic() + REOPEN_S
 
     def _pause(self, error: Exception) -> None:
         """The disk is full or fails: nothing is written for a while."""
@@ -243,13 +212,11 @@ class BlockStore:
     # -- finding and reading --------------------------------------------------------------------------------------
 
     def find(self, namespace: str, keys: Sequence[bytes]) -> list[BlockRef | None]:
-        """Where each block is, None for what is not stored or too old. Waits for nobody."""
+        """Where each block is, None for what is not stored or too old."""
         none: list[BlockRef | None] = [None] * len(keys)
-        refs = self._ask(lambda index: index.find(namespace, keys), none, wait=False)
-        return [None if ref is None or self._is_too_old(ref) else ref for ref in refs]
-
-    def _is_too_old(self, ref: BlockRef) -> bool:
-        return bool(self.bounds.max_age_s) and ref.created < time.time() - self.bounds.max_age_s
+        oldest = time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
+        refs = self._ask(lambda db: block_index.find(db, namespace, keys), none)
+        return [None if ref is None or ref.created < oldest else ref for ref in refs]
 
     def read(
         self, layout: Any, namespace: str, keys: Sequence[bytes], refs: Sequence[BlockRef], rows: Sequence[Bytes]
@@ -260,19 +227,18 @@ class BlockStore:
         and what else is right in it still comes.
 
         Args:
-            layout: a JSON value that says what a row means; None for any.
+            layout: a JSON value that says what a row means.
             namespace, keys, refs: as given to `find`, and what it found.
             rows: memory to fill; what is in it where the answer is False is not to be used.
         """
         good, wanted = [False] * len(refs), dict[str, list[int]]()
         for i in range(len(refs)):
             wanted.setdefault(refs[i].file, []).append(i)
-        text = None if layout is None else layout_text(layout)
+        expected = {"namespace": namespace, "layout": layout_text(layout)}
         for file, which in wanted.items():
             which.sort(key=lambda i: refs[i].row)
             try:
-                with self._block_file(file) as opened:
-                    opened.check(namespace, text, refs[which[0]].owner)
+                with self._block_file(file, owner=refs[which[0]].owner, **expected) as opened:
                     for run in _runs(which, [refs[i].row for i in which]):
                         first = refs[run[0]].row
                         right = opened.read(first, [rows[i] for i in run])
@@ -300,20 +266,21 @@ class BlockStore:
         """The `block_file.layout_text` of the file that a ref leads to, and the length of its rows; None where it is
         gone or damaged."""
         with contextlib.suppress(CorruptValue, OSError), self._block_file(ref.file) as opened:
-            return opened.header.layout, opened.row_bytes
+            return str(opened.head["layout"]), opened.row_bytes
         return None
 
-    def _block_file(self, file: str) -> BlockFile:
-        return BlockFile.open(path_of(self.root, file), self.kind, file)
+    def _block_file(self, file: str, **expected: str) -> BlockFile:
+        return BlockFile(path_of(self.root, file), kind=self.kind, file=file, **expected)
 
     def _cannot_read(self, error: OSError) -> None:
         self.counters["errors"] += 1
         self._warn("semkv: cannot read %s: %s", self.root, error)
 
     def _flush(self) -> None:
+        """Note what was used, where no other process is in the way."""
         used, self._used, self._flushed_at = self._used, {}, time.monotonic()
-        if self.writable:
-            self._ask(lambda index: index.touch(used), None)
+        if used and self.writable:
+            self._ask(lambda db: block_index.touch(db, used), None, write_s=0.0)
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -344,35 +311,24 @@ class BlockStore:
         if len({len(row) for row in rows}) > 1 or any(row.ndim != 1 or row.dtype.itemsize != 1 for row in rows):
             raise ValueError("rows of different lengths, or not of bytes")
         given = dict(zip(keys, rows, strict=True))
-        index = self._get()
-        if index is None or not self.writable or not given:
+        if self._index() is None or not self.writable or not given:
             return None
         if time.monotonic() - self._swept_at > SWEEP_S:
             self.sweep()
         new = self._not_stored(namespace, given)
         if not new:
             return None
-        file, row_bytes = new_file_id(), len(rows[0])
-        header = BlockHeader(
-            version=FORMAT_VERSION,
-            kind=self.kind,
-            file=file,
-            namespace=namespace,
-            layout=layout_text(layout),
-            keys=" ".join(key.hex() for key in new),
-            checksums=" ".join(map(checksum, new.values())),
-            owner=owner,
-            writer=self.writer,
-        )
-        head = encode_head(header, len(new), row_bytes)
-        nbytes = len(head) + len(new) * row_bytes
-        entry = NewFile(file, nbytes, time.time(), namespace, tuple(new), owner=owner, writer=self.writer)
-        made = self._reserve(entry, since)
-        if not made.granted:
+        file = new_file_id()
+        about = {"kind": self.kind, "file": file, "namespace": namespace, "layout": layout_text(layout)}
+        head = block_file.encode_head(about | {"owner": owner, "writer": self.writer}, list(new), list(new.values()))
+        nbytes = len(head) + len(new) * len(rows[0])
+        entry = NewFile(file, nbytes, time.time(), namespace, tuple(new), owner, self.writer)
+        if not self._reserve(entry, since):
             return None
-        written = self._write_file(file, head, list(new.values()))
-        kept = written and self._ask(lambda index: index.commit(entry, made.since), False)
-        if not (kept and index.database.is_current()):  # another index in its place does not know the file
+        kept = self._write_file(file, head, list(new.values())) and self._ask(
+            lambda db: block_index.commit(db, self.root, entry), False, write_s=BUSY_S
+        )
+        if not kept:
             self.drop([file])
             return None
         self.counters["stored_blocks"] += len(new)
@@ -381,26 +337,28 @@ class BlockStore:
 
     def _not_stored(self, namespace: str, rows: dict[bytes, Bytes]) -> dict[bytes, Bytes]:
         """What of ``rows`` is not stored; what is counts as used now."""
-
-        def find() -> list[BlockRef | None]:
-            return self._ask(lambda index: index.find(namespace, list(rows)), [None] * len(rows))
-
-        refs = find()
-        if any(ref is not None and self._is_too_old(ref) for ref in refs):
-            self.sweep()
-            refs = find()
-        now = time.time()
+        refs, now = self.find(namespace, list(rows)), time.time()
         self._used |= {ref.file: now for ref in refs if ref is not None}
         return {key: row for (key, row), ref in zip(rows.items(), refs, strict=True) if ref is None}
 
-    def _reserve(self, new: NewFile, since: int | None) -> Reservation:
+    def _reserve(self, new: NewFile, since: int | None) -> bool:
         used, self._used = self._used, {}
-        bounds, none = (self.bounds.max_bytes, self.bounds.max_blocks), Reservation(False)
-        made = self._ask(lambda index: index.reserve(new, *bounds, used, since), none)
-        self.counters["evicted_files"] += made.files
-        self.counters["evicted_blocks"] += made.blocks
-        self.counters["rejected"] += not made.granted and made is not none
-        return made
+        oldest = new.created - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
+
+        def reserve(db: sqlite3.Connection) -> bool:
+            block_index.touch(db, used)
+            if oldest:
+                block_index.expire(db, self.root, oldest)
+            max_bytes, max_blocks = self.bounds.max_bytes, self.bounds.max_blocks
+            gone = block_index.reserve(db, self.root, new, max_bytes, max_blocks, since)
+            if gone is None:
+                self.counters["rejected"] += 1
+                return False
+            self.counters["evicted_files"] += gone[0]
+            self.counters["evicted_blocks"] += gone[1]
+            return True
+
+        return self._ask(reserve, False, write_s=BUSY_S)
 
     def _write_file(self, file: str, head: bytes, rows: Sequence[Bytes]) -> bool:
         try:
@@ -417,49 +375,37 @@ class BlockStore:
     def drop(self, files: Iterable[str]) -> None:
         """Delete files and forget their blocks."""
         files = list(files)
-        if self._ask(lambda index: index.remove(files), False):
+        if self._ask(lambda db: block_index.delete(db, self.root, files), False, write_s=BUSY_S):
             return
         for file in files:  # without an index nothing else says that they are useless
-            unlink(self.root, file)
+            block_file.unlink(self.root, file)
 
     def reject(self, file: str) -> None:
         """Count a file as damaged and delete it."""
         self.counters["corrupt"] += 1
         self.drop([file])
 
-    def purge(
-        self,
-        *,
-        owner: str | None = None,
-        namespace: str | None = None,
-        before: float | None = None,
-        dry_run: bool = False,
-    ) -> int:
-        """Delete the files of a tenant, of a namespace, written before a moment, or that meet all that is given; where
-        nothing is, all. Works beside running engines, which hear of it by `purges_after`.
+    def purge(self, *, owner: str | None = None, namespace: str | None = None, dry_run: bool = False) -> int:
+        """Delete the files of a tenant, of a namespace, or that meet both; where neither is given, all. Works beside
+        running engines, which hear of it by `purges_after`.
 
         Returns:
             How many files went, or with ``dry_run`` would go.
         """
-        which = Selection(owner=owner, namespace=namespace, before=before)
+        which = {name: value for name, value in (("owner", owner), ("namespace", namespace)) if value is not None}
+        if dry_run:
+            return len(self._ask(lambda db: block_index.file_ids(db, which), list[str]()))
+        gone = self._ask(lambda db: block_index.purge(db, self.root, which), 0, write_s=BUSY_S)
+        self.sweep()  # what a writer that died, or an index that was lost, has left
+        return gone
 
-        def purge(index: BlockIndex) -> int | None:
-            return len(index.files(which)) if dry_run else index.purge(which)
-
-        gone = self._ask(purge, None)
-        if gone is None:  # an index that turns out damaged is built anew for the second time
-            gone = self._ask(purge, None)
-        if not dry_run and which == Selection():
-            self.sweep()  # what a writer that died has left
-        return gone or 0
-
-    def purges_after(self, id: int) -> list[Purge]:  # noqa: A002
-        """What was purged after a purge, by any process; everything, where that is not known. Waits for nobody."""
-        return self._ask(lambda index: index.purges_after(id), [Purge()], wait=False)
+    def purges_after(self, purge_id: int) -> list[Purge]:
+        """What was purged after a purge, by any process; everything, where that is not known."""
+        return self._ask(lambda db: block_index.purges_after(db, purge_id), [Purge()])
 
     def last_purge(self) -> int:
-        """Id of the last purge; 0 where that is not known, which no purge has. Waits for nobody."""
-        return self._ask(lambda index: index.last_purge(), 0, wait=False)
+        """Id of the last purge; 0 where that is not known, which no purge has."""
+        return self._ask(block_index.last_purge, 0)
 
     def disown(self, *namespaces: str) -> bool:
         """Delete what this store's writer, in any process, stored under some namespaces, and has under way there.
@@ -471,10 +417,10 @@ class BlockStore:
             Whether nothing is left to be tried again.
         """
         self._disowned += namespaces
-        wait_s = block_index.BUSY_S if namespaces else 0.0
+        wait_s = BUSY_S if namespaces else 0.0
         while self._disowned:
-            mine = Selection(writer=self.writer, namespace=self._disowned[0])
-            if self._ask(lambda index: index.purge(mine, wait_s), None, wait=bool(namespaces)) is None:  # noqa: B023
+            mine = {"writer": self.writer, "namespace": self._disowned[0]}
+            if self._ask(lambda db: block_index.purge(db, self.root, mine), None, write_s=wait_s) is None:  # noqa: B023
                 return False
             del self._disowned[0]
         return True
@@ -484,45 +430,42 @@ class BlockStore:
     def sweep(self) -> int:
         """Delete what is too old, and files that no index names; forget files that are gone. Returns how many went.
 
-        A file is in the index before it is made, so one that is not there was left by a writer that died.
+        A file is in the index before it is made, so one that is not there was left by a writer that died, or with an
+        index that was lost.
         """
         self._swept_at = time.monotonic()
-
-        def sweep(index: BlockIndex) -> int:
-            if index.read_only:
-                return 0
-            gone = index.expire(time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0)
-            committed = index.files(committed=True)
-            there = [(path.name.partition(".")[0], path) for _, path, _ in block_file.listed(self.root)]
-            lost = set(committed).difference(file for file, _ in there)
-            self.counters["missing"] += len(lost)
-            index.remove(lost)
-            known = set(index.files())
-            if index.database.is_current():  # else it knows nothing of what is there now
-                for file, path in there:
-                    if file not in known:
-                        with contextlib.suppress(OSError):
-                            path.unlink()
-                            gone += 1
-            return gone
-
+        if self._read_only:
+            return 0
+        oldest = time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
+        gone = self._ask(lambda db: block_index.expire(db, self.root, oldest), 0, write_s=BUSY_S)
+        committed = self._ask(lambda db: block_index.file_ids(db, {}, committed=True), list[str]())
         try:
-            return self._ask(sweep, 0)
+            there = [(path.name.partition(".")[0], path) for path in block_file.listed(self.root)]
         except OSError as error:
             self._cannot_read(error)
-            return 0
+            return gone
+        if lost := set(committed).difference(file for file, _ in there):
+            self.counters["missing"] += len(lost)
+            self.drop(lost)
+        known = self._ask(lambda db: set(block_index.file_ids(db, {})), None)
+        for file, path in there:
+            if known is not None and file not in known:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    gone += 1
+        return gone
 
     def files(self) -> list[str]:
         """Ids of all files."""
-        return self._ask(lambda index: index.files(), list[str]())
+        return self._ask(lambda db: block_index.file_ids(db, {}), [])
 
-    def totals(self, namespace: str | None = None) -> tuple[int, int, int]:
-        """Files, blocks and bytes stored, of one namespace or of the directory."""
-        return self._ask(lambda index: index.totals(namespace), (0, 0, 0))
+    def totals(self) -> tuple[int, int, int]:
+        """Files, blocks and bytes stored."""
+        return self._ask(block_index.totals, (0, 0, 0))
 
     def ages(self, owners: Sequence[str] | None = None) -> dict[str, tuple[int, int, int, float, float]]:
         """By namespace: files, blocks, bytes, when the oldest was written and the latest used; of some tenants."""
-        return self._ask(lambda index: index.ages(owners), {})
+        return self._ask(lambda db: block_index.ages(db, owners), {})
 
     def damage(self, file: str) -> str:
         """What is wrong with a file, read from end to end; empty where it is whole."""
@@ -541,9 +484,9 @@ class BlockStore:
         self._flush()
         with self._opening:
             self._closed = True
-            if self._index is not None:
-                self._index.close()
-                self._index = None
+            if self._database is not None:
+                self._database.close()
+                self._database = None
 
 
 def _runs(which: Sequence[int], rows: Sequence[int]) -> Iterator[list[int]]:

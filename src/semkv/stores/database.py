@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,14 +83,10 @@ CREATE TRIGGER responses_in AFTER INSERT ON responses BEGIN
 CREATE TRIGGER responses_out AFTER DELETE ON responses BEGIN
   UPDATE totals SET entries=entries-1, nbytes=nbytes-OLD.nbytes; END;
 CREATE TABLE invalidations (number INTEGER PRIMARY KEY AUTOINCREMENT, selector TEXT NOT NULL);
-"""
-
-# Numbers of rows go on from the time (microseconds since the epoch), so that no reader takes a new file's for those of
-# a damaged one that it has read already.
-_FIRST_NUMBERS = """
 INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
 INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 """
+
 
 # Of a file that shares entries with others: removals that they have not heard of, and how far theirs are read.
 # Files of earlier versions are without them.
@@ -115,17 +111,18 @@ class Schema:
     """What is in a file.
 
     Attributes:
-        tables: the statements that make it.
+        tables: the statements that make it. ``:now`` is the time in microseconds since the epoch: numbers of rows go on
+            from there, so that no reader takes a new file's for those of a damaged one that it has read already.
         version: of the tables.
         probes: tables with a column ``created``, which are looked at when the file is opened: a damaged page shows.
-        rebuild: fills a file that is made, in the same transaction. Nothing in the file is the only copy then: one that
-            is damaged or of another version is replaced when it is opened, and never while it is used.
+        discard: deletes what only this file knows of, in its folder, before a new file is begun. A damaged file is
+            deleted then, and one of another version. None: the first is put aside, the second refused.
     """
 
     tables: str
     version: int
     probes: tuple[str, ...]
-    rebuild: Callable[[sqlite3.Connection], None] | None = None
+    discard: Callable[[Path], object] | None = None
 
 
 _CACHE = Schema(_TABLES, FORMAT, ("entries", "responses"))
@@ -143,15 +140,12 @@ class Database:
         timeout_s: how long to wait for another process's write.
         open_s: how long to wait for another process that opens or replaces the file, the first time.
         fault: makes the exception that is raised in place of SQLite's; None for SQLite's own.
-        damaged: a file that was found to be damaged, and is to be replaced.
         replace: do all of that. Without it a file is only looked after: one that is missing, damaged or of another
             format is refused, and one that this user cannot write is read.
 
     Attributes:
         lock: held while the connection is used; reentrant.
-        file: that is open.
         opened: how often the file was opened.
-        damaged: how many damaged files were replaced.
 
     Raises:
         StoreError: the file cannot be opened, is another program's, or was written by another format version.
@@ -165,18 +159,17 @@ class Database:
         timeout_s: float = 2.0,
         open_s: float = _LOCK_S,
         fault: Callable[[sqlite3.Error], Exception] | None = None,
-        damaged: FileId | None = None,
         replace: bool = True,
     ) -> None:
         self.path, self.lock, self._schema = path, threading.RLock(), schema
-        self.opened = self.damaged = 0
-        self.file: FileId | None = None
-        self._timeout_s, self._fault, self._replace, self._closed = timeout_s, fault, replace, False
+        self._timeout_s, self._fault, self._replace = timeout_s, fault, replace
+        self.opened, self._closed = 0, False
+        self._file: FileId | None = None  # the one that is open
         self._name = os.fspath(path)
         try:
             if replace:
                 make_folder(path.parent)
-            self._open(damaged, wait_s=open_s)
+            self._open(wait_s=open_s)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"database {path}: {error}") from error
 
@@ -184,7 +177,7 @@ class Database:
         """The connection, to read. SQLite's errors (locked, damaged, closed) become ``fault``'s."""
         self.lock.acquire()
         try:
-            if not self.is_current() and not self._closed and not (self.file and self.connection.in_transaction):
+            if not self._is_current() and not self._closed and not (self._file and self.connection.in_transaction):
                 self._open_anew()
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -219,7 +212,7 @@ class Database:
         try:
             self.connection.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
-            if last or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            if last or _code(error) != sqlite3.SQLITE_BUSY:
                 raise
             return False
         finally:
@@ -230,9 +223,9 @@ class Database:
         with suppress(sqlite3.Error):
             if self.connection.in_transaction:  # some errors have rolled back already
                 self.connection.execute("ROLLBACK")
-        if is_damage(error) and self._replace and not self._closed and not self._schema.rebuild:
+        if is_damage(error) and self._replace and not self._closed and not self._schema.discard:
             with suppress(sqlite3.Error):  # the next use tries again
-                self._open_anew(damaged=self.file)
+                self._open_anew(damaged=self._file)
         if self._fault is not None and isinstance(error, sqlite3.Error):
             raise self._fault(error) from error
 
@@ -274,30 +267,39 @@ class Database:
                 db.execute("PRAGMA secure_delete=ON")
         return self.truncate_log()
 
-    def close(self) -> None:
-        """Close the file; later uses raise `sqlite3.ProgrammingError`."""
+    def close(self, *, discard: bool = False) -> None:
+        """Close the file, and with ``discard`` delete it; later uses raise `sqlite3.ProgrammingError`."""
         with self.lock:
             self._closed = True
-            self.connection.close()
+            with suppress(sqlite3.Error):
+                self.connection.close()
+            with suppress(OSError):
+                if discard and self._file is not None:
+                    with opening(self.path, 0.0):
+                        if file_id(self.path) == self._file:
+                            delete_files(self.path)
 
     # -- the file -----------------------------------------------------------------------------------------------
 
-    def is_current(self) -> bool:
+    def _is_current(self) -> bool:
         """Whether the open file is still the one at its path. Writes to a file that was replaced are lost."""
         try:
             status = os.stat(self._name)  # noqa: PTH116 (half the time of a path's)
         except FileNotFoundError:
             return not self._replace
         except OSError:  # a disk that does not answer has no other file
-            return self.file is not None
-        return not self._replace or (status.st_dev, status.st_ino) == self.file
+            return self._file is not None
+        return not self._replace or (status.st_dev, status.st_ino) == self._file
 
     def _open_anew(self, damaged: FileId | None = None) -> None:
-        self.file = None  # so that the next use tries again where this fails
+        self._file = None  # so that the next use tries again where this fails
         try:
             self._open(damaged, wait_s=self._timeout_s)
         except (OSError, sqlite3.Error, StoreError) as error:
-            raise sqlite3.OperationalError(f"{self.path} cannot be opened anew: {error}") from error
+            fault = sqlite3.OperationalError(f"{self.path} cannot be opened anew: {error}")
+            if isinstance(error, BlockingIOError):
+                fault.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise fault from error
 
     def _open(self, damaged: FileId | None = None, *, wait_s: float) -> None:
         """Open the file, or a new one in place of the one that was found to be damaged.
@@ -318,14 +320,14 @@ class Database:
                 self.connection = self._connect(wait_s)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of what SQLite says is wrong
                 unreadable = isinstance(error, UnicodeDecodeError) or is_damage(error)
-                if not unreadable and not (self._schema.rebuild and is_useless(error)):
+                if not unreadable and not (self._schema.discard and is_useless(error)):
                     raise
-                foreign = self.path.name != CATALOG and _code(error) == sqlite3.SQLITE_NOTADB
-                if foreign and not self._schema.rebuild:
-                    raise StoreError(f"{self.path} is no database: delete it, or choose another file") from error
+                ours = self.path.name == CATALOG or self._schema.discard
+                if not ours and _code(error) == sqlite3.SQLITE_NOTADB:
+                    raise StoreError(f"{self.path} is no database: delete it, or choose another file") from None
                 self._put_aside(str(error))
                 self.connection = self._connect(wait_s)
-            self.file = file_id(self.path)
+            self._file = file_id(self.path)
             self.opened += 1
 
     def _connect(self, wait_s: float) -> sqlite3.Connection:
@@ -333,7 +335,7 @@ class Database:
             self._make_private()
         writable = self._replace or (os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK))
         # Without a log nobody has the file open, and SQLite would leave one behind to read it.
-        read = "mode=ro" if self._beside("-wal").exists() else "mode=ro&immutable=1"
+        read = "mode=ro" if _beside(self.path, "-wal").exists() else "mode=ro&immutable=1"
         uri = f"{self.path.absolute().as_uri()}?{'mode=rw' if writable else read}"
         db = sqlite3.connect(uri, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
         try:
@@ -359,7 +361,7 @@ class Database:
 
         Raises:
             StoreError: it is another program's, or of another format version.
-            sqlite3.DatabaseError: the same of one that can be rebuilt.
+            sqlite3.DatabaseError: the same of one that may be deleted.
         """
         version, application, tables = (
             db.execute(statement).fetchone()[0]
@@ -369,7 +371,7 @@ class Database:
             return True
         if version == self._schema.version and application == _APPLICATION:
             return False
-        if self._schema.rebuild:
+        if self._schema.discard:
             raise sqlite3.DatabaseError("it is of another format")
         if application != _APPLICATION:
             raise StoreError(f"{self.path} is not a semkv database: choose another file or cache directory")
@@ -381,33 +383,29 @@ class Database:
     def _make_private(self) -> None:
         if not check_regular(self.path):
             os.close(open_file(self.path, os.O_RDWR | os.O_CREAT))  # SQLite gives the files beside it the same mode
-        for path in (self.path, *map(self._beside, _BESIDE)):
+        for path in (self.path, *(_beside(self.path, suffix) for suffix in _BESIDE)):
             with suppress(OSError):  # another user's, or gone
                 if check_regular(path) and path.stat().st_mode & 0o077:
                     path.chmod(0o600)
 
     def _begin(self, db: sqlite3.Connection) -> None:
-        now = time.time_ns() // 1000
-        first = _FIRST_NUMBERS.replace(":now", str(now)) if self._schema is _CACHE else ""
-        db.executescript(f"BEGIN IMMEDIATE; {self._schema.tables} {first}")
-        if self._schema.rebuild is not None:
-            self._schema.rebuild(db)
-        db.execute(f"PRAGMA application_id={_APPLICATION}")
-        db.execute(f"PRAGMA user_version={self._schema.version}")
-        db.execute("COMMIT")
+        if self._schema.discard:
+            self._schema.discard(self.path.parent)
+        tables = self._schema.tables.replace(":now", str(time.time_ns() // 1000))
+        identity = f"PRAGMA application_id={_APPLICATION}; PRAGMA user_version={self._schema.version};"
+        db.executescript(f"BEGIN IMMEDIATE; {tables} {identity} COMMIT")
 
     def _put_aside(self, why: str) -> None:
-        self.damaged += 1
-        if self._schema.rebuild is not None:
-            log.warning("semkv: %s is built anew (%s)", self.path, why)
-        else:
-            log.warning("semkv: %s is damaged and put aside; a new file is begun (%s)", self.path, why)
-            if not self._beside(".damaged").exists():  # the first one is kept
-                self.path.replace(self._beside(".damaged"))
+        kept = "deleted" if self._schema.discard else "put aside"
+        log.warning("semkv: %s is damaged and %s; a new file is begun (%s)", self.path, kept, why)
+        aside = _beside(self.path, ".damaged")
+        if not self._schema.discard and not aside.exists():  # the first one is kept
+            self.path.replace(aside)
         delete_files(self.path)
 
-    def _beside(self, suffix: str) -> Path:
-        return self.path.with_name(self.path.name + suffix)
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
 
 
 def is_damage(error: BaseException) -> bool:
@@ -430,15 +428,13 @@ def _code(error: BaseException) -> int:
 
 
 def is_ours(path: Path) -> bool | None:
-    """Whether a database is semkv's; None where there is none, or none that can be read. Leaves nothing behind."""
-    if not is_filled(path):
+    """Whether a database is semkv's, by the first page of the file; None where there is none, or no database."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(72)  # https://www.sqlite.org/fileformat.html#the_database_header
+    except OSError:
         return None
-    # An immutable file is read without its log: the id is in the first page since the file was made.
-    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as db:
-        application = int(db.execute("PRAGMA application_id").fetchone()[0])
-        if application or db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
-            return application == _APPLICATION
-    return None
+    return head[68:] == _APPLICATION.to_bytes(4, "big") if head.startswith(b"SQLite format 3\0") else None
 
 
 def is_filled(path: Path) -> bool:
@@ -457,4 +453,4 @@ def delete_files(path: Path) -> None:
     """Delete a database with its write-ahead log and shared memory. Call it inside `opening`."""
     path.unlink(missing_ok=True)
     for suffix in _BESIDE:  # lest they be read into the next
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+        _beside(path, suffix).unlink(missing_ok=True)

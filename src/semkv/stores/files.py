@@ -81,7 +81,7 @@ def open_file(path: Path, flags: int, mode: int = _FILE) -> int:
         descriptor = os.open(path, flags | _OPEN, mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise _strange(path) from error
+            raise _strange(path) from None
         raise
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,11 +104,6 @@ class FusionStore:
         except (LookupError, TypeError, ValueError, OverflowError, RecursionError, CorruptValue):  # another writer's
             self.blocks.reject(ref.file)
             return None
-
-    def ends(self, key: str) -> float:
-        """When a stored state is too old to be served, in seconds since the epoch."""
-        max_age_s, ref = self.blocks.bounds.max_age_s, self._find(key)[1]
-        return ref.created + max_age_s if ref is not None and max_age_s else math.inf
 
     def save(self, state: FusionState, owner: str = "", since: int | None = None) -> bool:
         """Store a state; False when it was there already, or the disk or the bounds did not allow it.

@@ -335,7 +335,7 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     swept, unread, loose = {"kv": 0, "fusion": 0}, list(old.unread), []
     with _blocks(cache_dir, fusion_dir, Bounds(max_bytes=0, max_age_s=max_age_s)) as opened:
         for name, store in opened:
-            swept[name] += store.swept
+            swept[name] += store.sweep()
     with _database(cache_dir, unread) as database:
         if database is not None:
             before = time.time() - _DAY_S  # the entry of a younger one may be about to be written

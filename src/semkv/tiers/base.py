@@ -1,4 +1,4 @@
-"""What a tier hands out (candidates), what counts its faults, and tiers and vector indexes of the user's own.
+"""What a tier hands out, what counts faults, and the parts that a tier or a vector index of the user's own plugs into.
 
 A tier or index of the user's own never decides alone. A donor must agree with the request on everything but the
 question, in its tenant and model; guards and policy have the last word. A fault in either is a counted miss.
@@ -11,25 +11,21 @@ import math
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from semkv import plug
-from semkv.config import CacheConfig
 from semkv.errors import ConfigError
-from semkv.index import Neighbour, Row
-from semkv.keys import digest
-from semkv.stores.catalog import Catalog
-from semkv.tiers.prompt_keys import SPELLINGS, Keyed, same_texts
-from semkv.types import Entry, Request, Scope, Score
+from semkv.index import Index, Neighbour, Row
+from semkv.types import Entry, Request, Score
 
 if TYPE_CHECKING:
     from semkv.types import Vector
 
 logger = logging.getLogger("semkv")
 
-EXACT = "exact_text"
+EXACT, SEMANTIC = "exact_text", "semantic_text"
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -46,6 +42,9 @@ class Candidate:
         score: cosine of what decided; 1.0 for an exact or normalised match.
         agreed: status keys that say ``hit`` when this candidate is taken.
         others: see `Match.others`.
+        similar: position of the text that was found similar; None where there is none. The other texts of the run are
+            the same but for typing.
+        checked: whether the tier itself has compared how every text is typed.
     """
 
     donor: Entry
@@ -54,6 +53,8 @@ class Candidate:
     score: float
     agreed: tuple[str, ...]
     others: tuple[Score, ...] = ()
+    similar: int | None = None
+    checked: bool = False
 
 
 class Latest(OrderedDict[_K, _V]):
@@ -89,7 +90,7 @@ class Tally:
         logger.log(level, "%s: %s: %s (counted as a miss)", kind, type(error).__name__, error)
 
     def boundary(self, kind: str) -> Boundary:
-        """A block whose faults are counted here."""
+        """A ``with`` block where faults end: counted here, and the code after the block goes on."""
         return Boundary(self, kind)
 
     def counts(self) -> dict[str, int]:
@@ -98,10 +99,7 @@ class Tally:
 
 
 class Boundary:
-    """A ``with`` block where faults end: counted, logged, and the code after the block goes on.
-
-    A fault is any exception but a `ConfigError`, which says what to change.
-    """
+    """See `Tally.boundary`. A `ConfigError` is no fault: it says what to change."""
 
     def __init__(self, tally: Tally, kind: str) -> None:
         self._tally, self._kind = tally, kind
@@ -145,29 +143,6 @@ class Every(threading.Thread):
 # -- the user's own ------------------------------------------------------------------------------------------------
 
 
-class Index(Protocol):
-    """Nearest vectors by cosine within a partition. Any thread may call any method.
-
-    It lives in memory: at each start it gets the vectors of the catalog again. `semkv.index.VectorIndex` is one.
-    """
-
-    def extend(self, rows: Iterable[Row]) -> None:
-        """Add rows, each new and a float32 unit vector of the index's dimension."""
-        ...
-
-    def remove(self, items: Iterable[str]) -> None:
-        """Forget items."""
-        ...
-
-    def search(self, partition: str, vector: Vector, k: int = 1) -> Sequence[Neighbour]:
-        """The ``k`` nearest items of a partition with their cosines."""
-        ...
-
-    def score(self, item: str, vector: Vector) -> float | None:
-        """The cosine of one item; None where it is unknown."""
-        ...
-
-
 class Tier(Protocol):
     """A way of matching, asked after the built-in tiers. Any thread may call any method.
 
@@ -191,16 +166,11 @@ class Tier(Protocol):
 
 
 class PluggedIndex:
-    """An `Index` that may fail or err: its faults are counted as ``index``, and what it finds in another partition, or
-    without a cosine, is no result. A row that it fails on is missing until the next start.
-
-    Args:
-        dim: length of every vector.
-        make: called with ``dim``.
-        tally: counts faults.
+    """An `Index` of the user's own: its faults are counted, and what it finds in another partition, or without a
+    cosine, is no result. A row that it fails on is missing until the next start.
 
     Raises:
-        ConfigError: what it makes is no `Index`.
+        ConfigError: what ``make`` returns for ``dim`` is no `Index`.
     """
 
     def __init__(self, dim: int, make: Callable[[int], Index], tally: Tally) -> None:
@@ -227,7 +197,7 @@ class PluggedIndex:
 
     def search(self, partition: str, vector: Vector, k: int = 1) -> list[Neighbour]:
         with self._tally.boundary("index"):
-            found = [Neighbour(n.item, _cosine(n.score)) for n in self._index.search(partition, vector, k)]
+            found = [Neighbour(n.item, as_cosine(n.score)) for n in self._index.search(partition, vector, k)]
             own = [n for n in found if self._partition.get(n.item) == partition]
             return sorted(own, key=lambda n: -n.score)[:k]
         return []
@@ -235,11 +205,8 @@ class PluggedIndex:
     def score(self, item: str, vector: Vector) -> float | None:
         with self._tally.boundary("index"):
             found = self._index.score(item, vector) if item in self._partition else None
-            return None if found is None else _cosine(found)
+            return None if found is None else as_cosine(found)
         return None
-
-    def apply_purges(self) -> None:
-        """What a purge deleted was removed before."""
 
     def close(self) -> None:
         """Call the index's own ``close``, where it has one."""
@@ -247,57 +214,6 @@ class PluggedIndex:
             getattr(self._index, "close", lambda: None)()
 
 
-def _cosine(score: float) -> float:
+def as_cosine(score: float) -> float:
     """A number in [-1, 1]; one that is none is -1, the least."""
     return max(-1.0, min(1.0, float(score))) if math.isfinite(score) else -1.0
-
-
-class PluggedTiers:
-    """The user's tiers over the catalog.
-
-    Args:
-        tiers: in the order in which they are asked.
-        config: settings.
-        catalog: where keys and entries are.
-        tally: counts faults, under a tier's name.
-        taken: names that the built-in tiers have.
-
-    Raises:
-        ConfigError: one is no `Tier`, or has a name that another one has.
-    """
-
-    def __init__(
-        self, tiers: Sequence[Tier], config: CacheConfig, catalog: Catalog, tally: Tally, taken: Collection[str]
-    ) -> None:
-        self.tiers: tuple[Tier, ...] = tuple(plug.require("tiers", tier, Tier) for tier in tiers)
-        self._config, self._catalog, self._tally = config, catalog, tally
-        taken = (*taken, "kv_cache", "fusion")  # what an engine adds
-        names = [*taken, *(tier.name for tier in self.tiers)]
-        for tier in self.tiers:
-            if names.count(tier.name) > 1:
-                raise ConfigError("tiers", tier.name, f"names that differ, and from {', '.join(sorted(taken))}")
-
-    def keys(self, tier: Tier, request: Request, keyed: Keyed) -> list[str]:
-        """The catalog's keys of a prompt in a tier; none where it has no question, or the tier fails."""
-        frame = keyed.frame(with_media=self._config.scope is Scope.MEDIA)
-        with self._tally.boundary(tier.name):
-            return [digest("tier", tier.name, frame, key) for key in tier.keys(request) if frame]
-        return []
-
-    def entry_keys(self, entry: Entry, keyed: Keyed) -> list[str]:
-        """The keys of an entry in all tiers."""
-        if not self.tiers:
-            return []
-        request = Request(entry.entry_id, entry.namespace, entry.segments, entry.chunk_text)
-        return [key for tier in self.tiers for key in self.keys(tier, request, keyed)]
-
-    def candidates(
-        self, tier: Tier, request: Request, keyed: Keyed, keys: Sequence[str], most: int
-    ) -> Iterator[Candidate]:
-        """Those that share a key and all but the question, the best first."""
-        donors = {donor.entry_id: donor for key in keys for donor in self._catalog.find(key, SPELLINGS)}
-        scored = [(_cosine(tier.score(request, donor)), donor) for donor in donors.values()]
-        for score, donor in sorted(scored, key=lambda pair: -pair[0])[:most]:
-            same = self._config.normalised or same_texts(keyed.segments, donor.segments, keyed.question)
-            if score > 0.0 and same:
-                yield Candidate(donor, len(donor.segments), tier.name, score, (tier.name,))

@@ -13,12 +13,11 @@ is late, or fails, counts as one that found a wrong answer.
 
 Which hits the budget is spent on is estimated. Every approximate match that no guard objects to falls into a cell: the
 tiers it rests on, how its words differ, whether it brings the whole prompt, and a band of the chance that it is wrong,
-by any of its scores, which the calibration or a cautious formula estimates from each. A cell knows how often its
-matches turned out wrong. Two sources tell: checked hits, and refused matches, whose own answer comes from the engine
-anyway and is compared with the donor's at no cost. The estimate itself is a prior that is worth a few observations. So
-evidence is shared between entries, and the first hit needs no history of its entry. The risk of a cell is that of all
-its observations or that of the recent ones, whichever is greater: traffic may shift. Cells are opened in the order of
-their risk until the wrong answers they would bring meet what is left.
+which the calibration or a cautious formula estimates from its scores. A cell knows how often its matches turned out
+wrong: checked hits tell, and refused matches, whose own answer the engine gives anyway. The estimate itself is a prior
+that is worth a few observations. The risk of a cell is that of all its observations or that of the recent ones,
+whichever is greater: traffic may shift. Cells are opened in the order of their risk until the wrong answers they would
+bring meet what is left.
 
 A text that is served a second time is checked always: after that it has an answer of its own, and a wrong one is not
 served again.
@@ -31,8 +30,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from random import SystemRandom
 from typing import Any
 
@@ -68,12 +67,14 @@ def _zeros() -> list[float]:
 
 @dataclass(slots=True)
 class Arm:
-    """Counts by band of estimated risk, of the matches of one tier and kind.
+    """Counts by band of estimated risk, of the matches of one tier and kind, and what follows from them.
 
     Attributes:
         asked: requests whose first match fell here.
         seen, wrong: comparisons, and how many of them came out wrong.
         lately, wrong_lately: the same, with a short memory.
+        risk: the estimated risk of each band.
+        open: whether matches of each band are served.
     """
 
     asked: list[float] = field(default_factory=_zeros)
@@ -81,14 +82,11 @@ class Arm:
     wrong: list[float] = field(default_factory=_zeros)
     lately: list[float] = field(default_factory=_zeros)
     wrong_lately: list[float] = field(default_factory=_zeros)
+    risk: list[float] = field(default_factory=_zeros, init=False)
+    open: list[bool] = field(default_factory=lambda: [False] * BANDS, init=False)
 
 
-@dataclass(slots=True)
-class _View:
-    """What follows from an arm's counts: the estimated risk of each band, and whether it is open."""
-
-    risk: list[float]
-    open: list[bool] = field(default_factory=lambda: [False] * BANDS)
+_COUNTS = ("asked", "seen", "wrong", "lately", "wrong_lately")  # of an arm, which are kept across restarts
 
 
 def _kind(match: Match) -> str:
@@ -120,6 +118,13 @@ def falling(values: list[float], weights: list[float]) -> list[float]:
     return [total / size for total, size, count in blocks for _ in range(count)]
 
 
+def estimated(prior: Sequence[float], worth: float, seen: Sequence[float], wrong: Sequence[float]) -> list[float]:
+    """The risk of each band after some comparisons, where a prior is worth so many of them."""
+    weights = [worth + count for count in seen]
+    values = [(risk * worth + bad) / weight for risk, bad, weight in zip(prior, wrong, weights, strict=True)]
+    return falling(values, weights)
+
+
 # The chance of a wrong answer in each band before any observation.
 _PRIORS = [max(_LEAST_RISK, chance(_WORST + (place + 0.5) * (_BEST - _WORST) / BANDS)) for place in range(BANDS)]
 
@@ -141,7 +146,6 @@ class Bounded:
     ) -> None:
         self._rate, self._calibration, self._tiers = max_error_rate, calibration, tiers
         self._arms: dict[ArmKey, Arm] = {}
-        self._views: dict[ArmKey, _View] = {}
         self._scale = digest("bands", repr(calibration), str(BANDS))
         self._requests = 0.0
         self._left = 0.0  # wrong answers that the budget still covers, before the reserve
@@ -167,13 +171,12 @@ class Bounded:
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
         with self._lock:
-            key, place = self._cell(match)
-            arm = self._arms[key]
+            arm, place = self._cell(match)
             if request is not self._latest:
                 arm.asked[place] += 1
                 self._latest = request
-            risk = self._views[key].risk[place]
-            if not self._views[key].open[place] or match.score < FLOOR:
+            risk = arm.risk[place]
+            if not arm.open[place] or match.score < FLOOR:
                 return Decision(False, f"risk {risk:.4f}: not open", risk)
             if self._free() < 1.0:
                 return Decision(False, f"risk {risk:.4f}: beyond the budget", risk)
@@ -196,8 +199,7 @@ class Bounded:
 
     def observe(self, match: Match, *, correct: bool, served: Decision | None) -> None:
         with self._lock:
-            key, place = self._cell(match)
-            arm = self._arms[key]
+            arm, place = self._cell(match)
             _count_in(arm.seen, arm.wrong, place, correct, _MEMORY)
             _count_in(arm.lately, arm.wrong_lately, place, correct, _RECENT)
             if served and correct:
@@ -207,14 +209,14 @@ class Bounded:
 
     # -- what the counts say ------------------------------------------------------------------------------------
 
-    def _cell(self, match: Match) -> tuple[ArmKey, int]:
+    def _cell(self, match: Match) -> tuple[Arm, int]:
         """Arm and band of a match; the arm is made where it is new."""
         key = ("+".join(sorted(score.tier for score in match.scores)), _kind(match), match.whole)
         if key not in self._arms:
             self._arms[key] = Arm()
             self._review()
         right = math.prod(1.0 - self._estimate(score, match) for score in match.scores)
-        return key, band(1.0 - right)
+        return self._arms[key], band(1.0 - right)
 
     def _estimate(self, score: Score, match: Match) -> float:
         """The chance of a wrong answer by one of a match's scores."""
@@ -225,27 +227,18 @@ class Bounded:
     def _review(self) -> None:
         """Estimate every band anew, and open those that the budget covers."""
         self._until_review = _REVIEW
-        for key, arm in self._arms.items():
-            weights = [_PRIOR + seen for seen in arm.seen]
-            values = [(r * _PRIOR + bad) / n for r, bad, n in zip(_PRIORS, arm.wrong, weights, strict=True)]
-            long = falling(values, weights)
-            weights_lately = [_RECENT_PRIOR + seen for seen in arm.lately]
-            lately = [
-                (r * _RECENT_PRIOR + bad) / n for r, bad, n in zip(long, arm.wrong_lately, weights_lately, strict=True)
-            ]
-            risks = [max(pair) for pair in zip(long, falling(lately, weights_lately), strict=True)]
-            self._views[key] = _View(risks)
+        for arm in self._arms.values():
+            long = estimated(_PRIORS, _PRIOR, arm.seen, arm.wrong)
+            lately = estimated(long, _RECENT_PRIOR, arm.lately, arm.wrong_lately)
+            arm.risk = [max(pair) for pair in zip(long, lately, strict=True)]
+            arm.open = [False] * BANDS
         horizon = max(_HORIZON * self._requests, 500.0)
         budget, more = self._free() + self._rate * horizon, 0.0
-        for risk, place, key in sorted(self._bands(), key=lambda b: (b[0], -b[1])):
+        cells = [(arm.risk[place], place, arm) for arm in self._arms.values() for place in range(BANDS)]
+        for risk, place, arm in sorted(cells, key=lambda cell: (cell[0], -cell[1])):
             if risk <= _MOST_RISK and more <= _EASE * budget:
-                self._views[key].open[place] = True
-                more += risk * self._arms[key].asked[place] / max(self._requests, 200.0) * horizon
-
-    def _bands(self) -> Iterator[tuple[float, int, ArmKey]]:
-        for key, view in self._views.items():
-            for place, risk in enumerate(view.risk):
-                yield risk, place, key
+                arm.open[place] = True
+                more += risk * arm.asked[place] / max(self._requests, 200.0) * horizon
 
     def _halve(self) -> None:
         self._requests /= 2
@@ -256,27 +249,25 @@ class Bounded:
 
     def state(self) -> Mapping[str, Any]:
         with self._lock:
-            arms = [{"key": list(key), **asdict(arm)} for key, arm in self._arms.items()]
+            arms = [
+                {"key": list(key), **{name: getattr(arm, name) for name in _COUNTS}} for key, arm in self._arms.items()
+            ]
             return {"requests": self._requests, "bands": self._scale, "arms": arms}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         try:
             if state["bands"] != self._scale:
                 raise ValueError("learned under another calibration")
-            requests = _count(state["requests"])
-            arms = {
-                _read_key(row["key"]): Arm(*(_counts(row[name]) for name in Arm.__slots__)) for row in state["arms"]
-            }
+            (requests,) = _counts([state["requests"]], 1)
+            arms: dict[ArmKey, Arm] = {}
+            for row in state["arms"]:
+                tier, kind, whole = row["key"]
+                arms[str(tier), str(kind), bool(whole)] = Arm(*(_counts(row[name], BANDS) for name in _COUNTS))
         except (KeyError, TypeError) as error:
             raise ValueError(f"state of the bounded policy: {error!r}") from error
         with self._lock:
-            self._requests, self._arms, self._views = requests, arms, {}
+            self._requests, self._arms = requests, arms
             self._review()
-
-
-def _read_key(value: list[Any]) -> ArmKey:
-    tier, kind, whole = value
-    return str(tier), str(kind), bool(whole)
 
 
 def _count_in(seen: list[float], wrong: list[float], place: int, correct: bool, memory: float) -> None:
@@ -288,14 +279,8 @@ def _count_in(seen: list[float], wrong: list[float], place: int, correct: bool, 
         wrong[place] /= 2
 
 
-def _count(value: Any) -> float:
-    number = float(value)
-    if not 0.0 <= number < math.inf:
-        raise ValueError(f"a count cannot be {number}")
-    return number
-
-
-def _counts(values: list[Any]) -> list[float]:
-    if len(values) != BANDS:
-        raise ValueError(f"{BANDS} bands expected")
-    return [_count(value) for value in values]
+def _counts(values: Sequence[Any], count: int) -> list[float]:
+    numbers = [float(value) for value in values]
+    if len(numbers) != count or not all(0.0 <= number < math.inf for number in numbers):
+        raise ValueError(f"{values} are not {count} counts")
+    return numbers

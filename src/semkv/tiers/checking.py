@@ -59,9 +59,7 @@ class SameMeaning:
 
     ``you can`` and ``you cannot``, 50 mg and 500 mg have a cosine above any threshold, so a veto means another answer.
 
-    It errs towards another answer: of answers that say the same it took 4% of short ones and half of reworded long ones
-    for different, of answers that differ none of the short ones and 2.5% (4 to 10% of other texts) for the same
-    (``docs/quality.md``).
+    It errs towards another answer (``docs/quality.md``).
 
     Args:
         encoder: of the answers; one beyond its window equals only itself.

@@ -2,27 +2,25 @@
 
 A donor is an entry of the catalog, or one that is pending: a request whose answer is on its way, as a donor for those
 that come meanwhile. Until its answer is recorded it is compared here by the rules of the text tiers: the whole prompt,
-after folding where that is on, or a similar question after the same prompt.
+after folding, or a similar question after the same prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from semkv.config import CacheConfig
-from semkv.encoders.hooks import read_media
+from semkv.encoders.hooks import image_roots, read_media
 from semkv.encoders.vision import read_picture
 from semkv.guards import Guard, pictures, wording
 from semkv.stores.media import MediaStore
-from semkv.tiers.base import EXACT, Candidate, Tally
+from semkv.tiers.base import EXACT, SEMANTIC, Candidate, Tally
 from semkv.tiers.checking import Checking
 from semkv.tiers.policies import Decider, Decision
-from semkv.tiers.prompt_keys import Keyed, entry_of, exactness_of
-from semkv.tiers.similar import SEMANTIC
+from semkv.tiers.prompt_keys import Keyed, entry_of, exactness_of, same_characters
 from semkv.types import (
     CacheMode,
     Entry,
@@ -41,109 +39,108 @@ from semkv.types import (
 if TYPE_CHECKING:
     from semkv.types import Vector
 
-_REMEMBERED = 1024  # verdicts on images: a lookup meets a pair of images with several donors
+_PAIRS = 1024  # verdicts on images that are remembered: a lookup meets a pair of images with several donors
 
 
-class ImageGuard:
-    """Compares the pixels of a request's images, from ``roots``, with those of a donor's, which the store keeps."""
-
-    def __init__(self, media: MediaStore, roots: Sequence[Path]) -> None:
-        self._media, self._roots = media, roots
-        self._alike = lru_cache(maxsize=_REMEMBERED)(self._compare)
-
-    def changed(self, own: Sequence[Segment], donor: Sequence[Segment]) -> bool:
-        """Whether an image of a donor's run may show something else than the request's in its place: also where
-        either cannot be read."""
-        mine, theirs = ([s for s in run if isinstance(s, MediaSegment)] for run in (own, donor))
-        if len(mine) != len(theirs):
-            return True
-        try:
-            return not all(
-                a.media_id == b.media_id or self._alike(a, b.media_id) for a, b in zip(mine, theirs, strict=True)
-            )
-        except OSError:  # which is not remembered
-            return True
-
-    def _compare(self, mine: MediaSegment, theirs: str) -> bool:
-        first, second = read_media(mine, self._roots), self._media.get(theirs)
-        if first is None or second is None:
-            raise OSError("an image is gone")
-        a, b = (read_picture(data, most_pixels=pictures.MOST_PIXELS, whole=True) for data in (first, second))
-        return pictures.difference(a, b) < pictures.LIMIT
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of a candidate.
+@dataclass(slots=True)
+class Lookup:
+    """One request on its way through the tiers, and what they found.
 
     Attributes:
-        plan: None where the candidate cannot be used.
-        decision: the policy's, where it was asked.
-        near: a match with the donor's whole prompt that the policy refused.
+        request: the request.
+        statuses: of each tier.
+        vectors: unit vectors by layer that were computed on the way.
+        plan, donor: of the first candidate that can be used; None where there is none.
+        decision: the policy's on the plan, where it was asked.
+        near: the first match with a donor's whole prompt that the policy refused; None beside a plan with another's.
     """
 
+    request: Request
+    statuses: dict[str, Status]
+    vectors: dict[str, Vector] = field(default_factory=dict)
     plan: Plan | None = None
+    donor: Entry | None = None
     decision: Decision | None = None
     near: Near | None = None
 
 
 class Planner:
-    """Checks a candidate and puts the prompt together: the donor's leading run, then the request's own rest.
+    """Checks candidates and puts the prompt together: the donor's leading run, then the request's own rest.
 
     Args:
+        config: settings. Without ``normalised`` a text that nothing found similar must have the donor's characters, and
+            one that only folds to the donor's is judged as an approximate match.
         media: where donors' images are.
+        decider: has the last word on an approximate match.
         guard: may veto an approximate match of the whole prompt.
-        images: may veto one in which another image stands in; None goes without.
-        normalised: False has texts that are equal after folding alone judged as approximate matches are.
+        compare_images: whether an image in whose place a donor's stands must show the same.
+        checking: knows the pairs that were found wrong.
+        tally: counts what is refused, and why.
     """
 
     def __init__(
         self,
+        config: CacheConfig,
         media: MediaStore,
         decider: Decider,
         guard: Guard,
         checking: Checking,
         tally: Tally,
         *,
-        images: ImageGuard | None,
-        normalised: bool,
+        compare_images: bool,
     ) -> None:
-        self._media, self._decider, self._guard, self._tally = media, decider, guard, tally
-        self._checking, self._images, self._normalised = checking, images, normalised
+        self._media, self._decider, self._guard, self._checking, self._tally = media, decider, guard, checking, tally
+        self._normalised, self._compare_images, self._roots = config.normalised, compare_images, image_roots(config)
+        self._alike = lru_cache(maxsize=_PAIRS)(self._same_picture)
 
-    def plan(self, request: Request, candidate: Candidate) -> Verdict:
-        """The plan; none where a guard or the policy refuses, or a donor's image is gone (all counted)."""
-        donor, run = candidate.donor, candidate.run
-        whole = run == len(donor.segments)
-        own = request.segments if whole else request.segments[:run]
-        exactness = exactness_of(own, donor.segments[:run], normalised=self._normalised)
+    def take(self, found: Lookup, candidates: Iterable[Candidate]) -> None:
+        """Take the first candidate that can be used, with the statuses it brings. One that a guard or the policy
+        refuses, or whose image is gone, is counted and passed over."""
+        for candidate in candidates:
+            found.plan = self._plan(found, candidate)
+            if found.plan is not None:
+                found.donor = candidate.donor
+                found.near = None if found.plan.full else found.near
+                found.statuses.update(dict.fromkeys(candidate.agreed, Status.HIT))
+                return
+
+    def _plan(self, found: Lookup, candidate: Candidate) -> Plan | None:
+        request, donor = found.request, candidate.donor
+        whole = candidate.run == len(donor.segments)
+        own, run = request.segments if whole else request.segments[: candidate.run], donor.segments[: candidate.run]
+        if not (self._normalised or candidate.checked or same_characters(own, run, candidate.similar)):
+            return None
+        exactness = exactness_of(own, run)
+        if exactness is Exactness.NORMALISED and not self._normalised:
+            exactness = Exactness.APPROXIMATE
         match = Match(candidate.tier, donor.entry_id, candidate.score, exactness, whole=whole, others=candidate.others)
-        decision = None
+        found.decision = None
         if exactness is Exactness.APPROXIMATE:
+            if (reason := self._veto(request, donor, own, run, whole=whole)) is not None:
+                self._tally.add(f"veto:{reason}")
+                return None
             if whole:
-                if reason := self._veto(request, donor):
-                    self._tally.add(f"veto:{reason}")
-                    return Verdict()
                 match = replace(match, wording=wording(request.chunk_text, donor.chunk_text))
-            if self._images is not None and self._images.changed(own, donor.segments[:run]):
-                self._tally.add("veto:image")
-                return Verdict()
-            decision = self._judge(request, donor, match)
-            if not decision.accept:
-                return Verdict(near=Near(match, donor.response) if whole else None)
-        leading = own if exactness is Exactness.EXACT else self._available(request, donor.segments[:run])
+            found.decision = self._judge(request, donor, match)
+            if not found.decision.accept:
+                found.near = found.near or (Near(match, donor.response) if whole else None)
+                return None
+        leading = own if exactness is Exactness.EXACT else self._available(request, run)
         if leading is None:
             self._tally.add("donor media lost")
-            return Verdict()
-        rest = () if whole else request.segments[run:]
-        return Verdict(Plan((*leading, *rest), len(leading), match), decision)
+            return None
+        return Plan((*leading, *(() if whole else request.segments[candidate.run :])), len(leading), match)
 
-    def _veto(self, request: Request, donor: Entry) -> str | None:
-        """Of the texts that were compared, and of the questions where the caller had other texts compared."""
-        reason = self._guard(request.chunk_text, donor.chunk_text)
-        if reason is None and (request.question, donor.question) != (request.chunk_text, donor.chunk_text):
-            reason = self._guard(request.question, donor.question)
-        return reason
+    def _veto(
+        self, request: Request, donor: Entry, own: Sequence[Segment], run: Sequence[Segment], *, whole: bool
+    ) -> str | None:
+        """Why no approximate match may be made of a run: by the texts that were compared, by the questions where the
+        caller had other texts compared, by the images."""
+        texts = [(request.chunk_text, donor.chunk_text), (request.question, donor.question)] if whole else []
+        for mine, theirs in dict.fromkeys(texts):
+            if (reason := self._guard(mine, theirs)) is not None:
+                return reason
+        return "image" if self._compare_images and self._shows_another(own, run) else None
 
     def _judge(self, request: Request, donor: Entry, match: Match) -> Decision:
         """What checks found, then the policy."""
@@ -155,7 +152,26 @@ class Planner:
             self._tally.add("refused")
         return decision
 
-    def _available(self, request: Request, run: tuple[Segment, ...]) -> tuple[Segment, ...] | None:
+    def _shows_another(self, own: Sequence[Segment], run: Sequence[Segment]) -> bool:
+        """Whether an image of a donor's run may show something else than the request's in its place: also where either
+        cannot be read."""
+        mine, theirs = ([s for s in segments if isinstance(s, MediaSegment)] for segments in (own, run))
+        if len(mine) != len(theirs):
+            return True
+        pairs = [(a, b.media_id) for a, b in zip(mine, theirs, strict=True) if a.media_id != b.media_id]
+        try:
+            return not all(self._alike(a, b) for a, b in pairs)
+        except OSError:  # which is not remembered
+            return True
+
+    def _same_picture(self, mine: MediaSegment, theirs: str) -> bool:
+        first, second = read_media(mine, self._roots), self._media.get(theirs)
+        if first is None or second is None:
+            raise OSError("an image is gone")
+        a, b = (read_picture(data, most_pixels=pictures.MOST_PIXELS, whole=True) for data in (first, second))
+        return pictures.difference(a, b) < pictures.LIMIT
+
+    def _available(self, request: Request, run: Sequence[Segment]) -> tuple[Segment, ...] | None:
         """The run with a readable, verified file behind each media item that is not the request's own."""
         own = {segment.media_id: segment for segment in request.media}
         ready: list[Segment] = []
@@ -180,10 +196,11 @@ class PendingEntry:
 
     Attributes:
         donor: the entry that it will be recorded as; its response is still empty.
-        prompt_key: of its whole prompt, folded where normalised matches are on; empty where exact matches are off.
+        prompt_key: of its whole prompt, folded; empty where exact matches are off.
         slot_key: the same of all but its question; empty where it has no question.
         vector: unit vector of its chunk text, [dim]; None where it has none.
         least: least cosine of a similar question.
+        question: position of its question.
     """
 
     donor: Entry
@@ -191,6 +208,7 @@ class PendingEntry:
     slot_key: str
     vector: Vector | None
     least: float
+    question: int | None
 
     @property
     def group(self) -> str:
@@ -205,7 +223,8 @@ class PendingEntry:
         if not self.slot_key or self.slot_key != to.slot_key or self.vector is None or to.vector is None:
             return None
         score = min(1.0, float(self.vector @ to.vector))
-        return Candidate(self.donor, run, SEMANTIC, score, (SEMANTIC,)) if score >= self.least else None
+        found = Candidate(self.donor, run, SEMANTIC, score, (SEMANTIC,), similar=self.question)
+        return found if score >= self.least else None
 
 
 class PendingTier:
@@ -218,19 +237,17 @@ class PendingTier:
         self._config, self._least = config, least
         self._planner, self._checking, self._tally = planner, checking, tally
 
-    def _keys(self, keyed: Keyed) -> tuple[str, str]:
-        """`PendingEntry.prompt_key` and `PendingEntry.slot_key`."""
-        normalised, with_media = self._config.normalised, self._config.scope is Scope.MEDIA
-        chain = keyed.chain(normalised=normalised, with_media=with_media)
-        slot_key = keyed.frame(normalised=normalised, with_media=with_media)
-        return keyed.whole(chain, "folded") if self._config.exact else "", slot_key
+    def _entry(self, request: Request, vector: Vector | None) -> PendingEntry:
+        keyed, with_media = Keyed.of(request.namespace, request.segments), self._config.scope is Scope.MEDIA
+        prompt_key = keyed.folded_key(len(keyed.segments), with_media=with_media) if self._config.exact else ""
+        slot_key = keyed.question_slot(with_media=with_media)
+        return PendingEntry(entry_of(request, keyed), prompt_key, slot_key, vector, self._least, keyed.question)
 
     def group(self, request: Request) -> str:
         """`PendingEntry.group` of a request before its lookup; empty where it matches none."""
         with self._tally.boundary("request"):
             if request.segments and self._config.mode is CacheMode.LIVE:
-                prompt_key, slot_key = self._keys(Keyed.of(request.namespace, request.segments))
-                return slot_key or prompt_key
+                return self._entry(request, None).group
         return ""
 
     def entry(self, report: ReuseReport) -> PendingEntry | None:
@@ -240,9 +257,7 @@ class PendingTier:
         if report.rewritten or report.plan.full or not request.segments or self._config.mode is not CacheMode.LIVE:
             return None
         with self._tally.boundary("request"):
-            keyed = Keyed.of(request.namespace, request.segments)
-            vector = report.embeddings.get(SEMANTIC)
-            return PendingEntry(entry_of(request, keyed), *self._keys(keyed), vector, self._least)
+            return self._entry(request, report.embeddings.get(SEMANTIC))
         return None
 
     def try_reuse(self, report: ReuseReport, candidate: Candidate) -> ReuseReport | None:
@@ -258,11 +273,11 @@ class PendingTier:
             The report of the hit; None where it may not.
         """
         with self._tally.boundary("join"):
-            verdict = self._planner.plan(report.request, candidate)
-            if verdict.plan is None or verdict.plan.match is None:
+            found = Lookup(report.request, dict(report.statuses))
+            self._planner.take(found, [candidate])
+            if found.plan is None or found.plan.match is None:
                 return None
-            hit_id = self._checking.open(report.request, verdict.plan.match, verdict.decision)
-            self._tally.add(f"hit:{verdict.plan.match.tier}")
-            statuses = {**report.statuses, **dict.fromkeys(candidate.agreed, Status.HIT)}
-            return replace(report, plan=verdict.plan, statuses=statuses, hit_id=hit_id, near=None)
+            hit_id = self._checking.open(report.request, found.plan.match, found.decision)
+            self._tally.add(f"hit:{found.plan.match.tier}")
+            return replace(report, plan=found.plan, statuses=found.statuses, hit_id=hit_id, near=None)
         return None

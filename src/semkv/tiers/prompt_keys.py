@@ -1,10 +1,9 @@
 """Every key by which the tiers find an entry, computed once for a prompt.
 
-    whole   all segments of a prompt: what the exact text tier asks for first
-    lead    a leading run that ends in a context, shorter than the prompt
-    frame   everything but the last question: requests that differ in their question alone share it
-    run     the leading run up to the last media item, with all media items alike: where an image may be substituted
-    media   the same run with its own media items
+    prefix         a leading run: the whole prompt, or what ends in or after a context
+    question slot  everything but the last question: requests that differ in their question alone share it
+    media prefix   the leading run up to the last media item, with all media items alike: where an image may stand in
+    media          the same run with its own media items
 
 Each key is a digest over the namespace too, so that tenants and models share nothing.
 
@@ -23,7 +22,6 @@ from functools import cached_property, lru_cache
 from semkv.keys import LITERAL, chain_keys, digest, namespace_key, normalise, one_style, segment_key
 from semkv.types import Entry, Exactness, MediaSegment, Namespace, Request, Role, Segment, TextSegment
 
-SPELLINGS = 64  # entries of one folded text that are looked through for the same characters
 SKETCH = 64
 _LONGEST = 64  # words; what has no full stops is cut, so that a piece fits an encoder
 _END = re.compile(r"(?<=[.!?])\s+|(?<=。)\s*")
@@ -70,73 +68,57 @@ class Keyed:
         return chain_keys(self.segments, normalised=True)
 
     @cached_property
-    def loose(self) -> Sequence[str]:
-        """The same with all media items alike."""
+    def any_media(self) -> Sequence[str]:
+        """The same over normalised text, with all media items alike."""
         if self.last_media is None:
             return self.folded
         return chain_keys(self.segments, normalised=True, with_media=False)
 
-    def chain(self, *, normalised: bool, with_media: bool) -> Sequence[str]:
-        """`keys.chain_keys` of the prompt."""
-        if normalised:
-            return self.folded if with_media else self.loose
-        if with_media or self.last_media is None:
-            return self.exact
-        return chain_keys(self.segments, normalised=False, with_media=False)
-
-    def frame(self, *, normalised: bool = True, with_media: bool = True) -> str:
+    def question_slot(self, *, with_media: bool = True) -> str:
         """Digest of all segments but the last question; empty where there is no question."""
         if self.question is None:
             return ""
-        before = self.chain(normalised=normalised, with_media=with_media)[self.question - 1] if self.question else ""
-        after = [
-            segment_key(s, normalised=normalised, with_media=with_media) for s in self.segments[self.question + 1 :]
-        ]
+        chain = self.folded if with_media else self.any_media
+        before = chain[self.question - 1] if self.question else ""
+        after = [segment_key(s, normalised=True, with_media=with_media) for s in self.segments[self.question + 1 :]]
         return digest("frame", self.space, before, *after)
 
-    def run(self) -> str:
+    def media_prefix(self) -> str:
         """Digest of the leading run up to the last media item, media alike; empty where there is none."""
-        return "" if self.last_media is None else digest("run", self.space, self.loose[self.last_media])
+        return "" if self.last_media is None else digest("run", self.space, self.any_media[self.last_media])
 
     def media_key(self) -> str:
         """Digest of the same run with its own media items; empty where there is none."""
         return "" if self.last_media is None else digest("media", self.space, self.folded[self.last_media])
 
-    def lead_depths(self) -> range:
+    def context_depths(self) -> range:
         """Lengths of the leading runs that hold a context and leave something over, shortest first."""
         if self.first_context is None:
             return range(0)
         return range(self.first_context + 1, len(self.segments))
 
-    def whole(self, chain: Sequence[str], kind: str) -> str:
-        """The key of all segments under one of the chains; ``kind`` is ``exact`` or ``folded``."""
-        return self.lead(chain, kind, len(self.segments))
+    def exact_key(self, depth: int) -> str:
+        """The key of the first ``depth`` segments, byte for byte."""
+        return self._prefix_key(self.exact, "exact", depth)
 
-    def lead(self, chain: Sequence[str], kind: str, depth: int) -> str:
-        """The key of the first ``depth`` segments under one of the chains, `whole` where these are all."""
+    def folded_key(self, depth: int, *, with_media: bool = True) -> str:
+        """The same after normalisation."""
+        return self._prefix_key(self.folded if with_media else self.any_media, "folded", depth)
+
+    def _prefix_key(self, chain: Sequence[str], kind: str, depth: int) -> str:
         name = "lead" if depth < len(self.segments) else "whole"
         return digest(name, self.space, kind, chain[depth - 1])
 
     def before_context(self, *, with_media: bool = True) -> str:
         """Digest of what stands before the first context; similar contexts are sought among entries that share it."""
-        chain = self.chain(normalised=True, with_media=with_media)
-        first = self.first_context
-        return digest("before", self.space, chain[first - 1] if first else "")
+        chain = self.folded if with_media else self.any_media
+        return digest("before", self.space, chain[self.first_context - 1] if self.first_context else "")
 
     def entry_keys(self) -> tuple[str, ...]:
         """All keys under which an entry with this prompt is registered."""
-        keys = {
-            self.whole(self.exact, "exact"),
-            self.whole(self.folded, "folded"),
-            self.whole(self.loose, "folded"),
-            self.media_key(),
-        }
-        for depth in self.lead_depths():
-            keys |= {
-                self.lead(self.exact, "exact", depth),
-                self.lead(self.folded, "folded", depth),
-                self.lead(self.loose, "folded", depth),
-            }
+        keys = {self.media_key()}
+        for depth in (*self.context_depths(), len(self.segments)):
+            keys |= {self.exact_key(depth), self.folded_key(depth), self.folded_key(depth, with_media=False)}
         return tuple(sorted(keys - {""}))
 
 
@@ -145,33 +127,20 @@ def is_context(segment: Segment) -> bool:
     return isinstance(segment, TextSegment) and segment.role is Role.CONTEXT and bool(segment.text.strip())
 
 
-def exactness_of(own: Sequence[Segment], donor: Sequence[Segment], *, normalised: bool = True) -> Exactness:
-    """How close a donor's segments are to the request's own, by the weakest pair.
-
-    A donor's media item that is not the request's own is approximate, whatever the texts are; without ``normalised``
-    so is every text that is not byte-equal.
-    """
-    if len(own) != len(donor):
+def exactness_of(own: Sequence[Segment], donor: Sequence[Segment]) -> Exactness:
+    """How close a donor's segments are to the request's own, by the weakest pair: another media item is approximate,
+    whatever the texts are."""
+    alike = len(own) == len(donor) and all(
+        mine == theirs or segment_key(mine, normalised=True) == segment_key(theirs, normalised=True)
+        for mine, theirs in zip(own, donor, strict=True)
+    )
+    if not alike:
         return Exactness.APPROXIMATE
-    weakest = Exactness.EXACT
-    for mine, theirs in zip(own, donor, strict=True):
-        if isinstance(mine, MediaSegment) and isinstance(theirs, MediaSegment):
-            if mine.media_id != theirs.media_id:
-                return Exactness.APPROXIMATE
-        elif isinstance(mine, MediaSegment) or isinstance(theirs, MediaSegment) or mine.role != theirs.role:
-            return Exactness.APPROXIMATE
-        elif mine.text != theirs.text:
-            if not normalised or normalise(mine.text) != normalise(theirs.text):
-                return Exactness.APPROXIMATE
-            weakest = Exactness.NORMALISED
-    return weakest
+    return Exactness.EXACT if same_characters(own, donor) else Exactness.NORMALISED
 
 
-def same_texts(own: Sequence[Segment], donor: Sequence[Segment], but: int | None = None) -> bool:
-    """Whether the donor's leading segments have the same characters as these, whatever the media items.
-
-    ``but`` is the position of a text that is compared in another way.
-    """
+def same_characters(own: Sequence[Segment], donor: Sequence[Segment], but: int | None = None) -> bool:
+    """Whether two runs have the same characters, whatever the media items; ``but`` is a text that is left out."""
     pairs = enumerate(zip(own, donor, strict=False))
     return all(i == but or getattr(mine, "text", "") == getattr(theirs, "text", "") for i, (mine, theirs) in pairs)
 
@@ -234,14 +203,17 @@ def sketch(partition: str, pieces: Sequence[str]) -> list[int]:
 
 
 def context_rows(keyed: Keyed) -> dict[str, list[int]]:
-    """What the catalog needs to find an entry by its first context: lead key -> sentence hashes."""
-    first = keyed.first_context
-    if first is None or first + 1 >= len(keyed.segments):
+    """What the catalog needs to find an entry by its first context: key of the run -> sentence hashes."""
+    if not keyed.context_depths():
         return {}
-    segment = keyed.segments[first]
-    pieces = sentences(segment.text) if isinstance(segment, TextSegment) else []
-    rows = {}
-    for chain, with_media in ((keyed.folded, True), (keyed.loose, False)):
-        key = keyed.lead(chain, "folded", first + 1)
-        rows[key] = sketch(keyed.before_context(with_media=with_media), pieces)
-    return rows
+    pieces, depth = first_context(keyed), keyed.context_depths()[0]
+    return {
+        keyed.folded_key(depth, with_media=with_media): sketch(keyed.before_context(with_media=with_media), pieces)
+        for with_media in (True, False)
+    }
+
+
+def first_context(keyed: Keyed) -> list[str]:
+    """The sentences of a prompt's first context."""
+    segment = None if keyed.first_context is None else keyed.segments[keyed.first_context]
+    return sentences(segment.text) if isinstance(segment, TextSegment) else []

@@ -26,7 +26,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,7 +41,6 @@ from semkv.stores.files import lock
 from semkv.stores.responses import is_redis
 from semkv.stores.responses.redis import asking, connect, root_of
 from semkv.tiers.base import Tally
-from semkv.tiers.matching import Matching
 from semkv.types import Entry, MediaSegment, Namespace
 
 FORMAT = 1
@@ -71,9 +70,9 @@ class Sharing:
     Args:
         log: where entries and removals come and go.
         catalog: of the directory.
-        matching: makes records of entries, and indexes them.
-        evicted: forgets what went from the catalog to make room.
-        removed: forgets what was removed from it.
+        to_record: makes a record of an entry and its packed vectors, as `Matching.shared_record`.
+        add: brings a record into the catalog and the indexes; whether it is new.
+        removed: forgets what was removed from the catalog.
         tally: counts faults, ``shared out``, ``shared in``, ``shared removals``, and what was not shared.
     """
 
@@ -81,13 +80,13 @@ class Sharing:
         self,
         log: EntryLog,
         catalog: Catalog,
-        matching: Matching,
-        evicted: Callable[[Removed], None],
+        to_record: Callable[[Entry, Mapping[str, bytes]], Record],
+        add: Callable[[Record], bool],
         removed: Callable[[Removed], None],
         tally: Tally,
     ) -> None:
-        self._log, self._catalog, self._matching, self._tally = log, catalog, matching, tally
-        self._evicted, self._removed = evicted, removed
+        self._log, self._catalog, self._tally = log, catalog, tally
+        self._to_record, self._add_record, self._removed = to_record, add, removed
         self._waiting: deque[tuple[str, bytes]] = deque()
         self._some, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="semkv-sharing", daemon=True)
@@ -122,21 +121,10 @@ class Sharing:
             self._closing.wait(pause_s)
 
     def _exchange(self) -> None:
-        try:
-            with lock(self._catalog.path.with_name(LOCK), 0.0):
-                self._send_removals()  # first, so that nothing removed is read again
-                while self._read() and not self._closing.is_set():
-                    pass
-        except BlockingIOError:  # another process of this directory does it
-            pass
-        self._send_entries()
-
-    def _send_removals(self) -> None:
-        for number, text in self._catalog.removals():
-            self._log.remove(text.encode(), partial(_concerns, read_criteria(text.encode())))
-            self._catalog.sent(number)
-
-    def _send_entries(self) -> None:
+        with suppress(BlockingIOError), lock(self._catalog.path.with_name(LOCK), 0.0):
+            self._send_removals()  # first, so that nothing removed is read again
+            while self._read() and not self._closing.is_set():
+                pass
         while self._waiting:
             entry_id, data = self._waiting[0]
             if not self._catalog.missing([entry_id]):  # else it was removed meanwhile
@@ -144,19 +132,23 @@ class Sharing:
                 self._tally.add("shared out")
             self._waiting.popleft()
 
+    def _send_removals(self) -> None:
+        for number, text in self._catalog.removals():
+            self._log.remove(text.encode(), partial(_concerns, read_criteria(text.encode())))
+            self._catalog.sent(number)
+
     def _read(self) -> bool:
         """Bring the next rows of the log into the catalog; whether there were any."""
         cursor = self._catalog.read_from()
         batch = self._log.read(cursor)
         if batch.lost:
             self._remove({})
-        new = False
         for removes, data in batch.rows:
             try:
                 if removes:
                     self._remove(read_criteria(data))
                 else:
-                    new = self._add(data) or new
+                    self._add(data)
             except Exception as error:
                 # A row that others wrote must not keep this one from reading on; what our file has must be tried again.
                 ours = isinstance(error, OSError | StoreError | sqlite3.DatabaseError)
@@ -165,21 +157,16 @@ class Sharing:
                 self._tally.fault("shared entry", error)
         if batch.cursor != cursor:
             self._catalog.read_to(batch.cursor)
-        if new:
-            self._matching.refresh()
         return batch.cursor != cursor
 
-    def _add(self, data: bytes) -> bool:
+    def _add(self, data: bytes) -> None:
         entry, packed = load(data)
-        if not self._catalog.missing([entry.entry_id]):
-            return False
-        record = self._matching.shared_record(entry, packed)
-        if packed and not record.vectors and not record.media_vectors:
-            self._tally.add("shared entry of another encoder")
-        new, removed = self._catalog.add(record)
-        self._tally.add("shared in")
-        self._evicted(removed)
-        return new
+        if self._catalog.missing([entry.entry_id]):
+            record = self._to_record(entry, packed)
+            if packed and not record.vectors and not record.media_vectors:
+                self._tally.add("shared entry of another encoder")
+            self._add_record(record)
+            self._tally.add("shared in")
 
     def _remove(self, criteria: Criteria) -> None:
         removed = self._catalog.apply_removal(criteria)
@@ -261,11 +248,9 @@ class EntryLog:
         found = dict(rows)
         last = _place(rows[-1][0]) if len(rows) == _BATCH else None
         found |= {name: fields for name, fields in removals if last is None or _place(name) <= last}
-        order = sorted(found, key=_place)
-        place = order[-1].decode() if order else "" if emptied else place
-        told = (
-            (b"removal" in row, row.get(b"removal", row.get(b"entry", b""))) for row in map(found.__getitem__, order)
-        )
+        names = sorted(found, key=_place)
+        place = names[-1].decode() if names else "" if emptied else place
+        told = [(b"removal" in found[name], next(iter(found[name].values()), b"")) for name in names]
         return LogBatch(f"{begun} {place}", tuple(told), lost)
 
     def _name(self) -> str:

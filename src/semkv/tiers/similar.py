@@ -15,39 +15,42 @@ donor, whatever the other layers say. It exists to be measured.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from semkv.config import CacheConfig
-from semkv.errors import ConfigError, CorruptValue
-from semkv.guards import Guard
-from semkv.index import Row, VectorIndex
-from semkv.keys import digest, segment_key
+from semkv.errors import ConfigError
+from semkv.guards import Guard, forget
+from semkv.index import Index, Neighbour, Row, VectorIndex
+from semkv.keys import segment_key
 from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
-from semkv.tiers.base import Candidate, Index, PluggedIndex, Tally
+from semkv.tiers.base import SEMANTIC, Candidate, Every, PluggedIndex, Tally
 from semkv.tiers.prompt_keys import (
-    SPELLINGS,
     Keyed,
     exact_sentences,
+    first_context,
     is_context,
-    same_texts,
     sentences,
     sketch,
     with_media,
 )
-from semkv.types import EmbeddingLayer, Entry, MatchPolicy, Namespace, Request, Scope, Score, Segment, TextSegment
+from semkv.types import CacheMode, EmbeddingLayer, Entry, MatchPolicy, Request, Scope, Score, Segment, TextSegment
 
 if TYPE_CHECKING:
     from semkv.encoders.text import TextEncoder
     from semkv.types import Vector
 
-SEMANTIC = "semantic_text"
 VISION = "vision"
+EDITED = 0.1  # of a context's sentences, that may be reworded for it still to be similar; one always may
 _CONTEXTS = 8  # of one key that are compared sentence by sentence
 _NEIGHBOURS, _QUESTIONS = 8, 4  # of a layer, and of L1: the next ones are asked when the policy refuses the best
+_SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
+_PAGE = 4096
+_FOLLOW_S = 1.0  # between two looks for purges
+_ASKED = 512  # entries that are looked for at once; lookups wait for that, a millisecond or so
 
 
 def status_of(layer: str) -> str:
@@ -65,7 +68,7 @@ class _TextLayer:
         key: the catalog's name of the layer.
         threshold: least cosine.
         index: the vectors.
-        partition: among which entries one is compared; empty for none.
+        partition: the field of a `VectorRow` in which entries must agree to be compared.
     """
 
     name: str
@@ -73,30 +76,30 @@ class _TextLayer:
     key: str
     threshold: float
     index: VectorIndex | PluggedIndex
-    partition: Callable[[VectorRow], str]
+    partition: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Media items that were computed together after one text, and how close they are to the request's."""
+    """Media items that were computed together after one text, and how close they are to the request's; ``item`` is
+    their name in the index."""
 
     media: tuple[str, ...]
     score: float
+    item: str = ""
 
 
 class SimilarTier:
-    """The indexes of all layers.
+    """The indexes of all layers, which follow the catalog: what other processes record is read at the next lookup, and
+    what they purge is forgotten within a second.
 
     Args:
-        config: settings. Without ``normalised`` byte-equal texts alone are the same: a question may be similar, what
-            stands around it and before an image may not. ``--match any`` takes no texts for the same.
+        config: settings.
         catalog: where the entries and vectors are.
-        layers: of L2.
-        hook: fingerprint of what fills them; vectors of another one are left alone.
+        hook: fingerprint of what fills the layers of L2; vectors of another one are left alone.
         encoder: of L1; None switches that off.
         floor: least cosine of a similar question in L1.
-        tally: counts what is damaged.
-        lost: told of an entry of an index that the catalog does not have.
+        tally: counts faults.
         index: makes an index of vectors of a length, instead of `VectorIndex`.
     """
 
@@ -104,241 +107,243 @@ class SimilarTier:
         self,
         config: CacheConfig,
         catalog: Catalog,
-        layers: Sequence[EmbeddingLayer],
         hook: str,
         encoder: TextEncoder | None,
         floor: float,
         tally: Tally,
-        lost: Callable[[str], None],
         index: Callable[[int], Index] | None = None,
     ) -> None:
-        self._catalog, self._tally, self._lost, self._make_index = catalog, tally, lost, index
-        self._any, self._normalised = config.match is MatchPolicy.ANY, config.normalised
-        self._within_media = config.scope is Scope.MEDIA
-        self._vision = next((layer for layer in layers if layer.name == VISION), None)
+        self._catalog, self._tally, self._encoder = catalog, tally, encoder
+        self._any, self._within_media = config.match is MatchPolicy.ANY, config.scope is Scope.MEDIA
+        self._most = 1 if config.normalised else _SPELLINGS
+        self._purge: str | None = None
+        with tally.boundary("catalog"):
+            self._purge = catalog.purge()  # before anything is read
+
+        def make_index(dim: int) -> VectorIndex | PluggedIndex:
+            return VectorIndex(dim) if index is None else PluggedIndex(dim, index, tally)
+
+        layers = config.embedding_layers if config.mode is not CacheMode.OFF else ()
+        self.layers = layers
         self.keys = {layer.name: f"{layer.name}:{layer.dim}@{hook}" for layer in layers}
         self.dims = {layer.name: layer.dim for layer in layers}
-
-        def text_layer(
-            name: str, status: str, dim: int, threshold: float, partition: Callable[[VectorRow], str]
-        ) -> _TextLayer:
-            return _TextLayer(name, status, self.keys[name], threshold, self._index(dim), partition)
-
+        self._vision = next((layer for layer in layers if layer.name == VISION), None)
+        self._media_index = None if self._vision is None else make_index(self._vision.dim)
+        partition = "space" if self._any else "frame"
         # The prompt layer is searched first; the others are asked whether they agree.
         self._layers = [
-            text_layer(x.name, status_of(x.name), x.dim, x.threshold, lambda r: r.space if self._any else r.frame)
+            _TextLayer(x.name, status_of(x.name), self.keys[x.name], x.threshold, make_index(x.dim), partition)
             for x in sorted(layers, key=lambda x: x.name != "prompt")
             if x.name != VISION
         ]
         self._question: _TextLayer | None = None
         if encoder is not None:
             self.keys[SEMANTIC], self.dims[SEMANTIC] = f"{SEMANTIC}@{encoder.fingerprint}", encoder.dim
-            self._question = text_layer(
-                *(SEMANTIC, SEMANTIC, encoder.dim, floor),
-                lambda row: row.frame if self._within_media else row.loose_frame,
+            partition = "frame" if self._within_media else "loose_frame"
+            self._question = _TextLayer(
+                SEMANTIC, SEMANTIC, self.keys[SEMANTIC], floor, make_index(encoder.dim), partition
             )
         self._texts = [*self._layers, *([] if self._question is None else [self._question])]
-        self._run_indexes: dict[int, VectorIndex | PluggedIndex] = {}  # by number of media items
-        if index is not None and self._vision is not None:  # a wrong one fails here
-            self._run_indexes[1] = self._index(self._vision.dim)
-        self._members: dict[str, dict[str, None]] = {}  # run item -> its entries, oldest first
-        self._run_of: dict[str, str] = {}  # entry -> run item
-        self._media_of: dict[str, tuple[str, ...]] = {}  # run item -> media ids
-        self._lock = threading.RLock()
+        self._members: dict[str, dict[str, None]] = {}  # item of the media index -> its entries, oldest first
+        self._item_of: dict[str, str] = {}  # entry -> item
+        self._seen_vectors = self._seen_media = 0
+        self._seen_file = catalog.database.opened
+        self._behind = False  # whether the last refresh failed
+        self._refreshing = threading.Lock()
+        with tally.boundary("catalog"):
+            self.refresh()
+        self._follower = Every(_FOLLOW_S, self._follow, "semkv-purges")
 
-    def _index(self, dim: int) -> VectorIndex | PluggedIndex:
-        if self._make_index is not None:
-            return PluggedIndex(dim, self._make_index, self._tally)
-        return VectorIndex(dim)
+    def close(self) -> None:
+        """Forget what was purged, and stop the indexes' upkeep."""
+        self._follower.stop()
+        self._follow()
+        for index in self.indexes():
+            index.close()
 
-    # -- keeping the indexes ------------------------------------------------------------------------------------
+    def indexes(self) -> list[VectorIndex | PluggedIndex]:
+        """Those of all layers."""
+        media = [] if self._media_index is None else [self._media_index]
+        return [*(layer.index for layer in self._texts), *media]
+
+    def entries(self) -> set[str]:
+        """The entries that are known here."""
+        return {entry for layer in self._texts for entry in layer.index.items()} | self._item_of.keys()
 
     def __contains__(self, entry_id: str) -> bool:
         """Whether every text layer has an entry's vector."""
         return all(entry_id in layer.index for layer in self._texts)
 
-    def load(self, rows: Sequence[VectorRow]) -> None:
-        """Index texts of the catalog; rows of other layers are ignored, damaged ones counted."""
+    # -- keeping up with the catalog ----------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Index what was written since the last time, by this process or another; damaged vectors are counted."""
+        with self._refreshing:
+            self._behind = True  # the catalog says only once that others wrote: where this fails it is done again
+            if self._seen_file != (opened := self._catalog.database.opened):  # a new file numbers its rows anew
+                self._seen_file, self._seen_vectors, self._seen_media = opened, 0, 0
+            keys = [layer.key for layer in self._texts]
+            while rows := self._catalog.vectors(keys, self._seen_vectors, _PAGE):
+                self._add_texts(rows)
+                self._seen_vectors = rows[-1].number
+            while self._media_index is not None and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
+                for media_row in media:
+                    self._add_media(media_row, self._media_index)
+                self._seen_media = media[-1].number
+            self._behind = False
+
+    def _add_texts(self, rows: Sequence[VectorRow]) -> None:
         for layer in self._texts:
             ready = []
             for row in rows:
-                if row.layer == layer.key and (partition := layer.partition(row)):
-                    try:
-                        vector = unpack(row.data, layer.index.dim)
-                        ready.append(Row(row.entry_id, partition, vector))
-                    except CorruptValue as error:
-                        self._tally.fault("vector", error)
+                if row.layer == layer.key and (partition := getattr(row, layer.partition)):
+                    with self._tally.boundary("vector"):
+                        ready.append(Row(row.entry_id, partition, unpack(row.data, layer.index.dim)))
             layer.index.extend(ready)
 
-    def load_media(self, media: Iterable[MediaRow]) -> None:
-        """Index images of the catalog; damaged vectors are counted."""
-        if self._vision is not None:
-            with self._lock:
-                for media_row in media:
-                    self._add_run(media_row, self._vision.dim)
-
-    def _add_run(self, row: MediaRow, dim: int) -> None:
+    def _add_media(self, row: MediaRow, index: VectorIndex | PluggedIndex) -> None:
+        """Several images are found by the first of them, and then compared one by one."""
         partition = row.space if self._any else row.run
-        item, count = digest("item", partition, *row.media), len(row.media)
+        item = " ".join((partition, *row.media))
         self._members.setdefault(item, {})[row.entry_id] = None
-        self._run_of[row.entry_id] = item
-        self._media_of[item] = row.media
-        if count not in self._run_indexes:
-            self._run_indexes[count] = self._index(dim * count)
-        index = self._run_indexes[count]
+        self._item_of[row.entry_id] = item
         if item in index:
             return
-        parts = []
-        for media in row.media:
-            packed = self._catalog.media_vector(row.space, self.keys[VISION], media)
-            if packed is None:  # its image could not be read when it was recorded
-                return
-            try:
-                parts.append(unpack(packed, dim))
-            except CorruptValue as error:
-                self._tally.fault("vector", error)
-                return
-        index.extend([Row(item, partition, _joined(parts))])
+        packed = [self._catalog.media_vector(row.space, self.keys[VISION], media) for media in row.media]
+        if packed[0] is not None and None not in packed:  # else an image could not be read when it was recorded
+            with self._tally.boundary("vector"):
+                index.extend([Row(item, partition, unpack(packed[0], self.dims[VISION]))])
 
-    def indexes(self) -> list[VectorIndex | PluggedIndex]:
-        """Those of all layers."""
-        with self._lock:
-            return [*(layer.index for layer in self._texts), *self._run_indexes.values()]
+    def _follow(self) -> None:
+        with self._tally.boundary("purge"):  # user code may be in it
+            self.apply_purges()
 
-    def entries(self) -> set[str]:
-        """The entries that are known here."""
-        found = {entry for layer in self._texts for entry in layer.index.items()}
-        with self._lock:
-            return found.union(self._run_of)
+    def apply_purges(self) -> None:
+        """Forget what was purged since the last time, by this process or another: vectors, words of texts."""
+        if self._catalog.changed() or self._behind:
+            self.refresh()
+        purge = self._catalog.purge()
+        if purge == self._purge:
+            return
+        with self._refreshing:  # what was read before that purge is in the indexes by now
+            known = list(self.entries())
+        self.remove(known)
+        forget()
+        getattr(self._encoder, "forget", lambda: None)()  # texts in memory, where it keeps any
+        self._purge = purge
 
     def remove(self, entry_ids: Sequence[str]) -> None:
-        """Forget entries, and the images that no entry has any more."""
-        for layer in self._texts:
-            layer.index.remove(entry_ids)
-        with self._lock:
-            empty: dict[int, list[str]] = {}
-            for entry_id in entry_ids:
-                item = self._run_of.pop(entry_id, None)
-                if item is None:
-                    continue
-                self._members[item].pop(entry_id, None)
-                if not self._members[item]:
-                    del self._members[item]
-                    empty.setdefault(len(self._media_of.pop(item)), []).append(item)
-            for count, items in empty.items():
-                self._run_indexes[count].remove(items)
+        """Forget those of some entries that the catalog does not have, and the images that no entry has any more."""
+        for start in range(0, len(entry_ids), _ASKED):
+            with self._refreshing:  # what is recorded again meanwhile is indexed after this, and stays
+                gone = self._catalog.missing(entry_ids[start : start + _ASKED])
+                for layer in self._texts:
+                    layer.index.remove(gone)
+                for entry_id in gone:
+                    self._remove_media(entry_id)
+
+    def _remove_media(self, entry_id: str) -> None:
+        item = self._item_of.pop(entry_id, None)
+        if item is None or self._media_index is None:
+            return
+        self._members[item].pop(entry_id, None)
+        if not self._members[item]:
+            del self._members[item]
+            self._media_index.remove([item])
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
     def by_chunk_text(self, keyed: Keyed, vector: Vector) -> Iterator[Candidate]:
         """L1: entries whose chunk text is similar, best first; the whole prompt would be the donor's."""
         if self._question is not None:
-            frame = keyed.frame(with_media=self._within_media)
-            yield from self._similar(keyed, frame, [self._question], {SEMANTIC: vector}, (SEMANTIC,), most=_QUESTIONS)
+            slot = keyed.question_slot(with_media=self._within_media)
+            yield from self._similar(keyed, slot, [self._question], {SEMANTIC: vector}, (SEMANTIC,), most=_QUESTIONS)
 
-    def by_layers(self, namespace: Namespace, keyed: Keyed, vectors: Mapping[str, Vector]) -> Iterator[Candidate]:
-        """L2: donors, best first.
-
-        Args:
-            namespace: of the request.
-            keyed: its prompt.
-            vectors: unit vectors by layer: [dim], for ``vision`` [n_media, dim].
-        """
+    def by_layers(self, request: Request, keyed: Keyed, vectors: Mapping[str, Vector]) -> Iterator[Candidate]:
+        """L2: donors, best first; ``vectors`` are unit vectors by layer: [dim], for ``vision`` [n_media, dim]."""
         if self._any:
             yield from self._best_layer(keyed, vectors)
             return
         runs = self._runs(keyed, vectors)
-        for run in runs:
-            yield from self._full(namespace, keyed, run, vectors)
-        for run in runs:
-            yield from self._media_only(namespace, keyed, run)
+        # The prompt as it would be with each run's media in it.
+        prompts = [(run, Keyed.of(request.namespace, with_media(keyed.segments, run.media))) for run in runs[1:]]
+        for run, within in [(runs[0], keyed), *prompts]:
+            yield from self._whole(within, run, vectors)
+        for run, within in prompts:
+            yield from self._media_only(within, run)
 
     def _similar(
         self,
         keyed: Keyed,
-        frame: str,
+        slot: str,
         layers: Sequence[_TextLayer],
         vectors: Mapping[str, Vector],
         agreed: tuple[str, ...],
         seen: Sequence[Score] = (),
         most: int = _NEIGHBOURS,
     ) -> Iterator[Candidate]:
-        """Entries of one frame on which every one of these text layers agrees; ``seen`` is what the images scored."""
+        """Entries of one question slot on which all these text layers agree; ``seen`` is what the images scored."""
         first, *others = layers
-        for neighbour in first.index.search(frame, vectors[first.name], most) if frame else ():
+        for neighbour in first.index.search(slot, vectors[first.name], most) if slot else ():
             if neighbour.score < first.threshold:
                 return
             scores = [Score(first.status, neighbour.score)]
             for layer in others:
                 score = layer.index.score(neighbour.item, vectors[layer.name])
-                if score is None or score < layer.threshold:
-                    break
-                scores.append(Score(layer.status, score))
-            else:
-                donor = self._entry(neighbour.item)
-                if donor is not None and (
-                    self._normalised or same_texts(keyed.segments, donor.segments, keyed.question)
-                ):
-                    least, *rest = sorted([*scores, *seen], key=lambda score: score.cosine)
-                    yield Candidate(donor, len(donor.segments), *least, agreed, tuple(rest))
+                if score is not None and score >= layer.threshold:
+                    scores.append(Score(layer.status, score))
+            donor = self._entry(neighbour.item) if len(scores) == len(layers) else None
+            if donor is not None:
+                least, *rest = sorted([*scores, *seen], key=lambda score: score.cosine)
+                run = len(donor.segments)
+                yield Candidate(donor, run, *least, agreed, tuple(rest), similar=keyed.question)
 
     def _runs(self, keyed: Keyed, vectors: Mapping[str, Vector]) -> list[_Run]:
         """The media items within which a text may match: the request's own, and where those are new also similar ones.
         A request without media has one run without items."""
-        own = _media_ids(keyed)
-        found = [_Run(own, 1.0)]
-        if not own or self._catalog.has(keyed.media_key()):
-            return found
-        vector = vectors.get(VISION)
-        index = self._run_indexes.get(len(own))
-        if vector is None or self._vision is None or index is None:
-            return found
-        rows = np.atleast_2d(vector)
-        for neighbour in index.search(keyed.run(), _joined(list(rows)), _NEIGHBOURS):
-            with self._lock:
-                media = self._media_of.get(neighbour.item)
-            if media is None:
-                continue
-            least = self._least(keyed.space, media, rows, self._vision.dim) if len(media) > 1 else neighbour.score
-            if least >= self._vision.threshold:
-                found.append(_Run(media, least))
-        return found
+        own = _Run(_media_ids(keyed), 1.0)
+        if not own.media or VISION not in vectors or self._catalog.has(keyed.media_key()):
+            return [own]
+        return [own, *self._similar_media(keyed, keyed.media_prefix(), vectors[VISION], _NEIGHBOURS)]
 
-    def _least(self, space: str, media: Sequence[str], rows: Vector, dim: int) -> float:
+    def _similar_media(self, keyed: Keyed, partition: str, vector: Vector, most: int) -> Iterator[_Run]:
+        """Media items above the threshold, each of them, the nearest first."""
+        if self._vision is None or self._media_index is None:
+            return
+        rows = np.atleast_2d(vector)
+        for neighbour in self._media_index.search(partition, rows[0], most):
+            media = tuple(neighbour.item.split()[1:])
+            if len(media) == len(rows):
+                score = self._least(keyed.space, media, rows, neighbour)
+                if score >= self._vision.threshold:
+                    yield _Run(media, score, neighbour.item)
+
+    def _least(self, space: str, media: Sequence[str], rows: Vector, first: Neighbour) -> float:
         """The least cosine of several media items, pair by pair; -1.0 where a vector is gone."""
-        scores = []
-        for media_id, row in zip(media, rows, strict=True):
+        scores = [first.score]
+        for media_id, row in zip(media[1:], rows[1:], strict=True):
             packed = self._catalog.media_vector(space, self.keys[VISION], media_id)
-            scores.append(-1.0 if packed is None else float(np.dot(unpack(packed, dim), row)))
+            scores.append(-1.0 if packed is None else float(np.dot(unpack(packed, self.dims[VISION]), row)))
         return min(scores)
 
-    def _full(
-        self, namespace: Namespace, keyed: Keyed, run: _Run, vectors: Mapping[str, Vector]
-    ) -> Iterator[Candidate]:
+    def _whole(self, within: Keyed, run: _Run, vectors: Mapping[str, Vector]) -> Iterator[Candidate]:
         """Entries within a run whose text is the same or similar."""
-        own_media = run.media == _media_ids(keyed)
-        within = keyed if own_media else Keyed.of(namespace, with_media(keyed.segments, run.media))
         texts = [layer for layer in self._layers if layer.name in vectors]
         seeing = [status_of(VISION)] if run.media and self._vision is not None else []
         agreed = (*seeing, *(layer.status for layer in texts))
         if agreed:
-            chain, kind = (within.folded, "folded") if self._normalised else (within.exact, "exact")
-            for donor in self._catalog.find(within.whole(chain, kind), 1):
+            for donor in self._catalog.find(within.folded_key(len(within.segments)), self._most):
                 yield Candidate(donor, len(donor.segments), agreed[0], run.score, agreed)
         if texts:
-            seen = [] if own_media else [Score(status_of(VISION), run.score)]
-            yield from self._similar(within, within.frame(), texts, vectors, agreed, seen)
+            seen = [Score(status_of(VISION), run.score)] if run.item else []
+            yield from self._similar(within, within.question_slot(), texts, vectors, agreed, seen)
 
-    def _media_only(self, namespace: Namespace, keyed: Keyed, run: _Run) -> Iterator[Candidate]:
-        """An entry whose images stand in for the request's, which keeps its own text after them."""
-        if keyed.last_media is None or run.media == _media_ids(keyed) or keyed.last_media + 1 >= len(keyed.segments):
-            return
-        within = Keyed.of(namespace, with_media(keyed.segments, run.media))
-        length = keyed.last_media + 1
-        for donor in self._catalog.find(within.media_key(), 1 if self._normalised else SPELLINGS):
-            if self._normalised or same_texts(keyed.segments[:length], donor.segments):
+    def _media_only(self, within: Keyed, run: _Run) -> Iterator[Candidate]:
+        """Entries whose images stand in for the request's, which keeps its own text after them."""
+        length = 0 if within.last_media is None else within.last_media + 1
+        if length < len(within.segments):
+            for donor in self._catalog.find(within.media_key(), self._most):
                 yield Candidate(donor, length, status_of(VISION), run.score, (status_of(VISION),))
-                return
 
     def _best_layer(self, keyed: Keyed, vectors: Mapping[str, Vector]) -> Iterator[Candidate]:
         """The best of all layers by score alone, with its whole donor."""
@@ -347,23 +352,19 @@ class SimilarTier:
             if layer.name in vectors:
                 best = layer.index.search(keyed.space, vectors[layer.name], 1)
                 found += [(b.score, layer.status, b.item) for b in best if b.score >= layer.threshold]
-        if self._vision is not None and VISION in vectors:
-            rows = np.atleast_2d(vectors[VISION])
-            index = self._run_indexes.get(len(rows))
-            for run in [] if index is None else index.search(keyed.space, _joined(list(rows)), 1):
-                with self._lock:
-                    member = next(iter(self._members.get(run.item, {})), None)
-                if member is not None and run.score >= self._vision.threshold:
-                    found.append((run.score, status_of(VISION), member))
+        if VISION in vectors:
+            for run in self._similar_media(keyed, keyed.space, vectors[VISION], 1):
+                found += [(run.score, status_of(VISION), entry) for entry in [*self._members.get(run.item, ())][:1]]
         for score, status, entry_id in sorted(found, key=lambda f: -f[0]):
             donor = self._entry(entry_id)
             if donor is not None:
-                yield Candidate(donor, len(donor.segments), status, score, (status,))
+                yield Candidate(donor, len(donor.segments), status, score, (status,), checked=True)
 
     def _entry(self, entry_id: str) -> Entry | None:
         donor = self._catalog.get(entry_id)
         if donor is None:  # another process deleted it
-            self._lost(entry_id)
+            self._tally.add("index out of step")
+            self.remove([entry_id])
         return donor
 
 
@@ -389,59 +390,48 @@ class SimilarContext:
     def __init__(self, config: CacheConfig, catalog: Catalog, encoder: TextEncoder, guard: Guard) -> None:
         self._catalog, self._encoder, self._guard = catalog, encoder, guard
         self._with_media, self._threshold = config.scope is Scope.MEDIA, config.similarity_threshold
-        self._share, self._normalised = config.context_edit_share, config.normalised
+        self._normalised = config.normalised
         self._cut = sentences if config.normalised else exact_sentences
 
     def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
         """Donors by length of the run, then by likeness; the run ends in a context, the rest is the request's own."""
-        first = keyed.first_context
-        if first is None or first + 1 >= len(keyed.segments):
+        if not keyed.context_depths():
             return
-        context = keyed.segments[first]
-        pieces = sentences(context.text) if isinstance(context, TextSegment) else []
         partition = keyed.before_context(with_media=self._with_media)
-        donors = [
-            donor
-            for key in self._catalog.vote(sketch(partition, pieces))
-            for donor in self._catalog.find(key, _CONTEXTS)
-        ]
+        keys = self._catalog.vote(sketch(partition, first_context(keyed)))
+        donors = [donor for key in keys for donor in self._catalog.find(key, _CONTEXTS)]
         aligned = [found for donor in donors if (found := self._align(keyed.segments, donor)) is not None]
         for found in sorted(aligned, key=lambda a: (-a.run, len(a.changed))):
             score = self._least_cosine(found.changed)
             if score is not None and score >= self._threshold:
-                yield Candidate(found.donor, found.run, SEMANTIC, score, (SEMANTIC,))
+                yield Candidate(found.donor, found.run, SEMANTIC, score, (SEMANTIC,), checked=True)
 
     def _align(self, own: Sequence[Segment], donor: Entry) -> _Aligned | None:
         changed: list[tuple[str, str]] = []
         run = 0
         most = min(len(own), len(donor.segments)) - 1  # the question stays the request's own
         for position in range(most):
-            mine, theirs = own[position], donor.segments[position]
-            if self._same(mine, theirs):
-                pairs: list[tuple[str, str]] | None = []
-            elif is_context(mine) and is_context(theirs):
-                assert isinstance(mine, TextSegment)
-                assert isinstance(theirs, TextSegment)
-                pairs = self._changed(self._cut(mine.text), self._cut(theirs.text))
-            else:
-                pairs = None
+            pairs = self._changed(own[position], donor.segments[position])
             if pairs is None:
                 break
             changed += pairs
-            if is_context(mine):
+            if is_context(own[position]):
                 run = position + 1
         return _Aligned(donor, run, tuple(changed)) if run else None
 
-    def _same(self, mine: Segment, theirs: Segment) -> bool:
+    def _changed(self, mine: Segment, theirs: Segment) -> list[tuple[str, str]] | None:
+        """The sentences that differ, in pairs; None where more differs: another segment that is no context, a sentence
+        more or less, too many that differ, or one that the guard vetoes."""
         keys = [segment_key(s, normalised=self._normalised, with_media=self._with_media) for s in (mine, theirs)]
-        return keys[0] == keys[1]
-
-    def _changed(self, mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]] | None:
-        """The pairs that differ, sentence by sentence; None for an insertion, a deletion, too many, or a veto."""
-        if len(mine) != len(theirs):
+        if keys[0] == keys[1]:
+            return []
+        if not (isinstance(mine, TextSegment) and isinstance(theirs, TextSegment)):
             return None
-        pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a != b]
-        if len(pairs) > max(1, int(self._share * len(mine))) or any(self._guard(a, b) for a, b in pairs):
+        first, second = self._cut(mine.text), self._cut(theirs.text)
+        if not (is_context(mine) and is_context(theirs)) or len(first) != len(second):
+            return None
+        pairs = [(a, b) for a, b in zip(first, second, strict=True) if a != b]
+        if len(pairs) > max(1, int(EDITED * len(first))) or any(self._guard(a, b) for a, b in pairs):
             return None
         return pairs
 
@@ -491,9 +481,3 @@ def wrong_dimension(layer: EmbeddingLayer, dim: int, hook_name: str) -> ConfigEr
 
 def _media_ids(keyed: Keyed) -> tuple[str, ...]:
     return tuple(s.media_id for s in keyed.segments if hasattr(s, "media_id"))
-
-
-def _joined(rows: Sequence[Vector]) -> Vector:
-    """Unit vectors of several media items as one unit vector, whose inner product is their mean cosine."""
-    joined: Vector = (np.concatenate(rows) / np.sqrt(len(rows))).astype(np.float32)
-    return joined

@@ -115,7 +115,9 @@ class RunSettings:
         for key, path in (("--calibration", self.cache.calibration), ("--dataset-root", self.data.root)):
             if path is not None and not path.exists():
                 raise ConfigError(key, str(path), EXISTS.text)
-        roots = [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name, "").strip()]
+        roots = [
+            Path(os.environ[name]).expanduser() for name in IMAGE_ROOT_VARIABLES if os.environ.get(name, "").strip()
+        ]
         if self.data.root is not None and (self.data.root / "images").is_dir():
             roots.append(self.data.root / "images")
         object.__setattr__(self, "cache", replace(self.cache, image_roots=tuple(roots)))

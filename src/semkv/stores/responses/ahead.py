@@ -29,9 +29,7 @@ from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse,
 PATTERN = f"{'[0-9a-f]' * 16}.log"
 _FRAME = struct.Struct("<QQ")  # checksum and length of what follows: cursor, head and payload, a line break after each
 _STAND_BACK_S = 0.005  # before the store is written: it shares the interpreter with the response that goes out
-_SLOW_S = 0.05  # a write that takes longer was not one to memory
-_PAUSE_S = 1.0  # without appending after such a write or one that failed, and before a store is tried again
-_AWAY = 16  # times as many bytes may wait while the store cannot be reached
+_RETRY_S = 1.0  # before a store that could not be reached is tried again
 _LATE_S = 1.0  # a response that comes to the store so long after it was made may have been followed by another
 
 log = logging.getLogger("semkv")
@@ -40,12 +38,7 @@ Bring = Callable[[StoredResponse, str], bool]
 
 
 def folder_of(cache_dir: Path, store: str = "") -> Path:
-    """The folder for what is on its way to a store.
-
-    Args:
-        cache_dir: of the gateway.
-        store: where its responses are kept (``--store``); empty for the database of the cache directory.
-    """
+    """The folder for what is on its way to a store (``--store``; empty for the database of the cache directory)."""
     return cache_dir / (f"ahead-{hashlib.sha256(store.encode()).hexdigest()[:16]}" if store else "ahead")
 
 
@@ -58,15 +51,14 @@ class AheadLog:
         folder: of the files of all processes; made when missing.
         bring: hands a response, and the cursor when it began, to the store; False where that could not be reached: it
             is tried again. It must not raise. Called by one thread at a time.
-        max_bytes: bound on the file, which begins anew whenever the store has everything; 16 times as much while the
-            store cannot be reached.
+        max_bytes: bound on the file, which begins anew whenever the store has everything.
 
     Raises:
         OSError: the folder cannot be written, or files in it cannot be locked.
     """
 
-    def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 1 << 20) -> None:
-        self._bring, self._most = bring, max_bytes
+    def __init__(self, folder: Path, bring: Bring, *, max_bytes: int = 16 << 20) -> None:
+        self._bring, self._max_bytes = bring, max_bytes
         make_folder(folder)
         self._path = folder / f"{token_hex(8)}.log"
         new = self._path.with_suffix(".new")  # another process may take a log without a lock for one left behind
@@ -80,38 +72,26 @@ class AheadLog:
             raise
         replay(folder, bring)
         self._waiting: deque[tuple[StoredResponse, str]] = deque()  # written to the file, and not in the store
-        self._size, self._away = 0, False
+        self._size = 0
         self._lock = threading.Lock()  # of the two above; held for moments
-        self._quick_from = float("-inf")
         self._some, self._closing = threading.Event(), threading.Event()
         self._until = float("inf")  # when closing gives up
         self._thread = threading.Thread(target=self._work, name="semkv-answers", daemon=True)
         self._thread.start()
 
     def append(self, response: StoredResponse, since: str) -> bool:
-        """Write a response, without waiting for the store; False where the file is full or closed, or the disk cannot
-        be written or was slow a moment ago.
-
-        Args:
-            response: the response.
-            since: the store's cursor when it began to be computed.
-        """
-        start = time.monotonic()
-        if start < self._quick_from:
-            return False
+        """Write a response that was begun at a cursor of the store, without waiting for the store; False where the file
+        is full or closed, or the disk cannot be written."""
         record, written = _record(response, since), False
         with self._lock:
-            if self._closing.is_set() or self._size + len(record) > self._most * (_AWAY if self._away else 1):
+            if self._closing.is_set() or self._size + len(record) > self._max_bytes:
                 return False
             with suppress(OSError):
                 written = os.pwrite(self._file, record, self._size) == len(record)
             if written:  # else the next one is written over it
                 self._size += len(record)
                 self._waiting.append((response, since))
-        if not written or time.monotonic() - start > _SLOW_S:
-            self._quick_from = time.monotonic() + _PAUSE_S
-        if written:
-            self._some.set()
+                self._some.set()
         return written
 
     def count(self, selector: Selector) -> int:
@@ -125,13 +105,12 @@ class AheadLog:
             with self._lock:
                 if not self._waiting:
                     self._some.clear()
-                    self._size, self._away = 0, False
+                    self._size = 0
                     with suppress(OSError):  # what is brought twice does no harm
                         os.ftruncate(self._file, 0)
                     return True
                 response, since = self._waiting[0]
-            self._away = not self._bring(response, since)
-            if self._away or time.monotonic() > self._until:
+            if not self._bring(response, since) or time.monotonic() > self._until:
                 return False
             with self._lock:
                 self._waiting.popleft()
@@ -141,7 +120,7 @@ class AheadLog:
             self._some.wait()
             time.sleep(_STAND_BACK_S)
             if not self._empty():
-                self._closing.wait(_PAUSE_S)
+                self._closing.wait(_RETRY_S)
         if self._empty():
             self._path.unlink(missing_ok=True)
         os.close(self._file)
@@ -156,13 +135,7 @@ class AheadLog:
 
 
 def deliver(store: ResponseStore, response: StoredResponse, since: str, now: float) -> bool:
-    """Bring a response to a store that may have a newer one by now; False where it was invalidated meanwhile.
-
-    Args:
-        store: where it goes.
-        response: the response.
-        since: the store's cursor when it began to be computed.
-        now: seconds since the epoch.
+    """Bring a response to a store that may have a newer one by now; False where it was invalidated since that cursor.
 
     Raises:
         StoreError: the store cannot be reached.

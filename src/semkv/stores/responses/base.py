@@ -1,7 +1,6 @@
-"""What a store of answers is: whole answers under exact keys, with what an operator may select them by; and the store
-in this process's memory.
+"""What a store of responses is: whole responses under exact keys; and the store in this process's memory.
 
-The stored form of an answer is a JSON head with the checksums of both, and the payload as it came.
+The stored form of a response is a JSON head, with the checksums of both, and the payload as it came.
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ from semkv.errors import CorruptValue
 FORMAT = 1
 REFUSALS, REFUSED_S = 100_000, 90 * 86_400.0  # credentials, and for how long
 CHECKSUM = 32  # bytes of the head before its JSON
+LOG = 1000  # invalidations that a store remembers
 _TIMES = ("created", "expires", "stale_until")
+_TEXTS = ("key", "partition", "model", "prompt")
 _OVERHEAD = 640  # bytes of an entry beside its strings: objects, dictionary slot, allocator (measured: 500 to 620)
-_LOG = 1000  # invalidations that memory remembers
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One answer, as the upstream gave it.
+    """One response, as the upstream gave it.
 
     Times are seconds since the epoch; infinity means never.
 
@@ -38,7 +38,7 @@ class StoredResponse:
         key: hex HMAC-SHA256 of the canonical request it was computed from.
         partition: digest of the tenant; empty for a single-tenant deployment.
         model: as the client named it.
-        payload: JSON of the complete answer, or the events of its stream; byte for byte.
+        payload: JSON of the complete response, or the events of its stream; byte for byte.
         created: when it was kept.
         expires: from then on it is stale.
         stale_until: from then on it is not served at all; never before ``expires``.
@@ -59,7 +59,7 @@ class StoredResponse:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Which answers to invalidate: those that meet every criterion given. None: any. No criterion at all: every answer.
+    """Which responses to invalidate: those that meet every criterion given; without one, all.
 
     Attributes:
         key: the one under this key.
@@ -78,7 +78,7 @@ class Selector:
     before: float | None = None
 
     def matches(self, response: StoredResponse) -> bool:
-        """Whether an answer meets every criterion."""
+        """Whether a response meets every criterion."""
         return (
             (self.key is None or self.key == response.key)
             and (self.tag is None or self.tag in response.tags)
@@ -120,7 +120,7 @@ class News:
     selectors: tuple[Selector, ...] | None = ()
 
     def hit(self, response: StoredResponse) -> bool:
-        """Whether one of them concerns an answer."""
+        """Whether one of them concerns a response."""
         return self.selectors is None or any(selector.matches(response) for selector in self.selectors)
 
 
@@ -132,103 +132,55 @@ def read_selectors(texts: Iterable[str | bytes]) -> tuple[Selector, ...] | None:
         return None
 
 
+# -- the stored form --------------------------------------------------------------------------------------------------
+
+
 def encode(response: StoredResponse) -> tuple[bytes, bytes]:
     """Head and payload. The head begins with its own checksum, and holds that of the payload."""
-    times = {name: None if math.isinf(value := getattr(response, name)) else value for name in _TIMES}
     head = {
         "format": FORMAT,
-        "key": response.key,
-        "partition": response.partition,
-        "model": response.model,
+        **{name: getattr(response, name) for name in _TEXTS},
         "tags": response.tags,
-        "prompt": response.prompt,
         "sum": xxhash.xxh3_128_hexdigest(response.payload),
         "slide_s": 0.0,  # read by earlier versions, which may share the store
-        **times,
+        **{name: None if math.isinf(value := getattr(response, name)) else value for name in _TIMES},
     }
     text = json.dumps(head).encode()
     return xxhash.xxh3_128_hexdigest(text).encode() + text, response.payload
 
 
-def decode(key: str | None, head: bytes, payload: bytes) -> StoredResponse:
-    """The reverse of `encode`; with None whatever the key is.
+def decode(key: str | None, head: bytes, payload: bytes | None) -> StoredResponse:
+    """The reverse of `encode`.
+
+    Args:
+        key: under which it was stored; None for any.
+        head, payload: as stored; None for a response without its payload, for selection alone.
 
     Raises:
         CorruptValue: a checksum, the format or the key is not what it should be.
     """
-    values = _read(key, head)
-    if values.get("sum") != xxhash.xxh3_128_hexdigest(payload):
-        raise CorruptValue(f"answer {key}: the payload fails its checksum")
-    return _response(values, payload)
-
-
-def decode_head(key: str, head: bytes) -> StoredResponse:
-    """An answer without its payload, for selection alone.
-
-    Raises:
-        CorruptValue: as `decode`.
-    """
-    return _response(_read(key, head), b"")
-
-
-def _read(key: str | None, head: bytes) -> dict[str, Any]:
     text = head[CHECKSUM:]
     if head[:CHECKSUM] != xxhash.xxh3_128_hexdigest(text).encode():
-        raise CorruptValue(f"answer {key}: the head fails its checksum")
+        raise CorruptValue(f"response {key}: the head fails its checksum")
     try:
         values: dict[str, Any] = json.loads(text)
-        known = values["format"] == FORMAT and key in (None, values["key"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise CorruptValue(f"answer {key}: {error}") from error
-    if not known:
-        raise CorruptValue(f"answer {key}: of another format, or under another key")
-    return values
-
-
-def _response(values: dict[str, Any], payload: bytes) -> StoredResponse:
-    try:
-        times = {name: math.inf if values[name] is None else float(values[name]) for name in _TIMES}
-        texts = [values[name] for name in ("key", "partition", "model", "prompt")]
-        if not all(isinstance(text, str) for text in (*texts, *values["tags"])):
-            raise CorruptValue(f"answer {values['key']}: a text that is none")
-        key, partition, model, prompt = texts
-        return StoredResponse(
-            key=key,
-            partition=partition,
-            model=model,
-            payload=payload,
-            tags=tuple(values["tags"]),
-            prompt=prompt,
-            **times,
-        )
+        if values["format"] != FORMAT or key not in (None, values["key"]):
+            raise CorruptValue(f"response {key}: of another format, or under another key")
+        if payload is not None and values["sum"] != xxhash.xxh3_128_hexdigest(payload):
+            raise CorruptValue(f"response {key}: the payload fails its checksum")
+        known = {name: values[name] for name in _TEXTS}
+        "".join((*known.values(), *values["tags"]))  # a TypeError where one is no text
+        known |= {name: math.inf if values[name] is None else float(values[name]) for name in _TIMES}
+        return StoredResponse(**known, tags=tuple(values["tags"]), payload=payload or b"")
     except (LookupError, TypeError, ValueError, OverflowError) as error:
-        raise CorruptValue(f"answer {values['key']}: {error!r}") from error
+        raise CorruptValue(f"response {key}: {error!r}") from error
 
 
-class SteadyClock:
-    """Seconds since the epoch that do not go back when the machine's clock does: nothing lives longer for that.
-
-    Args:
-        wall: the machine's clock.
-        passed: seconds since any moment, which never go back.
-    """
-
-    def __init__(self, wall: Callable[[], float] = time.time, passed: Callable[[], float] = time.monotonic) -> None:
-        self._wall, self._passed = wall, passed
-        self._start = float("-inf")  # the largest difference of the two so far
-
-    def __call__(self) -> float:
-        passed = self._passed()
-        self._start = max(self._start, self._wall() - passed)
-        return self._start + passed
-
-    def at_least(self, seen: float) -> None:
-        """A time was written down before; it is at least that late."""
-        self._start = max(self._start, seen - self._passed())
+# -- the contract -----------------------------------------------------------------------------------------------------
 
 
 class ResponseStore(Protocol):
-    """Answers under exact keys, bounded in bytes and entries; the least recently used go first.
+    """Responses under exact keys, bounded in bytes and entries; the least recently used go first.
 
     Every method blocks, may be called from any thread and may raise `StoreError` (unreachable, locked, full).
     Invalidations are logged in the store itself, so that they outlive every process and reach all that share the store,
@@ -236,19 +188,18 @@ class ResponseStore(Protocol):
     """
 
     def get(self, key: str) -> StoredResponse | None:
-        """The answer under a key, stale ones too; None where there is none or it may no longer be served.
+        """The response under a key, stale ones too; None where there is none or it may no longer be served.
 
         Raises:
             CorruptValue: it failed its test and was deleted.
-            StoreError: the store cannot be read.
         """
         ...
 
     def put(self, response: StoredResponse, since: str = "") -> bool:
-        """Keep an answer, in place of an older one under its key; durable when this returns.
+        """Keep a response, in place of an older one under its key; durable when this returns.
 
         Args:
-            response: the answer.
+            response: the response.
             since: the cursor when it began to be computed. If it was invalidated since, it is not kept.
 
         Returns:
@@ -257,8 +208,8 @@ class ResponseStore(Protocol):
         ...
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
-        """Delete what the selector names and log it, or with ``dry_run`` only count it, expired answers that are still
-        there included."""
+        """Delete what the selector names and log it, or with ``dry_run`` only count it, expired responses that are
+        still there included."""
         ...
 
     def news(self, cursor: str) -> News:
@@ -283,11 +234,33 @@ class ResponseStore(Protocol):
         ...
 
 
-# -- in memory ---------------------------------------------------------------------------------------------------
+class SteadyClock:
+    """Seconds since the epoch that do not go back when the machine's clock does: nothing lives longer for that.
+
+    Args:
+        wall: the machine's clock.
+        passed: seconds since any moment, which never go back.
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.time, passed: Callable[[], float] = time.monotonic) -> None:
+        self._wall, self._passed = wall, passed
+        self._start = float("-inf")  # the largest difference of the two so far
+
+    def __call__(self) -> float:
+        passed = self._passed()
+        self._start = max(self._start, self._wall() - passed)
+        return self._start + passed
+
+    def at_least(self, seen: float) -> None:
+        """A time was written down before; it is at least that late."""
+        self._start = max(self._start, seen - self._passed())
+
+
+# -- in memory --------------------------------------------------------------------------------------------------------
 
 
 def weight(response: StoredResponse) -> int:
-    """Bytes that an answer takes in memory."""
+    """Bytes that a response takes in memory."""
     texts = (response.key, response.partition, response.model, response.prompt, *response.tags)
     return sys.getsizeof(response.payload) + sum(map(sys.getsizeof, texts)) + _OVERHEAD
 
@@ -306,7 +279,7 @@ class MemoryStore(ResponseStore):
         self._entries: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
-        self._log: deque[tuple[int, Selector]] = deque(maxlen=_LOG)
+        self._log: deque[tuple[int, Selector]] = deque(maxlen=LOG)
         self._number = 0
         self._refused: OrderedDict[str, float] = OrderedDict()
 
@@ -346,12 +319,12 @@ class MemoryStore(ResponseStore):
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
         with self._lock:
+            gone = [key for key, (response, _) in self._entries.items() if selector.matches(response)]
             if not dry_run:
                 self._number += 1
                 self._log.append((self._number, selector))
-            gone = [key for key, (response, _) in self._entries.items() if selector.matches(response)]
-            for key in () if dry_run else gone:
-                self._drop(key)
+                for key in gone:
+                    self._drop(key)
             return len(gone)
 
     def news(self, cursor: str) -> News:

@@ -26,6 +26,7 @@ from typing import Any, cast
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores.responses.base import (
     FORMAT,
+    LOG,
     REFUSALS,
     REFUSED_S,
     News,
@@ -33,12 +34,10 @@ from semkv.stores.responses.base import (
     Selector,
     StoredResponse,
     decode,
-    decode_head,
     encode,
     read_selectors,
 )
 
-_LOG = 1000
 _BATCH = 500
 _NOTHING = json.dumps(Selector(key="").view())
 
@@ -176,7 +175,7 @@ class RedisStore(ResponseStore):
             gone = []
             for key, head in batch:
                 with suppress(CorruptValue):  # what cannot be read goes too
-                    if not selector.matches(decode_head(key, head)):
+                    if not selector.matches(decode(key, head, None)):
                         continue
                 gone.append(key)
             found.update(gone)
@@ -207,7 +206,7 @@ class RedisStore(ResponseStore):
 
     def _add_to_log(self, selector: str, *, only_first: bool) -> str:
         with asking():
-            end = self._note(keys=[self._log], args=[selector, "1" if only_first else "", _LOG])
+            end = self._note(keys=[self._log], args=[selector, "1" if only_first else "", LOG])
         return cast("str", end.decode())
 
     def news(self, cursor: str) -> News:

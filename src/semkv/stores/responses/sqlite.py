@@ -15,6 +15,7 @@ from semkv.errors import CorruptValue, StoreError
 from semkv.stores.database import Database
 from semkv.stores.responses.base import (
     CHECKSUM,
+    LOG,
     REFUSALS,
     REFUSED_S,
     News,
@@ -23,12 +24,10 @@ from semkv.stores.responses.base import (
     SteadyClock,
     StoredResponse,
     decode,
-    decode_head,
     encode,
     read_selectors,
 )
 
-_LOG = 1000
 _TOUCHED = 65_536  # entries whose last use is remembered until the next write
 _BATCH = 256  # responses of one look: while it lasts, a gateway's log of writes cannot begin anew
 _HEAD = f"CAST(substr(head, {CHECKSUM + 1}) AS TEXT)"
@@ -193,13 +192,13 @@ class SqliteStore(ResponseStore):
             statement = f"SELECT rowid, CAST(key AS BLOB), head FROM responses {where}"  # noqa: S608 (our own words)
             for row, name, head in db.execute(statement, values):
                 with suppress(CorruptValue, TypeError):
-                    if not selector.matches(decode_head(name.decode(errors="replace"), bytes(head))):
+                    if not selector.matches(decode(name.decode(errors="replace"), bytes(head), None)):
                         continue
                 gone.append((row,))
             if not dry_run:
                 db.executemany("DELETE FROM responses WHERE rowid=?", gone)
                 db.execute("INSERT INTO invalidations (selector) VALUES (?)", (json.dumps(selector.view()),))
-                db.execute("DELETE FROM invalidations WHERE number<=(SELECT MAX(number) FROM invalidations)-?", (_LOG,))
+                db.execute("DELETE FROM invalidations WHERE number<=(SELECT MAX(number) FROM invalidations)-?", (LOG,))
         return len(gone)
 
     def news(self, cursor: str) -> News:
@@ -281,9 +280,8 @@ class SqliteStore(ResponseStore):
 
 
 def _fault(key: bytes, head: bytes, payload: bytes) -> str:
-    name = key.decode(errors="replace")
     try:
-        decode(name, bytes(head), bytes(payload))
-    except (CorruptValue, LookupError, TypeError, ValueError) as error:
-        return str(error) if isinstance(error, CorruptValue) else f"answer {name}: {error}"
+        decode(key.decode(errors="replace"), bytes(head), bytes(payload))
+    except (CorruptValue, TypeError) as error:
+        return str(error)
     return ""
