@@ -43,7 +43,7 @@ import engines
 from common import write_json
 from models import COMMON, FAMILIES, LOAD_FORMAT, SHAPES, draw_picture, register_loader, write_family
 
-from semkv.presets import get_preset
+from semkv.config import get_preset
 
 QUESTIONS = (
     "What color is the largest shape in this picture?",

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from semkv import EnginePrompt, EngineResult, FusionEngine, MediaSegment, Status, TextSegment, model_fingerprint
-from semkv.engines.base import load_image
+from semkv.engines import load_image
 from semkv.keys import weights_digest
 from semkv_lab.settings import RunSettings
 

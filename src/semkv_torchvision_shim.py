@@ -23,32 +23,27 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != "torchvision":
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec("torchvision")
-        if spec is not None and spec.origin is not None and _built_for_cuda(Path(spec.origin)):
-            _declare_operators()
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            spec = PathFinder.find_spec("torchvision")
+            if spec is not None and spec.origin is not None and _built_for_cuda(Path(spec.origin)):
+                _declare_operators()
         return None
 
 
 def _built_for_cuda(init_file: Path) -> bool:
     try:
-        text = init_file.with_name("version.py").read_text(encoding="utf-8")
+        return re.search(r"__version__ = '[^']*\+cu", init_file.with_name("version.py").read_text("utf-8")) is not None
     except OSError:
         return False
-    return re.search(r"^__version__ = '[^']*\+cu", text, re.MULTILINE) is not None
 
 
 def _declare_operators() -> None:
-    try:
-        import torch
-    except ImportError:
-        return
-    if torch.version.cuda is not None or torch.version.hip is not None:
-        return
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def install() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_helpers import Bench
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
 from semkv.stores import catalog as catalog_module
@@ -110,31 +109,6 @@ def test_hits_are_written_with_the_next_write_and_cause_none(tmp_path: Path) -> 
     catalog.close()
     catalog.close()
     assert hits_on_disk(path) == {"a": 4, "b": 0}, "each once, the last one at the end"
-
-
-def test_a_damaged_row_with_a_hit_does_not_stop_writing(tmp_path: Path) -> None:
-    with closing(Catalog(tmp_path / "catalog.sqlite")) as catalog:
-        catalog.add(record("a"))
-        with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as db:
-            fails = "SELECT RAISE(ABORT, 'as a damaged row would')"
-            db.execute(f"CREATE TRIGGER damaged BEFORE UPDATE OF hits ON entries BEGIN {fails}; END")
-            db.commit()
-        catalog.hit("a", 2.0)
-        with pytest.raises(sqlite3.DatabaseError):
-            catalog.add(record("b"))
-        assert catalog.add(record("b"))[0]
-
-
-def test_an_exact_hit_that_an_index_lacks_is_counted_once(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, embedding_layers=(), embedding_hook="none", semantic=True)
-    bench.ask("short")
-    bench.cache.close()
-    bench.encoder.fingerprint = "another encoder"
-    bench.open()
-    for _ in range(3):
-        assert bench.ask("short").hit
-    bench.cache.close()
-    assert list(hits_on_disk(tmp_path / "cache" / "catalog.sqlite").values()) == [3]
 
 
 def test_the_bound_on_entries_holds_and_the_least_recently_used_go(tmp_path: Path) -> None:
@@ -239,16 +213,3 @@ def test_two_processes_see_each_others_entries(tmp_path: Path) -> None:
     assert not one.changed()
     two.add(record("b"))
     assert one.changed()
-
-
-def test_a_large_catalog_makes_room_in_small_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "_AT_ONCE", 3)
-    catalog = Catalog(tmp_path / "c.sqlite", max_entries=500)
-    went = [len(catalog.add(record(str(i), created=float(i)))[1].entry_ids) for i in range(520)]
-    assert max(went) == 3
-    assert sum(went) == 520 - len(catalog)
-    assert len(catalog) <= 500
-    catalog.close()
-    smaller = Catalog(tmp_path / "c.sqlite", max_entries=400)  # what is too many goes at once
-    assert len(smaller.add(record("last", created=1000.0))[1].entry_ids) > 90
-    assert len(smaller) <= 400

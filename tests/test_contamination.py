@@ -15,10 +15,9 @@ import pytest
 
 from semkv import keys
 from semkv.cache import SemanticCache
-from semkv.config import CacheConfig
-from semkv.engines.base import EnginePrompt
+from semkv.config import CacheConfig, get_preset
+from semkv.engines import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
-from semkv.presets import get_preset
 from semkv.types import EmbeddingLayer, MatchPolicy, MediaSegment, Namespace, Request, Segment, TextSegment
 from semkv_lab.minigqa.scenes import draw, jpeg, make_scene
 

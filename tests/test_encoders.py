@@ -80,19 +80,6 @@ def test_many_threads_get_the_vectors_of_one(minilm: SentenceEncoder) -> None:
 
 
 @packaged
-def test_one_text_that_cannot_be_encoded_is_no_fault_of_the_others(minilm: SentenceEncoder) -> None:
-    def ask(text: str) -> str:
-        try:
-            return str(minilm.encode([text]).shape)
-        except (TypeError, UnicodeError):
-            return "refused"
-
-    with ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(ask, [f"a word {i}" if i % 4 else f"a word \ud800{i}" for i in range(32)]))
-    assert answers == ["(1, 384)" if i % 4 else "refused" for i in range(32)]
-
-
-@packaged
 def test_the_vectors_are_those_of_sentence_transformers(minilm: SentenceEncoder) -> None:
     texts = ["What color is the car?", "Who won the election of 1912?", "word " * 300, "é", "", "A.\n\nAnd «où» 車?"]
     plain = load_sentence_transformer("--model", resolve_model("all-MiniLM-L6-v2"))

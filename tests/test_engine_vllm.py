@@ -12,7 +12,7 @@ import pytest
 
 import tiny_models
 from semkv import keys
-from semkv.engines import EnginePrompt, EngineResult
+from semkv.engines import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Role, Segment, Status, TextSegment
@@ -60,74 +60,51 @@ def prompt(image: MediaSegment, question: str, tenant: str = "", context: str = 
     return EnginePrompt(segments, tenant=tenant, max_tokens=6)
 
 
-def test_a_chat_model_with_images(llava: Path, image: MediaSegment) -> None:
-    with engine(VllmOptions(str(llava), max_model_len=1024)) as vllm:
+def test_a_chat_model_with_images_and_what_outlives_it(llava: Path, image: MediaSegment, tmp_path: Path) -> None:
+    plain = VllmOptions(str(llava), max_model_len=1024)
+    question = prompt(image, "What colour is the car?")
+    with engine(plain) as vllm:
         assert vllm.accepts_images
-        question = prompt(image, "What colour is the car?", tenant="b")
-        rendered, tokenization = vllm._render(question)
+        asked = replace(question, tenant="b")
+        rendered, tokenization = vllm._render(asked)
         assert rendered["prompt"] == (
             f"<s>system: Be brief.\nuser: <image>\n{CONTEXT}\nWhat colour is the car?\nanswer:"
         )
-        assert rendered["multi_modal_uuids"] == {"image": [question.uuid(image)]}
-        assert rendered["cache_salt"] == question.cache_salt
+        assert rendered["multi_modal_uuids"] == {"image": [asked.uuid(image)]}
+        assert rendered["cache_salt"] == asked.cache_salt
         assert tokenization == {"add_special_tokens": False}
 
-        first = vllm.generate(question)
-        assert first.prompt_tokens > 64
-        assert (first.cached_tokens, first.loaded_tokens, first.kv, first.fusion) == (0, None, Status.SKIP, Status.SKIP)
-        assert first.ttft_s is not None
-        assert 0 < first.ttft_s <= first.latency_s
+        cold = vllm.generate(question)
+        usable = (cold.prompt_tokens - 1) // 32 * 32
+        assert usable >= 64
+        assert (cold.cached_tokens, cold.loaded_tokens, cold.kv, cold.fusion) == (0, None, Status.SKIP, Status.SKIP)
+        assert cold.ttft_s is not None
+        assert 0 < cold.ttft_s <= cold.latency_s
         again = vllm.generate(question)
-        assert again.cached_tokens == (first.prompt_tokens - 1) // 32 * 32
-        assert again.token_ids == first.token_ids
-        assert vllm.generate(replace(question, tenant="c")).cached_tokens == 0
+        assert (again.cached_tokens, again.token_ids) == (usable, cold.token_ids)
+        assert vllm.generate(asked).cached_tokens == 0
         with pytest.raises(EngineError, match="vLLM failed on a prompt"):
             vllm.generate(prompt(image, "word " * 2000))
-        assert vllm.generate(question).token_ids == first.token_ids
+        assert vllm.generate(question).token_ids == cold.token_ids
         before = vllm.fingerprint()
+        vllm._chat_template, vllm._fingerprint = "another", ""
+        assert vllm.fingerprint() != before
     with pytest.raises(EngineError, match="closed"):
         vllm.generate(question)
-    (llava / "chat_template.jinja").write_text(TEMPLATE.replace("answer", "reply"), encoding="utf-8")
-    try:
-        with engine(VllmOptions(str(llava), max_model_len=1024)) as other:
-            assert other.fingerprint() != before
-    finally:
-        (llava / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
-
-def test_stored_state_outlives_the_engine(llava: Path, image: MediaSegment, tmp_path: Path) -> None:
-    connectors = ConnectorOptions(tmp_path / "cache", fusion=True)
-    questions = ["What colour is the car?", "Who lives in the house by the river?"]
-
-    def answers(options: VllmOptions, tenant: str = "") -> list[EngineResult]:
-        with engine(options) as vllm:
-            return [vllm.generate(prompt(image, q, tenant)) for q in questions]
-
-    plain = VllmOptions(str(llava), max_model_len=1024)
-    attached = replace(plain, connectors=connectors)
-    cold, first, second, other = (
-        answers(plain), answers(attached), answers(attached), answers(attached, "other"),
-    )  # fmt: skip
-    for results in (first, second, other):
-        assert [r.token_ids for r in results] == [r.token_ids for r in cold]
-    assert first[0].kv is Status.MISS
-    assert first[0].fusion is Status.MISS
-    assert second[0].kv is Status.HIT
-    assert second[0].loaded_tokens == (cold[0].prompt_tokens - 1) // 32 * 32
-    assert second[0].prefix_tokens == 0
-    assert second[1].prefix_tokens >= cold[1].cached_tokens
-    assert other[0].kv is Status.MISS
-    assert other[0].loaded_tokens == 0
-
-
-def test_a_fusion_hit_where_the_kv_missed(llava: Path, image: MediaSegment, tmp_path: Path) -> None:
-    options = VllmOptions(str(llava), max_model_len=1024, connectors=ConnectorOptions(tmp_path, fusion=True))
-    with engine(options) as vllm:
-        assert vllm.generate(prompt(image, "one?")).fusion is Status.MISS
-    with engine(options) as vllm:
+    attached = replace(plain, connectors=ConnectorOptions(tmp_path / "cache", fusion=True))
+    with engine(attached) as vllm:
+        stored = vllm.generate(question)
+        assert (stored.token_ids, stored.kv, stored.fusion) == (cold.token_ids, Status.MISS, Status.MISS)
+    with engine(attached) as vllm:
+        found = vllm.generate(question)
+        assert (found.token_ids, found.kv, found.loaded_tokens) == (cold.token_ids, Status.HIT, usable)
+        assert found.prefix_tokens == 0
         segments = (TextSegment("Another system text.", Role.SYSTEM), image, TextSegment("one?"))
         result = vllm.generate(EnginePrompt(segments, max_tokens=4))
         assert (result.kv, result.fusion) == (Status.MISS, Status.HIT)
+        other = vllm.generate(replace(question, tenant="other"))
+        assert (other.token_ids, other.kv, other.loaded_tokens) == (cold.token_ids, Status.MISS, 0)
 
 
 def test_a_model_without_a_chat_template_gets_plain_text(

@@ -13,7 +13,7 @@ SRC = Path(__file__).parents[1] / "src" / "semkv"
 
 # Parts of the package, lowest first. A module may import its own part and the rows above its part's row.
 ROWS = (
-    "__init__ types errors keys config plug presets",
+    "__init__ types errors keys config plug",
     "guards stores encoders",
     "index connectors",
     "tiers",

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from semkv.errors import StoreError
 from semkv.keys import media_id
 from semkv.stores.media import MediaStore
 
@@ -74,42 +73,3 @@ def test_what_a_killed_writer_left_counts_and_goes(tmp_path: Path) -> None:
     assert MediaStore(tmp_path).nbytes == store.nbytes <= 3000
     assert not old.exists()
     assert (tmp_path / name[:2] / "mine.txt").exists()
-
-
-def test_several_writers_keep_near_the_bound(tmp_path: Path) -> None:
-    stores = [MediaStore(tmp_path, max_bytes=32_000) for _ in range(4)]
-    for number in range(200):
-        stores[number % 4].put(number.to_bytes(1000, "big"))
-    assert MediaStore(tmp_path).nbytes <= 32_000 * (1 + 4 / 16)
-
-
-def test_it_opens_while_another_process_evicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MediaStore(tmp_path)
-    gone, kept = store.put(b"x" * 100), store.put(b"y" * 10)
-    vanish(monkeypatch, store.path(gone))
-    assert MediaStore(tmp_path).nbytes == 10
-    assert store.get(kept) is not None
-
-
-def vanish(monkeypatch: pytest.MonkeyPatch, file: Path | None) -> None:
-    """Delete a file when somebody has listed it and first looks at it."""
-    look = Path.stat
-
-    def stat(path: Path, **how: bool) -> os.stat_result:
-        if path == file:
-            path.unlink(missing_ok=True)
-        return look(path, **how)
-
-    monkeypatch.setattr(Path, "stat", stat)
-
-
-def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "media").write_text("")
-    with pytest.raises(StoreError, match="media"):
-        MediaStore(tmp_path / "media")
-
-
-def test_a_store_whose_folders_a_purge_took_goes_on(tmp_path: Path) -> None:
-    store = MediaStore(tmp_path / "media")
-    (tmp_path / "media").rmdir()
-    assert store.get(store.put(b"a picture")) == b"a picture"

@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 from semkv.encoders import vision
 from semkv.encoders.hooks import VisionHook
 from semkv.encoders.vision import read_picture
-from semkv.engines.base import EnginePrompt, MediaError, load_image
+from semkv.engines import EnginePrompt, MediaError, load_image
 from semkv.guards.pictures import LIMIT, difference
 from semkv.keys import media_id, media_uuid
 from semkv.types import MediaSegment, Namespace, Request, TextSegment

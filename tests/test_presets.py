@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from semkv.config import PRESETS
 from semkv.errors import ConfigError
-from semkv.presets import PRESETS
 from semkv.types import EmbeddingLayer
 from semkv_lab.settings import resolve
 

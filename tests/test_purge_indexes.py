@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -20,7 +19,6 @@ from other_process import Other, obey
 from semkv import guards
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
-from semkv.errors import ConfigError
 from semkv.index import VectorIndex
 from semkv.stores.cachedir import prepare
 from semkv.stores.maintenance import inspect, purge_entries
@@ -140,16 +138,12 @@ def test_what_is_purged_leaves_the_memory_of_an_idle_process(tmp_path: Path, oth
     assert other("faults") == {"catalog": 1}, "which is closed now"
 
 
-@pytest.mark.parametrize("by", ["an operator", "a run that begins with a purge"])
-def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, other: Other, by: str) -> None:
+def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, other: Other) -> None:
     """It hears of it, and goes on with a new catalog."""
     config = CacheConfig(tmp_path)
     prepare(config)
     other("record", "bob"), other("settle")
-    if by == "an operator":
-        purge(tmp_path)
-    else:
-        prepare(config, purge=True)
+    purge(tmp_path)
     wait_until(lambda: other("known") == [0, 0])
     assert other("in memory", "bob", range(COUNT)) == 0
     other("record", "alice")
@@ -195,46 +189,3 @@ def test_what_is_recorded_again_during_a_purge_is_found(
     again[0].join(120)
     assert [len(index) for index in indexes(cache)] == [30, 30] == [len(cache._catalog)] * 2
     cache.close()
-
-
-def test_an_encoder_that_cannot_forget_is_counted_and_asked_again(tmp_path: Path) -> None:
-    class Stubborn(WrittenEncoder):
-        error: Exception | None = ConfigError("forget", "now", "later")
-
-        def forget(self) -> None:
-            if self.refuses:
-                raise self.refuses
-
-    encoder = Stubborn()
-    cache = SemanticCache(CacheConfig(tmp_path), text_encoder=encoder)
-    similar = cache._similar
-    record(cache, "bob", 30)
-    assert cache.invalidate(tag="secret") == 2
-    wait_until(lambda: cache.stats().faults.get("purge"))
-    encoder.refuses = None
-    wait_until(lambda: similar._purge == similar._catalog.purge())
-    encoder.refuses = RuntimeError("at the end")
-    assert cache.invalidate(entry_id=next(iter(similar.entries()))) == 1
-    cache.close()
-    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        len(cache._catalog)
-
-
-def test_what_another_process_wrote_is_indexed_though_the_first_try_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, other = opened(tmp_path), opened(tmp_path)
-    catalog, failed = cache._catalog, []
-    real = catalog.vectors
-
-    def vectors(*arguments: Any) -> Any:
-        if not failed:
-            failed.append(arguments)
-            raise sqlite3.OperationalError("scripted")
-        return real(*arguments)
-
-    monkeypatch.setattr(catalog, "vectors", vectors)
-    record(other, "bob", 1)
-    wait_until(lambda: [len(index) for index in indexes(cache)] == [1, 1])
-    assert failed
-    cache.close(), other.close()

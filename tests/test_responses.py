@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from gateway_helpers import wait_until
-from growth import assert_linear
 from redis_server import RedisServer
 from semkv.errors import ConfigError, StoreError
 from semkv.server.routes import ROUTES
@@ -21,7 +19,7 @@ from semkv.stores.responses import open_store
 from semkv.stores.responses.base import MemoryStore, Selector, SteadyClock
 from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.tiers.response import FOREVER, Lifetime, ResponseCache, parse_rule
+from semkv.tiers.response import Lifetime, ResponseCache, parse_rule
 
 
 @dataclass(frozen=True)
@@ -60,21 +58,15 @@ GOOD = payload("stop")
     [
         (GOOD, 200, ""),
         (payload("tool_calls"), 200, ""),
-        (payload("stop", "tool_calls"), 200, ""),
-        (GOOD, 201, "status"),
         (GOOD, 500, "status"),
         (payload("stop", "length"), 200, "unfinished"),
         (payload("length"), 200, "unfinished"),
-        (payload("content_filter"), 200, "unfinished"),
-        (payload("abort"), 200, "unfinished"),
         (payload(None), 200, "unfinished"),
         (payload(["stop"]), 200, "unfinished"),
         (payload(), 200, "unfinished"),
         (payload("stop", error={"message": "x"}), 200, "error"),
         (b"[]", 200, "error"),
-        (b'{"choices": [1]}', 200, "unfinished"),
         (b'{"choices": {"finish_reason": "stop"}}', 200, "unfinished"),
-        (b"data: x", 200, "no JSON"),
         (b"", 200, "no JSON"),
         (b"[" * 100_000, 200, "no JSON"),
     ],
@@ -85,11 +77,6 @@ def test_only_complete_answers_are_kept(body: bytes, status: int, why: str) -> N
     assert cache.keep(Asked(), body, status=status) is not bool(why)
     assert (cache.peek("a") is None) is bool(why)
     assert cache.counts().get(f"refused:{why}" if why else "kept") == 1
-
-
-def test_random_answers_are_kept_only_if_asked_for() -> None:
-    assert not ResponseCache(None).keep(Asked(sampled=True), GOOD)
-    assert ResponseCache(None, sampled=True).keep(Asked(sampled=True), GOOD)
 
 
 def test_an_answer_comes_back_byte_for_byte(tmp_path: Path) -> None:
@@ -154,14 +141,6 @@ def test_a_clock_that_goes_back_lengthens_no_life(tmp_path: Path, back: float) -
     again.close()
 
 
-def test_a_clock_that_went_on_while_the_machine_slept_is_followed() -> None:
-    wall, passed = Clock(), Clock()
-    clock = SteadyClock(wall, passed)
-    assert clock() == 1e9
-    wall.now += 3600.0
-    assert clock() == 1e9 + 3600.0
-
-
 def test_an_answer_from_the_future_is_not_served(tmp_path: Path) -> None:
     ours, theirs = Clock(), Clock(1e9 + 5.0)
     lifetime = Lifetime(100.0)
@@ -223,23 +202,6 @@ def test_wrong_rules_are_refused(text: str) -> None:
         parse_rule(text)
 
 
-def test_a_glob_takes_no_longer_than_the_text() -> None:
-    rule = parse_rule(f"prompt:{'*a' * 30}*b=5")
-    assert_linear(lambda size: lambda: rule.fits("a" * size, "m"), 100_000)
-
-
-def test_wrong_lifetimes_are_refused() -> None:
-    for wrong in ({"ttl_s": -1.0}, {"ttl_s": math.nan}, {"stale_s": -1.0}, {"jitter": 1.0}):
-        with pytest.raises(ConfigError):
-            Lifetime(**wrong)
-
-
-def test_an_answer_without_a_lifetime_is_not_kept() -> None:
-    assert not ResponseCache(None, lifetime=Lifetime(0.0)).keep(Asked(), GOOD)
-    assert not ResponseCache(None, rules=[parse_rule("prompt:*=0")]).keep(Asked(), GOOD)
-    assert ResponseCache(None, lifetime=Lifetime(FOREVER)).keep(Asked(), GOOD)
-
-
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
@@ -252,21 +214,6 @@ def test_memory_is_bounded_in_bytes_as_the_interpreter_counts_them() -> None:
     assert sizes["memory_entries"] + cache.counts()["evicted"] == 3000
     assert cache.peek(f"{2999:064}") is not None
     assert cache.peek(f"{0:064}") is None
-
-
-def test_the_weight_of_an_entry_is_no_less_than_what_it_takes() -> None:
-    import tracemalloc
-
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    cache = ResponseCache(None, max_bytes=1 << 30)
-    for number in range(2000):
-        asked = Asked(f"{number:064}", f"p{number}", f"m{number}", f"prompt {number}")
-        cache.keep(asked, payload("stop", x=number), tags=(f"t{number}",))
-    taken = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    weighed = cache.sizes()["memory_bytes"]
-    assert taken <= weighed <= 2 * taken
 
 
 # -- invalidation -------------------------------------------------------------------------------------------------

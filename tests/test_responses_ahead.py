@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -209,16 +208,6 @@ def test_what_is_no_log_is_left_alone(tmp_path: Path) -> None:
     assert not gate.brought
 
 
-def test_a_file_system_without_locks_has_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: object) -> None:
-        raise OSError("no locks")
-
-    monkeypatch.setattr(fcntl, "flock", refuses)
-    with pytest.raises(OSError, match="no locks"):
-        AheadLog(tmp_path, Gate())
-    assert not logs(tmp_path)
-
-
 def test_a_full_log_refuses_and_goes_on_when_the_store_does(
     tmp_path: Path, end: Callable[[Gate, AheadLog], None]
 ) -> None:
@@ -249,15 +238,6 @@ def test_a_disk_that_is_full_costs_the_log_and_no_answer(
     assert log.append(answer("c"), "1")
     (content,) = [data for file in logs(tmp_path) if (data := file.read_bytes())]
     assert [response.key for response, _ in records(content)] == ["a", "c"]
-
-
-def test_a_folder_that_cannot_be_written_is_a_counted_fault(tmp_path: Path) -> None:
-    (tmp_path / "ahead").write_text("a file")
-    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead")
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin()) is None
-    assert cache.keep(Asked(), GOOD, since=cache.begin())
-    assert cache.counts()["fault:answer log"] == 1
-    cache.close()
 
 
 class Held(SqliteStore):

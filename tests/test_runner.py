@@ -15,8 +15,7 @@ from rich.console import Console
 from lab_helpers import record
 from semkv import keys
 from semkv.cache import CacheStats, SemanticCache
-from semkv.engines import EnginePrompt, EngineResult, MediaError
-from semkv.engines.base import load_image, system_text, user_parts
+from semkv.engines import EnginePrompt, EngineResult, MediaError, load_image, system_text, user_parts
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError, EngineError
 from semkv.types import MediaSegment, Request, ReuseReport, Role, Status, TextSegment

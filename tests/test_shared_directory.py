@@ -14,9 +14,9 @@ import pytest
 
 from gateway_helpers import NEAR, ONE, OTHER, Pair, wait_until
 from kv_engines import in_child
-from semkv.engines.base import EnginePrompt
+from semkv.config import get_preset
+from semkv.engines import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
-from semkv.presets import get_preset
 from semkv.stores.maintenance import inspect, verify
 from semkv.types import Role, TextSegment
 

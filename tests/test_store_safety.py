@@ -19,13 +19,12 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from block_helpers import files, found, lose_index, open_store, rewrite, right, save
+from block_helpers import files, found, lose_index, open_store, right, save
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores import block_index
 from semkv.stores.block_file import BlockFile
@@ -244,32 +243,6 @@ def test_the_reader_takes_any_bytes(tmp_path: Path, junk: bytes, length: int, te
         path.write_bytes(data)
         with pytest.raises(CorruptValue):
             BlockFile(path, kind="kv")
-
-
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda x: st.lists(x, max_size=3)
-)
-
-
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-@given(
-    field=st.sampled_from(
-        ["version", "kind", "file", "namespace", "layout", "keys", "checksums", "owner", "writer", "tensor"]
-    ),
-    junk=JUNK,
-)
-def test_the_reader_takes_any_header(pristine: Path, field: str, junk: object) -> None:
-    path = files(pristine)[0]
-    raw, file = path.read_bytes(), path.name.partition(".")[0]
-    try:
-        rewrite(path, **{field: junk})
-        with contextlib.suppress(CorruptValue), BlockFile(path, kind="kv", file=file) as opened:
-            memory = np.zeros((4, 512), np.uint8)
-            opened.read(0, list(memory))
-    finally:
-        path.write_bytes(raw)
 
 
 # -- a disk that fails ----------------------------------------------------------------------------------------------

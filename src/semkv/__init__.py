@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from semkv.config import CacheConfig
     from semkv.encoders.hooks import EmbeddingHook
     from semkv.encoders.text import TextEncoder
-    from semkv.engines.base import Engine, EnginePrompt, EngineResult
+    from semkv.engines import Engine, EnginePrompt, EngineResult
     from semkv.engines.fusion import FusionEngine, FusionProvider
     from semkv.errors import ConfigError, SemkvError, StoreError
     from semkv.index import Index
@@ -89,7 +89,7 @@ _MODULES = {
     "config": "CacheConfig",
     "encoders.hooks": "EmbeddingHook",
     "encoders.text": "TextEncoder",
-    "engines.base": "Engine EnginePrompt EngineResult",
+    "engines": "Engine EnginePrompt EngineResult",
     "engines.fusion": "FusionEngine FusionProvider",
     "errors": "ConfigError SemkvError StoreError",
     "keys": "media_id model_fingerprint",

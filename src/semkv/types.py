@@ -1,16 +1,4 @@
-"""The vocabulary of semkv: small frozen values that pass between its parts.
-
-    segment      a part of a prompt: `TextSegment` or `MediaSegment`
-    chunk text   the text a tier matches on (`Request.chunk_text`)
-    entry        one observed request in the catalog: namespace, segments, embeddings, response, times, tags
-    donor        the entry chosen to stand in for (parts of) a new request
-    tier         a matching level: exact text, semantic text, embedding; fusion and response beside them
-    level        a storage place: GPU, host memory, disk, shared store (never called a tier)
-    plan         which leading segments come from the donor, and the canonical prompt that follows
-    KV chunk     the KV blocks of an entry's canonical prompt, found by vLLM's own block hashes
-    block/extent a block is vLLM's unit; an extent is one file that holds a run of blocks
-    fusion state what the vision encoder and projector put out for one media item
-    namespace    tenant + model fingerprint
+"""The vocabulary of semkv: small frozen values that pass between its parts. docs/architecture.md has the words.
 
 Invariant: no store holds a value under a key it was not computed from. A semantic hit substitutes input
 segments; everything below the canonical prompt is an exact cache.

@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.tower is None:
-        from semkv.presets import get_preset
+        from semkv.config import get_preset
 
         args.tower = Path(get_preset("minigqa").model)
     model, bpe = build(args.gguf, args.tower)

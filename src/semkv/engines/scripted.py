@@ -1,32 +1,30 @@
-"""A deterministic engine without a model, for tests, demos and dry configuration checks.
-
-It splits text into words, counts a fixed number of tokens for an image, keeps its own prefix cache of whole blocks
-and answers from a script or from a digest of the canonical prompt. Equal prompts always give equal answers, and
-unequal prompts unequal ones, so a wrong substitution shows.
-"""
+"""A deterministic engine without a model, for tests, demos and dry configuration checks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from semkv import keys
-from semkv.engines.base import EnginePrompt, EngineResult, media_bytes
+from semkv.engines import EnginePrompt, EngineResult, media_bytes
 from semkv.types import MediaSegment, Segment, Status, TextSegment
+
+IMAGE_TOKENS = 16
 
 Answer = Callable[[tuple[Segment, ...]], str]
 
 
 @dataclass
 class ScriptedEngine:
-    """Answers from ``answers`` (by question text), else ``answer``, else a digest of the prompt.
+    """Words are its tokens. It answers from ``answers`` (by question text), else by ``answer``, else with a digest of
+    the prompt: equal prompts get equal answers and unequal ones unequal, so a wrong substitution shows.
 
     Attributes:
         answers: question text to answer.
         answer: called with the canonical segments when ``answers`` has none.
         block_size: tokens per block of the simulated prefix cache.
-        image_tokens: tokens an image counts for.
         check_media: read every image and check its bytes, as a real engine does.
         store: block keys that "our KV store" holds; pass the same set to two engines to simulate a restart. None
             for an engine without connectors.
@@ -38,7 +36,6 @@ class ScriptedEngine:
     answers: Mapping[str, str] = field(default_factory=dict)
     answer: Answer | None = None
     block_size: int = 4
-    image_tokens: int = 16
     check_media: bool = False
     store: set[str] | None = None
     name: str = "scripted"
@@ -50,13 +47,12 @@ class ScriptedEngine:
     def generate(self, prompt: EnginePrompt) -> EngineResult:
         start = time.perf_counter()
         self.prompts.append(prompt)
-        if self.check_media:
-            for media in (s for s in prompt.segments if isinstance(s, MediaSegment)):
-                media_bytes(media)
-        tokens = self._tokens(prompt)
+        media = [segment for segment in prompt.segments if isinstance(segment, MediaSegment)]
+        for item in media if self.check_media else ():
+            media_bytes(item)
+        tokens = _tokens(prompt)
         blocks = self._blocks(prompt, tokens)
-        local = self._run_length(blocks, self._prefix)
-        stored = self._run_length(blocks, self.store) if self.store is not None else 0
+        local, stored = _leading(blocks, self._prefix), _leading(blocks, self.store or ())
         loaded = max(0, stored - local) * self.block_size
         cached = local * self.block_size + loaded
         self._prefix.update(blocks)
@@ -64,16 +60,14 @@ class ScriptedEngine:
             self.store.update(blocks)
         text = self._text(prompt)
         elapsed = time.perf_counter() - start
-        has_media = any(isinstance(s, MediaSegment) for s in prompt.segments)
-        full_blocks = len(blocks)
         return EngineResult(
             text=text,
             token_ids=tuple(int(keys.digest(word)[:6], 16) for word in text.split()),
             prompt_tokens=len(tokens),
             cached_tokens=cached,
             loaded_tokens=None if self.store is None else loaded,
-            kv=Status.SKIP if self.store is None or local == full_blocks else Status.HIT if loaded else Status.MISS,
-            fusion=Status.MISS if has_media and self.store is not None and not cached else Status.SKIP,
+            kv=Status.SKIP if self.store is None or local == len(blocks) else Status.HIT if loaded else Status.MISS,
+            fusion=Status.MISS if media and self.store is not None and not cached else Status.SKIP,
             ttft_s=elapsed,
             latency_s=elapsed,
             finish_reason="stop",
@@ -93,28 +87,24 @@ class ScriptedEngine:
             return self.answer(prompt.segments)
         return keys.chain_keys(prompt.segments, normalised=False)[-1][:8] if prompt.segments else ""
 
-    def _tokens(self, prompt: EnginePrompt) -> list[str]:
-        tokens: list[str] = []
-        for segment in prompt.segments:
-            if isinstance(segment, MediaSegment):
-                tokens += [prompt.uuid(segment)] * self.image_tokens
-            else:
-                tokens += segment.text.split()
-        return tokens
-
     def _blocks(self, prompt: EnginePrompt, tokens: list[str]) -> list[str]:
         """Chained keys of the full blocks, the last token left to compute."""
-        parent, out = prompt.cache_salt or "", []
+        parent, found = prompt.cache_salt or "", []
         for start in range(0, (len(tokens) - 1) // self.block_size * self.block_size, self.block_size):
             parent = keys.digest(parent, *tokens[start : start + self.block_size])
-            out.append(parent)
-        return out
+            found.append(parent)
+        return found
 
-    @staticmethod
-    def _run_length(blocks: list[str], known: set[str]) -> int:
-        count = 0
-        for block in blocks:
-            if block not in known:
-                break
-            count += 1
-        return count
+
+def _tokens(prompt: EnginePrompt) -> list[str]:
+    tokens: list[str] = []
+    for segment in prompt.segments:
+        if isinstance(segment, MediaSegment):
+            tokens += [prompt.uuid(segment)] * IMAGE_TOKENS
+        else:
+            tokens += segment.text.split()
+    return tokens
+
+
+def _leading(blocks: list[str], known: Collection[str]) -> int:
+    return len(list(takewhile(known.__contains__, blocks)))

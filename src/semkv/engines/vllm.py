@@ -1,14 +1,12 @@
 """Real vLLM in this process, on CUDA or on the CPU backend, whichever is installed.
 
-On the CPU the engine runs inside the calling process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``, unless the variable is
-already set): a tiny model starts in seconds instead of half a minute. On CUDA it has a process of its own, as vLLM has
-by default, because only the end of that process gives all its GPU memory back: a second engine in one process found the
-first one's share still taken (0.26.0). vLLM reads its environment when it is imported, so `VllmEngine` sets what it
-needs first and must be made before other code imports vLLM.
+On the CPU the engine core runs inside the calling process, so that a tiny model starts in seconds. On CUDA it has a
+process of its own: only the end of that process gives all its GPU memory back. vLLM reads its environment when it is
+imported, so make a `VllmEngine` before other code imports vLLM.
 
-Prompts are rendered by vLLM's own chat path (`renderer.render_messages`, the same in 0.26 and 0.32), which knows each
-model's image placeholder, and go to `LLM.generate` with ``multi_modal_uuids`` and ``cache_salt``; `LLM.chat` has no
-way to pass a salt. A model without a chat template gets the plain text.
+Prompts are rendered by vLLM's own chat path, which knows each model's image placeholder, and go to `LLM.generate` with
+``multi_modal_uuids`` and ``cache_salt``; `LLM.chat` has no way to pass a salt. A model without a chat template gets
+the plain text.
 """
 
 from __future__ import annotations
@@ -27,13 +25,11 @@ from typing import Any
 
 from semkv import keys
 from semkv.encoders.vision import READING
-from semkv.engines.base import EnginePrompt, EngineResult, load_image, system_text, user_parts
+from semkv.engines import EnginePrompt, EngineResult, load_image, system_text, user_parts
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Status
 
 log = logging.getLogger("semkv.engines")
-
-_START_ERRORS = (OSError, ValueError, RuntimeError, ImportError, AttributeError, KeyError, TypeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -54,27 +50,22 @@ class ConnectorOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Of ``vllm.LLM``."""
-        from vllm.config import ECTransferConfig, KVTransferConfig
-
         from semkv.connectors import EC_CONNECTOR, EC_MODULE, KV_CONNECTOR, KV_MODULE
 
-        bound = {"max_blocks": self.max_blocks} if self.max_blocks else {}
-        kv = KVTransferConfig(
-            kv_connector=KV_CONNECTOR,
-            kv_connector_module_path=KV_MODULE,
-            kv_role="kv_both",
-            kv_connector_extra_config={"cache_dir": str(self.cache_dir), **bound},
-        )
-        if not self.fusion:
-            return {"kv_transfer_config": kv}
-        place = {"fusion_dir": str(self.fusion_cache_dir)} if self.fusion_cache_dir else {}
-        ec = ECTransferConfig(
-            ec_connector=EC_CONNECTOR,
-            ec_connector_module_path=EC_MODULE,
-            ec_role="ec_both",
-            ec_connector_extra_config={"cache_dir": str(self.cache_dir), **place},
-        )
-        return {"kv_transfer_config": kv, "ec_transfer_config": ec}
+        folder, elsewhere = str(self.cache_dir), self.fusion_cache_dir
+        kv = {
+            "kv_connector": KV_CONNECTOR,
+            "kv_connector_module_path": KV_MODULE,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cache_dir": folder, "max_blocks": self.max_blocks},
+        }
+        ec = {
+            "ec_connector": EC_CONNECTOR,
+            "ec_connector_module_path": EC_MODULE,
+            "ec_role": "ec_both",
+            "ec_connector_extra_config": {"cache_dir": folder, "fusion_dir": elsewhere and str(elsewhere)},
+        }
+        return {"kv_transfer_config": kv, **({"ec_transfer_config": ec} if self.fusion else {})}
 
 
 @dataclass(frozen=True)
@@ -110,7 +101,10 @@ class VllmEngine:
     """
 
     def __init__(self, options: VllmOptions) -> None:
-        _require_vllm()
+        if importlib.util.find_spec("vllm") is None:
+            raise EngineError(
+                "vLLM is not installed: install semkv[cpu], or semkv[gpu] on a machine with an NVIDIA GPU"
+            )
         check_model(options.model, options.revision)
         set_environment(verbose=options.verbose)
         from vllm import LLM
@@ -123,7 +117,7 @@ class VllmEngine:
             with warnings.catch_warnings():
                 warnings.simplefilter("default" if options.verbose else "ignore")
                 self._llm: Any = LLM(**_llm_arguments(options, cpu=self._cpu))
-        except _START_ERRORS as e:
+        except Exception as e:
             failure = first_line(e)
             if "encoder output width" in failure:
                 failure += "; a model that takes no images needs --disable-fusion-cache"
@@ -133,12 +127,8 @@ class VllmEngine:
             raise EngineError(f"model {options.model!r} cannot be loaded: {failure}")
         self._chat_template = _chat_template(self._llm)
         self._block_size = int(self._llm.llm_engine.vllm_config.cache_config.block_size)
-        self._accepts_images = bool(self._llm.model_config.is_multimodal_model)
-        self._fingerprint: str | None = None
-
-    @property
-    def accepts_images(self) -> bool:
-        return self._accepts_images
+        self.accepts_images = bool(self._llm.model_config.is_multimodal_model)
+        self._fingerprint = ""
 
     def generate(self, prompt: EnginePrompt) -> EngineResult:
         if self._llm is None:
@@ -159,7 +149,7 @@ class VllmEngine:
         return self._result(output, time.perf_counter() - start)
 
     def fingerprint(self) -> str:
-        if self._fingerprint is None:
+        if not self._fingerprint:
             self._fingerprint = keys.model_fingerprint(self._settings())
         return self._fingerprint
 
@@ -181,7 +171,7 @@ class VllmEngine:
         """The prompt as `LLM.generate` takes it, and how to tokenize it (a template writes its own BOS)."""
         system, parts = system_text(prompt.segments), user_parts(prompt.segments)
         media = [p for p in parts if isinstance(p, MediaSegment)]
-        if media and not self._accepts_images:
+        if media and not self.accepts_images:
             raise EngineError(f"model {self._options.model!r} takes no images")
         if self._chat_template is None:
             if media:
@@ -213,9 +203,20 @@ class VllmEngine:
         return dict(rendered)
 
     def _result(self, output: Any, latency: float) -> EngineResult:
-        completion, metrics = output.outputs[0], output.metrics
-        prompt_tokens, cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
-        loaded, kv, fusion = self._outcome(output, prompt_tokens, cached)
+        from semkv.connectors import read_outcome
+
+        completion, metrics, connectors = output.outputs[0], output.metrics, self._options.connectors
+        outcome = read_outcome(output)
+        prompt_tokens, cached = len(output.prompt_token_ids), outcome.cached_tokens or 0
+        loaded = outcome.loaded_tokens or 0
+        kv = fusion = Status.SKIP
+        if connectors is not None:
+            usable = (prompt_tokens - 1) // self._block_size * self._block_size
+            kv = Status.HIT if loaded else Status.SKIP if cached >= usable else Status.MISS
+            if connectors.fusion and outcome.fusion_loaded:
+                fusion = Status.HIT
+            elif connectors.fusion and outcome.fusion_encoded:
+                fusion = Status.MISS
         ttft = None
         if metrics is not None and metrics.last_token_ts:
             # From the call, rendering and image decoding included: all but the time between first and last token.
@@ -225,7 +226,7 @@ class VllmEngine:
             token_ids=tuple(completion.token_ids),
             prompt_tokens=prompt_tokens,
             cached_tokens=cached,
-            loaded_tokens=loaded,
+            loaded_tokens=None if connectors is None else loaded,
             kv=kv,
             fusion=fusion,
             ttft_s=ttft,
@@ -233,52 +234,32 @@ class VllmEngine:
             finish_reason=str(completion.finish_reason or ""),
         )
 
-    def _outcome(self, output: Any, prompt_tokens: int, cached: int) -> tuple[int | None, Status, Status]:
-        connectors = self._options.connectors
-        if connectors is None:
-            return None, Status.SKIP, Status.SKIP
-        from semkv.connectors import read_outcome
-
-        outcome = read_outcome(output)
-        loaded = outcome.loaded_tokens or 0
-        usable = (prompt_tokens - 1) // self._block_size * self._block_size
-        kv = Status.HIT if loaded else Status.SKIP if cached >= usable else Status.MISS
-        fusion = Status.SKIP
-        if connectors.fusion and outcome.fusion_loaded:
-            fusion = Status.HIT
-        elif connectors.fusion and outcome.fusion_encoded:
-            fusion = Status.MISS
-        return loaded, kv, fusion
-
     def _settings(self) -> dict[str, object]:
         import vllm
 
-        config, given = self._llm.model_config, self._options.arguments
-        local = Path(self._options.model).is_dir()
+        config, options = self._llm.model_config, self._options
+        local = Path(options.model).is_dir()
         return {
             "engine": "vllm",
             "version": vllm.__version__,
             "device": "cpu" if self._cpu else "accelerator",
-            "id": "" if local else self._options.model,
-            "revision": ""
-            if local
-            else hub_commit(self._options.model, self._options.revision) or self._options.revision,
-            "weights": keys.weights_digest(self._options.model),
-            "load_format": given.get("load_format", "auto"),
+            "id": "" if local else options.model,
+            "revision": "" if local else hub_commit(options.model, options.revision) or options.revision,
+            "weights": keys.weights_digest(options.model),
+            "load_format": options.arguments.get("load_format", "auto"),
             "dtype": str(config.dtype),
             "quantization": config.quantization,
             "chat_template": keys.digest("template", self._chat_template or ""),
             "pictures": READING,
-            "processor": given.get("mm_processor_kwargs") or {},
+            "processor": options.arguments.get("mm_processor_kwargs") or {},
         }
 
 
 def _prompt_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a prompt: errors of its own tree (0.32), or plain ones (0.26)."""
-    from vllm import exceptions
+    """What vLLM raises for a prompt."""
+    from vllm.exceptions import VLLMError
 
-    own: tuple[type[Exception], ...] = (getattr(exceptions, "VLLMError", ValueError),)
-    return (*own, ValueError, TypeError, RuntimeError)
+    return VLLMError, ValueError, TypeError, RuntimeError
 
 
 def _tear_down() -> None:
@@ -294,30 +275,27 @@ def _tear_down() -> None:
             REGISTRY.unregister(collector)
 
 
-def _require_vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise EngineError("vLLM is not installed: install semkv[cpu], or semkv[gpu] on a machine with an NVIDIA GPU")
-
-
 def set_environment(*, verbose: bool = False) -> None:
     """What vLLM and OpenMP read when they are loaded; call it before torch is imported. A variable already set wins.
 
-    OpenMP's threads wait passively: spinning ones stall each other where cores are shared (a tiny model on two cores
-    beside other work: 150 ms a prompt instead of 750 ms).
+    OpenMP's threads wait passively: spinning ones stall each other where cores are shared.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    usual = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # vLLM would fork, and a fork of a process whose encoders have started OpenMP's threads waits for them for ever.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     if _cpu_build():
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    # vLLM would fork, and a fork of a process whose encoders have started OpenMP's threads waits for them for ever.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not verbose:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # until vLLM sets up its own logging
+        usual["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if importlib.util.find_spec("flashinfer") is None:
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        usual["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    if not verbose:
+        usual |= {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # until vLLM sets up its own logging
+    for name, value in usual.items():
+        os.environ.setdefault(name, value)
 
 
 def _cpu_build() -> bool:
@@ -380,9 +358,8 @@ def check_model(model: str, revision: str | None = None) -> None:
         hf_hub_download(model, "config.json", revision=revision, etag_timeout=10)
     except (OSError, ValueError) as e:
         raise EngineError(
-            f"model {model!r} is neither in the local hub cache nor reachable ({first_line(e)}); download it "
-            f"where there is a network (`hf download {model}`) and copy the cache here (HF_HOME), or give its "
-            "directory with --model"
+            f"model {model!r} is neither in the local hub cache nor reachable ({first_line(e)}); download it where "
+            "there is a network and copy the cache here (HF_HOME), or give its directory with --model"
         ) from e
 
 

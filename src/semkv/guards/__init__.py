@@ -19,7 +19,6 @@ from semkv.guards.meaning import (
     groups,
     knows,
     modality,
-    nation,
     negation,
     opposites,
     particle,
@@ -30,7 +29,7 @@ from semkv.guards.meaning import (
     tense,
     unknown_language,
 )
-from semkv.guards.order import around, focus, role, sides, word_order
+from semkv.guards.order import bonds, role, word_order
 from semkv.guards.pairs import MOST, Pair
 from semkv.guards.text import STOPS, Text, read, short_chunk
 from semkv.guards.values import case, code, date, quantity, quote
@@ -52,8 +51,8 @@ MOST_UNMATCHED = 8.0
 """Unmatched words from which more make no difference to a calibration."""
 
 _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
-    code, quote, case, form, quantity, date, negation, choice, sides, around, groups, opposites, question, modality,
-    tense, person, role, word_order, focus, particle, relation, nation, substitution, unknown_language,
+    code, quote, case, form, quantity, date, negation, choice, bonds, groups, opposites, question, modality,
+    tense, person, role, word_order, particle, relation, substitution, unknown_language,
 )  # fmt: skip
 _REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
 _PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ KEPT = 24
 """Characters of a word that is remembered."""
 _SHORTEST = 3  # letters that a stem keeps
 _LONGEST = 40  # no word of a language is longer; a longer one is taken as it is
-_ROMAN = "ii iii iv v vi vii viii ix x xi xii xiii xiv xv xvi".split()
 
 
 class Token(NamedTuple):
@@ -41,29 +39,105 @@ class Token(NamedTuple):
     """Looks like a name: a capital inside a sentence, or several."""
 
 
-@dataclass(eq=False)
-class Tables:
-    """A language's file as it is written; every table may be missing, and its guard then never objects."""
+def _entries(text: str) -> Entries:
+    return tuple(" ".join(entry.split()) for entry in text.split(";") if entry.strip())
+
+
+def _senses(text: str, between: str | None = None) -> dict[str, str]:
+    """``may = may can; must``: words, or phrases with slashes ``between``, to their sense, or the first of them."""
+    found: dict[str, str] = {}
+    for entry in _entries(text):
+        sense, equals, words = (part.strip() for part in entry.partition("="))
+        if not equals:
+            sense, words = entry.split()[0], entry
+        found.update((" ".join(word.split()), sense) for word in words.split(between))
+    return found
+
+
+def _pairs(text: str) -> Pairs:
+    """``en/de; /un``, or ``grey=gray`` with blanks between: two sides each."""
+    entries = text.split() if "=" in text else _entries(text)
+    sides = (entry.partition("=" if "=" in entry else "/") for entry in entries)
+    return tuple((left.strip(), right.strip()) for left, _, right in sides)
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "str": str,
+    "Words": lambda text: frozenset(text.split()),
+    "Senses": _senses,
+    "Phrases": lambda text: _senses(text, "/"),
+    "Numbers": lambda text: {word: float(value) for word, value in _senses(text).items()},
+    "Pairs": _pairs,
+    "Steps": lambda text: tuple(map(_pairs, _entries(text))),
+    "Entries": _entries,
+    "Endings": lambda text: tuple(text.split()),
+}
+
+
+def _tables(text: str, source: str) -> dict[str, Any]:
+    """The tables of a file by name, each read as its annotation in `Language` says; empty where the file has none."""
+    kinds: dict[str, str] = Language.__annotations__
+    found: dict[str, Any] = {}
+    for section, table in tomllib.loads(text).items():
+        found |= {section: table} if section in kinds else table
+    if unknown := found.keys() - kinds:
+        raise ValueError(f"{source}: no guard knows {', '.join(sorted(unknown))}; the tables are {', '.join(kinds)}")
+    read: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        one = _READ[kind.removeprefix("Mapping[str, ").removesuffix("]")]
+        if kind.startswith("Mapping"):
+            read[name] = {key: one(value) for key, value in found.get(name, {}).items()}
+        else:
+            read[name] = one(found.get(name, ""))
+    return read
+
+
+def _prefixed(t: Language) -> dict[str, Unit]:
+    """Every prefix with every unit; of the symbols those that are used."""
+    prefixes = {name: (letter, float(times)) for name, letter, times in map(str.split, t.prefixes)}
+    found: dict[str, Unit] = {}
+    for entry in t.prefixed:
+        measure, names, symbol, taken = (part.strip() for part in f"{entry} ".split(" / "))
+        dimension, factor = measure.split()[0], float(measure.split()[1])
+        for name in names.split():
+            for prefix, (_, times) in (("", ("", 1.0)), *prefixes.items()):
+                found |= dict.fromkeys((f"{prefix}{name}", f"{prefix}{name}s"), (dimension, factor * times))
+        for prefix in taken.split():
+            letter, times = prefixes[prefix]
+            found[letter + symbol] = (dimension, factor * times)
+        if symbol in t.symbols:
+            found[symbol] = (dimension, factor)
+    return found
+
+
+class Language:
+    """One language's words, by word or by stem as the guards ask for them.
+
+    The annotations are the tables of its file; every table may be missing, and its guard then never objects.
+
+    Args:
+        text: a data file as it is written.
+        source: names it in errors.
+
+    Raises:
+        ValueError: the file has a table that no guard knows.
+    """
 
     suffixes: Steps
     spellings: Pairs
     verbs: Senses
     forms: Senses
     nations: Senses
-    peoples: Words
-    demonyms: Words
     past_endings: Endings
     gerund: Endings
-    degrees: Endings
+    degrees: Pairs
     vowels: str
 
     fillers: Words
     attributes: Words
     synonyms: Entries
     phrases: Phrases
-    beside: Pairs
-    denying: Endings
-    contraries: Pairs
+    contraries: Words
     particles: Pairs
     twofold: Words
     homographs: Words
@@ -71,11 +145,9 @@ class Tables:
     spelling: Words
     mentions: Words
     sayings: Words
-    tongues: Words
     counting: Words
     naming: Words
     coding: Words
-    extensions: Words
     lookalikes: Words
 
     opposites: Mapping[str, Pairs]
@@ -97,7 +169,6 @@ class Tables:
     open: Words
     leads: Words
     helpers: Words
-    spots: Words
     hearer: Words
     third: Words
     thirds: Words
@@ -113,7 +184,6 @@ class Tables:
     advice: Words
     moods: Senses
     mild: Words
-    bindings: Senses
     tenses: Senses
     ways: Senses
     pivots: Words
@@ -137,102 +207,14 @@ class Tables:
     symbols: Words
     units: Mapping[str, Numbers]
 
-
-def _entries(text: str) -> list[str]:
-    return [" ".join(entry.split()) for entry in text.split(";") if not entry.isspace() and entry]
-
-
-def _senses(text: str, between: str | None = None) -> dict[str, str]:
-    """``may = may can; must``: words, or phrases with slashes ``between``, to their sense, or the first of them."""
-    found: dict[str, str] = {}
-    for entry in _entries(text):
-        sense, equals, words = (part.strip() for part in entry.partition("="))
-        if not equals:
-            sense, words = entry.split()[0], entry
-        found.update((" ".join(word.split()), sense) for word in words.split(between))
-    return found
-
-
-def _numbers(text: str) -> dict[str, float]:
-    return {word: float(value) for word, value in _senses(text).items()}
-
-
-def _pairs(text: str) -> Pairs:
-    """``en/de; /un``, or ``grey=gray`` with blanks between: two sides each."""
-    entries = text.split() if "=" in text else _entries(text)
-    sides = (entry.partition("=" if "=" in entry else "/") for entry in entries)
-    return tuple((left.strip(), right.strip()) for left, _, right in sides)
-
-
-_READ: Mapping[str, Callable[[Any], Any]] = {
-    "str": str,
-    "Words": lambda text: frozenset(text.split()),
-    "Senses": _senses,
-    "Phrases": lambda text: _senses(text, "/"),
-    "Numbers": _numbers,
-    "Pairs": _pairs,
-    "Steps": lambda text: tuple(map(_pairs, _entries(text))),
-    "Entries": lambda text: tuple(_entries(text)),
-    "Endings": lambda text: tuple(text.split()),
-}
-
-
-def _tables(text: str, source: str) -> dict[str, Any]:
-    kinds = {field.name: str(field.type) for field in fields(Tables)}
-    found: dict[str, Any] = {}
-    for section, table in tomllib.loads(text).items():
-        found |= {section: table} if section in kinds else table
-    if unknown := found.keys() - kinds:
-        raise ValueError(f"{source}: no guard knows {', '.join(sorted(unknown))}; the tables are {', '.join(kinds)}")
-    read: dict[str, Any] = {}
-    for name, kind in kinds.items():
-        if kind.startswith("Mapping"):
-            one = _READ[kind.removeprefix("Mapping[str, ").removesuffix("]")]
-            read[name] = {key: one(value) for key, value in found.get(name, {}).items()}
-        else:
-            read[name] = _READ[kind](found.get(name, ""))
-    return read
-
-
-def _prefixed(t: Tables) -> dict[str, Unit]:
-    """Every prefix with every unit; of the symbols those that are used."""
-    prefixes = {name: (letter, float(times)) for name, letter, times in map(str.split, t.prefixes)}
-    found: dict[str, Unit] = {}
-    for entry in t.prefixed:
-        measure, names, symbol, taken = (part.strip() for part in f"{entry} ".split(" / "))
-        dimension, factor = measure.split()[0], float(measure.split()[1])
-        for name in names.split():
-            for prefix, (_, times) in (("", ("", 1.0)), *prefixes.items()):
-                found |= dict.fromkeys((f"{prefix}{name}", f"{prefix}{name}s"), (dimension, factor * times))
-        for prefix in taken.split():
-            letter, times = prefixes[prefix]
-            found[letter + symbol] = (dimension, factor * times)
-        if symbol in t.symbols:
-            found[symbol] = (dimension, factor)
-    return found
-
-
-class Language(Tables):
-    """One language's words, by word or by stem as the guards ask for them.
-
-    Args:
-        text: a data file as it is written.
-        source: names it in errors.
-
-    Raises:
-        ValueError: the file has a table that no guard knows.
-    """
-
     def __init__(self, text: str, source: str = "language") -> None:
-        super().__init__(**_tables(text, source))
+        vars(self).update(_tables(text, source))
         self._irregular = {**self.verbs, **self.forms, **self.nations}
-        self.natives = self.nations.keys() - set(self.nations.values())
         self.all_units = _prefixed(self)
         self.all_units |= {word: (name, times) for name, table in self.units.items() for word, times in table.items()}
         self.compounds = {dimension for dimension, _ in self.all_units.values() if "/" in dimension}
-        self.roman = {word: float(number) for number, word in enumerate(_ROMAN, 2) if len(word) > 1}
         figures = {word for instead in self.phrases.values() for word in instead.split() if word[0].isdigit()}
-        self.measures = {*self.numbers, *self.multipliers, *self.all_units, *self.roman, *figures}
+        self.measures = {*self.numbers, *self.multipliers, *self.all_units, *figures}
         self.senses = {word: (name, sense) for name, table in self.dates.items() for word, sense in table.items()}
         months = dict.fromkeys(self.dates.get("month", {}).values())
         self.senses |= {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}
@@ -272,21 +254,19 @@ class Language(Tables):
         strongest = [*self.modals.values()][-1:]
         self.bound = {word for word, mood in {**self.modals, **self.moods}.items() if mood in strongest}
         """Words for what must be, or is denied by itself."""
-        self.bound |= self.bindings.keys()
         self.open_questions = {word for word, kind in self.questions.items() if not kind}
         self.silent = self.function | {",", ";", "?"}
         self.calendar = self.shifts | self.senses.keys()
         self.related = self.stems((*self.senses, *self.all_units)) | self.classes.keys()
         self.known = self.stems((*self.fillers, *self.function, *said))
         self.known |= self.opposed.keys() | self.classes.keys()
-        self.starts: dict[str, dict[str, list[tuple[list[str], list[str], str]]]] = {}
-        """By its first and its second word ("" for none) each phrase's words after the first, those in its place, and
-        one that must be in the text; the longest first."""
-        needs = dict(self.beside)
+        self.starts: dict[str, dict[str, list[tuple[list[str], list[str]]]]] = {}
+        """By its first and its second word ("" for none) each phrase's words after the first, and those in its place;
+        the longest first."""
         for phrase, instead in sorted(self.phrases.items(), key=lambda entry: -len(entry[0].split())):
             first, *rest = phrase.split()
             seconds = self.starts.setdefault(first, {})
-            seconds.setdefault(rest[0] if rest else "", []).append((rest, instead.split(), needs.get(phrase, "")))
+            seconds.setdefault(rest[0] if rest else "", []).append((rest, instead.split()))
 
     def is_past(self, token: Token) -> bool:
         """Whether a word may be a past or its participle."""

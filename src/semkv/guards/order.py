@@ -1,11 +1,11 @@
-"""Guards over who does what to whom: shared words that come in another order, speakers and owners in other roles."""
+"""Guards over who does what to whom: shared words that go with others, or come in another order, than in the other
+text; speakers in other roles."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from semkv.guards.language import Language, Token
 from semkv.guards.pairs import Pair, Tokens
@@ -17,97 +17,82 @@ _VERB = 4  # words from a subject to its verb: "I have not yet been asked"
 
 Places = tuple[int, int]
 """Where a shared word stands in the one text and in the other."""
+Bonds = Mapping[str, set[str]]
+"""The stems that a word goes with."""
 
 
-def word_order(p: Pair) -> str | None:
-    """Subject and object exchanged."""
-    return "word order" if not p.converse and _Spines(p).reversed() else None
+def bonds(p: Pair) -> str | None:
+    """A word that goes with another of the words that both texts have."""
+    shared = p.shared | {""}
+    for reason, of in () if p.converse else _BONDS:
+        first, second = of(p.a), of(p.b)
+        for word in first.keys() & second.keys():
+            if first[word].isdisjoint(second[word]) and first[word] | second[word] <= shared:
+                return reason
+    return None
 
 
-def sides(p: Pair) -> str | None:
-    """Another word after a side or a "than", or after the "that" of a noun: "above the ring"; "birds that eat
-    owls", "birds that owls eat". Or a color, a size and the like at another noun: "a green ball and a ring"."""
-    if _attached(p):
-        return "word order"
-    if (p.language.around | p.language.relatives).isdisjoint(p.words):
-        return None
-    first, second = (_after(text, p.language) for text in (p.a, p.b))
-    if first == second or first.keys() != second.keys() or p.converse:
-        return None
-    shared = p.a.stems.keys() & p.b.stems.keys()
-    return "word order" if {*first.values(), *second.values()} <= {"", *shared} else None
+def _described(text: Text) -> Bonds:
+    """A color, size or the like with its noun: "a green ball and a ring"."""
+    language = text.language
+    if language.grouped.isdisjoint(text.words):
+        return {}
+    return {
+        x.word: {y.stem}
+        for x, y in itertools.pairwise(text.spine)
+        if x.word in language.grouped and y.stem not in language.quiet and y.stem not in language.groupings
+    }
 
 
-def _attached(p: Pair) -> bool:
-    """Whether a word that tells objects apart stands before another of the nouns that both texts have."""
-    if p.language.grouped.isdisjoint(p.a.words & p.b.words):
-        return False
-    first, second = (
-        {x.word: y.stem for x, y in itertools.pairwise(text.spine) if x.word in p.language.grouped}
-        for text in (p.a, p.b)
-    )
-    shared = (p.a.stems.keys() & p.b.stems.keys()) - p.language.quiet - p.language.groupings
-    return any(
-        stem != second[word] and {stem, second[word]} <= shared for word, stem in first.items() if word in second
-    )
-
-
-def around(p: Pair) -> str | None:
-    """Shared words in another order around a side or a "than": "left of the cone", where the cone moved, is another
-    place."""
-    pivots = p.language.around
-    if pivots.isdisjoint(p.a.words) or pivots.isdisjoint(p.b.words) or p.converse:
-        return None
-    shared = {stem for stem, times in p.a.stems.items() if times == 1 and p.b.stems.get(stem) == 1} - p.language.quiet
-    first, second = (_around(text.tokens, shared, pivots) for text in (p.a, p.b))
-    return "word order" if first != second else None
-
-
-def _around(tokens: Iterable[Token], shared: Collection[str], pivots: Collection[str]) -> list[str]:
-    """The shared words in order; sides that follow one another, as in a choice of two, are one."""
-    found = ["" if t.word in pivots else t.stem for t in tokens if t.word in pivots or t.stem in shared]
-    return [stem for stem, before in zip(found, ["-", *found], strict=False) if stem or before]
-
-
-def _after(text: Text, language: Language) -> dict[str, str]:
-    """The first word of content after each of them in its clause."""
-    found = {}
+def _followed(text: Text) -> Bonds:
+    """A side, a "than", or the "that" of a noun with the next word of content: "birds that eat owls"."""
+    found: dict[str, set[str]] = {}
+    language = text.language
     for i, token in enumerate(text.tokens):
-        pivot = token.word in language.around
-        if pivot or (token.word in language.relatives and i and text.tokens[i - 1].word not in language.function):
+        noun = i > 0 and text.tokens[i - 1].word not in language.function
+        if token.word in language.around or (token.word in language.relatives and noun):
             after = (t.stem for t in text.tokens[i + 1 : i + _HELPER] if t.word not in language.function)
-            found[token.word] = next(after, "")
+            found[token.word] = {next(after, "")}
     return found
 
 
-def focus(p: Pair) -> str | None:
-    """An "only" that has moved to another word: "only I saw her", "I saw only her"; "the only", "only the"."""
-    words, articles = p.language.focusing, p.language.articles
-    if words.isdisjoint(p.a.words) or words.isdisjoint(p.b.words):
-        return None
-    first, second = _focused(p.a, p.language), _focused(p.b, p.language)
-    both = p.a.stems.keys() & p.b.stems.keys()
-    moved = any(x.isdisjoint(y) and x | y <= both for x, y in zip(first, second, strict=False))
-    one, other = (
-        sum(x.word in articles and y.word in words for x, y in itertools.pairwise(text.tokens)) for text in (p.a, p.b)
-    )
-    return "word order" if len(first) == len(second) and (moved or one != other) else None
+def _owned(text: Text) -> Bonds:
+    """An owner with what he owns: "my neighbour's tree fell on my fence"."""
+    owns = text.language.owns
+    triples = zip(text.tokens, text.tokens[1:], text.tokens[2:], strict=False) if owns in text.words else ()
+    return {x.stem: {z.stem} for x, y, z in triples if y.word == owns and _carries(x, text.language)}
 
 
-def _focused(text: Text, language: Language) -> list[set[str]]:
-    """To what each "only" belongs: to the next word, with what follows its preposition ("only open in summer"), or at
-    the end of a clause to the last one."""
-    found = []
+def _focused(text: Text) -> Bonds:
+    """An "only" with the next word and what follows its preposition ("only open in summer"), or with the last word of
+    its clause."""
+    language, found = text.language, dict[str, set[str]]()
+    if language.focusing.isdisjoint(text.words):
+        return found
+    articles = {y.word: {x.stem} for x, y in itertools.pairwise(text.tokens) if x.word in language.articles}
     for i in [i for i, t in enumerate(text.spine) if t.word in language.focusing]:
         after = itertools.takewhile(lambda t: t.word not in STOPS, text.spine[i + 1 : i + 1 + _REACH])
         said = [t.stem for t in after if t.word not in language.tenses and t.word not in language.modals][:3]
         own = [stem for stem in said if stem not in language.ties]
-        both = len(own) == 2 and said[1] != own[1]
-        found.append(set(own[: 1 + both]) or {t.stem for t in text.spine[max(0, i - 1) : i]})
-    return found
+        reach = 2 if own[1:] and said[1] != own[1] else 1
+        found[text.spine[i].word] = set(own[:reach]) or {t.stem for t in text.spine[max(0, i - 1) : i]}
+    return found | {word: articles[word] for word in found.keys() & articles.keys()}  # "the only doctor"
 
 
-class _Spines:
+_BONDS: tuple[tuple[str, Callable[[Text], Bonds]], ...] = (
+    ("word order", _described),
+    ("word order", _followed),
+    ("word order", _focused),
+    ("person", _owned),
+)
+
+
+def word_order(p: Pair) -> str | None:
+    """Subject and object exchanged."""
+    return "word order" if not p.converse and _Order(p).reversed() else None
+
+
+class _Order:
     """The stems of both texts without articles and signs, between two empty ones."""
 
     def __init__(self, p: Pair) -> None:
@@ -115,19 +100,20 @@ class _Spines:
         self.first, self.second = (
             ["", *[t.stem for t in text.spine if t.word not in STOPS], ""] for text in (p.a, p.b)
         )
+        self.passive = _passive(p.a) != _passive(p.b)
 
     def reversed(self) -> bool:
         """Whether two shared words have changed places around a third that ties them together."""
-        a, b, language = self.p.a, self.p.b, self.language
-        passive = _passive(a, language) != _passive(b, language)
         places = _once(self.second)
         shared = [(i, places[stem]) for stem, i in _once(self.first).items() if stem in places]
         if self._transposed():
             return True
         order = [j for _, j in shared]
-        if not passive and order == sorted(order):
-            return _fronted(a, language) != _fronted(b, language)
-        return self._asks_other_side() or self._exchanged(shared, passive)
+        if not self.passive and order == sorted(order):
+            return _fronted(self.p.a) != _fronted(self.p.b)
+        # Verbs that one text alone has in the passive.
+        self.participles = _participles(self.p.a) ^ _participles(self.p.b)
+        return self._asks_other_side() or self._exchanged(shared)
 
     def _transposed(self) -> bool:
         """Whether two words have changed places, wherever they come, and nothing else: "Mary's father's boss", "Mary's
@@ -142,64 +128,56 @@ class _Spines:
             return not self.language.joined.issuperset(self.first[apart[0] + 1 : apart[1]])
         one, other = stems
         return other in self.language.opposed.get(one, {}) or all(
-            any(y.word in self.language.articles and {x.stem, z.stem} == stems for x, y, z in _triples(text.tokens))
+            any(y.word in self.language.articles and {x.stem, z.stem} == stems for x, y, z in triples(text.tokens))
             for text in (self.p.a, self.p.b)  # "is every square a rectangle"
         )
 
     def _asks_other_side(self) -> bool:
         """Whether one asks for the subject and the other for the object: "who killed Bill", "who did Bill kill"."""
-        a, b, language = self.p.a, self.p.b, self.language
-        passives = [_passive(text, language) for text in (a, b)]
-        if not all(
-            asks_for_one(text, language) and (passive or not _open(text, language))
-            for text, passive in zip((a, b), passives, strict=True)
-        ):
-            return False
-        first, second = ([t.stem for t in text.tokens if t.stem not in language.quiet] for text in (a, b))
-        turned = first != second or passives[0] != passives[1]
-        return turned and sorted(first) == sorted(second) and self._asks_object(a) != self._asks_object(b)
-
-    @cached_property
-    def participles(self) -> set[str]:
-        """Verbs that one text alone has in the passive."""
-        return _participles(self.p.a, self.language) ^ _participles(self.p.b, self.language)
+        for text in (self.p.a, self.p.b):
+            asked = text.language.questions.get(text.tokens[0].word)
+            if asked not in ("", "person") or (_open(text) and not _passive(text)):
+                return False
+        first, second = ([t.stem for t in x.tokens if t.stem not in self.language.quiet] for x in (self.p.a, self.p.b))
+        turned = (first != second or self.passive) and sorted(first) == sorted(second)
+        return turned and self._asks_object(self.p.a) != self._asks_object(self.p.b)
 
     def _asks_object(self, text: Text) -> bool:
         """Whether a "who" is not the one who acts: "who did he call", "who was called"; not "who was it built by"."""
         helped = any(t.word in self.language.helpers for t in text.tokens[1:_HELPER])
         words = [t.word for t in text.tokens if t.word not in STOPS]
-        passive = not self.participles.isdisjoint(_participles(text, self.language))
+        passive = not self.participles.isdisjoint(_participles(text))
         return (helped or passive) and self.language.by not in (words[0], words[-1])
 
-    def _exchanged(self, shared: list[Places], passive: bool) -> bool:
-        """Whether "A X B" stands against "B X A", and the neighbours of A and B are exchanged too: "In Python, how do I
-        sort a list?" moves a phrase and keeps its neighbours. A passive on one side turns the expectation round.
+    def _exchanged(self, shared: list[Places]) -> bool:
+        """Whether "A X B" stands against "B X A", and the neighbors of A and B are exchanged too: "In Python, how do I
+        sort a list?" moves a phrase and keeps its neighbors. A passive on one side turns the expectation round.
         """
-        a, b, quiet, fillers = self.first, self.second, self.language.quiet, self.language.fillers
-        ways, participles = self.language.ways, self.participles
+        a, language = self.first, self.language
         stems = [a[i] for i, _ in shared]
-        ties = self._ties(stem for stem in stems if stem not in quiet or stem in self.language.ties)
-        telling = [a[i] not in quiet or (a[i] in fillers and self._goal(i, j)) for i, j in shared]
-        (agents, agents_b), (joints, joints_b) = (self._counts(w) for w in ({self.language.by}, self.language.joining))
-        told = [x for x, tells in enumerate(telling) if tells]
-        near = [(x, y) for x in told for y in range(x + 2, min(x + _REACH, len(shared))) if telling[y]]
-        for x, y in near:
+        ties = self._ties(stem for stem in stems if stem not in language.quiet or stem in language.ties)
+        told = [x for x, stem in enumerate(stems) if stem not in language.quiet]
+        (agents, agents_b), (joints, joints_b) = (self._counts(w) for w in ({language.by}, language.joining))
+        for x, y in ((x, y) for n, x in enumerate(told) for y in told[n + 1 : n + _REACH] if 1 < y - x < _REACH):
             (i, j), (k, m) = shared[x], shared[y]
-            if m > j and not passive:
-                continue
             between = [shared[z] for z in range(x + 1, y) if stems[z] in ties]
             if m > j:
-                tied = any(j < q < m and a[n] in participles for n, q in between)
+                tied = self.passive and any(j < q < m and a[n] in self.participles for n, q in between)
                 found = tied and (agents[k] > agents[i]) != (agents_b[m] > agents_b[j])
-            else:
-                between = [(n, q) for n, q in between if m < q < j and a[n] not in participles]
-                if passive:  # who refuses to be treated is not who refuses to treat
-                    found = any(a[n + 1] in ways and b[q + 1] in ways for n, q in between)
-                else:  # what is one noun here may be parted by a preposition there: "May deadline", "deadline in May"
-                    compound = self.language.ties.isdisjoint([a[n] for n, _ in between]) and (
-                        (joints[k] > joints[i]) != (joints_b[j] > joints_b[m])
-                    )
-                    found = bool(between) and not compound and self._swapped((i, j), (k, m))
+            elif self.passive:  # who refuses to be treated is not who refuses to treat
+                found = any(
+                    m < q < j
+                    and a[n] not in self.participles
+                    and a[n + 1] in language.ways
+                    and self.second[q + 1] in language.ways
+                    for n, q in between
+                )
+            else:  # what is one noun here may be parted by a preposition there: "May deadline", "deadline in May"
+                between = [(n, q) for n, q in between if m < q < j and a[n] not in self.participles]
+                compound = language.ties.isdisjoint([a[n] for n, _ in between]) and (
+                    (joints[k] > joints[i]) != (joints_b[j] > joints_b[m])
+                )
+                found = bool(between) and not compound and self._swapped((i, j), (k, m))
             if found:
                 return True
         return False
@@ -212,11 +190,6 @@ class _Spines:
         )
         return first, second
 
-    def _goal(self, i: int, j: int) -> bool:
-        """Whether a filler is where something goes in one text and what goes there in the other: "into main"."""
-        ways, a, b = self.language.ways, self.first, self.second
-        return (b[j + 1] in ways if a[i - 1] in ways else a[i + 1] in ways) and (a[i - 1] in ways) != (b[j - 1] in ways)
-
     def _ties(self, shared: Iterable[str]) -> set[str]:
         """Words that tie a subject to an object. A gerund on one side does not: "book a room", "room booking site"."""
         ties, gerund = set(shared) - self.language.joined, self.language.gerund
@@ -226,7 +199,7 @@ class _Spines:
         return ties - (first ^ second)
 
     def _swapped(self, one: Places, other: Places) -> bool:
-        """Whether at least two of the four neighbours have changed places with the words."""
+        """Whether at least two of the four neighbors have changed places with the words."""
         (i, j), (k, m), a, b = one, other, self.first, self.second
         low, high = self._block(i, j)
         left, right = self._block(k, m)
@@ -252,43 +225,38 @@ def agreeing(first: Sequence[str], second: Sequence[str]) -> int:
     return next((n for n in range(short) if first[n] != second[n]), short)
 
 
-def asks_for_one(text: Text, language: Language) -> bool:
-    """Whether a text starts with "who", "what" or "which"."""
-    return bool(text.tokens) and language.questions.get(text.tokens[0].word) in ("", "person")
-
-
-def _triples(tokens: Tokens) -> Iterable[tuple[Token, Token, Token]]:
+def triples(tokens: Tokens) -> Iterable[tuple[Token, Token, Token]]:
+    """Every three tokens in a row."""
     return zip(tokens, tokens[1:], tokens[2:], strict=False)
 
 
 def _once(stems: list[str]) -> dict[str, int]:
     """Where each stem stands that comes once, in order."""
-    places = {stem: i for i, stem in enumerate(stems)}
-    if len(places) < len(stems):
-        times = Counter(stems)
-        places = {stem: i for stem, i in places.items() if times[stem] == 1}
-    return places
+    times = Counter(stems)
+    return {stem: i for i, stem in enumerate(stems) if times[stem] == 1}
 
 
-def _open(text: Text, language: Language) -> bool:
+def _open(text: Text) -> bool:
     """Whether an auxiliary leaves it open who acts: "which laws can judges", "which laws can bind"."""
-    words = [t.word for t in text.tokens[1:_HELPER]]
-    return any(word in language.modals or language.tenses.get(word) == "perfect" for word in words)
+    language = text.language
+    return any(t.word in language.modals or language.tenses.get(t.word) == "perfect" for t in text.tokens[1:_HELPER])
 
 
-def _passive(text: Text, language: Language) -> bool:
+def _passive(text: Text) -> bool:
     """Whether an agent is named after an auxiliary: "was built by"."""
+    language = text.language
     if language.by not in text.words or language.passive.isdisjoint(text.words):
         return False
-    start = next(i for i, t in enumerate(text.tokens) if t.word in language.passive)
-    return any(t.word == language.by for t in text.tokens[start:])
+    after = itertools.dropwhile(lambda t: t.word not in language.passive, text.tokens)
+    return any(t.word == language.by for t in after)
 
 
-def _participles(text: Text, language: Language) -> set[str]:
+def _participles(text: Text) -> set[str]:
     """Verbs that may be passive: "was built", "is the house built", "hit by"."""
+    language = text.language
     found: set[str] = set()
     left = 0
-    for token, after in itertools.pairwise((*text.tokens, END)) if not language.passive.isdisjoint(text.words) else ():
+    for token, after in itertools.pairwise((*text.tokens, END)):
         if token.word in language.passive:
             left = _REACH
         elif token.stem in language.ties or token.word in STOPS:
@@ -299,24 +267,19 @@ def _participles(text: Text, language: Language) -> set[str]:
     return found
 
 
-def _fronted(text: Text, language: Language) -> bool:
+def _fronted(text: Text) -> bool:
     """Whether the agent of a passive is asked for: "by whom"."""
     words = [t.word for t in text.tokens[:2]]
-    return len(words) > 1 and words[0] == language.by and words[1] in language.questions
+    return words[:1] == [text.language.by] and words[-1] in text.language.questions
 
 
 def role(p: Pair) -> str | None:
-    """The speaker, a third person or an owner in the place of another.
-
-    One does in one text what is done to him in the other, or what somebody does there whom he does it to; or an owner
-    has another of two things: "my neighbour's tree fell on my fence".
-    """
-    if _owns_another(p):
-        return "person"
+    """The speaker or a third person in the place of another: one does in one text what is done to him in the other, or
+    what somebody does there whom he does it to."""
     for one in p.language.selves:
         if not one.keys().isdisjoint(p.words):
-            first, second = _acts(p.a, one, p.language), _acts(p.b, one, p.language)
-            if _turned(p.a, first, p.b, second, p.language) or _turned(p.b, second, p.a, first, p.language):
+            first, second = _acts(p.a, one), _acts(p.b, one)
+            if _turned(p.a, first, p.b, second) or _turned(p.b, second, p.a, first):
                 return "person"
     return None
 
@@ -324,7 +287,7 @@ def role(p: Pair) -> str | None:
 _Acts = tuple[dict[str, str], set[str]]
 
 
-def _turned(mine: Text, acted: _Acts, other: Text, others: _Acts, language: Language) -> bool:
+def _turned(mine: Text, acted: _Acts, other: Text, others: _Acts) -> bool:
     """Whether the speaker acts in the first text alone, and is acted on or replaced in the other."""
     acts, suffers = acted
     own = acts.keys() - suffers - others[0].keys()
@@ -334,53 +297,45 @@ def _turned(mine: Text, acted: _Acts, other: Text, others: _Acts, language: Lang
     before, after = ({t.stem for t in part} for part in (mine.tokens[:first], mine.tokens[first:]))
     objects = after - before - others[0].keys()
     return any(
-        x.stem in own and acts[x.stem] == y.stem and _subject(other.spine[max(0, i - _VERB) : i], language) in objects
+        x.stem in own and acts[x.stem] == y.stem and _subject(other.spine[max(0, i - _VERB) : i], other) in objects
         for i, (x, y) in enumerate(itertools.pairwise(other.spine))
     )
 
 
-def _acts(text: Text, one: Mapping[str, bool], language: Language) -> _Acts:
+def _acts(text: Text, one: Mapping[str, bool]) -> _Acts:
     """Verbs of which ``one`` is the subject, each with the word after it, and verbs of which he is the object."""
     acts: dict[str, str] = {}
     suffers: set[str] = set()
-    spine = text.spine
+    spine, language = text.spine, text.language
     for i, token in enumerate(spine):
         acting = one.get(token.word)
         if acting:
             start = i + 1
             while start < len(spine) and spine[start].stem in language.joining:  # "I in Canada send"
                 start += 2
-            k = next((k for k in range(start, min(start + _VERB, len(spine))) if _verb(spine[k], language)), None)
+            k = next((k for k in range(start, min(start + _VERB, len(spine))) if _carries(spine[k], language)), None)
             if k is None or any(t.word in STOPS or t.word in language.parting for t in spine[start:k]):
                 continue
             if spine[k - 1].word in language.passive and language.is_past(spine[k]):
                 suffers.add(spine[k].stem)
-            else:
-                acts.setdefault(spine[k].stem, spine[k + 1].stem if k + 1 < len(spine) else "")
-                if k + 2 < len(spine) and spine[k + 1].word.endswith(language.gerund):  # "I stop hitting"
-                    acts.setdefault(spine[k + 1].stem, "")
-        elif i and acting is not None and _verb(spine[i - 1], language):
+                continue
+            after = [*spine[k + 1 : k + 3], END, END]
+            acts.setdefault(spine[k].stem, after[0].stem)
+            if after[1] is not END and after[0].word.endswith(language.gerund):  # "I stop hitting"
+                acts.setdefault(after[0].stem, "")
+        elif i and acting is not None and _carries(spine[i - 1], language):
             suffers.add(spine[i - 1].stem)
     return acts, suffers
 
 
-def _verb(token: Token, language: Language) -> bool:
+def _carries(token: Token, language: Language) -> bool:
+    """Whether a word may be a verb or a noun."""
     return token.word[0].isalpha() and token.word not in language.function
 
 
-def _subject(tokens: Tokens, language: Language) -> str:
+def _subject(tokens: Tokens, text: Text) -> str:
     """The word before a verb and its auxiliaries; "" where something else stands between them."""
+    language = text.language
     helpers = (language.tenses, language.modals, language.negations, language.between)
-    found = next((t for t in reversed(tokens) if not any(t.word in table for table in helpers)), None)
-    return found.stem if found is not None and _verb(found, language) else ""
-
-
-def _owns_another(p: Pair) -> bool:
-    """Whether an owner has another of two things that both texts speak of."""
-    owns, language = p.language.owns, p.language
-    first, second = (
-        {x.stem: z.stem for x, y, z in _triples(text.tokens) if y.word == owns and _verb(x, language)}
-        for text in (p.a, p.b)
-    )
-    both = p.a.stems.keys() & p.b.stems.keys()
-    return any(thing != second.get(owner, thing) and {thing, second[owner]} <= both for owner, thing in first.items())
+    found = next((t for t in reversed(tokens) if not any(t.word in table for table in helpers)), END)
+    return found.stem if _carries(found, language) else ""

@@ -36,8 +36,6 @@ class Pair:
 
     converse: frozenset[str] = frozenset()
     """Stems of a comparison that is turned round with its sides: "A is larger than B", "B is smaller than A"."""
-    denied: frozenset[str] = frozenset()
-    """Stems of a word and its denial, where the other text denies with a word: "unsafe", "not safe"."""
 
     def __post_init__(self) -> None:
         self.words = self.a.words | self.b.words
@@ -47,8 +45,11 @@ class Pair:
         self.only = first, second
         if first and second:
             self.converse = self._converse()
-            if not self.language.negations.isdisjoint(self.words):
-                self.denied = self._denied()
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """The stems that both have."""
+        return frozenset(self.a.stems.keys() & self.b.stems.keys())
 
     @cached_property
     def content(self) -> tuple[list[Token], list[Token]]:
@@ -85,21 +86,6 @@ class Pair:
         exchanged = before - shared == right - shared != left - shared == after - shared
         return frozenset((x.stem, y.stem)) if exchanged else frozenset()
 
-    def _denied(self) -> frozenset[str]:
-        only_a, only_b = self.only
-        first, second = (sum(t.word in self.language.negations for t in text.tokens) for text in (self.a, self.b))
-        if abs(first - second) != 1:
-            return frozenset()
-        said, denied = (only_a, only_b) if first > second else (only_b, only_a)
-        words = {t.word: t.stem for t in said[:MOST]}
-        found = [
-            (t.stem, words[t.word.removeprefix(prefix)])
-            for t in denied[:MOST]
-            for prefix in self.language.denying
-            if t.word.startswith(prefix) and t.word.removeprefix(prefix) in words
-        ]
-        return frozenset(found[0]) if len(found) == 1 else frozenset()
-
     def carrying(self, only: Iterable[Token], text: Text) -> list[Token]:
         """The tokens that carry content, without the numbers and units, which have a guard of their own."""
         quiet, units, measured = self.language.quiet, self.language.all_units, text.quantities.words
@@ -122,8 +108,7 @@ class Pair:
         if x.word in language.lookalikes and y.word in language.lookalikes:
             return False
         if x.name and y.name and x.word not in language.senses:
-            short, long = sorted((x.stem, y.stem), key=len)
-            return _demonym(short, long, language)
+            return False
         for table in (language.all_units, language.senses):
             if x.word in table and table[x.word] == table.get(y.word):
                 return True
@@ -197,13 +182,6 @@ def _unjoined(mine: Tokens, other: Tokens, text: Text) -> Tokens:
         if len(x.word) > 1 and x.word + y.word in whole:
             gone |= {x.word, y.word}
     return tuple([t for t in mine if t.word not in gone]) if gone else mine
-
-
-def _demonym(short: str, long: str, language: Language) -> bool:
-    """Whether one name is the adjective of the other: "India", "Indian"."""
-    if len(short) < _START or not long.startswith(short[:-1]):
-        return False
-    return (long[len(short) :] if long.startswith(short) else long[len(short) - 1 :]) in language.demonyms
 
 
 def _shared_start(x: str, y: str) -> bool:

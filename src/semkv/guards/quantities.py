@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -80,10 +79,6 @@ def measure(tokens: Sequence[Token], language: Language) -> Quantities:
                     after.append((quantity, tokens[last]))
                 elif last == end:
                     ranked.add(tokens[end].stem)
-        elif word in language.roman:
-            if token.name and i:
-                found.append(Quantity(language.roman[word], "", language.roman[word]))
-                used.add(word)
         elif len(word) > 1 and (word in language.all_units or "/" in word):
             end, unit = reader.unit(i)
             bare |= {f"{unit[0]} {unit[1]:g}"} if unit else set()
@@ -133,7 +128,7 @@ class _Reader:
             end, unit = self.unit(end)
         if unit is None:
             return end, Quantity(raw, "", raw, loose)
-        return end, Quantity(raw, unit[0], _rounded(raw * unit[1]), loose or raw == 1)
+        return end, Quantity(raw, unit[0], _nine_figures(raw * unit[1]), loose or raw == 1)
 
     def _past(self, i: int) -> str:
         """The time of day that starts at ``i`` with a part of an hour: "quarter past six"; "" where none does."""
@@ -194,9 +189,9 @@ def _figures(word: str) -> float | str:
         return word
 
 
-def _rounded(value: float) -> float:
-    """Nine figures: 1.1 km is 1,100 m."""
-    return float(f"{value:.9g}") if math.isfinite(value) else value
+def _nine_figures(value: float) -> float:
+    """So that 1.1 km is 1,100 m."""
+    return float(f"{value:.9g}")
 
 
 def differ(a: Quantities, b: Quantities, language: Language, *, converse: bool = False) -> str | None:
@@ -250,5 +245,5 @@ def _readings(q: Quantity, language: Language) -> set[tuple[str, float | str]]:
     found = {_measure(q)}
     if not isinstance(q.raw, str):
         units = [language.all_units[word] for word, name in language.ambiguous.items() if name == q.dimension]
-        found |= {(dimension, _rounded(q.raw * factor)) for dimension, factor in units}
+        found |= {(dimension, _nine_figures(q.raw * factor)) for dimension, factor in units}
     return found

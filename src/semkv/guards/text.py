@@ -64,6 +64,7 @@ _CONNECTIVES = frozenset(("AND", "OR", "NOT", "XOR"))
 class Text(NamedTuple):
     """What the guards compare."""
 
+    language: Language
     tokens: tuple[Token, ...]
     spine: tuple[Token, ...]
     """The tokens but for articles."""
@@ -117,6 +118,7 @@ def read(text: str, language: Language) -> Text:
     marked = [chunk for chunk in telling if chunk.odd]
     odd = " ".join([chunk.odd for chunk in marked])
     return Text(
+        language,
         tokens=final,
         spine=final if words.isdisjoint(articles) else tuple([t for t in final if t.word not in articles]),
         words=words,
@@ -321,10 +323,8 @@ def _phrased(tokens: list[Token], language: Language) -> tuple[Token, ...]:
             continue
         seconds = language.starts[tokens[i].word]
         following = tokens[i + 1].word if i + 1 < len(tokens) else ""
-        for rest, instead, needed in (*seconds.get(following, ()), *seconds.get("", ())):
-            if [t.word for t in tokens[i + 1 : i + 1 + len(rest)]] == rest and (
-                not needed or any(t.word == needed for t in tokens)
-            ):
+        for rest, instead in (*seconds.get(following, ()), *seconds.get("", ())):
+            if [t.word for t in tokens[i + 1 : i + 1 + len(rest)]] == rest:
                 name = tokens[i].name
                 found += tokens[done:i]
                 found += [token_of(part, name, language) for part in instead]

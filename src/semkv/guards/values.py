@@ -15,9 +15,7 @@ _WILD = frozenset("%*_^~|\\")  # signs of patterns
 _SIGNS = re.compile(r"[\W_]+")
 _NUMBERED = re.compile(r"[A-Za-z][\w.-]*\d|[a-z][\w.-]*/")
 _HUMPED = re.compile(r"[A-Za-z][\w.-]*[A-Z]")
-_FILE = re.compile(r".*\w\.([a-z]\w{0,4})")
 _SYMBOL = 2  # letters of a chemical symbol
-_PROSE = frozenset(("-", "--", "---", "/", "&", "%", "~"))  # operators that may be marks of prose
 
 
 def code(p: Pair) -> str | None:
@@ -28,22 +26,16 @@ def code(p: Pair) -> str | None:
     if p.a.spelled != p.b.spelled and _respelled(p):
         return "code"
     a, b = p.a.operators, p.b.operators
-    if not a or not b or a == b:
-        return None
-    first, second = ([sign for sign in own if sign not in _PROSE] for own in (a, b))
-    return "code" if first != second or (len(first) < len(a) and len(second) < len(b)) else None
+    return "code" if a and b and a != b else None
 
 
 def _respelled(p: Pair) -> bool:
     """Whether an identifier has other signs or letters of another case: "web01", "web-01"; "feature/login"."""
-    exact, apart = p.a.cased is not None and p.b.cased is not None, p.a.spelled ^ p.b.spelled
-    files = [word for word in apart if (file := _FILE.fullmatch(word)) and file[1] in p.language.extensions]
-    if exact and any(word.casefold() in p.a.spelled & p.b.spelled for word in files):
-        return True
-    named = not p.language.naming.isdisjoint(p.words)
+    apart = p.a.spelled ^ p.b.spelled
     found = [word for word in apart if _NUMBERED.match(word) or _HUMPED.match(word)]
-    if not named or not found:
+    if not found or p.language.naming.isdisjoint(p.words):
         return False
+    exact = p.a.cased is not None and p.b.cased is not None
     bare: tuple[dict[str, set[str]], ...] = ({}, {})
     for spellings, text in zip(bare, (p.b, p.a), strict=True):
         for word in text.spelled:
@@ -51,7 +43,7 @@ def _respelled(p: Pair) -> bool:
     theirs = ((word, bare[word in p.b.spelled].get(_bare(word))) for word in found)
     return any(
         others is not None
-        and ((exact and (_FILE.fullmatch(word) or not _HUMPED.match(word))) or word.casefold() not in others)
+        and ((exact and ("." in word or not _HUMPED.match(word))) or word.casefold() not in others)
         and p.language.stem(_bare(word)) not in p.language.known  # "Wi-Fi", "wifi"
         for word, others in theirs
     )
@@ -100,7 +92,7 @@ def case(p: Pair) -> str | None:
         mine, other = (p.a, p.b) if written in first else (p.b, p.a)
         word = written.casefold()
         pronoun = len(word) == 1 and word in p.language.persons
-        typed = small[mine is p.b] and not asked and written.isupper() and not _is_word(word, other, p)
+        typed = small[mine is p.b] and not asked and written.isupper()
         if not typed and word in mine.words and word in other.words and word not in other.starts and not pronoun:
             theirs = {w for w in other.cased or () if w.casefold() == word}
             if not theirs and any(t.word == word and not t.name for t in other.tokens):
@@ -135,11 +127,6 @@ def _small_acronyms(mine: Text, other: Text, p: Pair) -> bool:
     written = {w.casefold() for w in other.cased or ()}
     vowels = p.language.vowels
     return any(vowels and set(w).isdisjoint(vowels) and w in other.words and w not in written for w in sure)
-
-
-def _is_word(small: str, text: Text, p: Pair) -> bool:
-    """Whether what is an acronym in capitals is another word when small: "AIDS", "aids"."""
-    return any(t.word == small and t.stem in p.language.known for t in text.tokens)
 
 
 def _apart(written: str, their: str, other: Text, p: Pair) -> bool:

@@ -91,7 +91,7 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     left = _empty_database(root / CATALOG)
     for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
         replay(folder, lambda response, since: True)
-    for pattern in CACHE_FILES:  # what was written until then
+    for pattern in CACHE_FILES:  # what was written until then, and a damaged database that was put aside
         for file in _files(root, pattern):
             file.unlink(missing_ok=True)
     marker = read_marker(root)
@@ -180,11 +180,7 @@ def _check(root: Path) -> None:
 
 
 def make_folder(root: Path) -> None:
-    """The folder of a cache, with those above it.
-
-    Raises:
-        StoreError: it cannot be made.
-    """
+    """Make the folder of a cache, with those above it, or raise a StoreError."""
     try:
         make_private(root)
     except OSError as error:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
 _COUNT_HITS = "UPDATE entries SET hits=hits+?1, last_hit=MAX(last_hit, ?2), used=MAX(used, ?2) WHERE entry_id=?3"
-_HITS = 8192  # entries whose hits wait for a write
 _REMOVALS = 1000  # that wait for others; one of everything stands for more
 _SHARES = "SELECT COUNT(*) FROM sqlite_master WHERE name='shared'"
 _TESTS = {
@@ -138,7 +137,6 @@ class Catalog:
     def __init__(self, path: Path, *, max_entries: int = 100_000, timeout_s: float = 2.0, replace: bool = True) -> None:
         self.path, self.max_entries = path, max_entries
         self._hits: dict[str, tuple[int, float]] = {}  # by entry, those not written yet, and the last one's time
-        self._uncounted = 0
         self.database = Database(path, timeout_s=timeout_s, replace=replace)
         self._version = self.database.version()
 
@@ -232,17 +230,11 @@ class Catalog:
     def hit(self, entry_id: str, now: float) -> None:
         """Count a hit on an entry at time ``now``: in memory, until the next write takes it along."""
         with self.database.lock:
-            count, _ = self._hits.pop(entry_id, (0, now))
+            count, _ = self._hits.get(entry_id, (0, now))
             self._hits[entry_id] = count + 1, now
-            if len(self._hits) > _HITS:
-                del self._hits[next(iter(self._hits))]
 
     def _trim(self, db: sqlite3.Connection, keep: int) -> Removed:
-        self._uncounted -= 1  # counting reads the whole index: once per quarter of the room that was left
-        if self._uncounted > 0:
-            return Removed()
         excess = len(self) - self.max_entries
-        self._uncounted = -excess // 4
         if excess <= 0:
             return Removed()
         most = max(excess, min(self.max_entries // 100, _AT_ONCE))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from semkv.stores.database import is_ours as is_our_database
 from semkv.stores.files import described, matching, remove_strays
 from semkv.stores.media import MediaStore
 from semkv.stores.responses.ahead import deliver, folder_of, replay
-from semkv.stores.responses.base import Selector, StoredResponse
+from semkv.stores.responses.base import Selector
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
 
 _UNBOUNDED = Bounds(max_bytes=0)
@@ -84,15 +84,8 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What a check found.
-
-    Attributes:
-        checked: files that were read, but for the database.
-        answers: a gateway's responses that were read.
-        damaged: a line for each file and response that is damaged.
-        deleted: how many of those a repair has deleted.
-        unread: a line for each thing that could not be read at all, and was left as it is.
-    """
+    """What a check found: files (but for the database) and responses of a gateway that were read, a line for each that
+    is damaged, how many of those a repair deleted, and a line for what could not be read at all."""
 
     checked: int
     answers: int
@@ -103,15 +96,8 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """What was, or with ``dry_run`` would be, deleted.
-
-    Attributes:
-        entries: of the catalog.
-        answers: a gateway's responses.
-        files: images, KV and encoder outputs; of a whole cache all its files.
-        dry_run: nothing was deleted.
-        unread: a line for each thing that could not be read, and was left as it is.
-    """
+    """What was, or with ``dry_run`` would be, deleted: entries, responses of a gateway, and files (images, KV and
+    encoder outputs; of a whole cache all its files); a line for each thing that could not be read, and was left."""
 
     entries: int = 0
     answers: int = 0
@@ -126,16 +112,8 @@ class Purged:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What was deleted.
-
-    Attributes:
-        kv, fusion: block files and stray files.
-        media: images that no entry has any more.
-        entries: of the catalog, for their age.
-        answers: a gateway's responses, for their age.
-        strays: temporary files that crashed writers left in addition to those.
-        unread: a line for each thing that could not be read, and was left as it is.
-    """
+    """What was deleted: block files and strays among them, images that no entry has any more, entries and responses for
+    their age, other temporary files; a line for each thing that could not be read, and was left."""
 
     kv: int
     fusion: int
@@ -174,7 +152,8 @@ def _database(
                 closing(SqliteStore(file, max_bytes=_ALL, max_entries=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
                 closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
             ):
-                replay(folder_of(cache_dir), lambda response, since: _delivered(store, response, since))
+                # A StoreError leaves the rest for another time.
+                replay(folder_of(cache_dir), lambda found, since: deliver(store, found, since, time.time()) or True)
                 is_open = True
                 yield catalog, store
     except (sqlite3.Error, StoreError) as error:
@@ -190,25 +169,18 @@ def _database(
         yield None
 
 
-def _delivered(store: SqliteStore, response: StoredResponse, since: str) -> bool:
-    with suppress(StoreError):
-        deliver(store, response, since, time.time())
-        return True
-    return False
-
-
 @contextmanager
 def _blocks(
     cache_dir: Path, fusion_dir: Path | None, bounds: Bounds = _UNBOUNDED
 ) -> Iterator[list[tuple[str, BlockStore]]]:
-    """The stores of KV blocks and of encoder outputs that are there, by name, with their indexes complete."""
-    with ExitStack() as open_stores:
-        found = []
-        for name, root in (("kv", cache_dir / "kv"), ("fusion", fusion_dir or cache_dir / "fusion")):
-            if (root / MARKER).is_file():
-                store = open_stores.enter_context(closing(BlockStore(root, name, bounds)))
-                found.append((name, store))
-        yield found
+    """The stores of KV blocks and of encoder outputs that are there, by name."""
+    places = {"kv": cache_dir / "kv", "fusion": fusion_dir or cache_dir / "fusion"}
+    with ExitStack() as stores:
+        yield [
+            (name, stores.enter_context(closing(BlockStore(root, name, bounds))))
+            for name, root in places.items()
+            if (root / MARKER).is_file()
+        ]
 
 
 def _owners(salts: Iterable[str | None]) -> list[str]:
@@ -286,8 +258,6 @@ def verify(
     with _blocks(cache_dir, fusion_dir) as opened:
         checks: list[tuple[str, Callable[[], str], Callable[[], object]]] = []  # store, what is wrong, and to delete it
         for name, store in opened:
-            # Deleted when a lost index was built again.
-            damaged += [f"{name}: a file whose head was damaged"] * store.counters["corrupt"]
             checks += [(name, partial(store.damage, file), partial(store.reject, file)) for file in store.files()]
         if images := _images(cache_dir):
             media = MediaStore(cache_dir / "media")
@@ -332,10 +302,9 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     max_age_s, old = (max_age_days or 0.0) * _DAY_S, Purged()
     if max_age_s:
         old = purge_entries(cache_dir, None, None, before=time.time() - max_age_s, dry_run=False)
-    swept, unread, loose = {"kv": 0, "fusion": 0}, list(old.unread), []
+    unread, loose = list(old.unread), []
     with _blocks(cache_dir, fusion_dir, Bounds(max_bytes=0, max_age_s=max_age_s)) as opened:
-        for name, store in opened:
-            swept[name] += store.sweep()
+        swept = {"kv": 0, "fusion": 0} | {name: store.sweep() for name, store in opened}
     with _database(cache_dir, unread) as database:
         if database is not None:
             before = time.time() - _DAY_S  # the entry of a younger one may be about to be written

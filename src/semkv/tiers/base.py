@@ -33,28 +33,16 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A donor that a tier proposes.
-
-    Attributes:
-        donor: the entry.
-        run: how many of its leading segments stand in for as many of the request's.
-        tier: the status key of what decided.
-        score: cosine of what decided; 1.0 for an exact or normalised match.
-        agreed: status keys that say ``hit`` when this candidate is taken.
-        others: see `Match.others`.
-        similar: position of the text that was found similar; None where there is none. The other texts of the run are
-            the same but for typing.
-        checked: whether the tier itself has compared how every text is typed.
-    """
+    """A donor that a tier proposes. The texts of the run are the same but for typing, except the ``similar`` one."""
 
     donor: Entry
-    run: int
-    tier: str
-    score: float
-    agreed: tuple[str, ...]
-    others: tuple[Score, ...] = ()
-    similar: int | None = None
-    checked: bool = False
+    run: int  # how many of its leading segments stand in for as many of the request's
+    tier: str  # status key of what decided
+    score: float  # cosine of what decided; 1.0 for an exact or normalised match
+    agreed: tuple[str, ...]  # status keys that say ``hit`` when this candidate is taken
+    others: tuple[Score, ...] = ()  # see `Match.others`
+    similar: int | None = None  # position of the text that was found similar
+    checked: bool = False  # whether the tier itself has compared how every text is typed
 
 
 class Latest(OrderedDict[_K, _V]):

@@ -67,23 +67,15 @@ def _zeros() -> list[float]:
 
 @dataclass(slots=True)
 class Arm:
-    """Counts by band of estimated risk, of the matches of one tier and kind, and what follows from them.
+    """Counts by band of estimated risk, of the matches of one tier and kind, and what follows from them."""
 
-    Attributes:
-        asked: requests whose first match fell here.
-        seen, wrong: comparisons, and how many of them came out wrong.
-        lately, wrong_lately: the same, with a short memory.
-        risk: the estimated risk of each band.
-        open: whether matches of each band are served.
-    """
-
-    asked: list[float] = field(default_factory=_zeros)
-    seen: list[float] = field(default_factory=_zeros)
-    wrong: list[float] = field(default_factory=_zeros)
-    lately: list[float] = field(default_factory=_zeros)
+    asked: list[float] = field(default_factory=_zeros)  # requests whose first match fell here
+    seen: list[float] = field(default_factory=_zeros)  # comparisons
+    wrong: list[float] = field(default_factory=_zeros)  # those that came out wrong
+    lately: list[float] = field(default_factory=_zeros)  # comparisons, with a short memory
     wrong_lately: list[float] = field(default_factory=_zeros)
     risk: list[float] = field(default_factory=_zeros, init=False)
-    open: list[bool] = field(default_factory=lambda: [False] * BANDS, init=False)
+    open: list[bool] = field(default_factory=lambda: [False] * BANDS, init=False)  # whether a band is served
 
 
 _COUNTS = ("asked", "seen", "wrong", "lately", "wrong_lately")  # of an arm, which are kept across restarts

@@ -44,38 +44,23 @@ _PAIRS = 1024  # verdicts on images that are remembered: a lookup meets a pair o
 
 @dataclass(slots=True)
 class Lookup:
-    """One request on its way through the tiers, and what they found.
-
-    Attributes:
-        request: the request.
-        statuses: of each tier.
-        vectors: unit vectors by layer that were computed on the way.
-        plan, donor: of the first candidate that can be used; None where there is none.
-        decision: the policy's on the plan, where it was asked.
-        near: the first match with a donor's whole prompt that the policy refused; None beside a plan with another's.
-    """
+    """One request on its way through the tiers, and what they found."""
 
     request: Request
-    statuses: dict[str, Status]
-    vectors: dict[str, Vector] = field(default_factory=dict)
-    plan: Plan | None = None
-    donor: Entry | None = None
-    decision: Decision | None = None
-    near: Near | None = None
+    statuses: dict[str, Status]  # of each tier
+    vectors: dict[str, Vector] = field(default_factory=dict)  # unit vectors by layer, computed on the way
+    plan: Plan | None = None  # of the first candidate that can be used
+    donor: Entry | None = None  # of the plan
+    decision: Decision | None = None  # the policy's on the plan, where it was asked
+    near: Near | None = None  # first match with a donor's whole prompt that the policy refused, where no other was used
 
 
 class Planner:
     """Checks candidates and puts the prompt together: the donor's leading run, then the request's own rest.
 
-    Args:
-        config: settings. Without ``normalised`` a text that nothing found similar must have the donor's characters, and
-            one that only folds to the donor's is judged as an approximate match.
-        media: where donors' images are.
-        decider: has the last word on an approximate match.
-        guard: may veto an approximate match of the whole prompt.
-        compare_images: whether an image in whose place a donor's stands must show the same.
-        checking: knows the pairs that were found wrong.
-        tally: counts what is refused, and why.
+    Without ``config.normalised`` a text that nothing found similar must have the donor's characters, and one that only
+    folds to the donor's is judged as an approximate match. With ``compare_images`` an image in whose place a donor's
+    stands must show the same.
     """
 
     def __init__(
@@ -192,23 +177,14 @@ class Planner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingEntry:
-    """A request that goes to the engine as it is.
+    """A request that goes to the engine as it is."""
 
-    Attributes:
-        donor: the entry that it will be recorded as; its response is still empty.
-        prompt_key: of its whole prompt, folded; empty where exact matches are off.
-        slot_key: the same of all but its question; empty where it has no question.
-        vector: unit vector of its chunk text, [dim]; None where it has none.
-        least: least cosine of a similar question.
-        question: position of its question.
-    """
-
-    donor: Entry
-    prompt_key: str
-    slot_key: str
-    vector: Vector | None
-    least: float
-    question: int | None
+    donor: Entry  # what it will be recorded as; its response is still empty
+    prompt_key: str  # of its whole prompt, folded; empty where exact matches are off
+    slot_key: str  # the same of all but its question; empty where it has no question
+    vector: Vector | None  # unit vector of its chunk text, [dim]
+    least: float  # least cosine of a similar question
+    question: int | None  # position of its question
 
     @property
     def group(self) -> str:
@@ -261,17 +237,9 @@ class PendingTier:
         return None
 
     def try_reuse(self, report: ReuseReport, candidate: Candidate) -> ReuseReport | None:
-        """Whether a request whose lookup found nothing may have the answer of a pending entry.
-
-        Guards, policy and the pairs found wrong are asked as for a stored donor, and the hit counts as theirs do.
-
-        Args:
-            report: of the request's lookup.
-            candidate: what `PendingEntry.donate` made of the pending entry.
-
-        Returns:
-            The report of the hit; None where it may not.
-        """
+        """Whether a request whose lookup found nothing may have the answer of a pending entry, a ``candidate`` that
+        `PendingEntry.donate` made: the report of the hit, or None. Guards, policy and the pairs found wrong are asked
+        as for a stored donor, and the hit counts as theirs do."""
         with self._tally.boundary("join"):
             found = Lookup(report.request, dict(report.statuses))
             self._planner.take(found, [candidate])

@@ -68,12 +68,9 @@ class Sharing:
     """Follows a log until it is closed. Any thread may call any method.
 
     Args:
-        log: where entries and removals come and go.
-        catalog: of the directory.
         to_record: makes a record of an entry and its packed vectors, as `Matching.shared_record`.
         add: brings a record into the catalog and the indexes; whether it is new.
         removed: forgets what was removed from the catalog.
-        tally: counts faults, ``shared out``, ``shared in``, ``shared removals``, and what was not shared.
     """
 
     def __init__(
@@ -180,16 +177,10 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class LogBatch:
-    """What a log has after a cursor.
+    """What a log has after a cursor. Where removals are ``lost``, any entry may have been removed meanwhile."""
 
-    Attributes:
-        cursor: the log's name and the place of the last one; hand it in next time.
-        rows: in order, each with whether it is a removal.
-        lost: removals may have come meanwhile that the log has no more: any entry may have been removed.
-    """
-
-    cursor: str
-    rows: tuple[tuple[bool, bytes], ...] = ()
+    cursor: str  # the log's name and the place of the last row; hand it in next time
+    rows: tuple[tuple[bool, bytes], ...] = ()  # in order, each with whether it is a removal
     lost: bool = False
 
 

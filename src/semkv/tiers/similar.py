@@ -60,23 +60,14 @@ def status_of(layer: str) -> str:
 
 @dataclass(frozen=True)
 class _TextLayer:
-    """One index of texts.
+    """One index of texts."""
 
-    Attributes:
-        name: of its vectors in a lookup.
-        status: of its tier.
-        key: the catalog's name of the layer.
-        threshold: least cosine.
-        index: the vectors.
-        partition: the field of a `VectorRow` in which entries must agree to be compared.
-    """
-
-    name: str
-    status: str
-    key: str
-    threshold: float
+    name: str  # of its vectors in a lookup
+    status: str  # key of its tier's status
+    key: str  # the catalog's name of the layer
+    threshold: float  # least cosine
     index: VectorIndex | PluggedIndex
-    partition: str
+    partition: str  # the field of a `VectorRow` in which entries must agree to be compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +85,9 @@ class SimilarTier:
     what they purge is forgotten within a second.
 
     Args:
-        config: settings.
-        catalog: where the entries and vectors are.
         hook: fingerprint of what fills the layers of L2; vectors of another one are left alone.
         encoder: of L1; None switches that off.
         floor: least cosine of a similar question in L1.
-        tally: counts faults.
         index: makes an index of vectors of a length, instead of `VectorIndex`.
     """
 

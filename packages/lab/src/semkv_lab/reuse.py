@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from semkv import keys
 from semkv.encoders.vision import READING
-from semkv.engines.base import TEXT_SEPARATOR, EnginePrompt, EngineResult, load_image, system_text, user_parts
+from semkv.engines import TEXT_SEPARATOR, EnginePrompt, EngineResult, load_image, system_text, user_parts
 from semkv.engines.vllm import first_line
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Status

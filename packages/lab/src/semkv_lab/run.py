@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from semkv import plug
 from semkv.cache import CacheStats, SemanticCache
-from semkv.engines.base import Engine, EnginePrompt, EngineResult, MediaError
+from semkv.engines import Engine, EnginePrompt, EngineResult, MediaError
 from semkv.errors import DatasetError, EngineError, SemkvError
 from semkv.stores.cachedir import prepare
 from semkv.stores.files import described

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from semkv import guards, keys
 from semkv.cache import SemanticCache
-from semkv.config import CacheConfig
+from semkv.config import CacheConfig, get_preset
 from semkv.encoders.text import (
     DEFAULT_MODEL,
     SentenceEncoder,
@@ -35,7 +35,6 @@ from semkv.encoders.text import (
 )
 from semkv.errors import ConfigError
 from semkv.guards import veto
-from semkv.presets import get_preset
 from semkv.tiers.checking import wilson
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
 from semkv_lab import caches

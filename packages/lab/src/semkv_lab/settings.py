@@ -15,6 +15,7 @@ from cyclopts import App, Argument, ArgumentCollection, Parameter, Token
 from semkv import plug
 from semkv.config import (
     COSINE,
+    DEFAULT_PRESET,
     EXISTS,
     IMAGE_ROOT_VARIABLES,
     NO_FOLDER,
@@ -26,11 +27,11 @@ from semkv.config import (
     PolicyConfig,
     check,
     command_line,
+    get_preset,
     parse,
     typed,
 )
 from semkv.errors import ConfigError
-from semkv.presets import DEFAULT_PRESET, get_preset
 from semkv.types import PolicyName
 from semkv_lab.console import SETTINGS, keep_apart
 from semkv_lab.datasets import DATASETS
