@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import sqlite3
@@ -502,6 +503,31 @@ def test_a_file_system_without_direct_reading_or_a_told_cache_is_read_as_any(
     monkeypatch.setattr(block_file.fcntl, "fcntl", refuse(errno.EINVAL))
     monkeypatch.setattr(block_file.os, "preadv", preadv)
     memory = room(COUNT, 64 * PAGE)
+    assert all(read(store, memory))
+    assert np.array_equal(memory, rows)
+
+
+@pytest.mark.parametrize("fault", ["fcntl", "pwritev"])
+def test_a_file_system_without_direct_writing_is_written_as_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """One that refuses the flag, and one that takes it and refuses the write."""
+    real, rows = os.pwritev, room(COUNT, PAGE)
+    rows[:] = 7
+
+    def pwritev(fd: int, *rest: Any) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not at this place")
+        return real(fd, *rest)
+
+    with monkeypatch.context() as patch:
+        if fault == "fcntl":
+            patch.setattr(block_file.fcntl, "fcntl", refuse(errno.EINVAL))
+        else:
+            patch.setattr(block_file.os, "pwritev", pwritev)
+        store = open_store(tmp_path)
+        assert store.write("ns", LAYOUT, keys(0, COUNT), list(rows))
+    memory = room(COUNT, PAGE)
     assert all(read(store, memory))
     assert np.array_equal(memory, rows)
 

@@ -13,15 +13,11 @@ from command_line import invoke
 from semkv import keys
 from semkv.cache import SemanticCache
 from semkv.config import MINIGQA_VLM, CacheConfig
-from semkv.engines import EnginePrompt, EngineResult, load_image
-from semkv.engines.scripted import ScriptedEngine
+from semkv.engines import EnginePrompt, load_image
 from semkv.errors import ConfigError, EngineError
 from semkv.types import MediaSegment, Namespace, Request, Role, Segment, Status, TextSegment
-from semkv_lab.console import Listener
-from semkv_lab.run import execute, run
-from semkv_lab.samples import Sample
-from semkv_lab.settings import Reuse, resolve
-from semkv_lab.sweep import read_spec
+from semkv_lab.run import execute
+from semkv_lab.settings import resolve
 
 torch = pytest.importorskip("torch")
 
@@ -208,46 +204,6 @@ def test_a_literal_run_stores_nothing_that_a_donor_gave(tmp_path: Path, checkpoi
             assert (report.provenance, report.donor_response) == ("text:normalised", rows[0]["text"])
         assert not (folder / "kv").exists()
     assert found["prefix"] == rows[2]["cold"]["token_ids"] != found["literal"]
-
-
-class Noted(ScriptedEngine):
-    """Says who was asked."""
-
-    asked: list[str]
-
-    def generate(self, prompt: EnginePrompt) -> EngineResult:
-        self.asked.append(self.name)
-        return super().generate(prompt)
-
-
-def test_cold_and_cached_answers_come_in_turn(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def make(_: Any, attach: bool) -> Noted:
-        made = Noted(name="cached" if attach else "cold", store=set())
-        made.asked = asked
-        return made
-
-    flags = {"model": "m", "engine": "transformers", "cache_dir": tmp_path, "baseline": True}
-    settings = resolve(**flags)
-    samples = [Sample(str(n), f"question {n} of many") for n in range(40)]
-    config = CacheConfig(tmp_path, semantic=False)
-    run(settings, samples, make, lambda _: SemanticCache(config), Listener())
-    assert asked[-2:] == ["cold", "cached"]
-    assert asked.count("cached") == 40
-    assert asked.index("cached") < 3
-
-
-def test_the_comparison_has_every_use_at_every_setting_with_a_baseline_of_its_own() -> None:
-    experiments = read_spec(Path(__file__).parents[1] / "specs" / "reuse-minigqa.json")
-    uses: dict[str, list[tuple[str, float]]] = {}
-    for e in experiments:
-        uses.setdefault(e.name.split("-")[0], []).append((e.settings.reuse, e.settings.blend_share))
-    assert list(uses) == ["default", "loose", "any"]
-    assert {use for use, _ in uses["default"]} == set(Reuse)
-    assert uses["default"] == uses["loose"] == uses["any"]
-    assert all(e.settings.in_turn for e in experiments)
-    assert len({e.group for e in experiments}) == len(experiments)
 
 
 def test_only_experiments_reach_a_donors_kv() -> None:

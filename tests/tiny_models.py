@@ -103,36 +103,6 @@ def _qwen_ids(tok: Any) -> dict[str, int]:
     return {key: tok.convert_tokens_to_ids(name) for key, name in names.items()}
 
 
-def qwen2_5_vl(directory: Path) -> Path:
-    """Qwen2.5-VL: window attention in the tower, M-RoPE in the language model."""
-    import torch
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-    )
-
-    tok = tokenizer(directory, _QWEN_TOKENS)
-    pixels = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
-    Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=pixels), tokenizer=tok, video_processor=Qwen2VLVideoProcessor()
-    ).save_pretrained(directory)
-    text = {
-        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": 0,
-        "eos_token_id": 1, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4},
-    }  # fmt: skip
-    vision = {
-        "depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "patch_size": 14,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 256, "window_size": 112,
-        "fullatt_block_indexes": [1],
-    }  # fmt: skip
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_qwen_ids(tok))
-    return _save(Qwen2_5_VLForConditionalGeneration, config, directory, torch.bfloat16)
-
-
 def qwen3_vl(directory: Path) -> Path:
     """Qwen3-VL: deepstack (the encoder's output is wider than the model), interleaved M-RoPE."""
     import torch
@@ -222,13 +192,6 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [_SLIDING] * 5 + [_FULL],
         },
     ),
-    "gpt-oss": (
-        "gpt_oss",
-        {
-            **_LLAMA, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64,
-            "layer_types": [_SLIDING, _FULL] * 2,
-        },
-    ),
     "granite4": (
         "granitemoehybrid",
         {
@@ -239,14 +202,6 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon-h1": ("falcon_h1", {**_LLAMA, **_MAMBA, "num_hidden_layers": 3, "mamba_d_ssm": 256}),
-    "nemotron-h": (
-        "nemotron_h",
-        {
-            **_WIDTHS, "intermediate_size": 256, "head_dim": 32, "hybrid_override_pattern": "M-M*-",
-            "num_hidden_layers": 5, "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1, "ssm_state_size": 16,
-            "conv_kernel": 4, "expand": 2, "chunk_size": 32,
-        },
-    ),
     "qwen3-next": (
         "qwen3_next",
         {
@@ -308,7 +263,6 @@ def picture(seed: int = 0, size: int = 64) -> Any:
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "llava": llava,
-    "qwen2.5-vl": qwen2_5_vl,
     "qwen3-vl": qwen3_vl,
     "internvl": internvl,
     "opt": opt,
@@ -316,11 +270,9 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 }
 """A checkpoint by family; each takes an empty directory and returns it filled."""
 
-_QWEN_PROMPT = "<|vision_start|><|image_pad|><|vision_end|>"
 PROMPTS = {
     "llava": "<s><image>",
-    "qwen2.5-vl": _QWEN_PROMPT,
-    "qwen3-vl": _QWEN_PROMPT,
+    "qwen3-vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "internvl": "<IMG_CONTEXT>",
     "opt": "<s>",
 }

@@ -319,21 +319,16 @@ class SemanticCache:
         return self._checking.same_answer(first, second)
 
     def checked(self, hit_id: str, correct: bool) -> bool:
-        """Hand in the outcome of a check. A wrong donor never answers this text again.
-
-        Returns:
-            Whether the hit was open: False for one that is unknown, closed, or too old.
-        """
+        """Hand in the outcome of a check. A wrong donor never answers this text again. False where the hit is unknown,
+        closed, or too old."""
         return self._checking.checked(hit_id, correct)
 
     def report_wrong(self, hit_id: str) -> bool:
         """A user says that a hit's answer was wrong.
 
         The entry of an exact hit is removed. An approximate donor never answers this text again, the policy learns of
-        it, and the entry is removed once it was wrong for several texts.
-
-        Returns:
-            Whether the hit was open: False for one that is unknown, closed, or too old.
+        it, and the entry is removed once it was wrong for two texts. False where the hit is unknown, closed, or too
+        old.
 
         Raises:
             StoreError: the entry could not be removed.

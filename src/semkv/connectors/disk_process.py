@@ -31,13 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import msgpack
 
 from semkv.stores.block_index import BlockRef
 from semkv.stores.blocks import BlockStore, Bounds
 
 log = logging.getLogger("semkv.connectors")
 
-_READERS, _WRITERS = 8, 4  # threads of the process
+_READERS, _WRITERS = 8, 2  # threads of the process
 _RESTART_S = 60.0  # between two starts, so that a process that cannot live costs next to nothing
 _CLOSE_S = 60.0  # how long an engine that ends waits for what is being written
 _SEND_S = 2  # how long sending a job may take
@@ -124,7 +125,7 @@ class DiskProcess:
         self._under_way.add(number)
         if self._process is not None:
             try:
-                self._connection.send(FileJob(number, **job))
+                self._connection.send_bytes(msgpack.encode(FileJob(number, **job)))
             except OSError:
                 self._ended()
         return number
@@ -138,7 +139,7 @@ class DiskProcess:
                         self._ended()
                         break
                     return
-                done = self._connection.recv()
+                done = msgpack.decode(self._connection.recv_bytes(), type=FileDone)
             except (OSError, EOFError):
                 self._ended()
                 break
@@ -209,7 +210,7 @@ def main() -> None:
         with lock, contextlib.suppress(OSError):
             new = Counter(store.counters) - told
             told.update(new)
-            connection.send(FileDone(job.number, good, new))
+            connection.send_bytes(msgpack.encode(FileDone(job.number, good, new)))
 
     with (
         ThreadPoolExecutor(_READERS, "semkv-read") as readers,
@@ -217,7 +218,7 @@ def main() -> None:
         contextlib.suppress(EOFError, OSError),
     ):
         while True:
-            job = connection.recv()
+            job = msgpack.decode(connection.recv_bytes(), type=FileJob)
             (readers if job.file else writers).submit(run, job)
     store.close()
 
@@ -234,7 +235,4 @@ def _write(store: BlockStore, rows: Any, job: FileJob) -> bytes:
 
 
 if __name__ == "__main__":
-    # Under its own name, since jobs are sent by the class's name.
-    from semkv.connectors import disk_process
-
-    disk_process.main()
+    main()

@@ -106,12 +106,11 @@ class _OpenHit(NamedTuple):
 class Checking:
     """The open hits, the sample that is checked, the pairs found wrong, and what outcomes teach the policy.
 
-    The last two are kept in the cache directory. Any thread may call any method.
+    The last two are kept in the cache directory, ``folder``. Any thread may call any method.
 
     Args:
         rate: share of approximate hits in the random sample, 0 to 1.
         remove: deletes an entry, by its id.
-        folder: the cache directory.
         fingerprint: whose scores the policy's state speaks of.
         most: open hits to remember; the oldest go first.
     """
@@ -165,10 +164,6 @@ class Checking:
         with self._lock:
             return _pair_of(request, entry_id) in self._barred
 
-    def _close(self, hit_id: str) -> _OpenHit | None:
-        with self._lock:
-            return self._open.pop(hit_id, None)
-
     def _block(self, hit: _OpenHit) -> int:
         """Never let this donor answer this text again. Returns how many texts the donor is barred from."""
         entry_id = hit.match.entry_id
@@ -186,7 +181,8 @@ class Checking:
 
     def checked(self, hit_id: str, correct: bool) -> bool:
         """Take the outcome of a check; whether the hit was open."""
-        hit = self._close(hit_id)
+        with self._lock:
+            hit = self._open.pop(hit_id, None)
         if hit is None:
             return False
         if hit.sampled:
@@ -202,7 +198,8 @@ class Checking:
 
     def report_wrong(self, hit_id: str) -> bool:
         """Take a user's word that an answer was wrong; whether the hit was open. Raises what ``remove`` raises."""
-        hit = self._close(hit_id)
+        with self._lock:
+            hit = self._open.pop(hit_id, None)
         if hit is None:
             return False
         self._tally.add("reported wrong")
@@ -245,22 +242,17 @@ class Checking:
                 replace_text(self._file, json.dumps(body), private=True)
 
     def _restore(self) -> None:
-        """Take up what was kept for this encoder. Raises `ValueError` for what is damaged."""
+        """Take up what was kept for this encoder. Raises for what is damaged."""
         try:
             body = json.loads(self._file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise ValueError(f"{self._file} is damaged or of another version")
-        if body.get("fingerprint") != self._fingerprint:
-            return
-        hits = body.get("hits")
-        barred = hits.get("barred") if isinstance(hits, dict) else None
-        if not isinstance(barred, dict) or not all(isinstance(entry, str) for entry in barred.values()):
-            raise ValueError("barred pairs are damaged")
-        self._barred.update(barred)
-        if body.get("policy") is not None and self._decider.learns:
-            self._decider.restore(body["policy"])
+        if body["format"] != FORMAT:
+            raise ValueError(f"{self._file} is of another version")
+        if body["fingerprint"] == self._fingerprint:
+            self._barred.update({str(pair): str(entry) for pair, entry in body["hits"]["barred"].items()})
+            if body["policy"] is not None and self._decider.learns:
+                self._decider.restore(body["policy"])
 
 
 def _pair_of(request: Request, entry_id: str) -> str:

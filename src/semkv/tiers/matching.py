@@ -46,16 +46,7 @@ _PAIRS = 1024  # verdicts on images that are remembered: a lookup meets a pair o
 class Matching:
     """The tiers that the settings name, over one catalog. Any thread may call any method.
 
-    Args:
-        config: settings.
-        catalog: where the entries are.
-        hook: fills the embedding layers.
-        encoder: of the semantic text tier; None switches that off.
-        planner: makes a plan of a candidate, or refuses it.
-        guard: may veto a changed sentence of a context.
-        similar: the vector indexes.
-        tally: counts faults.
-        tiers: of the user's own.
+    Without an ``encoder`` there is no semantic text tier. ``tiers`` are the user's own.
 
     Raises:
         ConfigError: a tier is none, or has the name of another.

@@ -67,15 +67,9 @@ class Lookup:
 class Planner:
     """Checks candidates and puts the prompt together: the donor's leading run, then the request's own rest.
 
-    Args:
-        config: settings. Without ``normalised`` a text that nothing found similar must have the donor's characters, and
-            one that only folds to the donor's is judged as an approximate match.
-        media: where donors' images are.
-        decider: has the last word on an approximate match.
-        guard: may veto an approximate match of the whole prompt.
-        compare_images: whether an image in whose place a donor's stands must show the same.
-        checking: knows the pairs that were found wrong.
-        tally: counts what is refused, and why.
+    Without ``config.normalised`` a text that nothing found similar must have the donor's characters, and one that only
+    folds to the donor's is judged as an approximate match. With ``compare_images`` an image in whose place a donor's
+    stands must show the same.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import json
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -192,27 +192,16 @@ class Calibration:
         return high
 
     def save(self, path: Path) -> None:
-        body = {
-            "format": FORMAT,
-            "kind": "semkv calibration",
-            "fingerprint": self.fingerprint,
-            "limit": self.limit,
-            "bias": self.bias,
-            "weights": dict(self.weights),
-        }
+        body = {"format": FORMAT, "kind": "semkv calibration", **asdict(self)}
         path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path, *, key: str = "--calibration") -> Calibration:
         """Read what ``semkv calibrate`` wrote. Raises `ConfigError` for anything else."""
         try:
-            body = json.loads(path.read_text(encoding="utf-8"))
+            return cls._checked(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigError(key, str(path), f"a file that can be read ({error.strerror})") from error
-        except ValueError as error:
-            raise ConfigError(key, str(path), "a JSON file that `semkv calibrate` wrote") from error
-        try:
-            return cls._checked(body)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(key, str(path), f"a JSON file that `semkv calibrate` wrote ({error})") from error
 

@@ -155,30 +155,6 @@ class Found:
     stale: bool
 
 
-class _Breaker:
-    """After a fault the store is left alone for a second; then one caller tries it, and the others once it answers."""
-
-    def __init__(self, pause_s: float) -> None:
-        self._pause_s, self._until = pause_s, 0.0
-        self._lock = threading.Lock()
-
-    def admits(self) -> bool:
-        with self._lock:
-            now = time.monotonic()
-            if self._until and now < self._until:
-                return False
-            if self._until:
-                self._until = now + self._pause_s  # the others wait for this one
-            return True
-
-    def failed(self) -> None:
-        with self._lock:
-            self._until = time.monotonic() + self._pause_s
-
-    def worked(self) -> None:
-        self._until = 0.0
-
-
 class ResponseCache:
     """Answers in memory, bounded in bytes, in front of a store. Any thread may call any method.
 
@@ -216,14 +192,18 @@ class ResponseCache:
         self._store, self._clock = store, clock
         self._tally = Tally()
         self._lifetime, self._rules, self._sampled = lifetime, rules, sampled
-        self._breakers = {writes: _Breaker(pause_s) for writes in (False, True)}  # a full store can still be read
+        self._pause_s, self._pausing = pause_s, threading.Lock()
+        self._quiet_until = {False: 0.0, True: 0.0}  # of reads and of writes: a full store can still be read
         self._hits = 0
         self._poll_s, self._unheard_s = poll_s, unheard_s
         self._cursor, self._heard = "", time.monotonic()  # so far memory holds nothing that could be invalidated
         self._following = threading.Lock()
         self._follower: Every | None = None
-        self._ahead = None if store is None or ahead is None else self._open_ahead(ahead)
+        self._ahead: AheadLog | None = None
         if store is not None:
+            if ahead is not None:
+                with self._tally.boundary("answer log"):
+                    self._ahead = AheadLog(ahead, self._bring)
             self.follow()
             self._follower = Every(poll_s, self.follow, "semkv-invalidations")
 
@@ -236,8 +216,11 @@ class ResponseCache:
         response = self._memory.get(key)
         if response is None:
             return None
-        now = self._clock()
         self._hits += 1
+        return self._found(response)
+
+    def _found(self, response: StoredResponse) -> Found:
+        now = self._clock()
         return Found(response, max(0.0, now - response.created), now >= response.expires)
 
     def _unheard(self) -> bool:
@@ -254,12 +237,11 @@ class ResponseCache:
         if found is not None:
             return found
         response = self._memory.get(key) if self._store is None else self._fetch(key)
-        now = self._clock()
-        if response is None or response.stale_until <= now:
+        if response is None or response.stale_until <= self._clock():
             self._tally.add("miss")
             return None
         self._tally.add("hit:store" if self._store is not None else "hit:memory")
-        return Found(response, max(0.0, now - response.created), now >= response.expires)
+        return self._found(response)
 
     def _fetch(self, key: str) -> StoredResponse | None:
         since, held = self._memory.cursor, None if self._unheard() else self._memory.get(key)
@@ -275,8 +257,8 @@ class ResponseCache:
     # -- keeping ------------------------------------------------------------------------------------------------
 
     def begin(self) -> str:
-        """To be called before the upstream is asked: hand it to `keep`, so that an answer which was invalidated while
-        it was computed, here or by another replica, is not kept. Never blocks."""
+        """To be called before the upstream is asked: hand it to `keep`, which keeps no answer that was invalidated
+        meanwhile, here or by another replica. Never blocks."""
         return f"{self._memory.cursor} {self._cursor}"
 
     def keep(
@@ -331,13 +313,6 @@ class ResponseCache:
             self._tally.fault("store put", error)
             return True
         return put is not None
-
-    def _open_ahead(self, folder: Path) -> AheadLog | None:
-        try:
-            return AheadLog(folder, self._bring)
-        except OSError as error:
-            self._tally.fault("answer log", error)
-            return None
 
     def keeps(self, request: Answerable, tags: Sequence[str] = ()) -> bool:
         """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
@@ -428,8 +403,8 @@ class ResponseCache:
 
     def _ask(self, kind: str, work: Callable[[ResponseStore], _T], otherwise: _T) -> _T:
         """What ``work`` gets from the store; ``otherwise`` where it fails (counted) or is left alone after a fault."""
-        breaker = self._breakers[kind == "put"]
-        if self._store is None or not breaker.admits():
+        writes = kind == "put"
+        if self._store is None or not self._may_ask(writes):
             return otherwise
         try:
             result = work(self._store)
@@ -437,11 +412,19 @@ class ResponseCache:
             self._tally.fault("corrupt", error)
             result = otherwise
         except (StoreError, OSError, ValueError) as error:
-            breaker.failed()
+            self._quiet_until[writes] = time.monotonic() + self._pause_s
             self._tally.fault(f"store {kind}", error)
             return otherwise
-        breaker.worked()
+        self._quiet_until[writes] = 0.0
         return result
+
+    def _may_ask(self, writes: bool) -> bool:
+        """False for a while after a fault; then one caller tries, and the others once the store answers."""
+        with self._pausing:
+            now, until = time.monotonic(), self._quiet_until[writes]
+            if until and now >= until:
+                self._quiet_until[writes] = now + self._pause_s  # the others wait for this one
+            return now >= until
 
     # -- operators ----------------------------------------------------------------------------------------------
 

@@ -68,12 +68,9 @@ class Sharing:
     """Follows a log until it is closed. Any thread may call any method.
 
     Args:
-        log: where entries and removals come and go.
-        catalog: of the directory.
         to_record: makes a record of an entry and its packed vectors, as `Matching.shared_record`.
         add: brings a record into the catalog and the indexes; whether it is new.
         removed: forgets what was removed from the catalog.
-        tally: counts faults, ``shared out``, ``shared in``, ``shared removals``, and what was not shared.
     """
 
     def __init__(

@@ -94,12 +94,9 @@ class SimilarTier:
     what they purge is forgotten within a second.
 
     Args:
-        config: settings.
-        catalog: where the entries and vectors are.
         hook: fingerprint of what fills the layers of L2; vectors of another one are left alone.
         encoder: of L1; None switches that off.
         floor: least cosine of a similar question in L1.
-        tally: counts faults.
         index: makes an index of vectors of a length, instead of `VectorIndex`.
     """
 
