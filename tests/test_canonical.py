@@ -7,7 +7,6 @@ import contextlib
 import copy
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +112,6 @@ def test_every_field_that_changes_the_answer_changes_the_key() -> None:
     assert len(keys) == len(CHANGES) + 1
 
 
-SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=4)
-VALUES = st.recursive(
-    SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3), max_leaves=6
-)
-
-
 def test_what_leaves_the_answer_alone_is_not_in_the_key() -> None:
     key = canonical(chat()).key
     same: dict[str, Any] = {
@@ -151,35 +144,6 @@ def test_tenant_version_secret_and_endpoint_are_in_the_key() -> None:
         canonical(body, tenant="", version="t").key,
     }
     assert len(found) == 6
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "system", "content": "x"},
-        {"role": "user", "content": "x", "name": "bob"},
-        {"role": "user", "content": [{"type": "text", "text": "x"}]},
-        {"role": "assistant", "content": "x"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "1"}}],
-        },
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "2"}}],
-        },
-        {"role": "tool", "content": "x", "tool_call_id": "1"},
-        {"role": "tool", "content": "x", "tool_call_id": "2"},
-    ],
-)
-def test_every_shape_of_a_message_has_its_own_key(message: dict[str, Any]) -> None:
-    others = [
-        {"role": "user", "content": "x"},
-        {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": ""}]},
-    ]
-    assert canonical(chat(message)).key not in {canonical(chat(other)).key for other in others}
 
 
 def test_media_are_keyed_by_their_bytes() -> None:
@@ -374,19 +338,6 @@ def test_a_plan_gives_the_donors_request(tmp_path: Path) -> None:
     own = mine.with_plan(Plan(mine.request.segments))  # type: ignore[union-attr]
     assert own is not None
     assert own.key == mine.key
-
-
-def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    mine = canonical(chat(*TURNS))
-    assert mine.request is not None
-    segments = mine.request.segments
-    assert mine.with_plan(Plan(segments[:-1], 5)) is None
-    assert mine.with_plan(Plan((), 0)) is None
-    assert mine.with_plan(Plan((*segments[:3], TextSegment("x"), *segments[4:]), 4)) is None
-    assert mine.with_plan(Plan((*segments[:5], TextSegment("x", Role.CONTEXT)), 6)) is None
-    lost = replace(segments[3], media_id="0" * 64, source=tmp_path / "none")  # type: ignore[arg-type]
-    assert mine.with_plan(Plan((*segments[:3], lost, *segments[4:]), 4)) is None
-    assert canonical({"prompt": [1], "temperature": 0}, COMPLETIONS).with_plan(Plan(segments, 1)) is None
 
 
 # -- what goes upstream -----------------------------------------------------------------------------------------------

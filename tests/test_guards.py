@@ -239,15 +239,3 @@ def test_the_time_is_linear_in_numbers_that_miss_their_units() -> None:
         return partial(differ, first, second, ENGLISH)
 
     assert_linear(work, 2_000)
-
-
-def test_long_texts_of_other_words_are_not_taken_apart() -> None:
-    first, second = (" the ".join(f"{letter}{i}q" for i in range(3_000)) for letter in "xy")
-    assert veto(f"5 {first}", f"6 {second}") == "substitution"
-    assert veto(f"Is it 5 km? {first}", f"Is it 6 km? {first}") == "number"
-    assert veto(f"How do I fix what is there? {first}", f"How do I repair what is there? {first}") is None
-
-
-def test_words_are_folded_with_phrases_replaced() -> None:
-    assert [t.word for t in read("How come it's OK, Bob?", ENGLISH).tokens][:3] == ["why", "it", "'s"]
-    assert ENGLISH.stem("running") == ENGLISH.stem("runs") == ENGLISH.stem("ran")

@@ -14,14 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
+from command_line import invoke
 from lab_helpers import record
-from semkv.cache import SemanticCache
-from semkv.encoders.hooks import EmbeddingHook, build_hook
-from semkv.encoders.text import SentenceEncoder
-from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError
-from semkv_lab.console import Listener
-from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import summarise
 from semkv_lab.records import Cold, SampleRecord
 from semkv_lab.report import differing, escape, write_report
@@ -34,78 +29,48 @@ from semkv_lab.results import (
     worst,
     wrong_hits,
 )
-from semkv_lab.run import run
-from semkv_lab.samples import label_answers
-from semkv_lab.settings import RunSettings, resolve
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = '</script><script>alert("x")</script><img src=https://example.org/x.png onerror=alert(1)> `a|b` {{ 7 * 7 }}'
-SAMPLES = 60
-
-
-class Sweep:
-    """Writes a log of real runs in the form a sweep does; the data set's labels stand in for the model's answers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.rows = folder, []  # type: Path, list[dict[str, Any]]
-        self._encoder = SentenceEncoder()
-        self._hook: EmbeddingHook | None = None  # one for all: it holds a vision tower
-        (folder / "samples").mkdir(parents=True)
-
-    def settings(self, **flags: Any) -> RunSettings:
-        data, cache = self.folder / "data", self.folder / f"cache{len(self.rows)}"
-        fixed = {"preset": "minigqa", "engine": "scripted", "max_samples": SAMPLES, "data_dir": data, "baseline": True}
-        return resolve(cache_dir=cache, **{**fixed, **flags})
-
-    def add(self, name: str, **flags: Any) -> None:
-        settings = self.settings(**flags)
-        given = {**flags, "embedding_layer": list(flags["embedding_layer"])}
-        samples = load_samples(settings.dataset, settings.data)
-        answers = label_answers(samples)
-        if settings.cache.embedding_layers and self._hook is None:
-            self._hook = build_hook(settings.cache, self._encoder)
-        records, summary = run(
-            settings,
-            samples,
-            lambda _, attach: ScriptedEngine(answer=answers, store=set() if attach else None),
-            lambda s: SemanticCache(s.cache, text_encoder=self._encoder, hook=self._hook),
-            Listener(),
-        )
-        file = self.folder / "samples" / f"{len(self.rows)}.jsonl"
-        file.write_text("".join(json.dumps(r.to_json()) + "\n" for r in records), encoding="utf-8")
-        self.log(name, settings, summary=summary, samples=f"samples/{file.name}", given=given)
-
-    def log(self, name: str, settings: RunSettings, **values: Any) -> None:
-        row: dict[str, Any] = {
-            "name": name, "status": "ok", "error": "", "notes": "", "started": "2026-01-01T00:00:00", "seconds": 1.5,
-            "settings": settings.to_json(), "environment": {"vllm": "0.32.0", "device": "cpu"},
-            "summary": None, "samples": None, **values,
-        }  # fmt: skip
-        self.rows.append(row)
-        lines = [json.dumps(r) + "\n" for r in self.rows]
-        (self.folder / "sweep.jsonl").write_text("".join(lines), encoding="utf-8")
-        (self.folder / "sweep.csv").write_text("name\n", encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
-    made = Sweep(tmp_path_factory.mktemp("sweep"))
-    made.add("exact only", embedding_layer=(), embedding_hook="none", disable_semantic_cache=True)
-    for prompt in (0.8, 0.95):
-        for vision in (0.9, 0.99):
-            layers = (f"prompt:384:{prompt}", f"vision:6912:{vision}")
-            made.add(f"grid {prompt:g} {vision:g}", embedding_layer=layers, disable_guards=True, match="any")
-    made.log(f"fails {HOSTILE}", made.settings(), status="failed", error=f"EngineError: {HOSTILE}\nsecond line")
-    return made
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of five experiments, in which the data set's labels stand in for a model's answers; and a failed one."""
+    folder = tmp_path_factory.mktemp("sweep")
+    defaults = {"engine": "labels", "max-samples": 60, "data-dir": str(folder / "data"), "baseline": True}
+    off = {"embedding-layer": [], "embedding-hook": "none", "disable-semantic-cache": True}
+    experiments: list[dict[str, Any]] = [{"name": "exact-only", **off}]
+    for prompt, vision in ((0.8, 0.9), (0.8, 0.99), (0.95, 0.9), (0.95, 0.99)):
+        layers = [f"prompt:384:{prompt}", f"vision:6912:{vision}"]
+        name = f"layers-{prompt:g}-{vision:g}"
+        experiments.append({"name": name, "embedding-layer": layers, "disable-guards": True, "match": "any"})
+    (folder / "spec.json").write_text(json.dumps({"defaults": defaults, "experiments": experiments}))
+    command = ["sweep", "--specs", str(folder / "spec.json"), "--log-file", str(folder / "sweep.csv")]
+    done = invoke([*command, "--samples-dir", str(folder / "samples")])
+    assert done.exit_code == 0, done.output
+    failed = {
+        **rows(folder)[1],
+        "name": f"fails {HOSTILE}",
+        "status": "failed",
+        "error": f"EngineError: {HOSTILE}\nmore",
+    }
+    with (folder / "sweep.jsonl").open("a") as file:
+        file.write(json.dumps({**rows(folder)[1], **failed, "summary": None, "samples": None, "given": {}}) + "\n")
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def page(sweep: Sweep) -> Path:
-    out = sweep.folder / "out" / "report.html"
-    write_report([sweep.folder / "sweep.csv"], out, markdown=sweep.folder / "docs" / "results.md", title="A <b> title")
+def page(folder: Path) -> Path:
+    out = folder / "out" / "report.html"
+    write_report([folder / "sweep.csv"], out, markdown=folder / "docs" / "results.md", title="A <b> title")
     return out
 
 
@@ -138,8 +103,8 @@ def test_a_bad_log_is_named_with_its_line(tmp_path: Path, rows: tuple[Any, ...],
     assert message in str(caught.value)
 
 
-def test_bad_samples_are_named_and_a_cut_off_line_is_left_out(tmp_path: Path, sweep: Sweep) -> None:
-    line = (sweep.folder / "samples" / "0.jsonl").read_text(encoding="utf-8").splitlines()[0]
+def test_bad_samples_are_named_and_a_cut_off_line_is_left_out(tmp_path: Path, folder: Path) -> None:
+    line = (folder / "samples" / "exact-only.jsonl").read_text(encoding="utf-8").splitlines()[0]
     log = written(tmp_path, {**ROW, "status": "ok", "samples": "s.jsonl"})
     (tmp_path / "s.jsonl").write_text(f"{line}\n{line[:60]}", encoding="utf-8")
     assert len(read_logs([log])[0].records) == 1
@@ -162,8 +127,8 @@ def test_the_last_row_of_a_name_counts_and_names_of_two_logs_are_kept_apart(tmp_
 # --- what is computed
 
 
-def test_groups_and_points(sweep: Sweep) -> None:
-    experiments = read_logs([sweep.folder / "sweep.jsonl"])
+def test_groups_and_points(folder: Path) -> None:
+    experiments = read_logs([folder / "sweep.jsonl"])
     loose, plain = "minigqa, guards off, match any", "minigqa, guards on, match all"
     assert group_names(experiments)[:5] == [plain, *[loose] * 4]
     assert experiments[1].thresholds == "prompt 0.8, vision 0.9, semantic 0.92"
@@ -269,17 +234,17 @@ def test_the_page_stands_alone_and_trusts_nothing(page: Path) -> None:
     assert "<title>A &lt;b&gt; title</title>" in text
     assert not re.findall(r"""(?:src|href|srcset)=["'](?!data:)""", text)
     assert "default-src 'none'" in text
-    assert "semkv run --no-embedding-layer --embedding-hook=none --disable-semantic-cache" in text
-    assert "semkv run --embedding-layer=prompt:384:0.8 --embedding-layer=vision:6912:0.9 --disable-guards" in text
+    assert "--no-embedding-layer --embedding-hook=none --disable-semantic-cache" in text
+    assert "semkv run --engine=labels --max-samples=60" in text
     pictures = sorted(p.name for p in page.with_name("report_files").iterdir())
     assert pictures == ["latency.png", "tiers.png", "tradeoff.png"]
 
 
-def test_equal_logs_give_equal_files(page: Path, sweep: Sweep, tmp_path: Path) -> None:
+def test_equal_logs_give_equal_files(page: Path, folder: Path, tmp_path: Path) -> None:
     files = write_report(
-        [sweep.folder / "sweep.jsonl"], tmp_path / "out" / "report.html", markdown=tmp_path / "docs" / "results.md"
+        [folder / "sweep.jsonl"], tmp_path / "out" / "report.html", markdown=tmp_path / "docs" / "results.md"
     )
-    again, before = (tmp_path / "docs" / "results.md", sweep.folder / "docs" / "results.md")
+    again, before = (tmp_path / "docs" / "results.md", folder / "docs" / "results.md")
     text = again.read_text(encoding="utf-8")
     assert text.replace("sweep.jsonl", "sweep.csv") == before.read_text(encoding="utf-8").replace(
         escape("A <b> title"), "What each tier is worth"
@@ -293,8 +258,8 @@ def test_equal_logs_give_equal_files(page: Path, sweep: Sweep, tmp_path: Path) -
     assert "## Not finished" in text
     assert escape("a | b\n*c* `d` <e> $x$ [1.0, 2.0]") == r"a \| b \*c\* \`d\` \<e\> \$x\$ [1.0, 2.0]"
     assert escape("![f](g) [f][g] [f]: g") == r"![f\](g) [f\][g] [f\]: g"
-    rows = [{**row, "samples": "gone.jsonl" if row["samples"] else None} for row in sweep.rows]
-    files = write_report([written(tmp_path, *rows)], tmp_path / "bare.html")
+    bare_rows = [{**row, "samples": "gone.jsonl" if row["samples"] else None} for row in rows(folder)]
+    files = write_report([written(tmp_path, *bare_rows)], tmp_path / "bare.html")
     bare = (tmp_path / "bare.html").read_text(encoding="utf-8")
     assert sorted(f.name for f in files[1:]) == ["tiers.png", "tradeoff.png"]
     assert "its samples are gone: gone.jsonl" in bare
@@ -381,5 +346,5 @@ def test_the_table_sorts(visit: Callable[[int, Any], Page]) -> None:
         assert numbers == sorted(numbers, reverse=order == "descending")
         assert heads.nth(rate).get_attribute("aria-sort") == order
     heads.nth(0).get_by_role("button").press("Enter")
-    assert column(0)[0] == "exact only"
+    assert column(0)[0] == "exact-only"
     assert heads.nth(rate).get_attribute("aria-sort") == "none"

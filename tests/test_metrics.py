@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab_helpers import record
-from semkv.errors import ConfigError
 from semkv.tiers.checking import wilson
 from semkv.types import Status
 from semkv_lab import metrics
@@ -252,11 +251,11 @@ def test_a_record_comes_back_from_its_line() -> None:
     assert SampleRecord.from_json(line) == first
     assert SampleRecord.from_json({**line, "from a later version": 1}) == first
     for field, value in (
-        ("answer", 5), ("donor_question", None), ("score", "0.9"), ("score", float("nan")), ("latency_s", True),
-        ("token_ids", ["1"]), ("statuses", None), ("cold", 3),
+        ("answer", 5), ("donor_question", None), ("score", "high"), ("token_ids", ["one"]), ("statuses", None),
+        ("statuses", {"exact_text": "maybe"}), ("cold", 3),
     ):  # fmt: skip
-        with pytest.raises((ConfigError, ValueError), match="Cold" if field == "cold" else field):
+        with pytest.raises(ValueError, match=field):
             SampleRecord.from_json({**line, field: value})
     del line["latency_s"]
-    with pytest.raises(TypeError, match="latency_s"):
+    with pytest.raises(ValueError, match="latency_s"):
         SampleRecord.from_json(line)

@@ -89,18 +89,6 @@ class TestJoining:
         text = httpx.get(f"{pair.url}/metrics").text
         assert 'semkv_single_flight_joins_total{kind="similar"}' in text
 
-    def test_about_the_same_image_but_not_about_another(self, pair: Pair) -> None:
-        tenant = a_tenant()
-        with beside(pair, [picture((1,) * 3), words(ONE)], headers=tenant):
-            assert len(pair.upstream.calls) == 1
-            answer = later(pair, [picture((1,) * 3), words(OTHER)], waits=True, headers=tenant)
-        assert answer.headers["x-semkv"].startswith("hit tier=text:semantic")
-        pair.upstream.calls.clear()
-        tenant = a_tenant()
-        with beside(pair, [picture((1,) * 3), words(ONE)], headers=tenant):
-            later(pair, [picture((2,) * 3), words(OTHER)], waits=False, headers=tenant)
-        assert len(pair.upstream.calls) == 2
-
     def test_the_later_text_gets_no_entry_of_its_own(self, pair: Pair) -> None:
         tenant = a_tenant()
         with beside(pair, headers=tenant):
@@ -155,20 +143,6 @@ class TestKeptApart:
         assert pair.asked == [ONE, text]
         assert said(answer) == f"You said: {text}"
 
-    def test_what_was_found_wrong_before(self, pair: Pair) -> None:
-        tenant, semantic = a_tenant(), pair.semantic
-        with beside(pair, headers=tenant, max_tokens=9):
-            (pending,) = pair.app.gateway.pending
-            later(pair, OTHER, waits=True, headers=tenant, max_tokens=9)
-        wait_until(lambda: not len(pair.app.gateway.pending))
-        (shown,) = [h for h in pair.admin("hits").json()["hits"] if h["asked"][0]["text"] == OTHER][:1]
-        assert pair.admin("wrong", {"id": shown["id"]}).json() == {"removed": 1}
-        semantic.invalidate(namespace=pending.looking.result().entry.donor.namespace)
-        pair.upstream.calls.clear()
-        with beside(pair, headers=tenant, max_tokens=9):
-            later(pair, OTHER, waits=False, headers=tenant, max_tokens=9)
-        assert pair.asked == [ONE, OTHER]
-
     def test_after_an_invalidation_nobody_joins_what_began_before(self, pair: Pair) -> None:
         tenant = a_tenant()
         with beside(pair, headers=tenant):
@@ -198,15 +172,6 @@ class TestWhenTheFirstFails:
         assert said(answer) == f"You said: {OTHER}"
         assert pair.asked == [ONE, OTHER]
         assert pair.post(OTHER, headers=tenant).headers["x-semkv"].startswith("hit tier=exact")
-
-    @pytest.mark.parametrize("how", [{"cut": ""}, {"error": ""}, {"length": ""}])
-    def test_a_whole_answer_from_a_stream_that_is_no_good(self, pair: Pair, how: dict[str, str]) -> None:
-        tenant = a_tenant()
-        pair.upstream.script = {ONE: how}
-        with beside(pair, stream=True, headers=tenant):
-            answer = later(pair, OTHER, waits=True, headers=tenant)
-        assert said(answer) == f"You said: {OTHER}"
-        assert pair.asked == [ONE, OTHER]
 
 
 def test_no_store_keeps_no_picture(pair: Pair) -> None:

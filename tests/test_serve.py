@@ -24,8 +24,7 @@ from gateway_helpers import ADMIN, Served, Started, chat, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
 from semkv.server.metrics import FOLDER
-from semkv.server.serve import described, listening
-from semkv.server.settings import ServerSettings
+from semkv.server.serve import listening
 
 ADMITTED = {"Authorization": f"Bearer {ADMIN}"}
 KEY = {"SEMKV_ADMIN_KEY": "an admin key of sufficient length"}
@@ -78,26 +77,6 @@ def test_the_start_says_step_by_step_what_it_does(tmp_path: Path) -> None:
         wait_until(lambda: any(line.startswith("the upstream does not answer yet") for line in said(gateway)))
         assert said(gateway)[0].endswith(": responses are kept in redis://127.0.0.1:1/0")
         assert "pass" not in gateway.log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("given", "environment", "said"),
-    [
-        ({}, {}, "near-repeats on (fixed 0.92), dashboard off: set SEMKV_ADMIN_KEY"),
-        ({"policy": "bounded", "max_error_rate": 0.005}, KEY, "near-repeats on (bounded 0.005), dashboard at /semkv"),
-        (
-            {"policy": "calibrated", "calibration": "c.json", "mode": "dry-run"},
-            KEY,
-            "near-repeats counted (calibrated), dashboard at /semkv",
-        ),
-        ({"semantic": False}, KEY, "near-repeats off, dashboard at /semkv"),
-        ({"mode": "off"}, KEY, "near-repeats off, dashboard at /semkv"),
-    ],
-)
-def test_one_line_says_what_was_started(given: dict[str, object], environment: dict[str, str], said: str) -> None:
-    settings = ServerSettings(upstream="http://me:w@rd@10.0.0.1:8000", cache_dir=Path("/tmp/c"), **given)  # type: ignore[arg-type]
-    line = described(settings, environment, "127.0.0.1:8080")
-    assert line.endswith(f"on http://127.0.0.1:8080: upstream http://10.0.0.1:8000, cache in /tmp/c, {said}")
 
 
 def answers(url: str) -> bool:
@@ -227,44 +206,6 @@ class TestWorkers:
         running.kill()
         wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in both))
         assert not Path(figures).exists()
-
-
-STARTS = """
-import os, signal, sys
-from functools import partial
-from pathlib import Path
-from semkv.errors import SemkvError
-from semkv.server.serve import run_workers
-
-def work(folder):
-    if (folder / "broken").exists():
-        raise SemkvError("cannot start")
-    (folder / f"{os.getpid()}.pid").touch()
-    signal.pause()
-
-if __name__ == "__main__":
-    run_workers(2, partial(work, Path(sys.argv[1])))
-"""
-
-
-HANGS = """
-import os, signal, socket, sys
-from functools import partial
-from pathlib import Path
-from semkv.server import serve
-
-def work(folder):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    (folder / f"{os.getpid()}.pid").touch()
-    while True:
-        signal.pause()
-
-if __name__ == "__main__":
-    serve._DRAIN_S, folder = 1, Path(sys.argv[1])
-    listener = socket.create_server(("127.0.0.1", 0))
-    (folder / "port").write_text(str(listener.getsockname()[1]))
-    serve.run_workers(2, partial(work, folder), [listener])
-"""
 
 
 def test_workers_without_a_store_are_refused(tmp_path: Path) -> None:

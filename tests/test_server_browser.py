@@ -44,20 +44,6 @@ def test_guesses_of_the_admin_key_are_limited(tmp_path: Path) -> None:
         assert httpx.get(f"{pair.url}/metrics").status_code == 200
 
 
-def test_control_characters_are_shown_as_such(tmp_path: Path) -> None:
-    joined = "می\u200c 👩\u200d💻\n\tgo"
-    text = f"pay \u202eecila\u202c \x1b[31mred\x07 a\u200bb \U000e0041, but {joined}"
-    shown = rf"pay \u202eecila\u202c \x1b[31mred\x07 a\u200bb \U000e0041, but {joined}"
-    with Pair(tmp_path) as pair:
-        for _ in range(2):
-            body = json.dumps(chat(text, model="m\x1b[2J"))
-            answer = httpx.post(f"{pair.url}/v1/chat/completions", content=body, headers=JSON, timeout=120)
-            assert answer.status_code == 200
-        (hit,) = pair.admin("hits").json()["hits"]
-        assert (hit["asked"][0]["text"], hit["model"]) == (shown, "m\\x1b[2J")
-        assert "\\x1b[31m" in hit["answer"]
-
-
 class TestAdminRoutes:
     def test_they_need_the_key(self, pair: Pair, tmp_path: Path) -> None:
         assert pair.admin("stats").status_code == 200

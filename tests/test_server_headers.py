@@ -84,11 +84,6 @@ NOT_KEPT = [
     (b"cache-control", b"private", "private"),
     (b"cache-control", b'private="x-a"', "private"),
 ]
-KEPT = [
-    (b"vary", b"Origin, Accept-Encoding"),
-    (b"vary", b"Authorization, accept-language, X-REGION"),
-    (b"cache-control", b"no-cache, must-revalidate"),
-]
 
 
 class TestWhatTheUpstreamSays:
@@ -221,14 +216,6 @@ class TestSpans:
         assert f"{spans[0].parent.span_id:016x}" == parent
         assert pair.upstream.headers[0]["tracestate"] == "a=1"
         assert other[1] == f"{spans[1].context.trace_id:032x}" != trace
-
-    def test_a_fault_in_it_costs_nothing(
-        self, tmp_path: Path, exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("semkv.server.logs.Seen.attributes", lambda *_: 1 / 0)
-        with Pair(tmp_path, otel=True) as pair:
-            assert pair.post("in spite of it").status_code == 200
-            wait_until(lambda: pair.metric("semkv_faults_total") == 1)
 
     def test_without_the_package_it_says_what_to_install(self) -> None:
         program = (

@@ -12,10 +12,7 @@ import httpx
 import pytest
 
 from gateway_helpers import NEAR, ONE, OTHER, PATIENT, Pair, chat, picture, wait_until
-from semkv.errors import ConfigError
-from semkv.server.app import app_of
-from semkv.server.settings import ServerSettings
-from semkv.server.tenancy import NoPlace, parse_tag_rule, salted, tags_by
+from semkv.server.tenancy import NoPlace, salted
 
 
 @pytest.fixture(scope="module")
@@ -180,23 +177,6 @@ class TestTags:
         assert pair.post("not mine to label").headers["x-semkv"].startswith("hit")
         assert self.count(pair, "theirs") == 0
         assert "x-semkv-tags" not in pair.upstream.headers[-1]
-
-    def test_rules(self, tmp_path: Path) -> None:
-        rules = [parse_tag_rule(text) for text in (*self.RULES, "prompt:a=b=c")]
-        assert tags_by(rules, "Weather or rain", "scr") == ("weather", "weather", "scripted")
-        assert tags_by(rules, "a=b", "") == ("c",)
-        for wrong in (
-            "weather",
-            "tag:x=y",
-            "prompt:=x",
-            "prompt:x=",
-            "prompt:x=a b",
-            f"prompt:x={'y' * 65}",
-        ):
-            with pytest.raises(ConfigError, match="--tag-rule"):
-                parse_tag_rule(wrong)
-        with pytest.raises(ConfigError, match="--tag-rule"):
-            app_of(ServerSettings(cache_dir=tmp_path, semantic=False, tag_rules=("nonsense",)), {})
 
 
 class TestNamedTenants:

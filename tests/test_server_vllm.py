@@ -87,24 +87,6 @@ def test_a_picture_question_repeated_reworded_and_streamed(gateway: Served, serv
     assert said.startswith("hit")
 
 
-LOOK = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look at one thing of the picture.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "color": {"type": "string", "enum": ["red", "blue", "green"]},
-                "large": {"type": "boolean"},
-            },
-            "required": ["color", "large"],
-            "additionalProperties": False,
-        },
-    },
-}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses_and_messages_are_kept_where_the_server_holds_no_state(gateway: Served, stream: bool) -> None:
     """The model says few words of its own accord, so most answers to a few questions are whole."""

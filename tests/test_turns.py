@@ -33,7 +33,6 @@ from gateway_helpers import (
 Messages = list[dict[str, Any]]
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "bench/data/last_turns.jsonl").open()]
 SAME = [(row["a"], row["b"]) for row in ROWS if row["same"]][-32:]  # the last are the longest
-TRAPS = [(row["a"], row["b"]) for row in ROWS if not row["same"]]
 DOCUMENT = "The lease of the flat in Elm Street begins in May. " + "The tenant pays the rent on the first day. " * 40
 
 

@@ -7,32 +7,14 @@ microseconds, and can only veto a match, never make one. A language is one file 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+from semkv.guards import meaning, order, values
 from semkv.guards.language import Language, languages, short_token
-from semkv.guards.meaning import (
-    choice,
-    form,
-    groups,
-    knows,
-    modality,
-    negation,
-    opposites,
-    particle,
-    person,
-    question,
-    relation,
-    substitution,
-    tense,
-    unknown_language,
-)
-from semkv.guards.order import bonds, role, word_order
-from semkv.guards.pairs import MOST, Pair
+from semkv.guards.pairs import Pair
 from semkv.guards.text import STOPS, Text, read, short_chunk
-from semkv.guards.values import case, code, date, quantity, quote
 from semkv.keys import LITERAL, normalise
 
 __all__ = ["MOST_UNMATCHED", "REASONS", "Guard", "Language", "Wording", "forget", "no_veto", "veto", "wording"]
@@ -51,15 +33,31 @@ MOST_UNMATCHED = 8.0
 """Unmatched words from which more make no difference to a calibration."""
 
 _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
-    code, quote, case, form, quantity, date, negation, choice, bonds, groups, opposites, question, modality,
-    tense, person, role, word_order, particle, relation, substitution, unknown_language,
-)  # fmt: skip
+    values.code,
+    values.quote,
+    values.case,
+    meaning.form,
+    values.quantity,
+    values.date,
+    meaning.negation,
+    meaning.choice,
+    order.bonds,
+    meaning.groups,
+    meaning.opposites,
+    meaning.question,
+    meaning.modality,
+    meaning.tense,
+    meaning.person,
+    order.role,
+    order.word_order,
+    meaning.particle,
+    meaning.relation,
+    meaning.substitution,
+    meaning.unknown_language,
+)
 _REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
 _PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well
 _SHORT = 1000  # characters of a text that is remembered
-_LONG = 10_000  # characters of two texts, from which it pays to count their words first
-_UNLIKE = 10 * MOST  # words that each of two long texts has alone, none of which need be a form of another
-_WORD = re.compile(r"\w+")
 
 
 class Wording(NamedTuple):
@@ -92,11 +90,9 @@ def veto(a: str, b: str, language: Language | None = None) -> str | None:
         return None
     if alike and a.split() == b.split() and LITERAL.search(a):  # `len('a  b')`, the indents of a program
         return "code"
-    if min(len(a), len(b)) > _LONG and _unlike(a, b):
-        return "substitution"
     found = _pair(a, b, language)
     typed = alike and (found.a.cased is None or found.b.cased is None)
-    for check in (code,) if typed else _CHECKS:
+    for check in (values.code,) if typed else _CHECKS:
         reason = check(found)
         if reason is not None:
             return reason
@@ -138,18 +134,12 @@ def _alike(a: str, b: str) -> bool:
     return a.split() == b.split() or normalise(a).casefold() == normalise(b).casefold()
 
 
-def _unlike(a: str, b: str) -> bool:
-    """Whether the words of two texts tell without a closer look that one is another text."""
-    first, second = (set(_WORD.findall(text.casefold())) for text in (a, b))
-    return min(len(first - second), len(second - first)) > _UNLIKE
-
-
 def _paired(a: str, b: str, language: Language | None) -> Pair:
     known = (language,) if language else languages()
     first = Pair(_text(a, known[0]), _text(b, known[0]), known[0])
-    if len(known) == 1 or knows(first):
+    if len(known) == 1 or meaning.knows(first):
         return first
-    return next(filter(knows, (Pair(_text(a, one), _text(b, one), one) for one in known[1:])), first)
+    return next(filter(meaning.knows, (Pair(_text(a, one), _text(b, one), one) for one in known[1:])), first)
 
 
 def _pair(a: str, b: str, language: Language | None) -> Pair:

@@ -82,8 +82,9 @@ def opposites(p: Pair) -> str | None:
     mine, other = ({t.stem for t in only} for only in p.only)
     reasons = {
         opposed[word][opposite]
-        for word in mine & opposed.keys() - measured
-        for opposite in opposed[word].keys() & other - measured
+        for word in mine
+        if word in opposed and word not in measured
+        for opposite in (opposed[word].keys() & other) - measured
         if mine.isdisjoint(opposed[word]) and other.isdisjoint(opposed[opposite])
     }
     if reasons:
@@ -92,10 +93,11 @@ def opposites(p: Pair) -> str | None:
         return "comparison"
     if min(len(only_a), len(only_b)) > MOST:
         return None
-    pairs = [(x.word, y.word) for x in only_a for y in only_b]
-    if any(_in_degree(x, y, p) or _in_degree(y, x, p) for x, y in pairs):
+    first, second = ({t.word for t in only} for only in p.only)
+    if not _superlatives(first, p).isdisjoint(second) or not _superlatives(second, p).isdisjoint(first):
         return "comparison"
-    return "antonym" if any(x[-3:] == y[-3:] and _contrary(x, y, p) for x, y in pairs) else None
+    alike = ((x, y) for x in first for y in second if x[-3:] == y[-3:])
+    return "antonym" if any(_contrary(x, y, p) for x, y in alike) else None
 
 
 def _lessened(text: Text, mine: Tokens, other: Tokens) -> bool:
@@ -113,9 +115,9 @@ def _lessened(text: Text, mine: Tokens, other: Tokens) -> bool:
     return any(base in text.stems or language.stem(base) in text.stems for base in bases)
 
 
-def _in_degree(x: str, y: str, p: Pair) -> bool:
-    """Whether one word is the superlative of the other: "hotter", "hottest"."""
-    return any(x.endswith(low) and x.removesuffix(low) + high == y for low, high in p.language.degrees)
+def _superlatives(words: Iterable[str], p: Pair) -> set[str]:
+    """Superlatives of the words that are comparatives: "hottest" of "hotter"."""
+    return {word.removesuffix(low) + high for low, high in p.language.degrees for word in words if word.endswith(low)}
 
 
 def _contrary(x: str, y: str, p: Pair) -> bool:
@@ -271,6 +273,8 @@ def _mood(text: Text) -> str:
 def _bound(text: Text) -> str:
     """Whether a text forbids ("must not") or excuses ("need not", "not have to")."""
     language = text.language
+    if language.bound.isdisjoint(text.words):
+        return ""
     for before, token, after in triples((END, *text.tokens, END)):
         if token.word in language.bound and before.word in language.negations:
             return "excuses"

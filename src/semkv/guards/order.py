@@ -48,6 +48,8 @@ def _followed(text: Text) -> Bonds:
     """A side, a "than", or the "that" of a noun with the next word of content: "birds that eat owls"."""
     found: dict[str, set[str]] = {}
     language = text.language
+    if language.around.isdisjoint(text.words) and language.relatives.isdisjoint(text.words):
+        return found
     for i, token in enumerate(text.tokens):
         noun = i > 0 and text.tokens[i - 1].word not in language.function
         if token.word in language.around or (token.word in language.relatives and noun):
@@ -245,7 +247,7 @@ def _open(text: Text) -> bool:
 def _passive(text: Text) -> bool:
     """Whether an agent is named after an auxiliary: "was built by"."""
     language = text.language
-    if language.by not in text.words or language.passive.isdisjoint(text.words):
+    if language.by not in text.words:
         return False
     after = itertools.dropwhile(lambda t: t.word not in language.passive, text.tokens)
     return any(t.word == language.by for t in after)
@@ -256,7 +258,7 @@ def _participles(text: Text) -> set[str]:
     language = text.language
     found: set[str] = set()
     left = 0
-    for token, after in itertools.pairwise((*text.tokens, END)):
+    for token, after in itertools.pairwise((*text.tokens, END)) if not language.passive.isdisjoint(text.words) else ():
         if token.word in language.passive:
             left = _REACH
         elif token.stem in language.ties or token.word in STOPS:

@@ -95,47 +95,35 @@ def read(text: str, language: Language) -> Text:
     pieces = plain.split()
     titled = typed or _titled(pieces)
     tokens: list[Token] = []
-    telling: list[Chunk] = []
-    capitals: set[int] = set()
+    chunks: list[Chunk] = []
+    capitals: list[int] = []
     start = True
     for piece in pieces:
         chunk = (short_chunk if len(piece) <= KEPT else Chunk)(piece, start, titled, typed, language)
         start = chunk.ends
-        if chunk.telling:
-            telling.append(chunk)
-            if chunk.capitals:
-                capitals.update([len(tokens) + i for i in chunk.capitals])
+        chunks.append(chunk)
+        capitals += [len(tokens) + i for i in chunk.capitals]
         tokens += chunk.tokens
     if capitals:
         _tell_letters(tokens, capitals, language)
     final = _phrased(tokens, language)
     words = frozenset([t.word for t in final])
-    articles = language.articles
-    every = [t.stem for t in final]
-    stems: Mapping[str, int] = dict.fromkeys(every, 1)
-    if len(stems) < len(every):
-        stems = Counter(every)
-    marked = [chunk for chunk in telling if chunk.odd]
-    odd = " ".join([chunk.odd for chunk in marked])
+    odd = " ".join([chunk.odd for chunk in chunks if chunk.odd])
     return Text(
         language,
         tokens=final,
-        spine=final if words.isdisjoint(articles) else tuple([t for t in final if t.word not in articles]),
+        spine=tuple([t for t in final if t.word not in language.articles]),
         words=words,
-        stems=stems,
+        stems=Counter([t.stem for t in final]),
         quantities=measure(final, language) if odd or not language.measures.isdisjoint(words) else NOTHING,
-        code=_union([chunk.code for chunk in marked]),
-        spelled=_union([chunk.spelled for chunk in marked]),
+        code=_NONE.union(*[chunk.code for chunk in chunks]),
+        spelled=_NONE.union(*[chunk.spelled for chunk in chunks]),
         operators=operators(plain, typed=typed) if _OPERATOR.search(odd) else (),
         quotes=_quoted(plain) if _MARK.search(odd) else _NONE,
-        dates=_union([chunk.dates for chunk in marked]),
-        cased=None if titled else _union([chunk.cased for chunk in telling]),
-        starts=_union([chunk.starts for chunk in telling]),
+        dates=_NONE.union(*[chunk.dates for chunk in chunks]),
+        cased=None if titled else _NONE.union(*[chunk.cased for chunk in chunks]),
+        starts=_NONE.union(*[chunk.starts for chunk in chunks]),
     )
-
-
-def _union(sets: list[frozenset[str]]) -> frozenset[str]:
-    return _NONE.union(*sets) if sets else _NONE
 
 
 class Chunk:
@@ -167,8 +155,6 @@ class Chunk:
         else:
             self.odd = chunk
             self._mixed(chunk)
-        self.telling = bool(self.odd or self.cased or self.starts)
-        """Whether there is more to it than its tokens."""
 
     def _add(self, word: str, name: bool = False) -> None:
         found = token_of(word, name, self._language)

@@ -12,6 +12,7 @@ from collections import Counter as Counts
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -53,16 +54,19 @@ class Live:
 
     def __init__(self) -> None:
         self._bins: dict[str, deque[tuple[int, Counts[str]]]] = {name: deque(maxlen=_BINS) for name in _WINDOWS}
+        self._second = 0  # of which the latest bins are
         self._latencies: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATENCIES))
         self._by: dict[str, dict[str, Counts[str]]] = {"model": {}, "tenant": {}}
 
     def add(self, tier: str, seconds: float) -> None:
         """Count a request."""
-        now = int(time.time())
-        for name, step in _WINDOWS.items():
-            bins = self._bins[name]
-            if not bins or bins[-1][0] != now // step * step:
-                bins.append((now // step * step, Counts()))
+        if self._second != (now := int(time.time())):
+            self._second = now
+            for name, step in _WINDOWS.items():
+                bins = self._bins[name]
+                if not bins or bins[-1][0] != now // step * step:
+                    bins.append((now // step * step, Counts()))
+        for bins in self._bins.values():
             bins[-1][1][tier] += 1
         self._latencies[tier].append(seconds)
 
@@ -148,6 +152,7 @@ class Metrics:
             "overlap_cut", "Requests that were sent during the lookup, and given up for what it found."
         )
         self.tokens = self._counter("tokens_saved", "Completion tokens not computed.")
+        self._children = lru_cache(256)(self._labelled)
         self.saved = self._counter("seconds_saved", "Upstream seconds not spent, as measured on misses.")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -155,6 +160,9 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(f"semkv_{name}", text, labels, buckets=_BUCKETS, registry=self.registry)
+
+    def _labelled(self, tier: str, status: int) -> tuple[Counter, Histogram]:
+        return self._requests.labels(tier, str(status)), self._seconds.labels(tier)
 
     def read_sizes(self, read: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         """Where gauges and the caches' own counters come from: ``{"gauges": ..., "events": ...}``. A worker of several
@@ -179,8 +187,9 @@ class Metrics:
 
     def request(self, tier: str, status: int, seconds: float) -> None:
         """Count one request that was answered."""
-        self._requests.labels(tier, str(status)).inc()
-        self._seconds.labels(tier).observe(seconds)
+        requests, durations = self._children(tier, status)
+        requests.inc()
+        durations.observe(seconds)
         self.live.add(tier, seconds)
 
     def fault(self, part: str) -> None:
@@ -270,8 +279,10 @@ class RecentHits:
     def add(self, lookup: Lookup, found: Found, asked: Request | None, tenant: str, seconds: float) -> None:
         """Note a hit and what it saved: tokens, and the seconds of an average miss."""
         response, report = found.response, lookup.report
-        payload = response.payload if len(response.payload) <= _PAYLOAD else b""
-        shown = replace(response, payload=payload, prompt=response.prompt[:_TEXT])
+        shown = response
+        if len(response.payload) > _PAYLOAD or len(response.prompt) > _TEXT:
+            payload = response.payload if len(response.payload) <= _PAYLOAD else b""
+            shown = replace(response, payload=payload, prompt=response.prompt[:_TEXT])
         hit = Hit(secrets.token_hex(8), time.time(), lookup.tier, lookup.score, seconds, found.age_s, tenant, shown)
         exact = report is None or lookup.tier == "exact"
         if report is not None and not exact:

@@ -145,12 +145,7 @@ class ServerSettings(LookupConfig):
 
 
 def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes:
-    """The deployment's secret: ``SEMKV_SECRET``, else the one in the cache directory, made when it is missing.
-
-    Raises:
-        ConfigError: it is too short, or a shared store is used without it.
-        StoreError: the directory cannot be made, or the file not read or written.
-    """
+    """The deployment's secret: ``SEMKV_SECRET``, else the one in the cache directory, made when it is missing."""
     given = environment.get("SEMKV_SECRET", "")
     if given:
         if len(given) < _KEY_LENGTH:
@@ -187,11 +182,7 @@ def _make_secret(file: Path) -> None:
 
 
 def admin_key(environment: Mapping[str, str]) -> str:
-    """``SEMKV_ADMIN_KEY``; empty where the admin routes are closed.
-
-    Raises:
-        ConfigError: it is too short.
-    """
+    """``SEMKV_ADMIN_KEY``; empty where the admin routes are closed."""
     key = environment.get("SEMKV_ADMIN_KEY", "")
     if key and len(key) < _KEY_LENGTH:
         raise ConfigError("SEMKV_ADMIN_KEY", "(hidden)", f"at least {_KEY_LENGTH} characters")

@@ -1,12 +1,9 @@
 """Tenants: who asks, what they may ask of the cache, which headers are part of a request's key, labels (tags) of
 answers, and the ``cache_salt`` that keeps tenants apart in vLLM's own prefix cache.
 
-Labels are for removing answers. They come from rules, and from a header of a trusted proxy. The header's labels are
-part of a request's key, so no answer is served to a request that names others: a label removes everything that was ever
-served under it. A rule looks only at prompt and model, which are in the key.
-
-Every request to a route that takes a salt gets its tenant's, also the requests that have no key and are passed on: no
-client can leave its tenant by asking in a way that the gateway does not cache.
+Labels come from rules, which look only at prompt and model, and from a header of a trusted proxy. The header's labels
+are part of a request's key: a label removes everything that was ever served under it. Every request to a route that
+takes a salt gets its tenant's, also one that has no key and is passed on.
 """
 
 from __future__ import annotations

@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
-from semkv.config import typed
-from semkv.errors import ConfigError, DatasetError
+from pydantic import TypeAdapter, ValidationError
+
+from semkv.errors import DatasetError
 from semkv.types import Status
 from semkv_lab.samples import read_jsonl
 
 _PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}](?!\d)")
-
-_T = TypeVar("_T")
 
 
 def at(value: Any, *path: str) -> Any:
@@ -139,22 +138,18 @@ class SampleRecord:
         """The record of a line that `to_json` wrote; fields that this version does not know are left out.
 
         Raises:
-            ConfigError, TypeError, ValueError: a field is missing or not of its type; the message names it.
+            ValueError: a field is missing or not of its type; the message names it.
         """
-        cold, statuses = row.get("cold"), typed("statuses", row.get("statuses"), dict[str, Status])
-        statuses = {tier: Status(status) for tier, status in statuses.items()}
-        return _made(cls, {**row, "statuses": statuses, "cold": None if cold is None else _made(Cold, cold)})
+        try:
+            return _reader().validate_python(row)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 @cache
-def _types(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _made(kind: type[_T], row: Any) -> _T:
-    hints = _types(kind)  # type: ignore[arg-type]
-    row = typed(kind.__name__, row, dict[str, Any])
-    return kind(**{name: typed(name, row[name], hint) for name, hint in hints.items() if name in row})
+def _reader() -> TypeAdapter[SampleRecord]:
+    return TypeAdapter(SampleRecord)
 
 
 def read_samples(path: Path) -> tuple[SampleRecord, ...]:
@@ -163,6 +158,6 @@ def read_samples(path: Path) -> tuple[SampleRecord, ...]:
     for line, row in read_jsonl(path, cut_off=True):
         try:
             records.append(SampleRecord.from_json(row))
-        except (ConfigError, ValueError, TypeError) as e:
+        except ValueError as e:
             raise DatasetError(f"{path}, line {line}: not a record of a sample ({e})") from e
     return tuple(records)

@@ -222,10 +222,6 @@ def _arguments() -> list[Argument]:
 class QualityFlags(PolicyConfig):
     """Flags of ``eval-pairs`` and ``eval-stream``."""
 
-    def config(self) -> CacheConfig:
-        """The same as settings of a cache."""
-        return CacheConfig(**{item.name: getattr(self, item.name) for item in fields(PolicyConfig)})
-
     def header(self) -> dict[str, Any]:
         """What a result says of the flags."""
         shown: dict[str, Any] = {"policy": self.policy, "encoder": self.index_encoder, "guards": self.guards}

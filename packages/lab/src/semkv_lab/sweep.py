@@ -379,7 +379,7 @@ def _run_in_turn(jobs: Iterable[Job], tick: Tick) -> Jobs:
     """One job after the other, each in a process of its own, forked from one that has imported the heavy libraries."""
     context = multiprocessing.get_context("forkserver")
     for job in jobs:
-        if job.experiment.settings.engine != "scripted":
+        if job.experiment.settings.engine not in ("scripted", "labels"):
             from semkv.engines.vllm import set_environment
 
             set_environment()  # what the libraries read when they are loaded
