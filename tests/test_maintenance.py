@@ -221,6 +221,26 @@ def test_a_database_that_cannot_be_read_is_named_and_not_touched(
         assert all(word in said.out for word in ("kv", "fusion", "media"))
 
 
+@pytest.mark.parametrize("harm", [break_whole, break_page, make_foreign, Path.unlink])
+def test_only_what_may_delete_begins_a_store_with_a_damaged_index_anew(
+    used: Path, harm: Callable[[Path], object]
+) -> None:
+    index, damaged = used / "kv" / "index.sqlite", harm is not Path.unlink
+    harm(index)
+    for command in ("stats", "verify", "stats --tenant alice", "purge --tenant alice --dry-run"):
+        checks = command == "verify" and damaged
+        result = invoke([*command.split(), "--cache-dir", str(used)])
+        if checks or harm is not break_page:  # of which only a part is damaged
+            assert result.exit_code == (EXIT_DAMAGED if checks else EXIT_ERROR), command
+            assert f"kv: {index}" in (result.stdout if checks else result.stderr)
+            assert "'semkv verify --repair' begins an empty store" in result.output
+        assert len(block_files(used, "kv")) == 2
+        assert index.exists() == damaged
+    call("verify", "--repair", "--cache-dir", str(used))
+    assert block_files(used, "kv") == []
+    assert "0 damaged" in call("verify", "--cache-dir", str(used))
+
+
 @pytest.mark.parametrize("harm", [break_whole, break_page])
 def test_a_purge_of_everything_takes_a_damaged_database_along(used: Path, harm: Callable[[Path], None]) -> None:
     harm(used / CATALOG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,15 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
 def test_only_a_digest_becomes_a_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="media id"):
         MediaStore(tmp_path).path(name)
+
+
+def test_several_writers_keep_near_the_bound_and_a_purge_ends_none(tmp_path: Path) -> None:
+    stores = [MediaStore(tmp_path / "media", max_bytes=32_000) for _ in range(4)]
+    for number in range(200):
+        stores[number % 4].put(number.to_bytes(1000, "big"))
+    assert MediaStore(tmp_path / "media").nbytes <= 32_000 * (1 + 4 / 16)
+    shutil.rmtree(tmp_path / "media")
+    assert stores[0].get(stores[1].put(b"picture")) == b"picture"
 
 
 def test_what_a_killed_writer_left_counts_and_goes(tmp_path: Path) -> None:

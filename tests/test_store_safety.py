@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import sqlite3
+import struct
 import subprocess
 import sys
 import tempfile
@@ -18,13 +19,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from block_helpers import files, found, lose_index, open_store, right, save
-from semkv.errors import StoreError
+from block_helpers import ROW, files, found, lose_index, open_store, rewrite, right, save
+from semkv.errors import CorruptValue, StoreError
 from semkv.stores import block_index
+from semkv.stores.block_file import BlockFile, room
 from semkv.stores.blocks import Bounds
 from semkv.stores.cachedir import purge_directory
 from semkv.stores.database import CATALOG
@@ -222,6 +224,53 @@ def test_an_index_damaged_while_it_is_open_is_begun_anew_once_a_minute(
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
     monkeypatch.setattr(store, "_open_after", 0.0)  # a minute later
     assert save(store, 0, 3)
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, OverflowError, sqlite3.ProgrammingError])
+def test_an_error_of_the_program_empties_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def broken(*_: object) -> None:
+        raise error("not of the database")
+
+    store = open_store(tmp_path)
+    save(store, 0, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(block_index, "find", broken)
+        assert found(store, 0, 3) == 0
+    assert store.counters["errors"] == 1
+    assert right(store, 0, 3) == 3
+
+
+JUNK = st.recursive(
+    st.none() | st.integers(-(10**400), 10**400) | st.floats() | st.text(max_size=8) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3),
+)
+ANY_FILE = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@ANY_FILE
+@given(field=st.sampled_from(["version", "layout", "keys", "checksums", "owner", "tensor"]), junk=JUNK)
+def test_the_reader_takes_any_header(pristine: Path, field: str, junk: object) -> None:
+    path = files(pristine)[0]
+    raw = path.read_bytes()
+    try:
+        rewrite(path, **{field: junk})
+        with contextlib.suppress(CorruptValue), BlockFile(path, kind="kv") as opened:
+            opened.read(0, list(room(4, ROW)))
+    finally:
+        path.write_bytes(raw)
+
+
+@ANY_FILE
+@given(junk=st.binary(max_size=300), length=st.integers(0, 2**64 - 1), kept=st.integers(0, 1100))
+def test_the_reader_takes_any_bytes(pristine: Path, junk: bytes, length: int, kept: int) -> None:
+    raw, path = files(pristine)[0].read_bytes(), pristine / "file"
+    deep = b"[" * 100_000
+    for data in (junk, struct.pack("<Q", length) + junk, struct.pack("<Q", len(deep)) + deep, raw[:kept]):
+        path.write_bytes(data)
+        with pytest.raises(CorruptValue), BlockFile(path, kind="kv"):
+            pass
 
 
 # -- a disk that fails ----------------------------------------------------------------------------------------------

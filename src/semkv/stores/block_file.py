@@ -332,7 +332,7 @@ def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
         raise StoreError(f"{root} is a store of kind {marker['kind']!r}, not {kind!r}: choose another cache directory")
     if read_only:
         if marker is None or version != FORMAT_VERSION:
-            raise OSError(errno.EROFS, f"nothing of format {FORMAT_VERSION} is there, and the disk is read-only")
+            raise OSError(errno.EROFS, f"nothing of format {FORMAT_VERSION} is there, and it is only read")
         return
     if version != FORMAT_VERSION:
         gone = discard_files(root)

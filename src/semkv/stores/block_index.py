@@ -9,8 +9,8 @@ anew. It is also where the processes agree:
   computed; they are not stored where a later record covers them. A process that keeps blocks in memory reads the later
   records and drops what they cover.
 
-The functions here are steps of a transaction over the tables. Everything but numbers is stored as bytes, so that a
-flipped bit makes a row that is not found, and no fault. Moments are microseconds since the epoch in the tables, and
+The functions here are steps of a transaction over the tables. Everything but numbers is stored as bytes, and numbers
+are cast, so that a flipped bit makes a row that is not found, and no fault. Moments are microseconds since the epoch in the tables, and
 seconds everywhere else.
 """
 
@@ -45,10 +45,13 @@ INSERT INTO purges(id) VALUES(:now);
     discard=discard_blocks,
 )
 # One row for all keys: the interpreter may be handed to another thread at each row of SQLite's.
-_FIND = """SELECT group_concat(hex(key) || ' ' || file || ' ' || row || ' ' || created || ' ' || hex(owner), ';')
+_FIND = """SELECT group_concat(hex(key) || ' ' || number || ' ' || CAST(row AS INTEGER) || ' ' ||
+CAST(created AS INTEGER) || ' ' || hex(owner), ';')
 FROM blocks JOIN files ON number=file WHERE committed AND key IN (%s)"""
-_AGES = """SELECT namespace, count(*), total(blocks), total(nbytes), CAST(min(created) AS INTEGER),
-CAST(max(used) AS INTEGER) FROM files WHERE committed=1 AND (owner IN (%s) OR ?) GROUP BY namespace"""
+# total() is exact below 2**53, and no sum of what is stored makes it fail.
+_TOTALS = "count(*), CAST(total(blocks) AS INTEGER), CAST(total(nbytes) AS INTEGER)"
+_AGES = f"""SELECT namespace, {_TOTALS}, CAST(coalesce(min(created), 0) AS INTEGER),
+CAST(coalesce(max(used), 0) AS INTEGER) FROM files WHERE committed=1 AND (owner IN (%s) OR ?) GROUP BY namespace"""  # noqa: S608
 _ASKED = 256  # keys in one query
 _MOST_PURGES = 1000  # records that are kept
 _PURGED = -1  # in ``committed``: purged while it is being written
@@ -102,7 +105,9 @@ def new_file_id() -> str:
     return _id(secrets.randbits(63))
 
 
-def _id(number: int) -> str:
+def _id(number: Any) -> str:
+    if not isinstance(number, int):  # the text that declares the table may be damaged too
+        raise sqlite3.DatabaseError("a file without a number")
     return f"{number & (1 << 64) - 1:016x}"
 
 
@@ -146,7 +151,7 @@ def find(db: sqlite3.Connection, namespace: str, keys: Sequence[bytes]) -> list[
 
 def last_purge(db: sqlite3.Connection) -> int:
     """Id of the last purge."""
-    return int(db.execute("SELECT max(id) FROM purges").fetchone()[0])
+    return int(db.execute("SELECT coalesce(max(id), 0) FROM purges").fetchone()[0])
 
 
 def purges_after(db: sqlite3.Connection, purge_id: int) -> list[Purge]:
@@ -167,16 +172,15 @@ def file_ids(db: sqlite3.Connection, which: Mapping[str, str], *, committed: boo
 
 def totals(db: sqlite3.Connection) -> tuple[int, int, int]:
     """Files, blocks and bytes, with what is being written."""
-    # total() is exact below 2**53, and no sum of what is stored makes it fail.
-    files, blocks, nbytes = db.execute("SELECT count(*), total(blocks), total(nbytes) FROM files").fetchone()
-    return int(files), int(blocks), int(nbytes)
+    files, blocks, nbytes = db.execute(f"SELECT {_TOTALS} FROM files").fetchone()  # noqa: S608 (our own words)
+    return files, blocks, nbytes
 
 
 def ages(db: sqlite3.Connection, owners: Sequence[str] | None) -> dict[str, tuple[int, int, int, float, float]]:
     """By namespace: files, blocks, bytes, when the oldest was written and the latest used; of some tenants, or all."""
     marks, tags = ",".join("?" * len(owners or ())), [owner.encode() for owner in owners or ()]
     rows = db.execute(_AGES % marks, [*tags, owners is None])
-    return {_text(row[0]): (row[1], int(row[2]), int(row[3]), row[4] / 1e6, row[5] / 1e6) for row in rows}
+    return {_text(row[0]): (*row[1:4], row[4] / 1e6, row[5] / 1e6) for row in rows}
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -237,7 +241,8 @@ def _victims(
     was. The first one gives while it holds more than half of all bytes. So a walk through a data set, of which each
     block is used once, does not push out what is used every day.
     """
-    may_go = "SELECT number, nbytes, blocks FROM files WHERE again=? AND (committed=1 OR created<?) ORDER BY used"
+    may_go = """SELECT number, CAST(nbytes AS INTEGER), CAST(blocks AS INTEGER) FROM files
+WHERE again=? AND (committed=1 OR created<?) ORDER BY used"""
     gone: list[tuple[int, int]] = []
     if over_bytes <= 0 and over_blocks <= 0:
         return gone
@@ -305,9 +310,9 @@ def purge(db: sqlite3.Connection, root: Path, which: Mapping[str, str]) -> int:
         if not done:
             db.execute("UPDATE files SET committed=? WHERE number=?", (_PURGED, number))
             unlink(root, _id(number))
-    now = max(last_purge(db) + 1, _us(time.time()))  # from the clock, so that a later index has higher ones
     words = [which[name].encode() if name in which else None for name in ("owner", "writer", "namespace")]
-    db.execute("INSERT INTO purges VALUES(?,?,?,?,NULL)", (now, *words))
+    record = "INSERT INTO purges SELECT max(?, coalesce(max(id), 0) + 1), ?, ?, ?, NULL FROM purges"
+    db.execute(record, (_us(time.time()), *words))  # from the clock, so that a later index has higher ones
     db.execute(
         "DELETE FROM purges WHERE id<=(SELECT id FROM purges ORDER BY id DESC LIMIT 1 OFFSET ?)", (_MOST_PURGES,)
     )

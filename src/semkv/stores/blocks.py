@@ -29,7 +29,7 @@ from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores import block_file, block_index
 from semkv.stores.block_file import INDEX, BlockFile, Bytes, layout_text, path_of, prepare
 from semkv.stores.block_index import BlockRef, NewFile, Purge, new_file_id
-from semkv.stores.database import Database, is_transient, is_useless, opening
+from semkv.stores.database import Database, is_transient, is_useless, opening, quick_check
 from semkv.stores.files import make_folder
 
 log = logging.getLogger("semkv.stores")
@@ -52,7 +52,7 @@ _FLUSH_S = 1.0  # between two notes of what was read, unless something is writte
 _OPEN_S = 60.0  # how long to wait at first for another process that opens the directory
 _OPENED_S = 0.2  # between two tries later on
 _WARN_S = 60.0
-_INDEX_FAULTS = (sqlite3.Error, ValueError, TypeError)  # a damaged index may answer with anything
+_INDEX_FAULTS = (sqlite3.Error, ValueError, TypeError, ArithmeticError)
 
 _T = TypeVar("_T")
 
@@ -85,9 +85,15 @@ class BlockStore:
             ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds, or purged meanwhile);
             ``errors``.
         writer: the engine on whose behalf blocks are written, in any of its processes; see `disown`.
+        fault: why the index could not be used, of a store that was opened to be read only.
+
+    Args:
+        read_only: to look at what is there: nothing is written or deleted, also where the index is damaged.
     """
 
-    def __init__(self, root: Path, kind: str, bounds: Bounds = Bounds(), writer: str = "") -> None:
+    def __init__(
+        self, root: Path, kind: str, bounds: Bounds = Bounds(), writer: str = "", *, read_only: bool = False
+    ) -> None:
         """Open or create a directory for blocks of a kind (``kv`` or ``fusion``).
 
         Raises:
@@ -97,7 +103,8 @@ class BlockStore:
         self.root, self.kind, self.bounds, self.writer = root, kind, bounds, writer
         self.counters: Counter[str] = Counter()
         self._database: Database | None = None
-        self._read_only = self._closed = False
+        self.fault: Exception | None = None
+        self._only_looks, self._read_only, self._closed = read_only, read_only, False
         self._opening = threading.Lock()
         self._open_after = self._damaged_until = self._write_after = self._warn_after = 0.0
         self._used: dict[str, float] = {}  # noted in the index with the next write
@@ -144,19 +151,25 @@ class BlockStore:
                 self._open_after = time.monotonic() + _OPENED_S
                 return
             self._open_after = time.monotonic() + REOPEN_S
+            if self._only_looks:
+                self.fault = self.fault or cause
+                return
             self._warn("semkv: %s cannot be used (%s); requests go on without it", self.root, error)
 
     def _open_index(self, wait_s: float) -> Database:
         """Prepare the directory and open its index; a read-only one as it is, with a warning."""
         if self.root.is_file():
             raise StoreError(f"{self.root} is a file, not a directory: choose another cache directory")
-        file, schema, self._read_only = self.root / INDEX, block_index.SCHEMA, False
+        file, schema, self._read_only = self.root / INDEX, block_index.SCHEMA, self._only_looks
         try:
-            make_folder(self.root)
-            with opening(file, wait_s):
-                prepare(self.root, self.kind)
+            if self._only_looks:
+                prepare(self.root, self.kind, read_only=True)
+            else:
+                make_folder(self.root)
+                with opening(file, wait_s):
+                    prepare(self.root, self.kind)
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            if self._only_looks or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
             prepare(self.root, self.kind, read_only=True)
             log.warning("semkv: nothing is written to %s (%s); what is there is used", self.root, error)
@@ -192,7 +205,10 @@ class BlockStore:
 
     def _give_up(self, index: Database, error: Exception) -> None:
         """Close a useless index. Another one is begun at once, but not twice in a minute."""
-        self._warn("semkv: the index of %s is lost (%s) and begun anew", self.root, error)
+        if self._only_looks:
+            self.fault = self.fault or error
+        else:
+            self._warn("semkv: the index of %s is lost (%s) and begun anew", self.root, error)
         self._database = None
         index.close(discard=not self._read_only)
         self._open_after, self._damaged_until = self._damaged_until, time.monotonic() + REOPEN_S
@@ -465,6 +481,15 @@ class BlockStore:
     def ages(self, owners: Sequence[str] | None = None) -> dict[str, tuple[int, int, int, float, float]]:
         """By namespace: files, blocks, bytes, when the oldest was written and the latest used; of some tenants."""
         return self._ask(lambda db: block_index.ages(db, owners), {})
+
+    def check(self) -> None:
+        """Look for damage in the structure of the index, which is begun anew where there is any."""
+
+        def check(db: sqlite3.Connection) -> None:
+            if found := quick_check(db):
+                raise sqlite3.DatabaseError(found)
+
+        self._ask(check, None)
 
     def damage(self, file: str) -> str:
         """What is wrong with a file, read from end to end; empty where it is whole."""

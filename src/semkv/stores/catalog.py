@@ -439,7 +439,7 @@ class Catalog:
                 f" ON entries.id=entry WHERE vectors.id>? AND layer IN ({marks}) ORDER BY vectors.id LIMIT ?",
                 (after, *layers, limit),
             ).fetchall()
-        return [VectorRow(*row) for row in rows]
+        return [VectorRow(*row) for row in rows if row[0] > after]  # a damaged tree may lead back
 
     def media_rows(self, after: int, limit: int) -> list[MediaRow]:
         """The next entries with media items, in order of writing, numbered above ``after``."""
@@ -448,7 +448,7 @@ class Catalog:
                 "SELECT id, entry_id, space, run, media FROM entries WHERE id>? AND media<>'' ORDER BY id LIMIT ?",
                 (after, limit),
             ).fetchall()
-        return [MediaRow(number, entry, space, run, tuple(media.split())) for number, entry, space, run, media in rows]
+        return [MediaRow(*row, tuple(media.split())) for *row, media in rows if row[0] > after]
 
     def media_vector(self, space: str, layer: str, media: str) -> bytes | None:
         """The packed vector of one media item, or None."""

@@ -238,12 +238,11 @@ class Database:
         """The first fault in the structure of the file; empty where there is none."""
         try:
             with self as db:
-                found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
+                return quick_check(db)
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
-            found = str(error)
-        return "" if found == "ok" else found.splitlines()[-1]
+            return str(error).splitlines()[-1]
 
     def truncate_log(self) -> bool:
         """Write the write-ahead log into the file and empty it, so that nothing deleted stays there; False where
@@ -408,6 +407,12 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
+def quick_check(db: sqlite3.Connection) -> str:
+    """The first fault in the structure of a database; empty where there is none."""
+    found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
+    return "" if found == "ok" else found.splitlines()[-1]
+
+
 def is_damage(error: BaseException) -> bool:
     """Whether SQLite says that a file is damaged, or no database."""
     return isinstance(error, sqlite3.Error) and _code(error) in _DAMAGE
@@ -419,8 +424,12 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_useless(error: BaseException) -> bool:
-    """Whether a file is of no use any more, whatever failed, where the disk or another process is not to blame."""
-    return _code(error) not in (*_TRANSIENT, *_DISK)
+    """Whether a file is of no use any more: SQLite finds a fault in it, in words that may be no text, for which
+    neither the disk nor another process nor the caller is to blame."""
+    found = isinstance(error, (sqlite3.DatabaseError, UnicodeDecodeError)) and not isinstance(
+        error, sqlite3.ProgrammingError
+    )
+    return found and _code(error) not in (*_TRANSIENT, *_DISK)
 
 
 def _code(error: BaseException) -> int:

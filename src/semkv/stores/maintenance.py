@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from semkv.errors import CorruptValue, StoreError
-from semkv.stores.block_file import MARKER, tenant_tag
+from semkv.stores.block_file import INDEX, MARKER, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory
 from semkv.stores.catalog import Catalog, NamespaceUse, Removed
-from semkv.stores.database import CATALOG, is_damage, is_filled
+from semkv.stores.database import CATALOG, is_damage, is_filled, is_useless
 from semkv.stores.database import is_ours as is_our_database
 from semkv.stores.files import described, matching, remove_strays
 from semkv.stores.media import MediaStore
@@ -171,16 +171,34 @@ def _database(
 
 @contextmanager
 def _blocks(
-    cache_dir: Path, fusion_dir: Path | None, bounds: Bounds = _UNBOUNDED
+    cache_dir: Path,
+    fusion_dir: Path | None,
+    unread: list[str],
+    damaged: list[str] | None = None,
+    *,
+    bounds: Bounds = _UNBOUNDED,
+    read_only: bool = False,
 ) -> Iterator[list[tuple[str, BlockStore]]]:
-    """The stores of KV blocks and of encoder outputs that are there, by name."""
+    """The stores of KV blocks and of encoder outputs that are there, by name.
+
+    With ``read_only`` an index that cannot be used becomes a line of ``unread``, or of ``damaged`` where it is; without
+    it such a store is begun anew.
+    """
     places = {"kv": cache_dir / "kv", "fusion": fusion_dir or cache_dir / "fusion"}
-    with ExitStack() as stores:
-        yield [
-            (name, stores.enter_context(closing(BlockStore(root, name, bounds))))
+    with ExitStack() as stack:
+        stores = [
+            (name, stack.enter_context(closing(BlockStore(root, name, bounds, read_only=read_only))))
             for name, root in places.items()
             if (root / MARKER).is_file()
         ]
+        yield stores
+        for name, store in stores:
+            if store.fault is not None:
+                is_damaged = is_useless(store.fault)
+                (unread if damaged is None or not is_damaged else damaged).append(
+                    f"{name}: {store.root / INDEX} {'is damaged' if is_damaged else 'cannot be read'} ({store.fault}): "
+                    "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where it is damaged or lost"
+                )
 
 
 def _owners(salts: Iterable[str | None]) -> list[str]:
@@ -209,14 +227,14 @@ def inspect(
     """
     check_is_cache(cache_dir)
     stores: list[StoreUse] = []
-    with _blocks(cache_dir, fusion_dir) as opened:
+    unread: list[str] = []
+    with _blocks(cache_dir, fusion_dir, unread, read_only=True) as opened:
         for name, store in opened:
             ages = store.ages(None if tenants is None else _owners(salts))
             stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
     entries: tuple[NamespaceUse, ...] = ()
     answers: list[AnswersUse] = []
     theirs: set[str] = set()
-    unread: list[str] = []
     with _database(cache_dir, unread) as database:
         if database is not None:
             catalog, responses = database
@@ -253,11 +271,13 @@ def verify(
     """
     check_is_cache(cache_dir)
     damaged: list[str] = []
+    indexes: list[str] = []
     catalogs: list[str] = []  # damage that no repair deletes
     unread: list[str] = []
-    with _blocks(cache_dir, fusion_dir) as opened:
+    with _blocks(cache_dir, fusion_dir, unread, indexes, read_only=not repair) as opened:
         checks: list[tuple[str, Callable[[], str], Callable[[], object]]] = []  # store, what is wrong, and to delete it
         for name, store in opened:
+            store.check()
             checks += [(name, partial(store.damage, file), partial(store.reject, file)) for file in store.files()]
         if images := _images(cache_dir):
             media = MediaStore(cache_dir / "media")
@@ -279,7 +299,7 @@ def verify(
             for answers, reason in enumerate(responses.examine(repair=repair), 1):
                 damaged += [f"answers: {reason}"] * bool(reason)
                 advance(files + answers, max(files + answers, total))
-    lines = (*damaged, *(f"catalog: {line}" for line in catalogs[:1]))
+    lines = (*damaged, *indexes, *(f"catalog: {line}" for line in catalogs[:1]))
     return Damage(files, answers, lines, len(damaged) if repair else 0, tuple(unread))
 
 
@@ -303,7 +323,7 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     if max_age_s:
         old = purge_entries(cache_dir, None, None, before=time.time() - max_age_s, dry_run=False)
     unread, loose = list(old.unread), []
-    with _blocks(cache_dir, fusion_dir, Bounds(max_bytes=0, max_age_s=max_age_s)) as opened:
+    with _blocks(cache_dir, fusion_dir, unread, bounds=Bounds(max_bytes=0, max_age_s=max_age_s)) as opened:
         swept = {"kv": 0, "fusion": 0} | {name: store.sweep() for name, store in opened}
     with _database(cache_dir, unread) as database:
         if database is not None:
@@ -375,10 +395,10 @@ def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | 
         StoreError: the cache was written by another format version.
     """
     owners, count, unread = _owners(salts), 0, []
-    with _blocks(cache_dir, fusion_dir) as opened:
+    with _blocks(cache_dir, fusion_dir, unread, read_only=dry_run) as opened:
         for name, store in opened:
             count += sum(store.purge(owner=owner, dry_run=dry_run) for owner in owners)
-            if store.counters["errors"]:
+            if store.counters["errors"] and not dry_run:
                 unread.append(f"{name}: not all could be read or deleted, purge again")
     return Purged(files=count, dry_run=dry_run, unread=tuple(unread))
 

@@ -32,14 +32,21 @@ _TOUCHED = 65_536  # entries whose last use is remembered until the next write
 _BATCH = 256  # responses of one look: while it lasts, a gateway's log of writes cannot begin anew
 _HEAD = f"CAST(substr(head, {CHECKSUM + 1}) AS TEXT)"
 _TENANT = f"CASE WHEN json_valid({_HEAD}) THEN json_extract({_HEAD}, '$.partition') END"
+# Numbers and bytes are cast: a damaged row may have anything in their place.
+_BYTES = "CAST(total(nbytes) AS INTEGER)"
+_TOTALS = f"SELECT CAST(total(entries) AS INTEGER), {_BYTES} FROM totals"  # noqa: S608
+_RESPONSE = "CAST(head AS BLOB), CAST(payload AS BLOB)"
+_NAME = "coalesce(CAST(key AS BLOB), x'')"
+_SIZE = "CAST(coalesce(nbytes, 0) AS INTEGER)"
 _BY_TENANT = (
-    f"SELECT CAST({_TENANT} AS BLOB), COUNT(*), SUM(nbytes), MIN(created), MAX(used) "  # noqa: S608 (our own words)
+    f"SELECT CAST({_TENANT} AS BLOB), COUNT(*), {_BYTES}, "  # noqa: S608 (our own words)
+    "CAST(coalesce(MIN(created), 0) AS REAL), CAST(coalesce(MAX(used), 0) AS REAL) "
     f"FROM responses GROUP BY {_TENANT} ORDER BY COUNT(*) DESC, 1"
 )
 _TENANTS = f"CREATE INDEX IF NOT EXISTS responses_tenant ON responses ({_TENANT}, used, nbytes)"
-_USED_BY = f"SELECT COUNT(*), SUM(nbytes) FROM responses WHERE {_TENANT}=?"  # noqa: S608
-_OLDEST = "SELECT key, nbytes FROM responses WHERE key<>? ORDER BY used, rowid"
-_OLDEST_OF = f"SELECT key, nbytes FROM responses WHERE key<>? AND {_TENANT}=? ORDER BY used, rowid"  # noqa: S608
+_USED_BY = f"SELECT COUNT(*), {_BYTES} FROM responses WHERE {_TENANT}=?"  # noqa: S608
+_OLDEST = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? ORDER BY used, rowid"  # noqa: S608
+_OLDEST_OF = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? AND {_TENANT}=? ORDER BY used, rowid"  # noqa: S608
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +104,14 @@ class SqliteStore(ResponseStore):
         self.database = Database(path, timeout_s=timeout_s, fault=self._error, replace=replace)
         if isinstance(clock, SteadyClock):
             with suppress(StoreError), self.database as db:
-                clock.at_least(db.execute("SELECT MAX(used) FROM responses").fetchone()[0] or 0.0)
+                clock.at_least(db.execute("SELECT CAST(MAX(used) AS REAL) FROM responses").fetchone()[0] or 0.0)
 
     def _error(self, error: sqlite3.Error) -> StoreError:
         return StoreError(f"responses {self.path}: {error}")
 
     def get(self, key: str) -> StoredResponse | None:
         with self.database as db:
-            row = db.execute("SELECT head, payload FROM responses WHERE key=?", (key,)).fetchone()
+            row = db.execute(f"SELECT {_RESPONSE} FROM responses WHERE key=?", (key,)).fetchone()  # noqa: S608
         if row is None:
             return None
         try:
@@ -147,7 +154,7 @@ class SqliteStore(ResponseStore):
             db.execute("DELETE FROM responses WHERE stale_until<=?", (now,))
             if self.max_tenant_bytes:
                 self._trim_tenant(db, response, size)
-            found = db.execute("SELECT entries, nbytes FROM totals").fetchone()
+            found = db.execute(_TOTALS).fetchone()
             self._trim(db, found, self.max_bytes, _OLDEST, (response.key,))
         return True
 
@@ -174,12 +181,12 @@ class SqliteStore(ResponseStore):
             return nbytes
         most_entries, most_bytes = int(self.max_entries * 0.98), int(most_bytes * 0.98)
         gone = []
-        for key, size in db.execute(oldest, values):
+        for row, size in db.execute(oldest, values):
             if entries <= max(1, most_entries) and nbytes <= most_bytes:
                 break
-            gone.append((key,))
+            gone.append((row,))
             entries, nbytes = entries - 1, nbytes - size
-        db.executemany("DELETE FROM responses WHERE key=?", gone)
+        db.executemany("DELETE FROM responses WHERE rowid=?", gone)
         return nbytes
 
     # -- invalidation -------------------------------------------------------------------------------------------
@@ -189,7 +196,7 @@ class SqliteStore(ResponseStore):
         where, values = ("", ()) if selector.key is None else ("WHERE key=?", (selector.key,))
         gone = []
         with self.database if dry_run else self.database.write() as db:
-            statement = f"SELECT rowid, CAST(key AS BLOB), head FROM responses {where}"  # noqa: S608 (our own words)
+            statement = f"SELECT rowid, {_NAME}, CAST(head AS BLOB) FROM responses {where}"  # noqa: S608 (our own words)
             for row, name, head in db.execute(statement, values):
                 with suppress(CorruptValue, TypeError):
                     if not selector.matches(decode(name.decode(errors="replace"), bytes(head), None)):
@@ -207,11 +214,11 @@ class SqliteStore(ResponseStore):
 
     def _news(self, db: sqlite3.Connection, cursor: str) -> News:
         # One by one: SQLite takes either from the end of the index, and reads all rows for both.
-        last = db.execute("SELECT MAX(number) FROM invalidations").fetchone()[0]
+        last = db.execute("SELECT coalesce(MAX(number), 0) FROM invalidations").fetchone()[0]
         since = last if not cursor else int(cursor) if cursor.isdecimal() else 0  # another store's is none of ours
         if since == last:
             return News(str(last))
-        first = db.execute("SELECT MIN(number) FROM invalidations").fetchone()[0]
+        first = db.execute("SELECT coalesce(MIN(number), 0) FROM invalidations").fetchone()[0]
         if not first <= since <= last:
             return News(str(last), None)
         rows = db.execute("SELECT selector FROM invalidations WHERE number>? ORDER BY number", (since,)).fetchall()
@@ -231,15 +238,15 @@ class SqliteStore(ResponseStore):
         with self.database as db:
             if db.execute("SELECT 1 FROM sqlite_master WHERE name='refusals'").fetchone() is None:
                 return False
-            row = db.execute("SELECT at FROM refusals WHERE name=?", (name,)).fetchone()
+            row = db.execute("SELECT CAST(coalesce(at, 0) AS REAL) FROM refusals WHERE name=?", (name,)).fetchone()
         return row is not None and self._clock() - row[0] < REFUSED_S
 
     # -- operators ----------------------------------------------------------------------------------------------
 
     def usage(self) -> tuple[int, int]:
         with self.database as db:
-            entries, nbytes = db.execute("SELECT entries, nbytes FROM totals").fetchone()
-        return int(entries), int(nbytes)
+            entries, nbytes = db.execute(_TOTALS).fetchone()
+        return entries, nbytes
 
     def by_tenant(self) -> list[AnswersUse]:
         """What each tenant has, most responses first."""
@@ -254,12 +261,13 @@ class SqliteStore(ResponseStore):
         Args:
             repair: delete those that would not.
         """
-        after, some = 0, "SELECT rowid, CAST(key AS BLOB), head, payload FROM responses WHERE rowid"
+        after, some = 0, f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid"  # noqa: S608
         while True:
             with self.database as db:
                 found = [
                     (int(row), _fault(*response))
                     for row, *response in db.execute(f"{some}>? ORDER BY rowid LIMIT ?", (after, _BATCH))
+                    if row > after  # a damaged tree may lead back
                 ]
             if not found:
                 return
