@@ -253,6 +253,19 @@ def test_a_sweep_deletes_what_no_index_names_and_a_folder_that_cannot_be_read_en
     assert save(store, 0, 2)
 
 
+def test_a_link_in_the_place_of_the_files_is_not_followed_by_what_deletes(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "kv")
+    precious = tmp_path / "theirs" / "ab" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("")
+    (tmp_path / "kv" / "extents").rmdir()
+    (tmp_path / "kv" / "extents").symlink_to(tmp_path / "theirs")
+    store.purge()
+    lose_index(tmp_path / "kv")
+    assert found(store, 0) == 0
+    assert precious.exists()
+
+
 def test_a_lost_index_begins_an_empty_store_and_counts_purges_on(tmp_path: Path) -> None:
     """Also for a process that has it open: what was found before is not served, and memory must be dropped."""
     store = open_store(tmp_path)

@@ -288,7 +288,7 @@ def listed(root: Path) -> Iterator[Path]:
     Raises:
         OSError: a folder cannot be read.
     """
-    for folder in _entries(root / FILES):
+    for folder in () if (root / FILES).is_symlink() else _entries(root / FILES):
         if folder.is_dir(follow_symlinks=False):
             yield from (Path(entry.path) for entry in _entries(Path(folder.path)))
 

@@ -10,8 +10,8 @@ anew. It is also where the processes agree:
   records and drops what they cover.
 
 The functions here are steps of a transaction over the tables. Everything but numbers is stored as bytes, and numbers
-are cast, so that a flipped bit makes a row that is not found, and no fault. Moments are microseconds since the epoch in the tables, and
-seconds everywhere else.
+are cast, so that a flipped bit makes a row that is not found, and no fault. Moments are microseconds since the epoch in
+the tables, and seconds everywhere else.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class BlockStore:
         self.root, self.kind, self.bounds, self.writer = root, kind, bounds, writer
         self.counters: Counter[str] = Counter()
         self._database: Database | None = None
-        self.fault: Exception | None = None
+        self.fault: BaseException | None = None
         self._only_looks, self._read_only, self._closed = read_only, read_only, False
         self._opening = threading.Lock()
         self._open_after = self._damaged_until = self._write_after = self._warn_after = 0.0

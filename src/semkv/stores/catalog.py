@@ -448,7 +448,7 @@ class Catalog:
                 "SELECT id, entry_id, space, run, media FROM entries WHERE id>? AND media<>'' ORDER BY id LIMIT ?",
                 (after, limit),
             ).fetchall()
-        return [MediaRow(*row, tuple(media.split())) for *row, media in rows if row[0] > after]
+        return [MediaRow(*row[:4], tuple(row[4].split())) for row in rows if row[0] > after]
 
     def media_vector(self, space: str, layer: str, media: str) -> bytes | None:
         """The packed vector of one media item, or None."""

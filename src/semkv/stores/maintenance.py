@@ -394,7 +394,8 @@ def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | 
     Raises:
         StoreError: the cache was written by another format version.
     """
-    owners, count, unread = _owners(salts), 0, []
+    owners, count = _owners(salts), 0
+    unread: list[str] = []
     with _blocks(cache_dir, fusion_dir, unread, read_only=dry_run) as opened:
         for name, store in opened:
             count += sum(store.purge(owner=owner, dry_run=dry_run) for owner in owners)
