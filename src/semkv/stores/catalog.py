@@ -448,7 +448,11 @@ class Catalog:
                 "SELECT id, entry_id, space, run, media FROM entries WHERE id>? AND media<>'' ORDER BY id LIMIT ?",
                 (after, limit),
             ).fetchall()
-        return [MediaRow(*row[:4], tuple(row[4].split())) for row in rows if row[0] > after]
+        return [
+            MediaRow(number, entry, space, run, tuple(media.split()))
+            for number, entry, space, run, media in rows
+            if number > after
+        ]
 
     def media_vector(self, space: str, layer: str, media: str) -> bytes | None:
         """The packed vector of one media item, or None."""
