@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import multiprocessing
 import os
 import random
 import shutil
 import sqlite3
-import struct
 import subprocess
 import sys
 import tempfile
@@ -20,14 +18,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from block_helpers import files, found, lose_index, open_store, right, save
-from semkv.errors import CorruptValue, StoreError
+from semkv.errors import StoreError
 from semkv.stores import block_index
-from semkv.stores.block_file import BlockFile
 from semkv.stores.blocks import Bounds
 from semkv.stores.cachedir import purge_directory
 from semkv.stores.database import CATALOG
@@ -225,24 +222,6 @@ def test_an_index_damaged_while_it_is_open_is_begun_anew_once_a_minute(
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
     monkeypatch.setattr(store, "_open_after", 0.0)  # a minute later
     assert save(store, 0, 3)
-
-
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-@given(junk=st.binary(max_size=300), length=st.integers(0, 2**64 - 1), text=st.text(max_size=80))
-def test_the_reader_takes_any_bytes(tmp_path: Path, junk: bytes, length: int, text: str) -> None:
-    document = json.dumps({"__metadata__": {"semkv": text, "checksum": ""}, "blocks": text}).encode()
-    path = tmp_path / "file"
-    for data in (
-        junk,
-        struct.pack("<Q", length) + junk,
-        struct.pack("<Q", len(junk)) + junk,
-        struct.pack("<Q", len(document)) + document + junk,
-    ):
-        path.write_bytes(data)
-        with pytest.raises(CorruptValue):
-            BlockFile(path, kind="kv")
 
 
 # -- a disk that fails ----------------------------------------------------------------------------------------------

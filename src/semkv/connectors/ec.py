@@ -181,7 +181,11 @@ class ECWorker:
         if not step.since or not self._room.acquire(blocking=False):
             self._blocks.counters["dropped"] += 1
             return
-        self._writer.submit(self._write, step, identifier, *_to_host(encoder_cache[identifier].detach()))
+        try:
+            self._writer.submit(self._write, step, identifier, *_to_host(encoder_cache[identifier].detach()))
+        except BaseException:
+            self._room.release()
+            raise
 
     def _write(self, step: SemECMetadata, identifier: str, host: torch.Tensor, copied: Any) -> None:
         import torch

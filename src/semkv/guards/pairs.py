@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import cached_property
 
 from semkv.guards.language import Language, Token
@@ -21,30 +20,23 @@ _START = 4  # letters that two forms of a word share at least
 _ENDING = 5  # letters that a form may have more: "inform", "information", not "java", "javascript"
 
 
-@dataclass(eq=False)
 class Pair:
-    """Two texts of a language."""
+    """Two texts of a language.
 
-    a: Text
-    b: Text
-    language: Language
+    Attributes:
+        words: the words of both.
+        only: the tokens that only the first and only the second text has, by stem.
+        converse: stems of a comparison that is turned round with its sides: "A exceeds B", "B is below A".
+    """
 
-    words: frozenset[str] = field(init=False)
-    """The words of both."""
-    only: tuple[Tokens, Tokens] = field(init=False)
-    """The tokens that only the first and only the second text has, by stem."""
-
-    converse: frozenset[str] = frozenset()
-    """Stems of a comparison that is turned round with its sides: "A is larger than B", "B is smaller than A"."""
-
-    def __post_init__(self) -> None:
-        self.words = self.a.words | self.b.words
-        first, second = _only(self.a, self.b), _only(self.b, self.a)
+    def __init__(self, a: Text, b: Text, language: Language) -> None:
+        self.a, self.b, self.language = a, b, language
+        self.words = a.words | b.words
+        first, second = _only(a, b), _only(b, a)
         if first and second:
-            first, second = _unjoined(first, second, self.b), _unjoined(second, first, self.a)
-        self.only = first, second
-        if first and second:
-            self.converse = self._converse()
+            first, second = _unjoined(first, second, b), _unjoined(second, first, a)
+        self.only: tuple[Tokens, Tokens] = first, second
+        self.converse: frozenset[str] = self._converse() if first and second else frozenset()
 
     @cached_property
     def shared(self) -> frozenset[str]:

@@ -166,7 +166,7 @@ def _past_the_page_cache(descriptor: int, head: bytes, rows: Sequence[Bytes]) ->
         return memoryview(head)
     aligned = room(1, len(head))[0]
     aligned[:] = np.frombuffer(head, np.uint8)
-    return aligned.data
+    return memoryview(aligned)
 
 
 def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:

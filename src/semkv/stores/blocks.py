@@ -385,14 +385,13 @@ class BlockStore:
         self.counters["corrupt"] += 1
         self.drop([file])
 
-    def purge(self, *, owner: str | None = None, namespace: str | None = None, dry_run: bool = False) -> int:
-        """Delete the files of a tenant, of a namespace, or that meet both; where neither is given, all. Works beside
-        running engines, which hear of it by `purges_after`.
+    def purge(self, *, owner: str | None = None, dry_run: bool = False) -> int:
+        """Delete the files of a tenant, or all. Works beside running engines, which hear of it by `purges_after`.
 
         Returns:
             How many files went, or with ``dry_run`` would go.
         """
-        which = {name: value for name, value in (("owner", owner), ("namespace", namespace)) if value is not None}
+        which = {} if owner is None else {"owner": owner}
         if dry_run:
             return len(self._ask(lambda db: block_index.file_ids(db, which), list[str]()))
         gone = self._ask(lambda db: block_index.purge(db, self.root, which), 0, write_s=BUSY_S)
