@@ -382,7 +382,7 @@ def no_search(url: str) -> str:
 
     try:
         with redis.Redis.from_url(url) as server:
-            server.execute_command("FT._LIST")  # type: ignore[no-untyped-call]
+            server.execute_command("FT._LIST")
     except redis.exceptions.ResponseError:
         return "the Redis server of --redis-url lacks the search module (Redis 8 has it)"
     except (redis.exceptions.RedisError, ValueError) as error:
