@@ -398,7 +398,8 @@ def _child(model: Path, kv: Any, step: Any, args: Any, engine: Any) -> tuple[boo
         made.settle()
         made.close()
     except BaseException as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the log can be a file that cannot grow
+            traceback.print_exc()
         return started, f"{type(error).__name__}: {str(error)[:300]}", None
     return started, "", found
 
