@@ -109,7 +109,7 @@ def _empty_store(root: Path) -> None:
     if kind in _STORES and isinstance(version, int) and version <= FORMAT_VERSION:
         with closing(BlockStore(root, kind, Bounds(max_bytes=0))) as store:
             store.purge()
-            if store.counters["errors"]:
+            if store.counters["errors"] or not store.writable:
                 raise StoreError(f"{root}: not all could be deleted, purge again")
         return
     with database.opening(root / INDEX):

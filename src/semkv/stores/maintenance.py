@@ -399,7 +399,7 @@ def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | 
     with _blocks(cache_dir, fusion_dir, unread, read_only=dry_run) as opened:
         for name, store in opened:
             count += sum(store.purge(owner=owner, dry_run=dry_run) for owner in owners)
-            if store.counters["errors"] and not dry_run:
+            if not dry_run and (store.counters["errors"] or not store.writable):
                 unread.append(f"{name}: not all could be read or deleted, purge again")
     return Purged(files=count, dry_run=dry_run, unread=tuple(unread))
 
