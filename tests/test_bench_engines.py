@@ -136,6 +136,16 @@ def test_a_connector_that_loads_across_salts_fails_and_ours_does_not(tmp_path: P
     assert "544 tokens of one cache_salt" in found["connectors"]["ExampleConnector"]["salt"]["detail"]
 
 
+def test_a_connector_that_is_not_installed_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
+    monkeypatch.setattr(conformance, "version", lambda name: "")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    found = conformance.run(["LMCacheConnectorV1"], ["salt"], None, print)
+    case = found["connectors"]["LMCacheConnectorV1"]["salt"]
+    assert (case["verdict"], case["detail"]) == ("cannot", "lmcache is not installed: pip install lmcache")
+    assert "lmcache.chunk_size" in found["settings"]["LMCacheConnectorV1"]
+
+
 def test_failures_of_ours_are_the_first_rows() -> None:
     verdicts = {"reload": ("pass", "fail"), "salt": ("pass", "pass"), "update": ("fail", "pass")}
     connectors = {

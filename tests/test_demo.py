@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -9,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from lab_helpers import record
 from semkv_lab.console import to_json
-from semkv_lab.run import same_answers
+from semkv_lab.metrics import summarise
+from semkv_lab.records import Cold
+from semkv_lab.run import comparison, same_answers
 
 SAMPLES = 24
 
@@ -23,6 +28,20 @@ def test_a_line_separator_in_a_question_ends_no_line(tmp_path: Path) -> None:
     assert same_answers(tmp_path) == (1, 1)
 
 
+def test_the_comparison_has_a_column_for_vllm_alone() -> None:
+    cold = [Cold("a", "red", True, 0.05, 0.09, 10, 4), Cold("b", "blue", False, 0.05, 0.09, 10, 4)]
+    records = [record(cached_tokens=6, cold=cold[0]), record(image="b", cached_tokens=6, cold=cold[1])]
+    first, second = summarise(records, cold), summarise([record(cached_tokens=9)])
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(comparison(first, second, (1, 1)))
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.export_text().splitlines()]
+    rows = {row[0]: row[1:] for row in cells if row}
+    assert rows["not computed"] == ["8 (40.0%)", "12 (60.0%)", "9 (90.0%)"]
+    assert rows["latency p50 / p95"][0] == "50.0 ms / 50.0 ms"
+    assert rows["accuracy"] == ["50.0%", "100.0%", "100.0%"]
+    assert rows["answers with the tokens of before"] == ["", "", "1 of 1"]
+
+
 @pytest.mark.engine
 def test_the_demo_finds_on_disk_what_it_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "semkv", "demo", "--dir", str(tmp_path), "--samples", str(SAMPLES)]
@@ -31,6 +50,7 @@ def test_the_demo_finds_on_disk_what_it_left(tmp_path: Path) -> None:
     assert "Traceback" not in out.stderr
     lines = [line for line in out.stdout.splitlines() if line.startswith("[")]
     assert len(lines) == 2 * SAMPLES
+    assert "vLLM only" in out.stdout
     assert all(" | latency=" in line and "kv_cache=" in line and "fusion=" in line for line in lines)
     assert f"{SAMPLES} of {SAMPLES}" in out.stdout  # the warm pass answered every question with the same tokens
 

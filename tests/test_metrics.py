@@ -33,8 +33,9 @@ def test_answers_match_as_in_lmms_eval(prediction: str, answer: str, equal: bool
 
 
 def test_percentiles() -> None:
-    assert metrics.times([None, None]) == metrics.Times(0, None, None)
-    assert metrics.times([0.1, None, 0.2, 0.3]) == metrics.Times(3, pytest.approx(0.2), pytest.approx(0.29))
+    assert metrics.times([("a", None)]) == metrics.Times(0, None, None)
+    found = metrics.times([("a", 0.1), ("b", None), ("b", 0.2), ("c", 0.3)])
+    assert found == metrics.Times(3, pytest.approx(0.2), pytest.approx(0.29), 0.1, 0.3)
 
 
 def figure(path: str, *records: SampleRecord, cold: list[Cold] | None = None) -> metrics.Estimate:
@@ -96,6 +97,8 @@ def test_hits_against_cold() -> None:
     assert figure("against_cold.identical_tokens", *records) == metrics.Estimate(1, 1.0, *wilson(1, 1))
     # Cold 100 ms, cached 30 ms with a lookup of 2 ms in it.
     assert figure("against_cold.first_token", *records).value == pytest.approx(100 / 28)
+    assert figure("against_cold.speedup", *records).value == pytest.approx(64 / 32)
+    assert figure("gained_hit_share", *records).value == 0.25
     assert figure("against_cold.saved_tokens", *records).value == 0.0
     other = record(provenance="p", applied=True, cached_tokens=7, token_ids=(3,), cold=records[0].cold)
     assert figure("against_cold.same_tokens", *records, other).value == 0.8

@@ -133,7 +133,8 @@ def test_a_wrong_spec_runs_nothing(folder: Path) -> None:
 
 
 def test_a_failure_is_a_row_and_the_sweep_goes_on(folder: Path) -> None:
-    crash = "import os, sys; sys.stderr.write('the end is near'); sys.stderr.flush(); os.kill(os.getpid(), 11)"
+    crash = "import os, sys, time; os.fork() or time.sleep(900)  # it outlives its parent, and holds what that held\n"
+    crash += "sys.stderr.write('the end is near'); sys.stderr.flush(); os.kill(os.getpid(), 11)"
     (folder / "crashing.py").write_text(crash, encoding="utf-8")
     crashing = {"embedding-hook": "crashing:Hook", "embedding-layer": ["x:2:0.9"]}
     missing = {"dataset": str(folder / "gone.jsonl")}

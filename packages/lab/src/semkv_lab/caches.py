@@ -234,6 +234,41 @@ class GPTCache(Cache):
         self._caches.clear()
 
 
+class RedisVL(Cache):
+    """RedisVL's SemanticCache; groups are values of a tag."""
+
+    def __init__(self, encoder: TextEncoder, threshold: float, url: str) -> None:
+        super().__init__(encoder)
+        from redisvl.extensions.cache.llm import SemanticCache as Peer
+        from redisvl.utils.vectorize import CustomTextVectorizer
+
+        self.name = f"redisvl {1 - threshold:g}"
+        self.settings = {"distance_threshold": round(1 - threshold, 4), "cosine": threshold}
+        self._peer = Peer(
+            "semkv-bench",
+            distance_threshold=1 - threshold,
+            vectorizer=CustomTextVectorizer(lambda text, **_: self.vector(text).tolist()),
+            filterable_fields=[{"name": "section", "type": "tag"}],
+            redis_url=url,
+            overwrite=True,
+        )
+        self._peer.clear()
+
+    def lookup(self, asked: Asked) -> str | None:
+        from redisvl.query.filter import Tag
+
+        vector = self.vector(asked.text).tolist()
+        found = self._peer.check(vector=vector, filter_expression=Tag("section") == f"g{asked.group}")
+        return str(found[0]["response"]) if found else None
+
+    def store(self, asked: Asked) -> None:
+        vector = self.vector(asked.text).tolist()
+        self._peer.store(asked.text, asked.answer, vector=vector, filters={"section": f"g{asked.group}"})
+
+    def close(self) -> None:
+        self._peer.delete()
+
+
 # -- semkv ------------------------------------------------------------
 
 
@@ -270,11 +305,6 @@ class SemKV(Cache):
         self.approximate = self.wrong_approximate = 0  # hits
         self._cache = SemanticCache(config, text_encoder=encoder, decider=decider, same_answer=lambda a, b: a == b)
         self._report: ReuseReport | None = None
-
-    @property
-    def vetoed(self) -> int:
-        """Matches that a guard refused."""
-        return sum(self._cache.stats().vetoes.values())
 
     def lookup(self, asked: Asked) -> str | None:
         self._report = self._cache.try_reuse(_request(asked))
@@ -326,17 +356,38 @@ def _request(asked: Asked) -> Request:
 
 # -- which there are ------------------------------------------------------------
 
-_PACKAGES = {"gptcache": {"gptcache": "gptcache", "faiss": "faiss-cpu", "sqlalchemy": "sqlalchemy"}}
+_PACKAGES = {
+    "gptcache": {"gptcache": "gptcache", "faiss": "faiss-cpu", "sqlalchemy": "sqlalchemy"},
+    "redisvl": {"redisvl": "redisvl"},
+}
 PRECISION = 0.95  # least chance of a right answer of the calibrated policy
 Maker = Callable[[int], Cache]
 """Makes a cache, empty; the argument seeds its draws."""
 
 
-def missing(name: str) -> str:
+def missing(name: str, redis_url: str = "") -> str:
     """Why a peer cannot be measured here, in one line; empty where it can."""
     wanted = _PACKAGES.get(name, {})
     absent = [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]
-    return f"{name}: not installed: pip install {' '.join(absent)}" if absent else ""
+    if absent:
+        return f"{name}: not installed: pip install {' '.join(absent)}"
+    return f"redisvl: not measured: {why}" if name == "redisvl" and (why := no_search(redis_url)) else ""
+
+
+def no_search(url: str) -> str:
+    """What a Redis server lacks for RedisVL; empty where it has a search module."""
+    if not url:
+        return "--redis-url names no Redis server with the search module"
+    import redis
+
+    try:
+        with redis.Redis.from_url(url) as server:
+            server.execute_command("FT._LIST")
+    except redis.exceptions.ResponseError:
+        return "the Redis server of --redis-url lacks the search module (Redis 8 has it)"
+    except (redis.exceptions.RedisError, ValueError) as error:
+        return f"no Redis server answers at --redis-url ({error})"
+    return ""
 
 
 def makers(
@@ -363,6 +414,7 @@ def makers(
         "cosine": lambda: [lambda seed: Cosine(encoder, threshold)],
         "vcache": lambda: [partial(VCache, encoder, rate) for rate in rates],
         "gptcache": lambda: [lambda seed: GPTCache(encoder), lambda seed: GPTCache(encoder, (1 + threshold) / 2)],
+        "redisvl": lambda: [lambda seed: RedisVL(encoder, threshold, flags.redis_url)],
         "fixed": lambda: [semkv("fixed", threshold, {"cosine": threshold})],
         "calibrated": lambda: [
             semkv("calibrated", PRECISION, {"precision": PRECISION}, policy="calibrated", calibration=file)

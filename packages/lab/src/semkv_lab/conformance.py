@@ -33,9 +33,14 @@ EXTRA: dict[str, dict[str, Any]] = {
     "SemKVConnector": {"cache_dir": DIR, "host_bytes": 64 << 20, "break_even": False},
     "OffloadingConnector": {"cpu_bytes_to_use": 64 << 20},
     "ExampleConnector": {"shared_storage_path": DIR},
-}
+    "LMCacheConnectorV1": {
+        "lmcache.chunk_size": BLOCK, "lmcache.local_cpu": True, "lmcache.max_local_cpu_size": 0.25,
+        "lmcache.local_disk": f"file://{DIR}/", "lmcache.max_local_disk_size": 1.0,
+    },
+}  # fmt: skip
 """Settings of the connectors that are known here; ``"$DIR"`` in them is a folder of the case."""
-PACKAGES = ("semkv", "vllm", "torch", "transformers")
+NEEDS = {"LMCacheConnectorV1": "lmcache"}
+PACKAGES = ("semkv", "vllm", "torch", "transformers", "lmcache")
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
@@ -333,7 +338,10 @@ def run(
     for name in connectors:
         found[name] = {}
         for case in cases:
-            result = run_case(case, name, extra, references)
+            if (package := NEEDS.get(name)) and not version(package):
+                result = {"verdict": "cannot", "detail": f"{package} is not installed: pip install {package}"}
+            else:
+                result = run_case(case, name, extra, references)
             said(f"{name} {case}: {result['verdict']}: {result['detail']}")
             found[name][case] = result
     versions = {package: installed for package in PACKAGES if (installed := version(package))}
@@ -390,7 +398,8 @@ def _child(model: Path, kv: Any, step: Any, args: Any, engine: Any) -> tuple[boo
         made.settle()
         made.close()
     except BaseException as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the log can be a file that cannot grow
+            traceback.print_exc()
         return started, f"{type(error).__name__}: {str(error)[:300]}", None
     return started, "", found
 

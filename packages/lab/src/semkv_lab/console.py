@@ -168,6 +168,7 @@ def figures(summary: Figures) -> list[tuple[str, str]]:
         ("hits", f"{summary['hits']} of {summary['samples']}: {percent(read_estimate(summary, 'hit_share'))}"),
         ("similar, but refused", str(summary["refused"])),
         ("latency p50 / p95", times(summary["tiers"][-1]["latency"])),
+        ("TTFT p50 / p95", times(summary["tiers"][-1]["ttft"])),
         ("lookup p50 / p95", times(summary["lookup"])),
         ("after the answer p50 / p95", times(summary["after"])),
         *_token_rows(summary["tokens"]),

@@ -58,11 +58,13 @@ def number(value: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Median and 95th percentile, in seconds; None for no samples."""
+    """Median, its 95% interval, and 95th percentile, in seconds; None for no samples."""
 
     n: int
     p50_s: float | None
     p95_s: float | None
+    p50_low_s: float | None = None
+    p50_high_s: float | None = None
 
 
 def mean(values: Sequence[tuple[str, float]]) -> Estimate:
@@ -107,13 +109,13 @@ def median(values: Sequence[tuple[str, float]]) -> Estimate:
     return estimate(len(values), float(np.median(numbers)), medians() if groups.any() else ())
 
 
-def times(values: Iterable[float | None]) -> Times:
-    """Of those that are not None."""
-    there = [seconds for seconds in values if seconds is not None]
+def times(values: Iterable[tuple[str, float | None]]) -> Times:
+    """Of the (image, seconds) pairs that have seconds."""
+    there = [(image, seconds) for image, seconds in values if seconds is not None]
     if not there:
         return Times(0, None, None)
-    median, late = np.percentile(there, [50, 95])
-    return Times(len(there), float(median), float(late))
+    middle = median(there)
+    return Times(len(there), middle.value, float(np.percentile([s for _, s in there], 95)), middle.low, middle.high)
 
 
 def split(values: Sequence[tuple[str, float]]) -> tuple[Integers, Floats]:
@@ -310,6 +312,15 @@ def _first_token(run: Run) -> Estimate:
     return median([(r.image, before / (now - r.lookup_s)) for r, before, now in timed if now > r.lookup_s])
 
 
+def _speedup(run: Run) -> Estimate:
+    return median([(r.image, c.latency_s / r.latency_s) for r, c in run.hit_pairs if r.latency_s > 0])
+
+
+def _gained(run: Run) -> Estimate:
+    judged = [(r, c) for r, c in run.pairs if r.match is not None and c.match is not None]
+    return share([(r.image, r.hit and r.applied and bool(r.match) and not c.match) for r, c in judged])
+
+
 def _sent_unchanged(run: Run) -> list[tuple[SampleRecord, Cold]]:
     return [(r, c) for r, c in run.pairs if not r.applied or r.exactness == "exact"]
 
@@ -326,8 +337,12 @@ COLUMNS = (
            "hits that are right; of a dry run what the donor answered"),
     Column("wrong hits a request", "wrong_hit_share", "%", lambda run: wrong_hit_share(run.records),
            "hits that spoiled an answer which is right without them; needs --baseline"),
+    Column("gained hits a request", "gained_hit_share", "%", _gained,
+           "hits that are right where vLLM alone is wrong; needs --baseline"),
     Column("consistency (entailed)", "consistency", "%", lambda run: consistency(run.records),
            "GQA's: of right answers, the share of entailed questions that are right too"),
+    Column("cold: consistency (entailed)", "against_cold.consistency", "%",
+           lambda run: consistency([replace(r, match=c.match) for r, c in run.pairs])),
     Column("validity", "gqa.validity", "%", lambda run: _among(run.records, "valid")),
     Column("plausibility", "gqa.plausibility", "%", lambda run: _among(run.records, "plausible")),
     Column("cold: accuracy", "baseline_accuracy", "%", lambda run: accuracy(run.cold)),
@@ -341,6 +356,8 @@ COLUMNS = (
            "prompt tokens that a hit saved over the cold run, mean"),
     Column("hits: cold TTFT / cached, without lookup", "against_cold.first_token", "x", _first_token,
            "cold time to first token over a hit's without the lookup, median"),
+    Column("hits: cold latency / cached", "against_cold.speedup", "x", _speedup,
+           "cold latency over a hit's with its lookup, median"),
     Column("exact prompts: tokens equal cold", "against_cold.identical_tokens", "%",
            lambda run: _same_tokens(_sent_unchanged(run))),
     Column("saved a request: tokens", "saved.tokens", "", lambda run: _saved_tokens(run.pairs),
@@ -393,8 +410,8 @@ def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[Sampl
         "n": len(chosen),
         "rate": len(chosen) / max(1, len(records)),
         "share": share([(r.image, id(r) in members) for r in records]),
-        "latency": times(r.latency_s for r in chosen),
-        "ttft": times(r.ttft_s for r in chosen),
+        "latency": times((r.image, r.latency_s) for r in chosen),
+        "ttft": times((r.image, r.ttft_s) for r in chosen),
         "accuracy": accuracy(chosen) if tier in ("miss", "all") else accuracy_on_hits(chosen),
         "saved": {"latency_p50_s": median(_saved_latency(Run(chosen).pairs))},
     }
@@ -419,12 +436,12 @@ def summarise(records: Sequence[SampleRecord], cold: Sequence[Cold] = (), **more
         "hits": len(run.hits),
         "hit_rate": len(run.hits) / max(1, len(records)),
         "tiers": [_tier_row(name, of_it, records) for name, of_it in chosen.items()],
-        "lookup": times(r.lookup_s for r in records),
-        "after": times(r.after_s for r in records),
+        "lookup": times((r.image, r.lookup_s) for r in records),
+        "after": times((r.image, r.after_s) for r in records),
         "tokens": tokens(records),
         "statuses": {tier: {str(s): counts[tier, s] for s in Status} for r in records for tier in r.statuses},
-        "baseline_latency": times(c.latency_s for c in cold),
-        "baseline_ttft": times(c.ttft_s for c in cold),
+        "baseline_latency": times((c.image, c.latency_s) for c in cold),
+        "baseline_ttft": times((c.image, c.ttft_s) for c in cold),
         "gqa": {"distribution": distribution(records), "by_type": by_type(records)},
         "refused": 0,
         "bytes_on_disk": 0,

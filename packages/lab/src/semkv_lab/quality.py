@@ -217,7 +217,8 @@ def _reliability(fitted: Fit) -> list[tuple[float, float]]:
 def _cache(flags: QualityFlags, texts: Iterable[str]) -> SemKV:
     encoder = SentenceEncoder(flags.index_encoder, remembered=1 << 20)
     know(texts, encoder)
-    return SemKV(encoder, flags, calibration=Calibration.load(flags.calibration) if flags.calibration else None)
+    prior = Calibration.load(flags.calibration) if flags.calibration else None
+    return SemKV(encoder, flags, calibration=prior, seed=0)
 
 
 def eval_pairs(path: Path, flags: QualityFlags) -> dict[str, Any]:
@@ -229,7 +230,6 @@ def eval_pairs(path: Path, flags: QualityFlags) -> dict[str, Any]:
     with closing(_cache(flags, (text for pair in pairs for text in (pair.a, pair.b)))) as cache:
         hits = [ask_pair(cache, pair, str(number)) for number, pair in enumerate(pairs)]
         trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
-        vetoed = cache.vetoed
     _, area = pair_curve([(value, pair.same) for value, pair in zip(trust, pairs, strict=True)])
     accepted, same = sum(hits), sum(pair.same for pair in pairs)
     right = sum(hit and pair.same for hit, pair in zip(hits, pairs, strict=True))
@@ -239,7 +239,7 @@ def eval_pairs(path: Path, flags: QualityFlags) -> dict[str, Any]:
         "same": same,
         "accepted": accepted,
         "right": right,
-        "vetoed": vetoed,
+        "vetoed": sum(veto(pair.a, pair.b) is not None for pair in pairs) if flags.guards else 0,
         "precision": _ratio(right, accepted),
         "recall": _ratio(right, same),
         "false_positive_rate": _ratio(accepted - right, len(pairs) - same),

@@ -42,20 +42,25 @@ from semkv_lab.console import (
     Listener,
     figures,
     make_console,
+    part,
+    percent,
     print_summary,
     run_header,
     table,
+    times,
     try_to_write,
     write_json,
     writing,
 )
 from semkv_lab.datasets import load_samples
-from semkv_lab.metrics import Figures, summarise
-from semkv_lab.records import Cold, SampleRecord, answers_match, read_samples
+from semkv_lab.metrics import Estimate, Figures, summarise
+from semkv_lab.records import Cold, SampleRecord, answers_match, at, read_samples
 from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers
 from semkv_lab.settings import Reuse, RunSettings
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from semkv_lab.reuse import TransformersEngine
 
 _COMMON = ("color", "material", "shape")  # GQA's evaluation script has them too
@@ -436,12 +441,6 @@ _PASSES = {
 }
 
 
-_COMPARED = (
-    *("hits", "not computed", "  loaded from the KV store", "vLLM's prefix cache alone", "latency p50 / p95"),
-    *("lookup p50 / p95", "cold: latency p50 / p95", "accuracy", "cold: accuracy", "kv_cache", "fusion"),
-)
-
-
 def run_demo(directory: Path, *, samples: int, verbose: bool = False) -> None:
     """Run both passes and print the comparison. The folder gets ``cache/``, which is emptied first, ``data/``, and per
     pass ``<pass>.jsonl`` and ``<pass>.json``.
@@ -455,15 +454,8 @@ def run_demo(directory: Path, *, samples: int, verbose: bool = False) -> None:
         done = subprocess.run([*command, *extra, *(["--verbose"] if verbose else [])], check=False)
         if done.returncode:
             raise SemkvError(f"the {name} pass of the demo ended with exit code {done.returncode}")
-    cold, warm = (
-        dict(figures(json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))["summary"]))
-        for name in _PASSES
-    )
-    same, asked = same_answers(directory)
-    rows = [(name, cold.get(name, ""), warm.get(name, "")) for name in _COMPARED]
-    rows.append(("answers with the same tokens as before", "", f"{same} of {asked}"))
-    title = "the same questions again; rows that say cold, or alone, are vLLM without semkv"
-    console.print(table(title, ("", "empty cache", "new process"), rows))
+    cold, warm = (json.loads((directory / f"{n}.json").read_text(encoding="utf-8"))["summary"] for n in _PASSES)
+    console.print(comparison(cold, warm, same_answers(directory)))
     console.print(f"settings, figures, samples and the cache: {directory}", highlight=False)
 
 
@@ -475,3 +467,30 @@ def same_answers(directory: Path) -> tuple[int, int]:
         tokens.append({row["sample_id"]: row["token_ids"] for row in map(json.loads, lines)})
     cold, warm = tokens
     return sum(cold.get(key) == value for key, value in warm.items()), len(warm)
+
+
+_COMPARED = (
+    *("prompt tokens", "not computed", "  loaded from the KV store", "latency p50 / p95", "lookup p50 / p95"),
+    "TTFT p50 / p95",
+)
+
+
+def comparison(cold: Figures, warm: Figures, same: tuple[int, int]) -> Table:
+    """Three columns: vLLM only, semkv with an empty cache, semkv in a new process; of the summaries of both passes."""
+    tokens, both = cold["tokens"], (cold, warm)
+    saved = tokens["baseline_not_computed"]
+    alone = {
+        "prompt tokens": f"{tokens['baseline_prompt']:,}",
+        "not computed": f"{saved:,} ({part(saved, tokens['baseline_prompt'])})",
+        "latency p50 / p95": times(cold["baseline_latency"]),
+        "TTFT p50 / p95": times(cold["baseline_ttft"]),
+    }
+    first, second = (dict(figures(summary)) for summary in both)
+    right = [at(cold, "baseline_accuracy", "value"), *(at(summary, "accuracy", "value") for summary in both)]
+    rows = [("hits", "", *(f"{summary['hits']} ({summary['hit_rate']:.0%})" for summary in both))]
+    rows += [(name, alone.get(name, ""), first[name], second[name]) for name in _COMPARED]
+    rows.append(("accuracy", *(percent(Estimate(1, value)) for value in right)))
+    for what, tier in (("requests that loaded KV", "kv_cache"), ("  an encoder output", "fusion")):
+        rows.append((what, "", *(str(at(summary, "statuses", tier, "hit") or 0) for summary in both)))
+    rows.append(("answers with the tokens of before", "", "", f"{same[0]} of {same[1]}"))
+    return table("the same questions three times", ("", "vLLM only", "empty cache", "new process"), rows)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from semkv_lab import scenes
 
 _T = TypeVar("_T")
-VERSIONS = ("numpy", "sentence-transformers", "gptcache", "faiss-cpu")
+VERSIONS = ("numpy", "sentence-transformers", "gptcache", "faiss-cpu", "redisvl")
 Row = dict[str, Any]
 Found = tuple[Row, list["Table"]]
 
@@ -138,8 +138,8 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
     Raises:
         ConfigError, DatasetError: a flag or a file is at fault.
     """
-    absent = {name: why for name in flags.caches if (why := caches.missing(name))}
-    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot")}
+    absent = {name: why for name in flags.caches if (why := caches.missing(name, flags.redis_url))}
+    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot", "redis_url")}
     found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(flags, [name for name in flags.caches if name not in absent], Path(folder))
@@ -158,7 +158,10 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
 def machine() -> Row:
     """What times depend on, the load of the moment included."""
     versions = {name: installed for name in VERSIONS if (installed := version(name))}
-    return environment() | {"versions": versions, "load_average": os.getloadavg()}
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    usable = {"cpu": cpu, "cores": len(os.sched_getaffinity(0))}
+    return environment() | usable | {"versions": versions, "load_average": os.getloadavg()}
 
 
 def times(seconds: Sequence[float]) -> Row:

@@ -233,7 +233,7 @@ class QualityFlags(PolicyConfig):
 
 
 SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images", "encoder")
-CACHES = ("cosine", "vcache", "gptcache", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
+CACHES = ("cosine", "vcache", "gptcache", "redisvl", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
 KINDS = ("zipf", "hot", "paraphrases", "hard-negatives", "templates", "minigqa", "shift")
 
 
@@ -251,7 +251,7 @@ class SemanticFlags:
 
     Attributes:
         parts: What to measure: pairs, traps, streams, turns (multi-turn), images, encoder.
-        caches: Which caches: cosine (a plain threshold), vcache (the paper's rule), gptcache, and semkv's
+        caches: Which caches: cosine (a plain threshold), vcache (the paper's rule), gptcache, redisvl, and semkv's
             policies fixed, calibrated, bounded, bounded-uncalibrated.
         data: Traps, paraphrases and last turns: the folder bench/data of a checkout.
         pairs: Labeled pairs of your own: JSONL of a, b, same (0 or 1), and group where there is one; .gz too. Half of
@@ -265,6 +265,7 @@ class SemanticFlags:
         seeds: Streams of each kind.
         seed: The first seed: of streams, halves, scenes.
         max_error_rate: Bounds of vcache and of the bounded policy; may be repeated.
+        redis_url: A Redis server with the search module, for redisvl.
         scenes: Generated scenes of each kind, for images.
         plot: Draw hits against wrong answers for each kind of stream into this folder.
         out: Write machine, versions, settings and raw counts to this JSON file.
@@ -282,6 +283,7 @@ class SemanticFlags:
     seeds: Annotated[int, POSITIVE] = 2
     seed: Annotated[int, NOT_NEGATIVE] = 0
     max_error_rate: Annotated[tuple[float, ...], _SHARES, MANY] = (PolicyConfig.max_error_rate,)
+    redis_url: str = ""
     scenes: Annotated[int, POSITIVE] = 2
     plot: Annotated[Path | None, Allowed("a folder that exists", Path.is_dir)] = None
     out: Path | None = None

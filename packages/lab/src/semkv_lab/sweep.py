@@ -390,8 +390,10 @@ def _run_in_turn(jobs: Iterable[Job], tick: Tick) -> Jobs:
             process.start()
             theirs.close()
             try:
-                while not ours.poll(_POLL_S):
+                while process.is_alive() and not ours.poll(_POLL_S):
                     tick(job.experiment)
+                if not ours.poll():  # it died, and what it started holds the other end
+                    raise EOFError
                 outcome = Outcome(*ours.recv())
             except EOFError:  # it died; the end of its output says why
                 process.join()
@@ -456,7 +458,9 @@ def run_job(job: Job, sweep: Connection) -> None:
         for number in (1, 2):  # what libraries print below Python goes there, too
             os.dup2(file.fileno(), number)
     threading.Thread(target=end_with_the_sweep, daemon=True).start()
-    sweep.send(tuple(run_here(job)))
+    found = run_here(job)
+    sys.stdout.flush()
+    sweep.send(tuple(found))
 
 
 def run_here(job: Job) -> Outcome:
