@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,6 +24,7 @@ from command_line import invoke
 from gateway_helpers import ADMIN, Served, Started, chat, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
+from semkv.server import serve
 from semkv.server.metrics import FOLDER
 from semkv.server.serve import listening
 
@@ -206,6 +208,33 @@ class TestWorkers:
         running.kill()
         wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in both))
         assert not Path(figures).exists()
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_worker_that_cannot_start_ends_the_others_only_where_none_serves(
+    serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Worker:
+        def __init__(self, *_: object, exitcode: int | None = None) -> None:
+            self.exitcode, self.pid, self.started = exitcode, 2**22, False
+
+        def is_alive(self, timeout: float) -> bool:
+            raise AssertionError(f"a worker that has died does not answer for {timeout} s")
+
+        def is_ready(self, timeout: float) -> bool:
+            return serves
+
+        def start(self) -> None:
+            self.started = True
+
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr(serve, "Process", Worker)
+    workers: Any = serve.Workers.__new__(serve.Workers)
+    workers.config, workers.sockets, workers.should_exit = None, [], threading.Event()
+    workers.processes = [Worker(), Worker(exitcode=serve.STARTUP_FAILURE)]
+    workers.keep_subprocess_alive()
+    assert (workers.failed, workers.should_exit.is_set()) == (not serves, not serves)
+    assert [worker.started for worker in workers.processes] == [False, serves]
 
 
 def test_workers_without_a_store_are_refused(tmp_path: Path) -> None:

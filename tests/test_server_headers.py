@@ -235,7 +235,7 @@ def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path, form:
     ids = {"X-Request-Id": "mine"}
     headers = {"Authorization": f"Bearer {key}", **ids}
     with Served(Scripted()) as behind, Started(behind.url, tmp_path, "--access-log", f"--log-format={form}") as front:
-        for more in ({}, {}, {"temperature": 1}, {"model": "two\nlines"}):
+        for more in ({}, {}, {"temperature": None}, {"temperature": 1}, {"model": "two\nlines"}):
             httpx.post(f"{front.url}/v1/chat/completions", json=chat(said, **more), headers=headers, timeout=120)
         httpx.get(f"{front.url}/v1/models?q={key}", headers=headers, timeout=120)
         wait_until(lambda: front.log.read_text().count("/v1/models") == 1)
@@ -243,6 +243,7 @@ def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path, form:
     assert key not in text
     assert "private prompt" not in text
     assert "You said" not in text
+    assert text.count("let clients send one of them, or start with --sampled") == 1
     if form == "text":
         lines = [line for line in text.splitlines() if " request " in line]
         (hit,) = (line for line in lines if '"hit tier=exact' in line)
@@ -256,10 +257,10 @@ def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path, form:
     lines = [line for line in every if line["message"] == "request"]
     assert all(set(line) >= {"time", "level", "message"} for line in every)
     assert [line["cache"].split(" age")[0] for line in lines] == [
-        "miss", "hit tier=exact", "miss reason=sampled", "miss", "pass reason=route"
+        "miss", "hit tier=exact", "miss reason=sampled", "miss reason=sampled", "miss", "pass reason=route"
     ]  # fmt: skip
     assert {(line["request_id"], line["status"], len(line["tenant"])) for line in lines} == {("mine", 200, 8)}
     assert {line["tenant"] for line in lines} == {lines[0]["tenant"]}
-    assert [line.get("model") for line in lines] == ["scripted", "scripted", "scripted", "two\nlines", None]
+    assert [line.get("model") for line in lines] == ["scripted"] * 4 + ["two\nlines", None]
     assert lines[-1]["route"] == "/v1/models"
     assert all(0 <= line["ms"] < 3e5 for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 from gateway_helpers import PATIENT, SECRET, Pair, Served, chat
 from semkv.server.app import app_of
+from semkv.server.http import AppUpstream, Call
 from semkv.server.settings import ServerSettings
 from semkv.server.sse import Splitter
 
@@ -221,3 +223,27 @@ def test_events_are_the_same_in_whatever_pieces_they_come(end: str) -> None:
         splitter = Splitter()
         assert [*splitter.feed(data[:cut]), *splitter.feed(data[cut:])] == events
         assert not splitter.rest.strip()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_an_application_inside_ends_when_the_client_hangs_up(listens: bool) -> None:
+    """vLLM aborts a generation by the message alone: being canceled does not reach the task that generates."""
+    heard = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not listens:
+            await send({"type": "http.response.body", "body": b"more than is read", "more_body": True})
+            await asyncio.sleep(0)
+        heard.append((await receive())["type"])
+
+    async def hang_up() -> bool:
+        reply: Any = await AppUpstream(app).send(Call({"type": "http", "headers": []}, b"{}"))
+        await asyncio.sleep(0.1)
+        await reply.aclose()
+        await asyncio.wait((reply._task,), timeout=60)
+        return bool(reply._task.done())
+
+    assert asyncio.run(hang_up())
+    assert heard == ["http.disconnect"] * listens

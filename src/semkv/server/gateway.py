@@ -114,6 +114,7 @@ class Gateway:
         self.pending: list[Pending] = []  # in the order in which they went upstream
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
+        self._explained = False  # why requests of `sampled` are misses
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._vary = Vary(settings.vary_headers)
         self._read_again = lru_cache(_KNOWN)(self._read)
@@ -139,11 +140,20 @@ class Gateway:
         blocked = "" if controls.read else "no-cache"
         if not blocked and canonical.sampled and not self.settings.sampled:
             blocked = "sampled"
+            self._explain_sampled()
         if not blocked and not await self._may_read(client):
             blocked = "key"
         request = GatewayRequest(call, canonical, controls, client, blocked, start)
         answer = self._from_memory(request, Lookup(canonical))
         return await http.unless_gone(self._answer(request), receive) if answer is None else answer
+
+    def _explain_sampled(self) -> None:
+        if not self._explained:
+            self._explained = True
+            log.warning(
+                "a request with neither temperature 0 nor a seed is not answered from the cache, as its answer is drawn"
+                " at random: let clients send one of them, or start with --sampled"
+            )
 
     async def _answer(self, request: GatewayRequest) -> Answer:
         """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream.

@@ -405,6 +405,7 @@ class _AppReply:
 
     def __init__(self, app: Application, call: Call) -> None:
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue(_QUEUED)
+        self._gone = asyncio.Event()  # nobody reads on
         self._body: bytes | None = call.body
         self._ended = False
         headers = [*call.headers(), (b"content-length", str(len(call.body)).encode())]
@@ -413,16 +414,21 @@ class _AppReply:
 
     async def _run(self, app: Application, scope: Scope) -> None:
         try:
-            await app(scope, self._receive, self._messages.put)
+            await app(scope, self._receive, self._send)
         finally:
             if not self._ended:
-                await self._messages.put(None)
+                await self._send(None)
 
     async def _receive(self) -> Message:
         if self._body is None:
-            await asyncio.Event().wait()  # the task is canceled when the client hangs up
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _send(self, message: Message | None) -> None:
+        if not self._gone.is_set():
+            await self._messages.put(message)
 
     async def started(self) -> None:
         message = await self._messages.get()
@@ -440,9 +446,15 @@ class _AppReply:
                 yield body
 
     async def aclose(self) -> None:
-        if not self._ended:
-            self._task.cancel()
-        await asyncio.wait((self._task,), timeout=5.0)
+        """Say that the client hung up, by which vLLM aborts a generation; what does not end by that is canceled."""
+        self._gone.set()
+        while not self._messages.empty():  # it may wait for room
+            self._messages.get_nowait()
+        try:
+            await asyncio.wait((self._task,), timeout=5.0)
+        finally:
+            if not self._ended:
+                self._task.cancel()
         if self._task.done() and not self._task.cancelled():
             self._task.exception()
 

@@ -24,7 +24,7 @@ import uvicorn
 from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.supervisors import Multiprocess
+from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from semkv import __version__
 from semkv.errors import ConfigError, SemkvError
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 _DRAIN_S = 20  # how long open requests may go on after a signal to stop
 _HEAD_BYTES = 64 * 1024  # of a request's line and headers, in addition to the first piece that comes in
 _HEAD_S = 60  # for a head to come, also the first of a connection
-_ANSWERS_S = 60  # that a worker has to answer its supervisor, also while it loads the encoder
 _FILES = 256  # open in addition to those of connections
 _SPARE = 32  # connections beyond the bound, only for operators' routes
 _MOST = 20_000  # connections, however many files may be open
@@ -187,9 +186,7 @@ def run_server(
     with tempfile.TemporaryDirectory(prefix="semkv-figures-", dir=memory) as folder:
         os.environ[FOLDER] = folder
         work = partial(_load_worker, settings, dict(environment), workers, log_level, log_format)
-        supervisor = Workers(
-            _config(work, workers=workers, factory=True, timeout_worker_healthcheck=_ANSWERS_S), sockets
-        )
+        supervisor = Workers(_config(work, workers=workers, factory=True), sockets)
         supervisor.run()
         if supervisor.failed:
             raise SemkvError("a worker cannot start; its message is above")
@@ -231,15 +228,22 @@ def _load(settings: ServerSettings, environment: Mapping[str, str], workers: int
 class Workers(Multiprocess):
     """uvicorn's supervisor, which starts a worker again that ends. When all end, nobody waits at the sockets."""
 
-    failed = False  # a worker could not start
+    failed = False  # a worker could not start, and no other serves
 
     def keep_subprocess_alive(self) -> None:
-        before = list(self.processes)
-        super().keep_subprocess_alive()
-        for process in before:
-            if process.exitcode is not None:
-                mark_process_dead(process.pid, os.environ[FOLDER])  # type: ignore[no-untyped-call]
-                self.failed |= process.exitcode == STARTUP_FAILURE
+        """uvicorn also asks each whether it hangs, and waits a minute for one that died before it answered."""
+        for at, process in enumerate(self.processes):
+            if process.exitcode is None or self.should_exit.is_set():
+                continue
+            mark_process_dead(process.pid, os.environ[FOLDER])  # type: ignore[no-untyped-call]
+            others = [other for other in self.processes if other is not process]
+            if process.exitcode == STARTUP_FAILURE and not any(other.is_ready(timeout=1) for other in others):
+                self.failed = True
+                self.should_exit.set()
+                continue
+            log.warning("worker %s ended (%s); another is started", process.pid, process.exitcode)
+            self.processes[at] = Process(self.config, self.sockets)
+            self.processes[at].start()
 
     def terminate_all(self) -> None:
         for listener in self.sockets:
