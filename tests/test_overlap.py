@@ -164,3 +164,15 @@ def test_the_upstream_is_asked_meanwhile_once_fewer_than_5_in_100_lookups_find_s
     for _ in range(4):
         cache._count(found=True)
     assert not cache.rarely_finds
+
+
+def test_where_few_find_anything_a_lookup_behind_many_is_left_out(
+    pair: Pair, answered: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_out = pair.metric("semkv_overlap_left_out_total")
+    monkeypatch.setattr("semkv.server.cache_client._UNLIKELY", -1)
+    pair.app.gateway.cache.found_share = 0.0
+    assert pair.post(OTHER, headers=answered).headers["x-semkv"] == "miss"
+    assert pair.metric("semkv_overlap_left_out_total") == left_out + 1
+    pair.app.gateway.cache.found_share = 1.0
+    assert pair.post(OTHER + " ", headers=answered).headers["x-semkv"].startswith(("hit tier=exact", NEAR_HIT))

@@ -40,6 +40,7 @@ _LOOKUP_S = 10.0  # longest wait for a semantic lookup
 _RECENT = 64  # weight of the moving average of lookups that found something; 191 that found nothing bring it under 5%
 _RARE = 0.05
 _LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
+_UNLIKELY = 16  # that may wait where few find anything: more of them take the cores from hits
 _NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
 _QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs no request any time
 _SMALL = 64 * 1024  # bytes of an answer that the event loop itself looks into and writes
@@ -148,6 +149,9 @@ class CacheClient:
         if found is not None or self.semantic is None or canonical.request is None:
             self._count(found=found is not None)
             return Lookup(canonical, found)
+        if self.rarely_finds and self._lookups.waiting > _UNLIKELY:
+            self._metrics.left_out.inc()
+            return Lookup(canonical)
         start = time.perf_counter()
         work = self._lookups.run(_LOOKUP_S, self._try_reuse, self.semantic, canonical)
         looked = await self._guarded("semantic", work) or Lookup(canonical)
@@ -336,8 +340,13 @@ class Pool(ThreadPoolExecutor):
         job.add_done_callback(lambda job: job.cancelled() or job.exception())  # nobody may wait for it anymore
         return await asyncio.wait_for(asyncio.shield(job), limit_s)
 
+    @property
+    def waiting(self) -> int:
+        """Jobs that no thread has begun."""
+        return self._work_queue.qsize()
+
     def _start(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
-        if self._work_queue.qsize() >= self._most_queued:
+        if self.waiting >= self._most_queued:
             raise TimeoutError("too much is waiting")
         return asyncio.wrap_future(self.submit(work))
 
