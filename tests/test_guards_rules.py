@@ -42,6 +42,7 @@ CHANGED = [
     ("Delete the branch Prod", "Delete the branch prod", "case"),
     ("What may the user Admin do?", "What may the user admin do?", "case"),
     ("Restart web01 now", "Restart web-01 now", "code"),
+    ("Where is main.py?", "Where is Main.py?", "code"),
     ("Merge the branch feature/login", "Merge the branch feature/log-in", "code"),
     ("How do you spell color?", "How do you spell colour?", "substitution"),
     ("How many r's are in cherry?", "How many r's are in cherries?", "substitution"),

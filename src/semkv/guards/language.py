@@ -148,6 +148,7 @@ class Language:
     counting: Words
     naming: Words
     coding: Words
+    extensions: Words
     lookalikes: Words
 
     opposites: Mapping[str, Pairs]

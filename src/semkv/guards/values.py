@@ -15,6 +15,7 @@ _WILD = frozenset("%*_^~|\\")  # signs of patterns
 _SIGNS = re.compile(r"[\W_]+")
 _NUMBERED = re.compile(r"[A-Za-z][\w.-]*\d|[a-z][\w.-]*/")
 _HUMPED = re.compile(r"[A-Za-z][\w.-]*[A-Z]")
+_FILE = re.compile(r".*\w\.([a-z]\w{0,4})")
 _SYMBOL = 2  # letters of a chemical symbol
 
 
@@ -31,11 +32,13 @@ def code(p: Pair) -> str | None:
 
 def _respelled(p: Pair) -> bool:
     """Whether an identifier has other signs or letters of another case: "web01", "web-01"; "feature/login"."""
-    apart = p.a.spelled ^ p.b.spelled
+    exact, apart = p.a.cased is not None and p.b.cased is not None, p.a.spelled ^ p.b.spelled
+    files = [word for word in apart if (file := _FILE.fullmatch(word)) and file[1] in p.language.extensions]
+    if exact and any(word.casefold() in p.a.spelled & p.b.spelled for word in files):
+        return True
     found = [word for word in apart if _NUMBERED.match(word) or _HUMPED.match(word)]
     if not found or p.language.naming.isdisjoint(p.words):
         return False
-    exact = p.a.cased is not None and p.b.cased is not None
     bare: tuple[dict[str, set[str]], ...] = ({}, {})
     for spellings, text in zip(bare, (p.b, p.a), strict=True):
         for word in text.spelled:
