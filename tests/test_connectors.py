@@ -7,7 +7,6 @@ import inspect
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import uuid
@@ -591,9 +590,26 @@ def test_the_connector_needs_no_more_of_its_manager_than_methods() -> None:
 def test_an_older_vllm_is_named_with_the_floor(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.tiering.factory", None)
+    import vllm
+
     connectors.register()
-    assert "0.32" in caplog.text
+    assert not caplog.text
+    monkeypatch.setattr(vllm, "__version__", "0.31.2")
+    connectors.register()
+    assert "vLLM 0.32 or newer is needed, and 0.31.2 is installed" in caplog.text
+
+
+def test_a_disk_process_that_talks_nonsense_counts_as_ended() -> None:
+    from multiprocessing import Pipe
+
+    from semkv.connectors.disk_process import DiskProcess
+
+    disk, process = object.__new__(DiskProcess), MagicMock()
+    disk._connection, theirs = Pipe()
+    disk._process, disk._under_way, disk._heard = process, {7}, 0.0
+    theirs.send_bytes(b"\xc1 nonsense")
+    assert [(done.number, done.good) for done in disk.finished()] == [(7, b"")]
+    process.kill.assert_called_once()
 
 
 def test_all_processes_of_an_engine_agree_on_its_host_memory(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def other(tmp_path: Path) -> Iterator[Other]:
 
 
 def test_an_index_replaced_by_another_process_is_taken_up(tmp_path: Path, other: Other) -> None:
-    """What is saved in the new one is found by both, and nothing of it is swept."""
+    """Both processes find what is saved in the new index, and no sweep deletes it."""
     assert other("save", 1)
     lose_index(tmp_path / "kv")
     store = open_store(tmp_path / "kv")

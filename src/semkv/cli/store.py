@@ -322,10 +322,16 @@ def _export(
                 for path in [copy, *files]:
                     name = CATALOG if path == copy else path.relative_to(root).as_posix()
                     with suppress(FileNotFoundError):  # deleted meanwhile
-                        archive.add(path, name, recursive=False, filter=lambda info: info if info.isreg() else None)
+                        archive.add(path, name, recursive=False, filter=_of_nobody)
             part.rename(file)
     except (OSError, sqlite3.Error) as error:
         raise StoreError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _of_nobody(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """A regular file without its owner; nothing else goes into an archive."""
+    info.uid, info.gid, info.uname, info.gname = 0, 0, "", ""
+    return info if info.isreg() else None
 
 
 @import_.default

@@ -31,6 +31,11 @@ SPEC = "SemKVSpec"
 SPEC_MODULE = "semkv.connectors.spec"
 TIER = "semkv"
 
+FLOOR = (0, 32)
+"""The oldest vLLM whose OffloadingConnector has out-of-tree tiers, partial promotion and hit sources."""
+
+log = logging.getLogger("semkv.connectors")
+
 
 def register() -> None:
     """Make the connectors, the spec and the tier known to vLLM by name. vLLM calls this in every process
@@ -39,19 +44,27 @@ def register() -> None:
     Calling it again changes nothing. The modules are imported when an engine asks for them. An older vLLM gets a
     warning that names the oldest version.
     """
-    try:
-        from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-        from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-    except ImportError as error:
-        logging.getLogger("semkv.connectors").warning("semkv: no connectors: vLLM 0.32 or newer is needed (%s)", error)
+    if (installed := _too_old()) is not None:
+        log.warning("semkv: no connectors: vLLM %d.%d or newer is needed, and %s is installed", *FLOOR, installed)
         return
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
     if KV_CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(KV_CONNECTOR, KV_MODULE, KV_CONNECTOR)
         ECConnectorFactory.register_connector(EC_CONNECTOR, EC_MODULE, EC_CONNECTOR)
         OffloadingSpecFactory.register_spec(SPEC, SPEC_MODULE, SPEC)
         SecondaryTierFactory.register_tier(TIER, "semkv.connectors.tier", "SemKVTier")
+
+
+def _too_old() -> str | None:
+    """The version of the installed vLLM where it is below `FLOOR`. Its modules do not tell: 0.26 has those of today."""
+    import vllm
+
+    numbers = tuple(int(word) for word in vllm.__version__.split(".")[:2] if word.isdecimal())
+    return str(vllm.__version__) if len(numbers) == 2 and numbers < FLOOR else None
 
 
 # -- settings, as they stand in kv_connector_extra_config and ec_connector_extra_config -------------------------------

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import msgpack
+from msgspec import MsgspecError, msgpack
 
 from semkv.stores.block_index import BlockRef
 from semkv.stores.blocks import BlockStore, Bounds
@@ -140,7 +140,7 @@ class DiskProcess:
                         break
                     return
                 done = msgpack.decode(self._connection.recv_bytes(), type=FileDone)
-            except (OSError, EOFError):
+            except (OSError, EOFError, MsgspecError):
                 self._ended()
                 break
             self._heard = time.monotonic()

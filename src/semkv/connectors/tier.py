@@ -194,9 +194,12 @@ class SemKVTier(SecondaryTierManager):
         return True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        if self._parts and self._disk is not None:
-            for done in self._disk.finished():
-                self._part_done(done)
+        try:
+            if self._parts and self._disk is not None:
+                for done in self._disk.finished():
+                    self._part_done(done)
+        except Exception:
+            self._shared.fault("a result of the disk's")
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def _part_done(self, done: FileDone) -> None:

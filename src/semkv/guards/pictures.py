@@ -197,7 +197,7 @@ def _changed(a: Any, b: Any) -> float:
         rest = first - second
         contrast = np.maximum(*(_mean3(z * z) - _mean3(z) ** 2 for z in (first, second)))
         power = _mean3(rest * rest)
-        noise = float(np.sqrt((power * contrast).sum() / (contrast.sum() + 1)))
+        noise = float(np.sqrt(max(0.0, (power * contrast).sum() / (contrast.sum() + 1))))
         levels = np.clip(_NOISY * noise, *_LEVELS)
         share = power / (contrast + _FLAT)
         most = max(

@@ -298,7 +298,7 @@ def _delete(db: sqlite3.Connection, root: Path, numbers: Sequence[int]) -> None:
 def purge(db: sqlite3.Connection, root: Path, which: Mapping[str, str]) -> int:
     """Delete the files that meet ``which`` and record that for all who use the index; returns how many.
 
-    What is being written keeps its room until its writer comes to commit it, and is told to delete it.
+    A file that is being written keeps its room. Its writer deletes it when it comes to commit it.
     """
     where, values = _where(which)
     query = f"SELECT number, committed=1 OR created<? FROM files WHERE {where}"  # noqa: S608 (our own words)

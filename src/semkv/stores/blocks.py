@@ -174,7 +174,7 @@ class BlockStore:
             prepare(self.root, self.kind, read_only=True)
             log.warning("semkv: nothing is written to %s (%s); what is there is used", self.root, error)
             self._read_only = True
-        # No use of it waits but `Database.write`, which is told how long.
+        # Only `Database.write` waits, for as long as its caller says.
         return Database(file, schema=schema, timeout_s=0.0, open_s=wait_s, replace=not self._read_only)
 
     def _ask(self, what: Callable[[sqlite3.Connection], _T], otherwise: _T, *, write_s: float | None = None) -> _T:

@@ -470,7 +470,7 @@ def play(cache: Cache, stream: Iterable[Asked]) -> Played:
 
 
 def ask_pair(cache: Cache, pair: Pair, group: str, history: tuple[tuple[str, str], ...] = ()) -> bool:
-    """Whether b hits where a alone is stored; a cache that learns goes on learning."""
+    """Whether b hits where only a is stored. A cache that learns keeps learning."""
     play(cache, [Asked(pair.a, pair.a, group, history)])
     return bool(play(cache, [Asked(pair.b, pair.a if pair.same else pair.b, group, history)]).hits)
 

@@ -338,7 +338,7 @@ COLUMNS = (
     Column("wrong hits a request", "wrong_hit_share", "%", lambda run: wrong_hit_share(run.records),
            "hits that spoiled an answer which is right without them; needs --baseline"),
     Column("gained hits a request", "gained_hit_share", "%", _gained,
-           "hits that are right where vLLM alone is wrong; needs --baseline"),
+           "hits that are right where vLLM without semkv is wrong; needs --baseline"),
     Column("consistency (entailed)", "consistency", "%", lambda run: consistency(run.records),
            "GQA's: of right answers, the share of entailed questions that are right too"),
     Column("cold: consistency (entailed)", "against_cold.consistency", "%",
