@@ -127,7 +127,7 @@ def test_vcaches_rule_uses_a_text_only_after_it_was_right_often_enough() -> None
 def test_krites_lets_a_judged_text_have_the_curated_answer() -> None:
     cache = caches.Krites(SentenceEncoder(), 0.95)
     cache._CURATED = 1
-    near, other = "How can I learn to play the piano?", "How do I learn the violin?"
+    near, other = "How can I learn to play the piano?", "How long does it take to learn the piano?"
     play(cache, [Asked("How do I learn the piano?", "1"), Asked(near, "1"), Asked(other, "2")])
     assert cache.figures() == {"served with a curated answer": 0, "judged": 2}
     played = play(cache, [Asked(near, "1"), Asked(other, "2"), Asked(near, "1")])
