@@ -226,8 +226,7 @@ def test_a_key_that_another_gateway_saw_refused_reads_no_more_here(
     with Pair(tmp_path, store=file, **PATIENT) as one, Pair(tmp_path, store=file, **PATIENT) as other:
         revoke(one)
         wait_until(lambda: other.post("before", headers=KEY).headers["x-semkv"].startswith("miss"))
-        assert one.post("before", headers=KEY).headers["x-semkv"].startswith("miss")
-        for pair in (one, other):
+        for pair in (one, other):  # the upstream accepts it again
             pair.settle()
             wait_until(lambda pair=pair: pair.post("before", headers=KEY).headers["x-semkv"].startswith("hit"))
 

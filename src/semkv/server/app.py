@@ -35,7 +35,7 @@ from semkv.cache import SemanticCache
 from semkv.config import ConfigFile, Variables, parse
 from semkv.errors import SemkvError
 from semkv.server import http
-from semkv.server.cache_client import CacheClient
+from semkv.server.cache_client import CacheClient, in_thread
 from semkv.server.gateway import Gateway
 from semkv.server.http import Answer, Application, Call, Message, Receive, Refused, Scope, Send, Upstream
 from semkv.server.logs import Seen, Tracing, begin
@@ -118,9 +118,6 @@ class App:
         elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
             closed = self._admin_port and not path.endswith(_PROBES)
             await (_error(404, "not at this port") if closed else self._operations)(scope, receive, send)
-        elif path and FULL in scope.get("extensions", ()):
-            self.gateway.metrics.turned_away.labels("connections").inc()
-            await http.reply(http.busy_answer("connections"), send)
         elif path and scope["method"] in ("POST", "OPTIONS") and path in SALTED:
             await self._proxy({**scope, "path": path, "root_path": ""}, receive, send)
         else:
@@ -162,6 +159,8 @@ class App:
 
     async def _deliver(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
         try:
+            if FULL in scope.get("extensions", ()):
+                raise Refused(http.busy_answer("connections"), "connections")
             if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
                 raise Refused(http.error_answer(400, "no such path"))
             body = await http.read_body(scope, receive, self._limit, self._room)
@@ -172,8 +171,8 @@ class App:
                 answer = await self._answer(Call(scope, body), receive)
         except Refused as refused:
             answer = refused.answer
-            if answer.status == 503:
-                self.gateway.metrics.turned_away.labels("bodies").inc()
+            if refused.too_many:
+                self.gateway.metrics.turned_away.labels(refused.too_many).inc()
         seen.sign(answer)
         self._open_to_browsers(scope, answer)
         sending = http.reply(answer, send)
@@ -385,7 +384,7 @@ class Operations:
         return JSONResponse(said, 200 if up else 503)
 
     async def metrics(self, _: Request) -> Response:
-        text = await self._gateway.cache.figures(self._gateway.metrics.text)
+        text = await in_thread(self._gateway.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def to_dashboard(self, request: Request) -> Response:
@@ -395,7 +394,7 @@ class Operations:
 
     async def stats(self, _: Request) -> Response:
         metrics = self._gateway.metrics
-        figures = await self._gateway.cache.figures(metrics.figures)
+        figures = await in_thread(metrics.figures)
         about = {"version": __version__, "workers": metrics.workers}
         return JSONResponse({**figures, "live": metrics.live.view(), **about})
 

@@ -70,10 +70,10 @@ class Answer:
 
 
 class Refused(Exception):  # noqa: N818
-    """A request that gets ``answer`` and is not read on."""
+    """A request that gets ``answer`` and is not read on. ``too_many``: what there is no room for, if that is why."""
 
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
+    def __init__(self, answer: Answer, too_many: str = "") -> None:
+        self.answer, self.too_many = answer, too_many
 
 
 def error_of(status: int, message: str, kind: str) -> dict[str, dict[str, Any]]:
@@ -121,7 +121,7 @@ class Room:
             held += count
             self.used += count
             if self.used > self.most:
-                raise Refused(busy_answer("bytes of unfinished bodies"))
+                raise Refused(busy_answer("bytes of unfinished bodies"), "bodies")
 
         try:
             yield take

@@ -62,7 +62,7 @@ class ServerSettings(LookupConfig):
         upstream: The OpenAI-compatible server behind; not used by the middleware.
         store: A SQLite file, memory, redis://HOST:PORT/N, or package.module:Factory; default: in the cache directory.
         ttl: Seconds a response may be served; 0 for ever.
-        ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60,jitter=0.1`; may be repeated.
+        ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60`; may be repeated.
         tag_rules: Labels responses for invalidation: `prompt:*weather*=weather`; may be repeated.
         stale: Seconds after its lifetime in which a response is still served while a fresh one is fetched.
         memory_mib: Most MiB of responses held in memory.
