@@ -6,11 +6,10 @@ What it finds before the answer is whole is used.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from gateway_helpers import ONE, OTHER, PATIENT, Held, Pair, a_tenant, asks, beside, near_pair, said, wait_until
+from gateway_helpers import ONE, OTHER, Held, Pair, a_tenant, asks, beside, near_pair, said, wait_until
 
 NEAR_HIT = "hit tier=text:semantic"
 
@@ -122,25 +121,6 @@ def test_a_paraphrase_joins_one_that_went_before_it(pair: Pair, tenant: dict[str
         answer = second.result()
     assert said(answer) == f"You said: {ONE}"
     assert answer.headers["x-semkv"].endswith("joined")
-
-
-def test_without_the_semantic_tiers_the_store_is_asked_meanwhile(tmp_path: Path) -> None:
-    with Pair(tmp_path, **PATIENT) as pair:
-        pair.post(ONE)
-        cache = pair.app.gateway.cache
-        cache.found_share = 0.0
-        with Held(cache.responses, "lookup"):
-            assert pair.post(OTHER).headers["x-semkv"] == "miss"
-        wait_until(lambda: not cache._running)
-        assert cache.found_share == 0.0, "what it was answered meanwhile is no hit"
-
-
-def test_an_answer_that_came_before_the_store_was_asked_is_recorded(pair: Pair, tenant: dict[str, str]) -> None:
-    """The look into the store finds what the request itself has brought: a miss, with a lookup as any."""
-    before = pair.entries
-    with Held(pair.app.gateway.cache.responses, "lookup"):
-        assert pair.post(ONE, headers=tenant).headers["x-semkv"] == "miss"
-    wait_until(lambda: pair.entries == before + 1)
 
 
 def test_at_first_and_where_lookups_find_things_they_come_first(pair: Pair, answered: dict[str, str]) -> None:

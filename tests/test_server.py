@@ -37,12 +37,13 @@ class TestReplay:
         assert (first.headers["x-semkv"], calls(pair, "twice")) == ("miss", 1)
         assert second.headers["x-semkv"].startswith("hit tier=exact age=")
         assert second.content == first.content
-        assert second.headers["content-type"] == "application/json"
+        streamed = pair.post("twice", stream=True)
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert '"usage":{' not in streamed.text.replace(" ", ""), "usage was not asked for"
 
-    @pytest.mark.parametrize(
-        "text", ["plain", "[tool] calls", "[think] first", "[think][tool] both", "umlaut äöü 漢字 🙂"]
-    )
-    @pytest.mark.parametrize("more", [{}, {"n": 3}, {"logprobs": True}])
+    @pytest.mark.parametrize("text", ["umlaut äöü 漢字 🙂", "[tool] calls", "[think] first", "[think][tool] both"])
+    @pytest.mark.parametrize("more", [{"n": 3}, {"logprobs": True}])
     def test_every_form_of_an_answer_survives_both_directions(self, pair: Pair, text: str, more: dict) -> None:
         client = pair.client()
         for first_streams in (True, False):
@@ -58,16 +59,6 @@ class TestReplay:
             assert forms[True] == forms[False]
             assert len(forms[True]["choices"]) == more.get("n", 1)
             assert calls(pair, said) == 1
-
-    def test_a_stream_that_was_kept_is_replayed_as_a_stream(self, pair: Pair) -> None:
-        body = chat("stream twice", stream=True)
-        first, second = (httpx.post(f"{pair.url}/v1/chat/completions", json=body) for _ in range(2))
-        assert first.headers["x-semkv"] == "miss"
-        assert second.headers["x-semkv"].startswith("hit")
-        assert second.headers["content-type"].startswith("text/event-stream")
-        for answer in (first, second):
-            assert answer.text.endswith("data: [DONE]\n\n")
-            assert '"usage":{' not in answer.text.replace(" ", ""), "usage was not asked for"
 
     def test_completions_of_plain_prompts(self, pair: Pair) -> None:
         client = pair.client()
@@ -130,23 +121,6 @@ class TestNotKept:
                     pass
         assert calls(pair, said) == 2
 
-    def test_what_is_drawn_at_random(self, pair: Pair) -> None:
-        bodies = [{**chat("drawn"), "temperature": 0.7} for _ in range(2)]
-        answers = [httpx.post(f"{pair.url}/v1/chat/completions", json=body) for body in bodies]
-        assert not any("hit" in a.headers["x-semkv"] for a in answers)
-        assert calls(pair, "drawn") == 2
-
-    def test_no_json_is_refused_as_there_is_no_place_for_a_salt(self, pair: Pair) -> None:
-        for raw in (b"{", b"[]", b"[" * 100_000, b"\xff\xfe", b""):
-            answer = httpx.post(f"{pair.url}/v1/chat/completions", content=raw)
-            assert answer.status_code == 400
-            assert answer.json()["error"]["type"] == "invalid_request_error"
-        answer = httpx.post(f"{pair.url}/v1/chat/completions", content=b'{"a": NaN}')
-        assert answer.json()["error"]["message"] == "no request", "the upstream's own words"
-
-    def test_other_routes_pass_through(self, pair: Pair) -> None:
-        assert pair.client().models.list().data[0].id == "scripted"
-
 
 class TestControls:
     @pytest.mark.parametrize(
@@ -162,13 +136,10 @@ class TestControls:
     )
     def test_a_client_may_ask_for_less(self, pair: Pair, headers: dict, second: str, third: str) -> None:
         said = f"controls {headers}"
-        pair.post(said)
-        assert pair.post(said, headers=headers).headers["x-semkv"].split()[0] == second
-        assert pair.post(said).headers["x-semkv"].split()[0] == third
-
-    def test_no_cache_brings_a_fresh_answer_to_all(self, pair: Pair) -> None:
-        first, fresh = pair.post("renew"), pair.post("renew", headers={"Cache-Control": "no-cache"})
-        assert first.json()["id"] != fresh.json()["id"] == pair.post("renew").json()["id"]
+        answers = [pair.post(said), pair.post(said, headers=headers), pair.post(said)]
+        assert [answer.headers["x-semkv"].split()[0] for answer in answers] == ["miss", second, third]
+        replaced = second == "miss"  # a fresh answer is for all
+        assert answers[2].json()["id"] == answers[replaced].json()["id"]
 
 
 class TestTenants:
@@ -186,8 +157,9 @@ class TestTenants:
 
     def test_a_trusted_proxy_can(self, tmp_path: Path) -> None:
         with Pair(tmp_path, trusted_proxies=("127.0.0.0/8",)) as pair:
-            ids = [pair.post("x", headers={"X-Semkv-Tenant": name}).json()["id"] for name in ("a", "b", "a")]
-            assert ids[0] == ids[2] != ids[1]
+            given = [[("X-Semkv-Tenant", name) for name in names] for names in ("a", "b", "a", "ab", "ba")]
+            ids = [pair.post("x", headers=lines).json()["id"] for lines in given]
+            assert ids[0] == ids[2] not in (ids[1], *ids[3:]), "nor does one who slips in a second name"
 
     @pytest.mark.parametrize(
         ("client", "believed"),
@@ -204,29 +176,19 @@ class TestTenants:
         assert (asks.tenant == tenants.client(other).tenant) is believed
         assert asks.tenant != tenants.client({**scope, "headers": scope["headers"][1:]}).tenant
 
-    def test_a_key_that_is_refused_reads_no_more(self, pair: Pair) -> None:
-        revoked = {"Authorization": "Bearer revoked"}
-        assert pair.post("before", headers=revoked).headers["x-semkv"] == "miss"
-        assert pair.post("before", headers=revoked).headers["x-semkv"].startswith("hit")
-        assert pair.post("after [status=401]", headers=revoked).status_code == 401
-        assert pair.post("before", headers=revoked).headers["x-semkv"] == "miss reason=key"
-        assert pair.post("before", headers=revoked).headers["x-semkv"].startswith("hit"), "accepted again"
-
-    @pytest.mark.parametrize("status", [429, 400, 503])
-    def test_only_a_success_lets_a_key_in(self, tmp_path: Path, status: int) -> None:
-        with Pair(tmp_path, single_tenant=True) as pair:
-            assert pair.post("common", headers={"Authorization": "Bearer a"}).headers["x-semkv"] == "miss reason=key"
-            stranger = {"Authorization": "Bearer stranger"}
-            assert pair.post(f"x [status={status}]", headers=stranger).status_code == status
-            assert pair.post("common", headers=stranger).headers["x-semkv"] == "miss reason=key"
-
     def test_one_tenant_for_all_keys_still_lets_the_upstream_refuse(self, tmp_path: Path) -> None:
         with Pair(tmp_path, single_tenant=True) as pair:
-            kinds = []
-            for key in ("a", "b", "b"):
-                answer = pair.post("common", headers={"Authorization": f"Bearer {key}"})
-                kinds.append(answer.headers["x-semkv"].split()[0])
-            assert kinds == ["miss", "miss", "hit"], "a key counts once the upstream has accepted it"
+
+            def ask(key: str, text: str = "common") -> str:
+                return str(
+                    pair.post(text, headers={"Authorization": f"Bearer {key}"}).headers["x-semkv"].split(" age")[0]
+                )
+
+            assert [ask(key) for key in "abb"] == ["miss reason=key", "miss reason=key", "hit tier=exact"]
+            for status in (429, 400, 503):  # only a success lets a key in
+                ask("stranger", f"x [status={status}]")
+                assert ask("b") == "hit tier=exact"
+            assert ask("stranger") == "miss reason=key"
 
 
 class TestSingleFlight:

@@ -77,11 +77,9 @@ class TestKey:
 
 
 NOT_KEPT = [
-    (b"vary", b"X-Tone", "vary"),
     (b"vary", b"Accept-Encoding, x-tone", "vary"),
     (b"vary", b"*", "vary"),
     (b"Cache-Control", b"max-age=0, No-Store", "no-store"),
-    (b"cache-control", b"private", "private"),
     (b"cache-control", b'private="x-a"', "private"),
 ]
 
@@ -113,21 +111,12 @@ class TestWhatTheUpstreamSays:
             assert [kind(pair.post("common")) for _ in range(2)] == ["miss"] * 2
 
 
-def counted(pair: Pair, reason: str) -> float:
-    lines = httpx.get(f"{pair.url}/metrics", timeout=60).text.splitlines()
-    return sum(
-        float(line.split()[-1]) for line in lines if line.startswith(f'semkv_uncacheable_total{{reason="{reason}"}}')
-    )
-
-
 class TestReason:
     @pytest.mark.parametrize(
         ("more", "headers", "expected"),
         [
             ({"temperature": 0.7}, {}, "miss reason=sampled"),
-            ({"temperature": None}, {}, "miss reason=sampled"),
             ({}, {"Cache-Control": "no-cache"}, "miss reason=no-cache"),
-            ({}, {"Cache-Control": "max-age=0"}, "miss reason=no-cache"),
             ({}, {"X-Semkv-Bypass": "1"}, "pass reason=bypass"),
             ({}, {"X-Semkv-Tenant": "a"}, "pass reason=tenant"),
             ({"stream": 1}, {}, "pass reason=stream_is_no_boolean"),
@@ -136,9 +125,10 @@ class TestReason:
     def test_every_miss_and_pass_says_why(self, pair: Pair, more: dict, headers: dict, expected: str) -> None:
         text, reason = f"why {more} {headers}", expected.partition("=")[2]
         assert pair.post(text).headers["x-semkv"] == "miss"
-        before = counted(pair, reason.replace("_", " "))
+        counter = f'semkv_uncacheable_total{{reason="{reason.replace("_", " ")}"}}'
+        before = pair.metric(counter)
         assert pair.post(text, headers=headers, **more).headers["x-semkv"] == expected
-        assert counted(pair, reason.replace("_", " ")) == before + 1
+        assert pair.metric(counter) == before + 1
         assert pair.post(text).headers["x-semkv"].startswith("hit")
 
     def test_the_page_names_every_reason(self) -> None:
@@ -151,15 +141,13 @@ class TestReason:
 
 
 class TestRequestId:
-    def test_a_clients_own_goes_to_the_upstream_and_back(self, pair: Pair) -> None:
-        answer = pair.post("my id", headers={"X-Request-Id": "mine-1"})
-        assert (answer.headers["x-request-id"], pair.upstream.headers[-1]["x-request-id"]) == ("mine-1", "mine-1")
-
-    @pytest.mark.parametrize("given", [None, "", "x" * 129, "two words", "a,b", "tab\there"])
-    def test_anything_else_is_replaced(self, pair: Pair, given: str | None) -> None:
+    @pytest.mark.parametrize("given", ["mine-1", None, "x" * 129, "two words", "a,b"])
+    def test_a_clients_own_goes_to_the_upstream_and_back_and_anything_else_is_replaced(
+        self, pair: Pair, given: str | None
+    ) -> None:
         answer = pair.post(f"id {given!r}", headers={} if given is None else {"X-Request-Id": given})
         found = answer.headers["x-request-id"]
-        assert re.fullmatch("[0-9a-f]{32}", found)
+        assert found == given if given == "mine-1" else re.fullmatch("[0-9a-f]{32}", found)
         assert pair.upstream.headers[-1]["x-request-id"] == found
 
     def test_the_upstream_may_give_another(self, pair: Pair, says: list[tuple[bytes, bytes]]) -> None:

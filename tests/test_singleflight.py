@@ -90,19 +90,6 @@ def test_the_end_waits_until_the_answer_was_kept(kind: bytes, pieces: list[bytes
     assert not faults
 
 
-def test_a_flight_that_is_canceled_at_once_has_an_end() -> None:
-    async def story() -> None:
-        flights = SingleFlight(print)
-        flight = start(flights, b"application/json", [], None)
-        flights.close()
-        await flight.until(lambda: False)
-        await flight.task
-        assert flight.done
-        assert not flights.running
-
-    asyncio.run(story())
-
-
 def test_a_fault_while_a_stream_is_put_together_costs_no_reader_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         flight = start(SingleFlight(faults.append), b"text/event-stream", STREAM, None)

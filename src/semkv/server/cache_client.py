@@ -28,7 +28,7 @@ from semkv.stores.responses.base import Selector
 from semkv.tiers.base import Candidate
 from semkv.tiers.plan import PendingEntry
 from semkv.tiers.response import Found, ResponseCache
-from semkv.types import Exactness, Plan, ReuseReport
+from semkv.types import Exactness, Match, Plan, ReuseReport
 
 log = logging.getLogger(__name__)
 
@@ -58,18 +58,20 @@ class Lookup:
     entry: PendingEntry | None = None  # as near-repeats find it meanwhile; None where they may not
 
     @property
-    def tier(self) -> str:
-        """Where the donor came from; ``exact`` without one, and where its prompt is the request's own."""
+    def match(self) -> Match | None:
+        """The donor; None where the request's own prompt is asked for."""
         match = self.report.plan.match if self.report is not None and self.report.plan.substituted else None
-        if self.report is None or match is None or match.exactness is Exactness.EXACT:
-            return EXACT
-        return self.report.provenance
+        return None if match is None or match.exactness is Exactness.EXACT else match
+
+    @property
+    def tier(self) -> str:
+        """Where the donor came from; ``exact`` without one."""
+        return EXACT if self.report is None or self.match is None else self.report.provenance
 
     @property
     def score(self) -> float | None:
         """Of the donor; None without one."""
-        match = self.report.plan.match if self.report is not None else None
-        return match.score if match is not None and self.tier != EXACT else None
+        return None if self.match is None else self.match.score
 
 
 class CacheClient:

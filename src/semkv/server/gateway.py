@@ -120,6 +120,7 @@ class Gateway:
         self._explained = False  # in the log, why what is drawn at random is a miss
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._vary = Vary(settings.vary_headers)
+        self._canonical = partial(canonicalise, secret=secret, version=settings.data_version, salts=settings.salt)
         self._read_again = lru_cache(_KNOWN)(self._read)
 
     # -- a request ----------------------------------------------------------------------------------------------
@@ -202,8 +203,6 @@ class Gateway:
         if request.reader is not None and request.reader.is_last:
             self.metrics.cut.inc()
         request.leave()
-
-    # -- credentials --------------------------------------------------------------------------------------------
 
     async def _may_read(self, client: Client) -> bool:
         """Whether stored answers may be given."""
@@ -435,7 +434,9 @@ class Gateway:
         header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
         self.metrics.uncacheable.labels(reason).inc()
         try:
-            reply = await http.unless_gone(self._send_on(call, client.tenant), receive)
+            if self.settings.salt and call.scope["method"] == "POST" and call.scope["path"] in SALTED:
+                call = replace(call, body=await asyncio.to_thread(salted, call.body, client.tenant, self._secret))
+            reply = await http.unless_gone(self.upstream.send(call), receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start)
             return http.error_answer(400, str(error), headers=header)
@@ -446,12 +447,6 @@ class Gateway:
         self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
         headers = [*reply.headers, *header]
         return Answer(reply.status, headers, stream=reply.pieces(), close=reply.aclose, ours=False)
-
-    async def _send_on(self, call: Call, tenant: str) -> Reply:
-        scope = call.scope
-        if self.settings.salt and scope["method"] == "POST" and scope["path"] in SALTED:
-            call = replace(call, body=await asyncio.to_thread(salted, call.body, tenant, self._secret))
-        return await self.upstream.send(call)
 
     def _canonicalise(self, call: Call, client: Client) -> CanonicalRequest:
         """The canonical form of a request. Raises `Unkeyable` where it has none."""
@@ -467,18 +462,7 @@ class Gateway:
         self, path: str, raw: bytes, tenant: str, tags: tuple[str, ...], headers: tuple[tuple[str, str], ...]
     ) -> CanonicalRequest:
         """The canonical form of a body, which nothing else decides."""
-        settings = self.settings
-        return canonicalise(
-            path,
-            loads(raw),
-            tenant=tenant,
-            secret=self._secret,
-            version=settings.data_version,
-            remote_media=settings.remote_media,
-            tags=tags,
-            salts=settings.salt,
-            headers=headers,
-        )
+        return self._canonical(path, loads(raw), tenant=tenant, tags=tags, headers=headers)
 
     # -- recording and checking, in the background ----------------------------------------------------------------
 

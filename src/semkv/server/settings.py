@@ -70,7 +70,6 @@ class ServerSettings(LookupConfig):
         tenant_mib: Most MiB of one tenant's responses in the store, which must be a file; 0 for no bound by tenant.
         data_version: Part of every key: a change makes every stored response unreachable.
         sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
-        remote_media: Also keep responses about http(s) images, keyed by address.
         overlap: Where near-repeats are rare, ask the upstream while they are looked for.
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
@@ -97,7 +96,6 @@ class ServerSettings(LookupConfig):
     tenant_mib: Annotated[int, NOT_NEGATIVE, SIZES] = 0
     data_version: Annotated[str, LIFE] = ""
     sampled: bool = False
-    remote_media: bool = False
     overlap: bool = True
     trusted_proxies: Annotated[
         tuple[str, ...], Parameter(name=("--trusted-proxy", "--trusted-proxies")), MANY, TENANTS

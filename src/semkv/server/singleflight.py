@@ -77,8 +77,7 @@ class InFlight:
         flights: where it is started.
         key: others join by it.
         send: sends the request.
-        on_head: called with the answer's status and headers before its readers see them; says why the answer may go
-            to nobody but who asked for it, and an empty text where it may.
+        on_head: gets status and headers before readers see them; says why the answer may go to nobody else, if so.
         on_whole: awaited once the answer is whole, before its readers get the end of it. It sets ``stored``.
         stream: reads a streamed answer.
     """

@@ -30,28 +30,18 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """How long an answer may be served.
+    """How long an answer may be served."""
 
-    Attributes:
-        ttl_s: seconds until it is stale; infinity for ever; 0: it is not kept at all.
-        stale_s: seconds after that in which it is still served while a fresh one is fetched.
-    """
-
-    ttl_s: float = FOREVER
-    stale_s: float = 0.0
+    ttl_s: float = FOREVER  # seconds until it is stale; 0: it is not kept at all
+    stale_s: float = 0.0  # seconds after that in which it is still served while a fresh one is fetched
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Picks answers by their prompt, their model or one of their tags; case does not count.
+    """Picks answers by their prompt, their model or one of their tags; case does not count."""
 
-    Attributes:
-        name: ``prompt``, ``model`` or ``tag``.
-        pattern: a glob over the whole of it. A regular expression may take minutes over a text, a glob does not.
-    """
-
-    name: str
-    pattern: str
+    name: str  # ``prompt``, ``model`` or ``tag``
+    pattern: str  # a glob over the whole of it: a regular expression may take minutes over a text, a glob does not
 
     def fits(self, prompt: str, model: str, tags: Sequence[str] = ()) -> bool:
         """Whether it picks this answer."""
@@ -224,7 +214,7 @@ class ResponseCache:
     # -- keeping ------------------------------------------------------------------------------------------------
 
     def begin(self) -> str:
-        """To be called before the upstream is asked: hand it to `keep`, which keeps no answer that was invalidated
+        """Call it before the upstream is asked, and hand it to `keep`, which keeps no answer that was invalidated
         meanwhile, here or by another replica. Never blocks."""
         return f"{self._memory.cursor} {self._cursor}"
 
