@@ -21,7 +21,7 @@ from typing import Any
 
 from semkv.server import http
 from semkv.server.cache_client import EXACT, CacheClient, Lookup, in_thread
-from semkv.server.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
+from semkv.server.http import Answer, Call, Headers, Receive, Upstream, UpstreamError
 from semkv.server.logs import current
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
 from semkv.server.request_key import CanonicalRequest, canonicalise, loads
@@ -247,7 +247,7 @@ class Gateway:
         started, since = time.perf_counter(), self.cache.responses.begin()
         shared, streams = shared and request.shared, canonical.stream if stream is None else stream
 
-        async def send() -> Reply:
+        async def send() -> Answer:
             write = partial(_body, canonical, stream=streams)
             body = await asyncio.to_thread(write) if request.large else write()
             return await self.upstream.send(request.call.with_body(body))
@@ -436,17 +436,17 @@ class Gateway:
         try:
             if self.settings.salt and call.scope["method"] == "POST" and call.scope["path"] in SALTED:
                 call = replace(call, body=await asyncio.to_thread(salted, call.body, client.tenant, self._secret))
-            reply = await http.unless_gone(self.upstream.send(call), receive)
+            answer = await http.unless_gone(self.upstream.send(call), receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start)
             return http.error_answer(400, str(error), headers=header)
         except UpstreamError as error:
             return self._unreachable(error, PASSED, start, header)
         if call.scope["method"] != "OPTIONS":  # which anybody may ask
-            self._answered(client, reply.status)
-        self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
-        headers = [*reply.headers, *header]
-        return Answer(reply.status, headers, stream=reply.pieces(), close=reply.aclose, ours=False)
+            self._answered(client, answer.status)
+        self.metrics.request(PASSED, answer.status, time.perf_counter() - start)
+        answer.headers = [*answer.headers, *header]
+        return answer
 
     def _canonicalise(self, call: Call, client: Client) -> CanonicalRequest:
         """The canonical form of a request. Raises `Unkeyable` where it has none."""
