@@ -30,8 +30,8 @@ class Asked:
     prompt: str = "What is the weather?"
     sampled: bool = False
 
-    def refusal(self, payload: bytes, status: int) -> str:
-        return ROUTES["/v1/chat/completions"].refusal(payload, status)
+    def refusal(self, payload: bytes) -> str:
+        return ROUTES["/v1/chat/completions"].refusal(payload)
 
 
 class Clock:
@@ -54,27 +54,26 @@ GOOD = payload("stop")
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "why"),
+    ("body", "why"),
     [
-        (GOOD, 200, ""),
-        (payload("tool_calls"), 200, ""),
-        (GOOD, 500, "status"),
-        (payload("stop", "length"), 200, "unfinished"),
-        (payload("length"), 200, "unfinished"),
-        (payload(None), 200, "unfinished"),
-        (payload(["stop"]), 200, "unfinished"),
-        (payload(), 200, "unfinished"),
-        (payload("stop", error={"message": "x"}), 200, "error"),
-        (b"[]", 200, "error"),
-        (b'{"choices": {"finish_reason": "stop"}}', 200, "unfinished"),
-        (b"", 200, "no JSON"),
-        (b"[" * 100_000, 200, "no JSON"),
+        (GOOD, ""),
+        (payload("tool_calls"), ""),
+        (payload("stop", "length"), "unfinished"),
+        (payload("length"), "unfinished"),
+        (payload(None), "unfinished"),
+        (payload(["stop"]), "unfinished"),
+        (payload(), "unfinished"),
+        (payload("stop", error={"message": "x"}), "error"),
+        (b"[]", "error"),
+        (b'{"choices": {"finish_reason": "stop"}}', "unfinished"),
+        (b"", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
     ],
 )
-def test_only_complete_answers_are_kept(body: bytes, status: int, why: str) -> None:
-    assert Asked().refusal(body, status) == why
+def test_only_complete_answers_are_kept(body: bytes, why: str) -> None:
+    assert Asked().refusal(body) == why
     cache = ResponseCache(None)
-    assert cache.keep(Asked(), body, status=status) is not bool(why)
+    assert cache.keep(Asked(), body) is not bool(why)
     assert (cache.peek("a") is None) is bool(why)
     assert cache.counts().get(f"refused:{why}" if why else "kept") == 1
 

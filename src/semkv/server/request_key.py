@@ -85,9 +85,9 @@ class CanonicalRequest:
         """Where it came in."""
         return ROUTES[self._deployment.endpoint]
 
-    def refusal(self, payload: bytes, status: int) -> str:
+    def refusal(self, payload: bytes) -> str:
         """Why an answer to it must not be kept, in a word or two; empty for a complete one."""
-        return self.route.refusal(payload, status)
+        return self.route.refusal(payload)
 
     @cached_property
     def request(self) -> Request | None:

@@ -410,10 +410,8 @@ class Route:
     fixed_by: tuple[str, ...] = ()  # fields that keep an answer from being drawn at random; none where it never is
     repeated: frozenset[str] = frozenset()  # fields that the answer repeats, so they are in the key
 
-    def refusal(self, payload: bytes, status: int = 200) -> str:
+    def refusal(self, payload: bytes) -> str:
         """Why an answer must not be kept, in a word or two; empty for a complete one."""
-        if status != 200:
-            return "status"
         try:
             answer = read_answer(payload)
         except (ValueError, RecursionError):

@@ -100,7 +100,7 @@ class Answerable(Protocol):
     def prompt(self) -> str: ...
     @property
     def sampled(self) -> bool: ...
-    def refusal(self, payload: bytes, status: int) -> str:
+    def refusal(self, payload: bytes) -> str:
         """Why an answer must not be kept, in a word or two; empty for a complete one."""
         ...
 
@@ -223,7 +223,6 @@ class ResponseCache:
         request: Answerable,
         payload: bytes,
         *,
-        status: int = 200,
         since: str = "",
         tags: Sequence[str] = (),
         wait: bool = True,
@@ -233,7 +232,6 @@ class ResponseCache:
         Args:
             request: the canonical request it was computed from.
             payload: its JSON, or the events of its stream.
-            status: HTTP status of the answer.
             since: what `begin` returned before the upstream was asked.
             tags: labels for invalidation.
             wait: for the store, or where that is down memory has it. Else it goes to memory and to the log of what is
@@ -242,7 +240,7 @@ class ResponseCache:
         Returns:
             Whether it was kept; None where nothing was done, since there is no room in the log.
         """
-        found = self._stored(request, payload, status, tuple(tags))
+        found = self._stored(request, payload, tuple(tags))
         if isinstance(found, str):
             reason = found
         elif wait:
@@ -275,9 +273,9 @@ class ResponseCache:
         picked = (rule.lifetime for rule in self._rules if rule.fits(request.prompt, request.model, tags))
         return next(picked, self._lifetime)
 
-    def _stored(self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
+    def _stored(self, request: Answerable, payload: bytes, tags: tuple[str, ...]) -> StoredResponse | str:
         """What to keep of an answer, or why nothing."""
-        reason = "sampled" if request.sampled and not self._sampled else request.refusal(payload, status)
+        reason = "sampled" if request.sampled and not self._sampled else request.refusal(payload)
         if reason:
             return reason
         lifetime = self._lifetime_of(request, tags)
