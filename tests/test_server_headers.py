@@ -177,14 +177,14 @@ class TestSpans:
         assert [span.status.is_ok for span in spans] == [True] * 5 + [False]
         said = [dict(span.attributes or {}) for span in spans]
         tokens = len("You said: a prompt for spans")
-        own = ("http.request.method", "url.path", "http.response.status_code", "semkv.tenant")
         common = {
+            **{name: said[0][name] for name in ("http.request.method", "url.path", "semkv.tenant")},
+            "http.response.status_code": 200,
             "gen_ai.operation.name": "chat",
             "gen_ai.request.model": "scripted",
             "gen_ai.usage.input_tokens": 7,
             "gen_ai.usage.output_tokens": tokens,
             "semkv.request.id": "mine",
-            **{name: said[0][name] for name in own},
         }
         hit = {"semkv.cache": "hit", "semkv.tier": "exact", "semkv.tokens_saved": tokens}
         sampled = {"semkv.cache": "miss", "semkv.reason": "sampled"}
@@ -220,23 +220,18 @@ class TestSpans:
 def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path, form: str) -> None:
     """A gateway as it is started."""
     key, said = "sk-the-key-of-a-client", "a private prompt"
-    ids = {"X-Request-Id": "mine"}
-    headers = {"Authorization": f"Bearer {key}", **ids}
+    headers = {"Authorization": f"Bearer {key}", "X-Request-Id": "mine"}
     with Served(Scripted()) as behind, Started(behind.url, tmp_path, "--access-log", f"--log-format={form}") as front:
         for more in ({}, {}, {"temperature": None}, {"temperature": 1}, {"model": "two\nlines"}):
             httpx.post(f"{front.url}/v1/chat/completions", json=chat(said, **more), headers=headers, timeout=120)
         httpx.get(f"{front.url}/v1/models?q={key}", headers=headers, timeout=120)
         wait_until(lambda: front.log.read_text().count("/v1/models") == 1)
         text = front.log.read_text()
-    assert key not in text
-    assert "private prompt" not in text
-    assert "You said" not in text
+    assert not any(secret in text for secret in (key, "private prompt", "You said"))
     assert text.count("let clients send one of them, or start with --sampled") == 1
     if form == "text":
-        lines = [line for line in text.splitlines() if " request " in line]
-        (hit,) = (line for line in lines if '"hit tier=exact' in line)
         assert re.search(
-            r"info request request_id=mine method=POST route=/v1/chat/completions model=scripted tenant=", hit
+            r'info request request_id=mine method=POST .* model=scripted tenant=\w+ cache="hit tier=exact', text
         )
         assert r'model="two\nlines"' in text
         assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.+]+ (info|warning) \w", line) for line in text.splitlines())
@@ -247,8 +242,8 @@ def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path, form:
     assert [line["cache"].split(" age")[0] for line in lines] == [
         "miss", "hit tier=exact", "miss reason=sampled", "miss reason=sampled", "miss", "pass reason=route"
     ]  # fmt: skip
-    assert {(line["request_id"], line["status"], len(line["tenant"])) for line in lines} == {("mine", 200, 8)}
-    assert {line["tenant"] for line in lines} == {lines[0]["tenant"]}
+    tenant = lines[0]["tenant"]
+    assert {(line["request_id"], line["status"], line["tenant"]) for line in lines} == {("mine", 200, tenant)}
     assert [line.get("model") for line in lines] == ["scripted"] * 4 + ["two\nlines", None]
-    assert lines[-1]["route"] == "/v1/models"
-    assert all(0 <= line["ms"] < 3e5 for line in lines)
+    assert (lines[-1]["route"], len(tenant)) == ("/v1/models", 8)
+    assert all(line["ms"] >= 0 for line in lines)
