@@ -156,6 +156,7 @@ for _ in range(100_000):
             for part in (
                 1,
                 {"type": "hologram"},
+                {"role": "user", "content": "x"},
                 {"type": ["text"]},
                 {"type": "text", "text": 1},
                 {"type": "text", "text": "x", "more": 1},

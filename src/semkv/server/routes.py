@@ -23,22 +23,28 @@ from semkv.server.sse import Assembler, Recorder, read_answer
 from semkv.types import MediaSegment, Role, Segment, TextSegment
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
-_MESSAGE = frozenset(
-    "role content name tool_calls tool_call_id function_call refusal reasoning reasoning_content".split()
-)
-# Content parts whose whole meaning is in the request: type -> the fields it may have.
-_VERBATIM = {
-    "text": frozenset(("type", "text")),
-    "refusal": frozenset(("type", "refusal")),
-    "thinking": frozenset(("type", "thinking", "closed")),
+# Media by the fields of their source.
+_MEDIA = {
+    "image_url": frozenset(("url", "detail")),
+    "audio_url": frozenset(("url",)),
+    "video_url": frozenset(("url",)),
+    "input_audio": frozenset(("data", "format")),
 }
-_MEDIA = {"image_url": frozenset(("url", "detail")), "audio_url": frozenset(("url",)), "video_url": frozenset(("url",))}
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,")
 _KINDS = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"))
 _FINISHED = ("stop", "tool_calls")
 _ENDED = ("end_turn", "stop_sequence", "tool_use")
 
 # Items and parts whose whole meaning is in the request: type -> the fields they may have.
+_CHAT = {
+    "message": frozenset(
+        "role content name tool_calls tool_call_id function_call refusal reasoning reasoning_content".split()
+    ),
+    "text": frozenset(("type", "text")),
+    "refusal": frozenset(("type", "refusal")),
+    "thinking": frozenset(("type", "thinking", "closed")),
+    **{kind: frozenset(("type", "uuid", kind)) for kind in _MEDIA},
+}
 _RESPONSES = {
     "message": frozenset(("type", "role", "content", "id", "status", "phase")),
     "input_text": frozenset(("type", "text")),
@@ -139,100 +145,65 @@ def read_messages(messages: object) -> Content:
     """
     if not isinstance(messages, list) or not messages:
         raise Unkeyable("no messages")
-    reader = _Reader(last=len(messages) - 1)
-    keyed = [reader.message(i, message) for i, message in enumerate(messages)]
-    question = reader.question(messages[-1])
-    if question is None or not reader.inline:
-        return Content("messages", messages, keyed, prompt=reader.prompt)
-    segments = list(reader.segments)
-    segments[question] = TextSegment(reader.texts[question])
-    return Content("messages", messages, keyed, tuple(reader.slots), tuple(segments), reader.media, reader.prompt)
-
-
-class _Reader:
-    """Reads messages in order, and notes slots and segments."""
-
-    def __init__(self, last: int) -> None:
-        self._last = last
-        self.inline = True  # no media but inline images
-        self.slots: list[Slot] = []
-        self.segments: list[Segment] = []
-        self.texts: dict[int, str] = {}  # by position among the segments: texts of the last message
-        self.media: dict[str, bytes] = {}
-
-    @property
-    def prompt(self) -> str:
-        """Texts of the last message, where it is a user's."""
-        return "\n".join(self.texts.values())
-
-    def question(self, last: Mapping[str, Any]) -> int | None:
-        """Which segment is the question."""
-        found = max(self.texts, default=None)
-        return found if found is not None and last["role"] == "user" and self.texts[found].strip() else None
-
-    def message(self, i: int, message: object) -> dict[str, Any]:
-        """The keyed form of one message."""
-        if not isinstance(message, dict) or message.get("role") not in _ROLES or not message.keys() <= _MESSAGE:
+    _check(messages, _CHAT)
+    keyed: list[Any] = []
+    slots: list[Slot] = []
+    segments: list[Segment] = []
+    media: dict[str, bytes] = {}
+    last: dict[int, str] = {}  # by position among the segments: texts of the last message, where it is a user's
+    inline = True  # no media but images
+    for i, message in enumerate(messages):
+        content, role = message.get("content"), message.get("role")
+        if role not in _ROLES:
             raise Unkeyable("message of unknown form")
-        content, role = message.get("content"), message["role"]
-        if isinstance(content, str):
-            self._text((i, None), role, content)
-            return message
-        if content is None:
-            return message
-        if not isinstance(content, list):
-            raise Unkeyable("message of unknown form")
-        return {**message, "content": [self._part((i, j), role, part) for j, part in enumerate(content)]}
-
-    def _text(self, slot: Slot, role: str, text: str) -> None:
-        if role == "user" and slot[0] == self._last:
-            self.texts[len(self.segments)] = text
-        self.slots.append(slot)
-        self.segments.append(TextSegment(text, Role.SYSTEM if role in ("system", "developer") else Role.CONTEXT))
-
-    def _part(self, slot: Slot, role: str, part: object) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict) or not isinstance(kind, str):
-            raise Unkeyable("content part of unknown form")
-        if kind in _VERBATIM and part.keys() <= _VERBATIM[kind]:
+        parts = []
+        for j, part in enumerate([{"type": "text", "text": content}] if isinstance(content, str) else content or ()):
+            slot, kind = (i, None if isinstance(content, str) else j), part.get("type")
             if kind == "text":
-                if not isinstance(part.get("text"), str):
+                if not isinstance(text := part.get("text"), str):
                     raise Unkeyable("content part of unknown form")
-                self._text(slot, role, part["text"])
-            return part
-        if kind in _MEDIA and part.keys() <= {"type", "uuid", kind}:
-            return {"type": kind, kind: self._source(slot, kind, part.get(kind))}
-        if kind == "input_audio" and part.keys() <= {"type", "uuid", kind} and isinstance(part.get(kind), dict):
-            return {"type": kind, kind: self._audio(part[kind])}
+                if role == "user" and i == len(messages) - 1:
+                    last[len(segments)] = text
+                slots.append(slot)
+                segments.append(TextSegment(text, Role.SYSTEM if role in ("system", "developer") else Role.CONTEXT))
+            elif kind in _MEDIA:
+                part, data = _keyed(kind, part.get(kind))
+                if kind == "image_url":
+                    name = part[kind]["sha256"]
+                    media[name] = data
+                    slots.append(slot)
+                    segments.append(MediaSegment(name))
+                else:
+                    inline = False
+            elif kind is None:
+                raise Unkeyable("content part of unknown form")
+            parts.append(part)
+        keyed.append({**message, "content": parts} if isinstance(content, list) else message)
+    prompt, question = "\n".join(last.values()), max(last, default=None)
+    if question is None or not last[question].strip() or not inline:
+        return Content("messages", messages, keyed, prompt=prompt)
+    segments[question] = TextSegment(last[question])
+    return Content("messages", messages, keyed, tuple(slots), tuple(segments), media, prompt)
+
+
+def _keyed(kind: str, source: object) -> tuple[dict[str, Any], bytes]:
+    """A part with media as it is keyed, by the digest of their bytes; and the bytes."""
+    if source is None:
+        raise Unkeyable("media that is not in the request")
+    if isinstance(source, str):
+        source = {"url": source}
+    field = "data" if kind == "input_audio" else "url"
+    if not isinstance(source, dict) or not source.keys() <= _MEDIA[kind] or not isinstance(source.get(field), str):
         raise Unkeyable("content part of unknown form")
-
-    def _source(self, slot: Slot, kind: str, source: object) -> dict[str, Any]:
-        if source is None:
+    text, rest = source[field], {name: value for name, value in source.items() if name != field}
+    if field == "url":
+        if (found := _DATA.match(text)) is None:
             raise Unkeyable("media that is not in the request")
-        if isinstance(source, str):
-            source = {"url": source}
-        if not isinstance(source, dict) or not source.keys() <= _MEDIA[kind] or not isinstance(source.get("url"), str):
-            raise Unkeyable("content part of unknown form")
-        url = source["url"]
-        found = _DATA.match(url)
-        rest = {name: value for name, value in source.items() if name != "url"}
-        if found is None:
-            raise Unkeyable("media that is not in the request")
-        data = _decoded(url[found.end() :])
-        name = media_id(data)
+        text = text[found.end() :]
         if kind != "image_url":  # the media type says how these are read
-            self.inline = False
-            return {**rest, "type": found[1], "sha256": name}
-        self.media[name] = data
-        self.slots.append(slot)
-        self.segments.append(MediaSegment(name))
-        return {**rest, "sha256": name}
-
-    def _audio(self, audio: Mapping[str, Any]) -> dict[str, Any]:
-        if not audio.keys() <= {"data", "format"} or not isinstance(audio.get("data"), str):
-            raise Unkeyable("content part of unknown form")
-        self.inline = False
-        return {"format": audio.get("format"), "sha256": media_id(_decoded(audio["data"]))}
+            rest["type"] = found[1]
+    data = _decoded(text)
+    return {"type": kind, kind: {**rest, "sha256": media_id(data)}}, data
 
 
 def _decoded(text: str) -> bytes:
