@@ -159,15 +159,12 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> b
     return b"".join(pieces)
 
 
-def is_packed(scope: Scope) -> bool:
-    """The body came in an encoding."""
-    return header(scope, _ENCODING).strip().lower() not in ("", "identity")
-
-
 async def unpacked(scope: Scope, body: bytes, limit: int) -> tuple[Scope, bytes]:
-    """A request whose body `is_packed`, as it would have come without. Raises `Refused` where the encoding is not gzip,
-    or the body is no whole gzip stream or holds more than ``limit`` bytes."""
+    """A request with its body as it would have come without an encoding. Raises `Refused` where that is not gzip, or the
+    body is no whole gzip stream or holds more than ``limit`` bytes."""
     encoding = header(scope, _ENCODING).strip().lower()
+    if encoding in ("", "identity"):
+        return scope, body
     if encoding not in ("gzip", "x-gzip"):
         said = f"the content encoding {encoding[:40]!r} is not read: send the body with gzip, or as it is"
         raise Refused(error_answer(415, said, headers=[(b"accept-encoding", b"gzip")]))
