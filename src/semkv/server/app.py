@@ -167,8 +167,9 @@ class App:
             with self._room.lease() as take:
                 if scope["path"] in SALTED:
                     scope, plain = await http.unpacked(scope, body, self._limit)
-                    take(len(plain) if plain is not body else 0)
-                    body = plain
+                    if plain is not body:
+                        take(len(plain))
+                        body = plain
                 answer = await self._answer(Call(scope, body), receive)
         except Refused as refused:
             answer = refused.answer

@@ -160,8 +160,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> b
 
 
 async def unpacked(scope: Scope, body: bytes, limit: int) -> tuple[Scope, bytes]:
-    """A request with its body as it would have come without an encoding. Raises `Refused` where that is not gzip, or the
-    body is no whole gzip stream or holds more than ``limit`` bytes."""
+    """A request as it would have come without a content encoding. Raises `Refused` where that is not gzip, or the body
+    is no whole gzip stream or holds more than ``limit`` bytes."""
     encoding = header(scope, _ENCODING).strip().lower()
     if encoding in ("", "identity"):
         return scope, body
